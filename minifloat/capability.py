@@ -1,0 +1,106 @@
+"""What runs where, and why: one table that the operations consult, ``minifloat doctor`` prints and the tests run.
+
+Every operation runs on every device: where nothing faster is known to give the same numerics, its reference does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from minifloat.formats import Format
+
+Support = tuple[bool, str]
+
+
+class Row(NamedTuple):
+    """One line of the table: which backend runs ``operation`` on ``formats``, and the reason."""
+
+    operation: str
+    formats: str
+    backend: str
+    reason: str
+
+
+PAIRS: tuple[tuple[str, Format, Format], ...] = (
+    ("FP8 per tensor", Format("e4m3"), Format("e4m3")),
+    ("FP8 per tensor, E5M2 gradient", Format("e5m2"), Format("e4m3")),
+    ("FP8 1x128 by 128x128", Format(block=128, scale_rule="pow2"), Format(block=128, tile=True, scale_rule="pow2")),
+    ("FP8 1x128 by 1x128", Format(block=128, scale_rule="pow2"), Format(block=128, scale_rule="pow2")),
+    ("MXFP8", Format(block=32, scale_rule="e8m0"), Format(block=32, scale_rule="e8m0")),
+    ("NVFP4", Format("e2m1", 16, scale_rule="two_level"), Format("e2m1", 16, tile=True, scale_rule="two_level")),
+)
+"""The operand pairs that the recipes put together, by the name a report gives them."""
+
+
+@lru_cache(maxsize=None)
+def _device_facts(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Compute capability and CUDA version, ((0, 0), (0, 0)) off NVIDIA GPUs."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return (0, 0), (0, 0)
+    major, minor = torch.version.cuda.split(".")[:2]
+    return torch.cuda.get_device_capability(device), (int(major), int(minor))
+
+
+def _per_tensor(a: Format, b: Format, device: torch.device) -> Support:
+    if device.type == "cpu":
+        return True, "torch._scaled_mm (oneDNN)"
+    capability, _ = _device_facts(device)
+    if "e5m2" == a.element == b.element:
+        return False, "cuBLASLt has no E5M2 by E5M2 product"
+    if capability >= (8, 9):
+        return True, f"torch._scaled_mm (cuBLASLt, FP8 tensor cores of sm_{capability[0]}{capability[1]})"
+    return False, _without_tensor_cores(device, capability, "FP8 tensor cores (sm_89 and later)")
+
+
+def _block128(a: Format, b: Format, device: torch.device) -> Support:
+    capability, cuda = _device_facts(device)
+    if a.tile and b.tile:
+        return False, "no library multiplies 128x128 by 128x128 blocks"
+    if "e5m2" in (a.element, b.element):
+        return False, "cuBLASLt's block scaling takes E4M3 only here"
+    if capability[0] == 9 and cuda >= (12, 9):
+        return True, "torch.nn.functional.scaled_mm (cuBLASLt block scaling, sm_90, CUDA 12.9 and later)"
+    if capability[0] >= 10:
+        return False, "sm_100 runs 128-block scaling as MXFP8, which has not been written or run"
+    return False, _without_tensor_cores(device, capability, "cuBLASLt's 128-block scaling (sm_90, CUDA 12.9)")
+
+
+def _without_tensor_cores(device: torch.device, capability: tuple[int, int], needed: str) -> str:
+    where = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type
+    return f"{where} has no {needed}: same numerics, emulated"
+
+
+def supports(a: Format, b: Format, device: torch.device) -> Support:
+    """Whether the native scaled matmul multiplies these operands on ``device``, and why or why not."""
+    per_tensor = a.block == b.block == 0 and a.quantized and b.quantized
+    check: Callable[[Format, Format, torch.device], Support]
+    if per_tensor and not (a.packed or b.packed):
+        check = _per_tensor
+    elif a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"}:
+        check = _block128
+    else:
+        capability, _ = _device_facts(device)
+        return False, _without_tensor_cores(device, capability, "product of these formats in a library that we call")
+    return check(a, b, device)
+
+
+@lru_cache(maxsize=None)
+def backend(a: Format, b: Format, device: torch.device) -> str:
+    """``"native"`` or ``"reference"``: what multiplies these operands."""
+    return "native" if supports(a, b, device)[0] else "reference"
+
+
+def table(device: torch.device) -> list[Row]:
+    """The whole table for a device."""
+    rows = []
+    for name, a, b in PAIRS:
+        native, reason = supports(a, b, device)
+        rows.append(Row("scaled product", name, "native" if native else "reference", reason))
+    casts = "plain PyTorch; kernels of our own are not written yet"
+    rows.append(Row("amax, cast, dequantize", "all", "reference", casts))
+    rows.append(Row("norm, activation", "all", "reference", casts))
+    return rows

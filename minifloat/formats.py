@@ -1,0 +1,171 @@
+"""Number formats as data: what a code means, which elements share a scale, and how that scale is found.
+
+A :class:`Format` is all a kernel needs to know. Its variable parts are names from four small registries (element,
+scale rule, transform, rounding), each with one reference implementation in ``kernels/quantize/reference.py``; a new
+format is one more instance here, never a new class. The formulas are in ``docs/numerics.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+ROWWISE = -1
+"""Scaled along the last dim, which forward and dgrad contract on the left."""
+COLUMNWISE = 0
+"""Scaled along the first dim, which wgrad contracts."""
+
+
+@dataclass(frozen=True)
+class Element:
+    """A stored number: ``bits`` wide, finite up to ``max``, with ``dtype`` as PyTorch's name for it where it has one."""
+
+    name: str
+    bits: int
+    max: float
+    dtype: torch.dtype | None
+
+
+ELEMENTS = {
+    "e4m3": Element("e4m3", 8, 448.0, torch.float8_e4m3fn),
+    "e5m2": Element("e5m2", 8, 57344.0, torch.float8_e5m2),
+    "e2m1": Element("e2m1", 4, 6.0, None),
+    # The values themselves, unscaled: the format of an operand that a recipe leaves in high precision.
+    "identity": Element("identity", 16, float("inf"), None),
+}
+
+ScaleRule = Literal["fp32", "pow2", "e8m0", "two_level", "given", "none"]
+Transform = Literal["none", "hadamard16"]
+Rounding = Literal["nearest", "stochastic", "four_over_six_mae", "four_over_six_mse"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    Args:
+        element: ``"e4m3"``, ``"e5m2"``, ``"e2m1"``, or ``"identity"`` for values left as they are.
+        block: elements along the scaled dim that share a scale; 0 is one scale for the whole tensor.
+        tile: a ``block x block`` square shares the scale instead of a ``1 x block`` strip.
+        scale_rule: ``"fp32"`` (max / amax), ``"pow2"`` (the same, floored to a power of two), ``"e8m0"`` (amax / max,
+            raised to a power of two, OCP MX), ``"two_level"`` (E4M3 block scales under an fp32 amax, NVFP4) or
+            ``"given"`` (the scale comes from outside: delayed scaling).
+        transform: ``"hadamard16"`` rotates groups of 16 along the scaled dim before the cast.
+        rounding: ``"nearest"`` (ties to even), ``"stochastic"``, or the 4-over-6 search by absolute or squared error.
+        amax_epsilon: lower bound of the amax, ``fp32`` and ``pow2`` rules only.
+        block_scale_max: largest E4M3 block scale that ``two_level`` aims at: 448, or 256 with 4-over-6.
+        amax_per_row: ``two_level`` keeps one amax for each row (column, if columnwise), not one for the tensor.
+    """
+
+    element: str = "e4m3"
+    block: int = 0
+    tile: bool = False
+    scale_rule: ScaleRule = "fp32"
+    transform: Transform = "none"
+    rounding: Rounding = "nearest"
+    amax_epsilon: float = 0.0
+    block_scale_max: float = 448.0
+    amax_per_row: bool = False
+
+    def __post_init__(self) -> None:
+        if self.element not in ELEMENTS:
+            raise ValueError(f"unknown element {self.element!r}; known: {', '.join(ELEMENTS)}")
+        if self.block < 0 or self.block & (self.block - 1):
+            raise ValueError(f"block is {self.block}; it must be 0 (per tensor) or a power of two")
+        if self.amax_epsilon < 0:
+            raise ValueError(f"amax_epsilon is {self.amax_epsilon}; an amax is never negative, use 0 or more")
+        if self.block == 0 and (self.tile or self.scale_rule in ("e8m0", "two_level")):
+            raise ValueError(f"scale rule {self.scale_rule!r} (tile={self.tile}) needs a block length, got block=0")
+        if self.transform == "hadamard16" and (self.block % 16 or self.tile):
+            raise ValueError(f"hadamard16 needs strips of whole groups of 16, got block={self.block} tile={self.tile}")
+
+    @property
+    def max(self) -> float:
+        """Largest finite value of a code."""
+        return ELEMENTS[self.element].max
+
+    @property
+    def packed(self) -> bool:
+        """Two codes share a byte."""
+        return ELEMENTS[self.element].bits == 4
+
+    @property
+    def quantized(self) -> bool:
+        """Codes and scales, rather than the values themselves."""
+        return self.element != "identity"
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """How scales are stored: E8M0 and E4M3 ones as their bytes, since gloo, pickle and safetensors know no others."""
+        return torch.uint8 if self.scale_rule in ("e8m0", "two_level") else torch.float32
+
+    @property
+    def symmetric(self) -> bool:
+        """One cast serves both orientations: nothing in it depends on which dim is contracted."""
+        strips = self.block > 0 and not self.tile
+        return not strips and self.transform == "none" and self.rounding != "stochastic"
+
+    @property
+    def needs_amax(self) -> bool:
+        """The cast needs an amax over more than one block, so over a group where the tensor is sharded."""
+        return self.quantized and (self.scale_rule == "two_level" or (self.block == 0 and self.scale_rule != "given"))
+
+    @property
+    def segment(self) -> int:
+        """Length along the contracted dim that the scaled product sums before it applies a scale (of its own, if any)."""
+        return 128 if self.block == 0 or self.scale_rule == "two_level" else min(self.block, 128)
+
+    def scale_block(self, dim: int) -> tuple[int, int]:
+        """Rows and columns that share a scale when cast along ``dim``; per tensor is given as (0, 0)."""
+        if self.block == 0 or self.tile:
+            return self.block, self.block
+        return (1, self.block) if dim == ROWWISE else (self.block, 1)
+
+    @property
+    def spec(self) -> str:
+        """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
+        blocks = "tensor" if self.block == 0 else f"{self.block if self.tile else 1}x{self.block}"
+        if not self.quantized:
+            return self.element
+        parts = [self.element, blocks, self.scale_rule]
+        parts += [part for part in (self.transform, self.rounding) if part not in ("none", "nearest")]
+        if self.amax_epsilon:
+            parts.append(f"eps={self.amax_epsilon!r}")
+        if self.block_scale_max != 448.0:
+            parts.append(f"max={self.block_scale_max!r}")
+        return "/".join(parts + ["amax_per_row"] * self.amax_per_row)
+
+
+IDENTITY = Format(element="identity", scale_rule="none")
+"""High precision: the codes are the values."""
+
+
+@lru_cache(maxsize=None)
+def parse(spec: str) -> Format:
+    """The format that :attr:`Format.spec` names.
+
+    Raises:
+        ValueError: ``spec`` is not such a string.
+    """
+    element, *rest = spec.split("/")
+    if element == "identity":
+        return IDENTITY
+    if len(rest) < 2:
+        raise ValueError(f"format {spec!r} is not 'element/blocks/scale_rule[/option...]', as in 'e4m3/1x128/pow2'")
+    blocks, scale_rule, *options = rest
+    rows, _, block = blocks.partition("x")
+    values: dict[str, object] = {"element": element, "scale_rule": scale_rule}
+    if blocks != "tensor":
+        values |= {"block": int(block), "tile": rows == block}
+    for option in options:
+        key, _, number = option.partition("=")
+        if number:
+            values[{"eps": "amax_epsilon", "max": "block_scale_max"}[key]] = float(number)
+        elif key == "amax_per_row":
+            values[key] = True
+        else:
+            values["transform" if key == "hadamard16" else "rounding"] = key
+    return Format(**values)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""A quantized value as the GEMMs take it: codes and scales of one orientation, or of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.kernels import quantize
+
+_NAMES = {ROWWISE: "rowwise", COLUMNWISE: "columnwise"}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One orientation of a quantized [M, K] matrix.
+
+    Args:
+        codes: uint8 in the [M, K] layout, two a byte along ``dim`` for 4-bit elements; the values themselves, in their
+            own dtype, for the identity format.
+        scale_inv: what codes are multiplied by: fp32 [1], or the grid of blocks in the [M, K] layout (fp32, or the
+            bytes of E8M0 or E4M3). None for the identity format.
+        amax: fp32 [1], or one a row: the second level of NVFP4's scales. Else None.
+        format: the number format.
+        dim: the dim the codes are scaled along: ``ROWWISE`` or ``COLUMNWISE``.
+        shape: the logical (M, K).
+        dtype: the dtype that it was cast from and dequantizes to.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    format: Format
+    dim: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def serves(self, dim: int) -> bool:
+        """A GEMM may contract it along ``dim``."""
+        return self.dim == dim or self.format.symmetric
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The [M, K] values it stands for, computed in fp32 and rounded once to ``dtype`` (default: its own)."""
+        dtype = dtype or self.dtype
+        if self.scale_inv is None:
+            return self.codes.to(dtype)
+        return quantize.dequantize(
+            self.codes, self.scale_inv, self.amax, self.format.spec, self.dim, *self.shape, dtype
+        )
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Its storage, for saving; :meth:`with_tensors` puts it back."""
+        return self.codes, self.scale_inv, self.amax
+
+    def with_tensors(self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
+        return Operand(codes, scale_inv, amax, self.format, self.dim, self.shape, self.dtype)
+
+
+class Quantized(NamedTuple):
+    """Up to two operands of the same matrix, which may differ in format. A symmetric one fills both places."""
+
+    rowwise: Operand | None
+    columnwise: Operand | None
+
+    def along(self, dim: int) -> Operand:
+        """The operand that a GEMM may contract along ``dim``.
+
+        Raises:
+            ValueError: there is none; with a square matrix the wrong one would go unnoticed.
+        """
+        for operand in self:
+            if operand is not None and operand.serves(dim):
+                return operand
+        held = [f"{_NAMES[o.dim]} {o.format.spec}" for o in self if o is not None] or ["nothing"]
+        raise ValueError(
+            f"a GEMM contracts dim {dim}, which needs a {_NAMES[dim]} operand, but this value of shape "
+            f"{tuple(self.any.shape) if any(self) else ()} holds {', '.join(held)}; quantize it with {_NAMES[dim]}=True"
+        )
+
+    @property
+    def any(self) -> Operand:
+        """Either orientation, rowwise first."""
+        operand = self.rowwise if self.rowwise is not None else self.columnwise
+        assert operand is not None, "a Quantized value holds at least one operand"
+        return operand
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, from the rowwise operand where there is one."""
+        return self.any.dequantize(dtype)
