@@ -51,12 +51,28 @@ class Operand:
             self.codes, self.scale_inv, self.amax, self.format.spec, self.dim, *self.shape, dtype
         )
 
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Its storage, for saving; :meth:`with_tensors` puts it back."""
-        return self.codes, self.scale_inv, self.amax
+    @property
+    def layout(self) -> Layout:
+        """All but the tensors."""
+        return Layout(self.format, self.dim, self.shape, self.dtype)
 
-    def with_tensors(self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
-        return Operand(codes, scale_inv, amax, self.format, self.dim, self.shape, self.dtype)
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What a GEMM reads, for saving; :meth:`Layout.operand` puts it back. A delayed scale's amax is not part of it."""
+        return self.codes, self.scale_inv, self.amax if self.format.scale_rule == "two_level" else None
+
+
+class Layout(NamedTuple):
+    """What an operand's tensors mean; see :class:`Operand`."""
+
+    format: Format
+    dim: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def operand(self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
+        """The operand of these tensors."""
+        return Operand(codes, scale_inv, amax, *self)
 
 
 class Quantized(NamedTuple):
@@ -71,13 +87,13 @@ class Quantized(NamedTuple):
         Raises:
             ValueError: there is none; with a square matrix the wrong one would go unnoticed.
         """
-        for operand in self:
+        for operand in self if dim == ROWWISE else self[::-1]:
             if operand is not None and operand.serves(dim):
                 return operand
         held = [f"{_NAMES[o.dim]} {o.format.spec}" for o in self if o is not None] or ["nothing"]
         raise ValueError(
-            f"a GEMM contracts dim {dim}, which needs a {_NAMES[dim]} operand, but this value of shape "
-            f"{tuple(self.any.shape) if any(self) else ()} holds {', '.join(held)}; quantize it with {_NAMES[dim]}=True"
+            f"a GEMM that contracts dim {dim} needs a {_NAMES[dim]} operand, but this value holds {', '.join(held)}; "
+            f"quantize it with {_NAMES[dim]}=True"
         )
 
     @property

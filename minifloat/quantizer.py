@@ -8,7 +8,7 @@ the same object may serve two groups, two devices and a compiled graph.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -64,10 +64,13 @@ class Quantizer:
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same formats for other orientations; None keeps what is."""
-        return replace(
-            self,
-            rowwise=self.rowwise if rowwise is None else rowwise,
-            columnwise=self.columnwise if columnwise is None else columnwise,
+        # Spelled out: torch.compile of PyTorch 2.11 does not trace dataclasses.replace.
+        return Quantizer(
+            self.row_format,
+            self.column_format,
+            self.rowwise if rowwise is None else rowwise,
+            self.columnwise if columnwise is None else columnwise,
+            self.columnwise_source,
         )
 
     @property
@@ -156,6 +159,8 @@ def cast_all(
     formats: list[str] = []
     dims: list[int] = []
     for x, quantizer, amax, fallback, rng in zip(matrices, quantizers, amaxes, own, rngs, strict=True):
+        if rng is None and any(fmt.rounding == "stochastic" for fmt, _ in quantizer.casts):
+            rng = quantize.draw_seed(x)  # one for both orientations, which draw different bits from it
         for (fmt, dim), level in zip(quantizer.casts, amax or fallback or (), strict=True):
             if not fmt.quantized:
                 continue
@@ -163,7 +168,7 @@ def cast_all(
                 raise ValueError("delayed scaling casts with a scale from its history; pass it as amaxes=(scale,)")
             sources.append(x)
             given.append(level)
-            seeds.append((quantize.draw_seed(x) if rng is None else rng) if fmt.rounding == "stochastic" else None)
+            seeds.append(rng if fmt.rounding == "stochastic" else None)
             formats.append(fmt.spec)
             dims.append(dim)
     outputs = iter(quantize.cast(sources, given, seeds, formats, dims) if sources else ())

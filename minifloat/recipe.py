@@ -88,17 +88,18 @@ class Recipe:
         """How the tensor of this role is quantized, both orientations wanted."""
         raise NotImplementedError
 
-    def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling | None:
-        """The recipe that keeps this role's amax history, if it has one."""
-        return None
+    def resolve(self, role: QuantizerRole) -> tuple[Quantizer, DelayedScaling | None]:
+        """The role's quantizer, and the recipe that keeps its amax history where it has one."""
+        return self.quantizer(role), None
 
     def expected_gemms(self) -> dict[str, tuple[str, str]]:
         """Format names of the two operands of each GEMM that a linear layer runs under this recipe."""
         x, w, dy = (self.quantizer(QuantizerRole("linear", kind)) for kind in ("input", "weight", "grad_output"))
+        fprop = x.row_format.spec, w.row_format.spec
         if self.backward_override is not None:
-            return {"fprop": (x.row_format.spec, w.row_format.spec)}
+            return {"fprop": fprop, "dgrad": ("identity", "identity"), "wgrad": ("identity", "identity")}
         return {
-            "fprop": (x.row_format.spec, w.row_format.spec),
+            "fprop": fprop,
             "dgrad": (dy.row_format.spec, w.format(COLUMNWISE).spec),
             "wgrad": (dy.format(COLUMNWISE).spec, x.format(COLUMNWISE).spec),
         }
@@ -182,8 +183,8 @@ class DelayedScaling(Recipe):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return Quantizer(formats.Format(self.fp8_format.element(role), scale_rule="given"))
 
-    def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling | None:
-        return self
+    def resolve(self, role: QuantizerRole) -> tuple[Quantizer, DelayedScaling | None]:
+        return self.quantizer(role), self
 
 
 @dataclass(frozen=True)
@@ -410,9 +411,6 @@ class CustomRecipe(Recipe):
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return self.resolve(role)[0]
-
-    def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling | None:
-        return self.resolve(role)[1]
 
     def resolve(self, role: QuantizerRole) -> tuple[Quantizer, DelayedScaling | None]:
         """Calls the factory: the quantizer and, if it asked for delayed scaling, that recipe.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minifloat.formats import ELEMENTS
 from minifloat.kernels.library import register
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -18,12 +19,14 @@ def _record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> 
         newest.copy_(torch.fmax(newest, amax.reshape(())))
 
 
-def _update(histories: Sequence[Tensor], scales: Sequence[Tensor], maxes: Sequence[float], most_recent: bool) -> None:
-    for history, scale, largest in zip(histories, scales, maxes, strict=True):
+def _update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
+    for history, scale, rule in zip(histories, scales, rules, strict=True):
+        element, margin, algorithm = rule.split("/")
+        largest = ELEMENTS[element].max * 2.0 ** -int(margin.removeprefix("margin="))
         newest = history[0].clone()
         seen = newest != 0
         rolled = torch.cat([history[1:], newest[None]])
-        amax = newest if most_recent else rolled.nan_to_num(0.0, posinf=torch.inf).amax(0)
+        amax = newest if algorithm == "most_recent" else rolled.nan_to_num(0.0, posinf=torch.inf).amax(0)
         rolled[0] = 0
         history.copy_(torch.where(seen, rolled, history))
         amax = torch.where(seen, amax, 0.0)
@@ -34,20 +37,16 @@ def _update(histories: Sequence[Tensor], scales: Sequence[Tensor], maxes: Sequen
 def _fake_record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None: ...
 
 
-def _fake_update(
-    histories: Sequence[Tensor], scales: Sequence[Tensor], maxes: Sequence[float], most_recent: bool
-) -> None: ...
+def _fake_update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None: ...
 
 
 record = register("record_amax_(Tensor(a!) history, int[] slots, Tensor[] amaxes) -> ()", _record, _fake_record)
 """Max-accumulates ``amaxes`` (fp32 [1] each) into the newest row of ``history`` [L, n]; a NaN is dropped."""
 
 update = register(
-    "update_scales_(Tensor(a!)[] histories, Tensor(b!)[] scales, float[] maxes, bool most_recent) -> ()",
-    _update,
-    _fake_update,
+    "update_scales_(Tensor(a!)[] histories, Tensor(b!)[] scales, str[] rules) -> ()", _update, _fake_update
 )
-"""Rolls each history [L, n] and computes each scale [n] anew: ``max * 2^-margin / amax``, numerics 1.1, "fused".
+"""Rolls each history [L, n] and computes each scale [n] anew: ``max * 2^-margin / amax``, numerics 1.1, "fused"; ``rules`` are those of ``minifloat.delayed.rule``.
 
 A slot that has recorded nothing keeps history and scale; one whose amax is not finite keeps its scale.
 """

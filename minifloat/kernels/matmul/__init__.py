@@ -97,22 +97,23 @@ def _native_per_tensor(
     align = (16, 16) if a.codes.is_cuda else (1, 1)
     left, right = (native.k_major(x.codes, x.format, x.along, align) for x in (a, b))
     # The epilogue adds a bias of the output's dtype to an output of 16 bits, so long as no padding widened it.
-    fused = bias is not None and out_dtype != torch.float32 and right.shape[0] == b.outer
-    direct = out_dtype if bias is None or fused else torch.float32
-    epilogue = bias.to(out_dtype) if bias is not None and fused else None
-    product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, direct, epilogue, fast_accum)
-    product = product[: a.outer, : b.outer]
-    return product.contiguous() if direct == out_dtype else _finish(product, bias, out_dtype)
+    fuses = bias is not None and out_dtype != torch.float32 and right.shape[0] == b.outer
+    if bias is None or fuses:
+        epilogue = None if bias is None else bias.to(out_dtype)
+        product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, out_dtype, epilogue, fast_accum)
+        return product[: a.outer, : b.outer].contiguous()
+    product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, torch.float32, None, fast_accum)
+    return _finish(product[: a.outer, : b.outer], bias, out_dtype)
 
 
 def _native_block(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    direct = out_dtype if bias is None and out_dtype != torch.float16 else torch.float32
+    direct = bias is None and out_dtype != torch.float16  # else in fp32, to round once
     product = native.block128(
         native.k_major(a.codes, a.format, a.along, (16, 128)), native.outer_major_scale(a.scale_inv, a.along), a.format.tile,
         native.k_major(b.codes, b.format, b.along, (16, 128)), native.outer_major_scale(b.scale_inv, b.along), b.format.tile,
-        direct,
+        out_dtype if direct else torch.float32,
     )[: a.outer, : b.outer]  # fmt: skip
-    return product.contiguous() if direct == out_dtype else _finish(product, bias, out_dtype)
+    return product.contiguous() if direct else _finish(product, bias, out_dtype)
 
 
 def _fake_scaled_mm(

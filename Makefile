@@ -1,0 +1,67 @@
+# `make train` and `make test` work on a fresh machine: they make a virtual environment and install what they need.
+#
+#   make train ARGS="--steps 100"     more arguments for `minifloat train`
+#   make test PYTEST_ARGS="-k linear" more arguments for pytest
+#   make test PYTHON=python3.12       another interpreter for a new environment
+#   make test VENV=$VIRTUAL_ENV       the environment in use, in place of .venv
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+HAS_TORCH := import torch; assert torch.__version__ >= '2.11'
+# Tests that use worker processes go to one xdist worker (see tests/conftest.py), hence loadgroup.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --durations 15
+RESULT = tests/results/$(NOW)
+
+.PHONY: help train test test-all lint format clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+
+train: $(VENV)/.installed-train ## train a small model in FP8 and in BF16 and compare them
+	$(BIN)/minifloat train --recipe current --against bf16 $(ARGS)
+
+test: lint ## lint, type check, and run the default tests
+	$(PYTEST) $(PYTEST_ARGS)
+
+# An empty -m selects all tests; those that need a GPU are skipped where there is none.
+test-all: NOW := $(shell date -u +%Y-%m-%dT%H%MZ)
+test-all: lint ## the larger set: slow and GPU tests too; the report goes to tests/results/
+	mkdir -p tests/results
+	{ $(BIN)/python -c "import platform, torch; print('python', platform.python_version(), 'torch', torch.__version__, \
+	    'on', torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine())"; \
+	  echo "commit $$(git describe --always --dirty 2>/dev/null || echo unknown)"; \
+	  $(PYTEST) -q -m "" --junitxml $(RESULT).xml $(PYTEST_ARGS); \
+	} 2>&1 | tee $(RESULT).txt
+
+lint: $(VENV)/.installed-test ## ruff, mypy, and ASCII in every source file
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	! LC_ALL=C grep -rn --include='*.py' --exclude-dir='.?*' '[^[:print:][:space:]]' .
+	$(BIN)/python -m mypy
+
+format: $(VENV)/.installed-test ## let ruff fix and format the sources
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
+
+clean: ## remove build products and caches; the environment stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
+
+# An interpreter that has a recent torch lends it to the environment: it may be a build for this very machine. Any other
+# interpreter gets a sealed environment, which none of its packages can disturb.
+$(BIN)/pip:
+	$(PYTHON) -m venv $$($(PYTHON) -c "$(HAS_TORCH)" 2>/dev/null && echo --system-site-packages) $(VENV)
+
+# One stamp for each extra; a changed pyproject.toml installs again. Everything in one pip call, so that a conflict shows
+# before the large download. Left to itself pip would take the newest torch, hence the pin where there is none.
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --editable ".[$*]" \
+	    $$($(BIN)/python -c "$(HAS_TORCH)" 2>/dev/null || echo $(TORCH))
+	touch $@

@@ -1,0 +1,158 @@
+"""Which recipe is in force: a module's own, else that of the surrounding ``autocast``, else none."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from minifloat import delayed
+from minifloat.delayed import History
+from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, as_recipe
+
+
+class _Stack(threading.local):
+    """The ``autocast`` contexts that this thread is inside of, outermost first."""
+
+    def __init__(self) -> None:
+        self.contexts: list[autocast] = []
+
+
+_stack = _Stack()
+
+
+class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Engine taught
+    """Gives a recipe to the modules inside that have none of their own.
+
+    Args:
+        enabled: False leaves those modules in high precision.
+        calibrating: with ``enabled=False``, records amaxes for delayed scaling while computing in high precision.
+        recipe: a recipe or its short name; default :func:`get_default_recipe`.
+        amax_reduction_group: the ranks that agree on delayed scaling's amaxes; default all ranks.
+
+    On leaving the outermost context, the delayed scaling state of every module that ran forward with gradients inside
+    is brought up to date, with one all-reduce for all. A context may be entered again after it was left, not nested
+    into itself.
+
+    Raises:
+        TypeError: ``recipe`` is neither a recipe nor a name.
+        ValueError: there is no recipe of this name.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | str | None = None,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.recipe: Recipe = get_default_recipe() if recipe is None else as_recipe(recipe)
+        self.amax_reduction_group = amax_reduction_group
+        self.region = Region()
+
+    def __enter__(self) -> autocast:
+        # The outermost context owns the region, so that nested ones do not update what is still in use.
+        self.region = _stack.contexts[0].region if _stack.contexts else Region()
+        _stack.contexts.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _stack.contexts.pop()
+        if not _stack.contexts and kind is None:
+            self.region.update(forward=True)
+
+
+class Histories(Protocol):
+    """What keeps the amax histories of a module."""
+
+    def history(self, recipe: DelayedScaling, forward: bool) -> History: ...
+
+
+class Region:
+    """What ran inside one outermost ``autocast``: the modules that keep amax histories, each once.
+
+    Modules and not their buffers: a compiled forward may not hand out buffers that its backward will write to.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[tuple[tuple[Histories, Histories], DelayedScaling, dist.ProcessGroup | None]] = []
+
+    def enter(
+        self, states: tuple[Histories, Histories], recipe: DelayedScaling, group: dist.ProcessGroup | None
+    ) -> tuple[bool, bool]:
+        """Notes a forward; returns whether it is the module's first in this region, and the region's first of all."""
+        first = all(member[0][0] is not states[0] for member in self.members)
+        opens = not self.members
+        if first:
+            self.members.append((states, recipe, group))
+        return first, opens
+
+    def update(self, forward: bool) -> None:
+        """Reduces and updates the histories of one direction, with one reduction a group."""
+        members = list(self.members)
+        while members:
+            group = members[0][2]
+            mine = [(states, recipe) for states, recipe, its_group in members if its_group is group]
+            delayed.update([states[0 if forward else 1].history(recipe, forward) for states, recipe in mine], group)
+            members = [member for member in members if member[2] is not group]
+
+
+class Use:
+    """One forward through a module with delayed scaling: the histories it reads its scales from and records to.
+
+    A module's backward history is updated when the backward of its first use in the region ends: backward runs in
+    reverse, so that is its last. Where ranks reduce, the region's first module does it for all, in one all-reduce.
+
+    Args:
+        states: what keeps the forward and the backward history.
+        recipe: their recipe.
+        records: whether amaxes are recorded; scales are read in any case.
+        context: the innermost ``autocast``; None outside of any, where the module is a region of its own.
+    """
+
+    def __init__(
+        self, states: tuple[Histories, Histories], recipe: DelayedScaling, records: bool, context: autocast | None
+    ) -> None:
+        self.histories = states[0].history(recipe, True), states[1].history(recipe, False)
+        self.records = records
+        self.region = None if context is None else context.region
+        self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
+        self.first = self.opens = records
+        if self.region is not None and records:
+            self.first, self.opens = self.region.enter(states, recipe, self.group)
+
+    def forward_finished(self) -> None:
+        """Updates the forward history now if no ``autocast`` will do it at its end."""
+        if self.region is None and self.records:
+            delayed.update([self.histories[0]], self.group)
+
+    def backward_finished(self) -> None:
+        """Updates what the end of this backward completes."""
+        if self.region is None or self.group is None:
+            if self.first:
+                delayed.update([self.histories[1]], self.group)
+        elif self.opens:
+            self.region.update(forward=False)
+
+
+def current() -> autocast | None:
+    """The innermost ``autocast`` that this thread is inside of."""
+    return _stack.contexts[-1] if _stack.contexts else None
+
+
+def get_default_recipe() -> Recipe:
+    """MXFP8 where tensor cores multiply it (sm_100), current scaling from sm_120 on, else delayed scaling."""
+    if torch.cuda.is_available() and torch.version.cuda is not None:
+        major, _ = torch.cuda.get_device_capability()
+        if major >= 12:
+            return Float8CurrentScaling()
+        if major >= 10:
+            return MXFP8BlockScaling()
+    return DelayedScaling()

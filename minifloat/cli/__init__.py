@@ -1,0 +1,79 @@
+"""The `minifloat` command. Its commands need typer and rich, `train` matplotlib too: `pip install minifloat[train]`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import typer
+
+
+def main() -> None:
+    """The entry point."""
+    missing = [name for name in ("typer", "rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"the minifloat command needs {', '.join(missing)}; get them with: pip install minifloat[train]")
+    build()()
+
+
+def build() -> typer.Typer:
+    """The application with all its commands."""
+    import typer
+
+    from minifloat.cli import doctor, train
+
+    app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_about)
+    app.command("train")(train.train)
+    app.command("doctor")(doctor.doctor)
+    return app
+
+
+def _about() -> None:
+    """Train PyTorch transformers in 8-bit and 4-bit floating point."""
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A ValueError is a user's mistake: it is printed without a traceback, and the exit code is 2."""
+    import typer
+
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one, else the CPU. Raises ValueError for any other."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"there is no device {name!r}; choose auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"minifloat does not run on {name!r}; choose auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{name} was asked for, but PyTorch sees {torch.cuda.device_count()} GPUs; try --device cpu")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words, such as "cuda: NVIDIA H200, compute capability 9.0"."""
+    import platform
+
+    import torch
+
+    if device.type != "cuda":
+        return f"{device}: {platform.machine()}, {torch.get_num_threads()} threads"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"

@@ -1,0 +1,63 @@
+"""The three GEMMs of a linear layer on operands: Y = X W^T, dX = dY W, dW = dY^T X, with X [M, K], W [N, K], dY [M, N]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.kernels import matmul
+from minifloat.operand import Operand, Quantized
+
+
+def fprop(
+    x: Quantized, w: Quantized, bias: Tensor | None = None, *, out_dtype: torch.dtype, fast_accum: bool = False
+) -> Tensor:
+    """Y [M, N] = X W^T + bias, contracting K: both operands rowwise. The bias is added in fp32, before rounding.
+
+    Raises:
+        ValueError: an operand is not quantized along the contracted dim (so for all three).
+    """
+    return _multiply("fprop", x.along(ROWWISE), ROWWISE, w.along(ROWWISE), ROWWISE, out_dtype, bias, fast_accum)
+
+
+def dgrad(dy: Quantized, w: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """dX [M, K] = dY W, contracting N: dY rowwise, W columnwise."""
+    return _multiply("dgrad", dy.along(ROWWISE), ROWWISE, w.along(COLUMNWISE), COLUMNWISE, out_dtype, None, fast_accum)
+
+
+def wgrad(dy: Quantized, x: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """dW [N, K] = dY^T X, contracting M: both operands columnwise."""
+    a, b = dy.along(COLUMNWISE), x.along(COLUMNWISE)
+    return _multiply("wgrad", a, COLUMNWISE, b, COLUMNWISE, out_dtype, None, fast_accum)
+
+
+def _multiply(
+    gemm: str, a: Operand, a_along: int, b: Operand, b_along: int, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    m, depth = a.shape if a_along == ROWWISE else a.shape[::-1]
+    n, depth_b = b.shape if b_along == ROWWISE else b.shape[::-1]
+    if depth != depth_b:
+        raise ValueError(f"{gemm} contracts {depth} elements of {a.shape} with {depth_b} of {b.shape}")
+    if a.format.transform != b.format.transform:
+        raise ValueError(
+            f"{gemm} of {a.format.spec} and {b.format.spec}: a rotation cancels only if both operands have it"
+        )
+    if a.scale_inv is None or b.scale_inv is None:
+        return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
+    return matmul.scaled_mm(
+        gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
+        b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
+        out_dtype, bias, fast, "",
+    )  # fmt: skip
+
+
+def _high_precision(
+    gemm: str, a: Operand, a_along: int, b: Operand, b_along: int, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """A product with an operand that was left in high precision: the other is dequantized."""
+    matmul.record(gemm, a.format.spec, b.format.spec, "torch")
+    left, right = a.dequantize(out_dtype), b.dequantize(out_dtype)
+    left = left if a_along == ROWWISE else left.t()
+    right = right.t() if b_along == ROWWISE else right
+    return left @ right if bias is None else torch.addmm(bias.to(out_dtype), left, right)

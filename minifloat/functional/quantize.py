@@ -1,0 +1,78 @@
+"""Quantizing the tensors of one call of a layer, in one launch a phase, delayed scaling included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from minifloat.autocast import Use
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS
+from minifloat.kernels import delayed
+from minifloat.operand import Quantized
+from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
+from minifloat.tensor import QuantizedTensor
+
+
+def quantize(
+    xs: Sequence[Tensor], quantizers: Sequence[Quantizer], kinds: Sequence[str], use: Use | None
+) -> list[Quantized]:
+    """Quantizes the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...).
+
+    A delayed scale is read from the layer's history, and the amax that the cast measured is recorded there.
+    """
+    xs = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in xs]
+    levels = find_amaxes(xs, quantizers)
+    scales = [_delayed_scale(use, kind) for kind in kinds]
+    amaxes = [_with_scale(q, level, scale) for q, level, scale in zip(quantizers, levels, scales, strict=True)]
+    results = cast_all(xs, quantizers, amaxes)
+    if use is not None and use.records:
+        for result, kind in zip(results, kinds, strict=True):
+            _record(use, kind, result)
+    return results
+
+
+def _slot(kind: str) -> tuple[int, int]:
+    """Direction (0 forward, 1 backward) and index in its histories."""
+    return (0, FORWARD_SLOTS.index(kind)) if kind in FORWARD_SLOTS else (1, BACKWARD_SLOTS.index(kind))
+
+
+def _delayed_scale(use: Use | None, kind: str) -> Tensor | None:
+    if use is None:
+        return None
+    direction, slot = _slot(kind)
+    return use.histories[direction].scale[slot : slot + 1]
+
+
+def _with_scale(quantizer: Quantizer, levels: Amaxes, scale: Tensor | None) -> Amaxes:
+    given = [fmt.scale_rule == "given" for fmt, _ in quantizer.casts]
+    return tuple(scale if wants else level for wants, level in zip(given, levels, strict=True))
+
+
+def _record(use: Use, kind: str, result: Quantized) -> None:
+    for operand in result:
+        if operand is not None and operand.format.scale_rule == "given" and operand.amax is not None:
+            direction, slot = _slot(kind)
+            delayed.record(use.histories[direction].amax_history, [slot], [operand.amax])
+            return
+
+
+def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], use: Use) -> None:
+    """Records the amaxes of tensors that are computed with in high precision."""
+    amaxes = find_amaxes(xs, [Quantizer(Format())] * len(xs))
+    for levels, kind in zip(amaxes, kinds, strict=True):
+        direction, slot = _slot(kind)
+        assert levels[0] is not None
+        delayed.record(use.histories[direction].amax_history, [slot], [levels[0]])
+
+
+def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:
+    """The operands of a quantized tensor if they are what ``quantizer`` would give, else None."""
+    if not isinstance(x, QuantizedTensor):
+        return None
+    for dim, wanted in ((ROWWISE, quantizer.rowwise), (COLUMNWISE, quantizer.columnwise)):
+        fits = [o for o in x.operands if o is not None and o.serves(dim) and o.format == quantizer.format(dim)]
+        if wanted and not fits:
+            return None
+    return x.operands

@@ -1,0 +1,59 @@
+"""Delayed scaling's state in a module: named fp32 buffers, nothing pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from minifloat import delayed
+from minifloat.recipe import DelayedScaling
+
+
+class AmaxHistory(nn.Module):
+    """Scales and amaxes of one direction of a layer.
+
+    Buffers: ``scale`` fp32 [slots], ones at first; ``amax_history`` fp32 [length, slots], zeros at first, newest in
+    row 0. They stay fp32 when the module is cast, and a checkpoint without them, or with another length, loads.
+    """
+
+    scale: Tensor
+    amax_history: Tensor
+
+    def __init__(self, slots: int, length: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
+        self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
+
+    def reset_parameters(self) -> None:
+        """Forgets everything; also how the buffers get values after ``to_empty``."""
+        self.scale.fill_(1.0)
+        self.amax_history.zero_()
+
+    def history(self, recipe: DelayedScaling, forward: bool) -> delayed.History:
+        """The buffers under a recipe, cut or zero-padded at the end to its ``amax_history_len``."""
+        length, wanted = self.amax_history.shape[0], recipe.amax_history_len
+        if length != wanted:
+            kept = self.amax_history[:wanted]
+            self.amax_history = torch.nn.functional.pad(kept, (0, 0, 0, wanted - kept.shape[0]))
+        return delayed.History(self.scale, self.amax_history, recipe, delayed.rule(recipe, forward))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != torch.float32:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("scale", "amax_history"):
+            buffer, saved = getattr(self, name), state_dict.get(prefix + name)
+            if saved is None:
+                state_dict[prefix + name] = buffer
+            elif saved.shape != buffer.shape:
+                setattr(self, name, torch.empty(saved.shape, dtype=torch.float32, device=buffer.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -1,0 +1,241 @@
+"""``Linear``: an ``nn.Linear`` whose GEMMs run on quantized operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minifloat import autocast
+from minifloat.functional.linear import LinearCall, LinearFunction, weight_quantizer
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, linear_plan
+from minifloat.functional.quantize import calibrate, quantize, reuse
+from minifloat.kernels import matmul
+from minifloat.nn.delayed import AmaxHistory
+from minifloat.operand import Quantized
+from minifloat.recipe import DelayedScaling, Recipe, as_recipe
+
+_HISTORIES = ("forward_scaling", "backward_scaling")
+
+
+class Linear(nn.Linear):
+    """Y = X W^T + b as ``nn.Linear`` computes it, through quantized operands where a recipe is in force.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of ``nn.Linear``; any sizes.
+        recipe: the layer's own recipe or its short name, which wins over ``autocast``; ``"none"`` keeps the layer in
+            high precision whatever surrounds it; None takes what ``autocast`` gives.
+        name: what recipes and errors call the layer.
+        fuse_wgrad_accumulation: add dW to ``weight.main_grad`` (a buffer that you provide, fp32 as a rule), set
+            ``weight.grad_added_to_main_grad`` and return no gradient for it.
+        delay_wgrad_compute: backward leaves dW to :meth:`backward_dw`.
+        save_original_input: backward keeps X as it came and quantizes it again: costs a cast, saves memory where X is
+            kept alive by somebody else anyway.
+
+    Activations are computed in the dtype of X, or of ``torch.autocast`` where that is on; weights are quantized
+    straight from the parameter, whatever its dtype. State dict keys are those of ``nn.Linear``, and under delayed
+    scaling also ``forward_scaling.*`` and ``backward_scaling.*``, which may be missing from a checkpoint or extra.
+
+    Raises:
+        TypeError: ``recipe`` is not one, or X is not floating point.
+        ValueError: an unknown recipe name; X's last dim is not ``in_features``; an unsupported dtype.
+    """
+
+    forward_scaling: AmaxHistory
+    backward_scaling: AmaxHistory
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+    ) -> None:
+        self.name = name or ""
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self._wgrad_tasks: list[Callable[[], None]] = []
+        self._wgrad_hooks: list[Callable[[], None]] = []
+        self._weight_cache: tuple[Any, Quantized] | None = None
+        self._planned: tuple[Recipe, LinearPlan] | None = None
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe: Recipe | Literal["none"] | None = recipe if recipe in (None, "none") else as_recipe(recipe)
+        if isinstance(self.recipe, Recipe):
+            self.plan(self.recipe)
+
+    def forward(
+        self,
+        x: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Tensor:
+        """X [..., in_features] to Y [..., out_features].
+
+        Args:
+            is_first_microbatch: True quantizes the weight and keeps the result; False uses what was kept if the
+                parameter has not changed since (see :meth:`invalidate`); None keeps nothing.
+            fp8_output: return Y quantized, as the next layer would quantize it.
+            fp8_grad: return the gradient of X quantized.
+        """
+        self._check_input(x)
+        context = autocast.current()
+        recipe = self.recipe_in_force()
+        if recipe is None:
+            return self._high_precision(x, context)
+        plan = self.plan(recipe)
+        x = x if torch.is_autocast_enabled(x.device.type) is False else _autocast(x)
+        call = self._call(x, plan, is_first_microbatch, fp8_output, fp8_grad)
+        ready = self._ready_input(x, plan, call), self._ready_weight(plan, call, is_first_microbatch)
+        y: Tensor = LinearFunction.apply(plan, call, ready, x, self.weight, self.bias)
+        if call.use is not None:
+            call.use.forward_finished()
+        return y
+
+    def recipe_in_force(self) -> Recipe | None:
+        """The layer's own recipe, else that of ``autocast``, else None."""
+        if self.recipe is not None:
+            return self.recipe if isinstance(self.recipe, Recipe) else None
+        context = autocast.current()
+        return context.recipe if context is not None and context.enabled else None
+
+    def plan(self, recipe: Recipe) -> LinearPlan:
+        """What the layer does under ``recipe``: decided at its first use and kept until another recipe comes."""
+        if self._planned is None or self._planned[0] is not recipe:
+            planned = linear_plan(recipe, self.name, self.save_original_input)
+            if planned.delayed is not None:
+                self._make_histories(planned.delayed)
+            self._planned = recipe, planned
+        return self._planned[1]
+
+    def invalidate(self) -> None:
+        """Forgets the quantized weight: call it after writing to the parameter in a way that PyTorch does not see."""
+        self._weight_cache = None
+
+    def backward_dw(self) -> None:
+        """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.
+
+        Raises:
+            ValueError: there is none, or the layer does not delay them.
+        """
+        if not self.delay_wgrad_compute:
+            raise ValueError(f"{self._label()}: backward_dw needs delay_wgrad_compute=True")
+        if not self._wgrad_tasks:
+            raise ValueError(f"{self._label()}: no weight gradient is waiting; run backward before backward_dw")
+        self._wgrad_tasks.pop(0)()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Calls ``hook`` after each :meth:`backward_dw`."""
+        self._wgrad_hooks.append(hook)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for name in _HISTORIES:
+            if name in self._modules:
+                getattr(self, name).reset_parameters()
+
+    def extra_repr(self) -> str:
+        recipe = self.recipe_in_force()
+        own = "" if self.recipe is None else f", recipe={type(recipe).__name__ if recipe else 'none'}"
+        return super().extra_repr() + own
+
+    # ---- one call ----
+
+    def _call(
+        self, x: Tensor, plan: LinearPlan, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool
+    ) -> LinearCall:
+        grad = torch.is_grad_enabled()
+        needs_w = grad and self.weight.requires_grad
+        main_grad = needs_w and self.fuse_wgrad_accumulation
+        if main_grad and getattr(self.weight, "main_grad", None) is None:
+            raise ValueError(f"{self._label()}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
+        return LinearCall(
+            needs_x=grad and x.requires_grad,
+            needs_w=needs_w,
+            needs_b=grad and self.bias is not None and self.bias.requires_grad,
+            dtype=x.dtype,
+            use=None if plan.delayed is None else self._use(plan.delayed, records=grad),
+            quantize_output=fp8_output,
+            quantize_grad_input=fp8_grad,
+            main_grad=main_grad,
+            overwrite_main_grad=is_first_microbatch is True,
+            wgrad_tasks=self._wgrad_tasks if self.delay_wgrad_compute else None,
+        )
+
+    def _use(self, recipe: DelayedScaling, records: bool) -> autocast.Use:
+        return autocast.Use((self.forward_scaling, self.backward_scaling), recipe, records, autocast.current())
+
+    def _ready_input(self, x: Tensor, plan: LinearPlan, call: LinearCall) -> Quantized | None:
+        keeps = call.needs_w and plan.backward_override is None and not plan.save_original_input
+        return reuse(x, plan.input.with_usage(columnwise=keeps))
+
+    def _ready_weight(self, plan: LinearPlan, call: LinearCall, is_first_microbatch: bool | None) -> Quantized | None:
+        quantizer = weight_quantizer(plan, call.needs_x)
+        ready = reuse(self.weight, quantizer)
+        if ready is not None or is_first_microbatch is None:
+            return ready
+        key = (self.weight._version, self.weight.data_ptr(), quantizer)
+        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
+            operands = quantize([self.weight.detach()], [quantizer], ["weight"], call.use)[0]
+            self._weight_cache = key, operands
+        return self._weight_cache[1]
+
+    def _high_precision(self, x: Tensor, context: autocast.autocast | None) -> Tensor:
+        if context is not None and context.calibrating and isinstance(context.recipe, DelayedScaling):
+            self.plan(context.recipe)
+            use = self._use(context.recipe, records=True)
+            calibrate([x.detach(), self.weight.detach()], ["input", "weight"], use)
+        matmul.record("fprop", "identity", "identity", "torch")
+        return F.linear(x, self.weight, self.bias)
+
+    def _check_input(self, x: Tensor) -> None:
+        if not x.is_floating_point():
+            raise TypeError(f"{self._label()}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{self._label()}: input of shape {tuple(x.shape)} must end in in_features={self.in_features}"
+            )
+
+    def _label(self) -> str:
+        return f"Linear {self.name!r}" if self.name else f"Linear({self.in_features}, {self.out_features})"
+
+    # ---- state ----
+
+    def _make_histories(self, recipe: DelayedScaling) -> None:
+        if torch.compiler.is_compiling() and "forward_scaling" not in self._modules:
+            raise RuntimeError(
+                f"{self._label()}: delayed scaling keeps buffers, which a compiled graph cannot add to a module; "
+                "call minifloat.prepare(model, recipe) before the first compiled step, or give the layer recipe="
+            )
+        for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
+            if name not in self._modules:
+                self.add_module(name, AmaxHistory(len(slots), recipe.amax_history_len, self.weight.device))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # A layer that gets its recipe from autocast has no histories before its first step: the checkpoint brings them.
+        for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
+            saved = state_dict.get(f"{prefix}{name}.amax_history")
+            if saved is not None and name not in self._modules:
+                self.add_module(name, AmaxHistory(len(slots), saved.shape[0], self.weight.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """``x`` in the dtype that ``torch.autocast`` asks matrix products to run in."""
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+__all__ = ["Linear"]

@@ -1,0 +1,25 @@
+"""Giving modules what a recipe needs before their first step."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from minifloat.nn.linear import Linear
+from minifloat.recipe import Recipe, as_recipe
+
+
+def prepare(model: nn.Module, recipe: Recipe | str) -> nn.Module:
+    """Makes the plans, and for delayed scaling the buffers, that ``autocast(recipe=recipe)`` would make at first use.
+
+    Needed where first use comes too late: before ``torch.compile`` of a model under delayed scaling, before an
+    optimizer or a checkpoint looks at the buffers. Modules with a recipe of their own have theirs already. Pass the very
+    recipe object that ``autocast`` gets, so that a custom recipe's factory is not called again.
+
+    Returns:
+        ``model``.
+    """
+    chosen = as_recipe(recipe)
+    for module in model.modules():
+        if isinstance(module, Linear) and module.recipe is None:
+            module.plan(chosen)
+    return model

@@ -1,0 +1,172 @@
+"""A Llama-style byte-level language model whose linear layers come from a factory.
+
+RMSNorm, rotary positions (RoPE), grouped-query attention through PyTorch's SDPA and a SwiGLU MLP. The linears inside
+the blocks are what a recipe quantizes. The embedding, the norms, the attention product and the output head stay in high
+precision: the first and the last layer carry few of the FLOPs and most of the sensitivity.
+
+Shape suffixes: B batch, T time (bytes), D model width, H query heads, G key/value heads, E head width, F MLP width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# (in_features, out_features) -> a linear without bias
+LinearFactory = Callable[[int, int], nn.Linear]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of one `Transformer`; every width is a multiple of 16, the smallest scaling block of any format."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    context: int
+    vocabulary: int = 256
+    rope_base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; change one")
+        if self.dim % self.heads:
+            raise ValueError(f"the width {self.dim} does not divide by {self.heads} heads; change one of them")
+        for name, width in (("dim", self.dim), ("head width", self.head_dim), ("hidden", self.hidden)):
+            if width % 16:
+                raise ValueError(f"{name} is {width}; choose a multiple of 16")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def linears(self) -> int:
+        """How many linears the factory makes: query, key, value, output, gate, up and down of each block."""
+        return 7 * self.layers
+
+
+MODELS: dict[str, ModelConfig] = {
+    "micro": ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, hidden=96, context=64),  # smoke tests
+    "tiny": ModelConfig(dim=128, layers=4, heads=4, kv_heads=2, hidden=384, context=128),  # minutes on two CPU cores
+    "small": ModelConfig(dim=512, layers=8, heads=8, kv_heads=2, hidden=1536, context=512),
+    "base": ModelConfig(dim=768, layers=16, heads=12, kv_heads=4, hidden=2304, context=1024),  # over 100M parameters
+}
+
+
+def rope_tables(context: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each fp32 [context, head_dim / 2]: position times frequency."""
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.arange(context, dtype=torch.float32)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """RoPE: turns each pair (x[i], x[i + E/2]) by its position's angle; computed in fp32, returned in x's dtype."""
+    a, b = x_BHTE.float().chunk(2, dim=-1)
+    return torch.cat((a * cos_TE - b * sin_TE, a * sin_TE + b * cos_TE), dim=-1).to(x_BHTE.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions; [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: ModelConfig, linear: LinearFactory) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.query = linear(config.dim, config.heads * config.head_dim)
+        self.key = linear(config.dim, config.kv_heads * config.head_dim)
+        self.value = linear(config.dim, config.kv_heads * config.head_dim)
+        self.output = linear(config.heads * config.head_dim, config.dim)
+
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        q_BHTE = rotate(self._heads(self.query(x_BTD)), cos_TE, sin_TE)
+        k_BGTE = rotate(self._heads(self.key(x_BTD)), cos_TE, sin_TE)
+        v_BGTE = self._heads(self.value(x_BTD))
+        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=True)
+        out: Tensor = self.output(y_BHTE.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, E]
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)); [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: ModelConfig, linear: LinearFactory) -> None:
+        super().__init__()
+        self.gate = linear(config.dim, config.hidden)
+        self.up = linear(config.dim, config.hidden)
+        self.down = linear(config.hidden, config.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP around one residual stream."""
+
+    def __init__(self, config: ModelConfig, linear: LinearFactory) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.attention = Attention(config, linear)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.mlp = SwiGLU(config, linear)
+
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
+        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return out
+
+
+class Transformer(nn.Module):
+    """Bytes [B, T] (int64) to next-byte logits [B, T, V]; T is at most `config.context`.
+
+    `linear` makes each linear inside the blocks. `seed` decides every initial value, whatever the recipe, so that two
+    models of one config and seed start equal.
+    """
+
+    def __init__(self, config: ModelConfig, linear: LinearFactory, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        self.blocks = nn.ModuleList(Block(config, linear) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.head = nn.Linear(
+            config.dim, config.vocabulary, bias=False
+        )  # never the factory's: the head is not quantized
+        cos_TE, sin_TE = rope_tables(config.context, config.head_dim, config.rope_base)
+        self.register_buffer("cos_TE", cos_TE, persistent=False)
+        self.register_buffer("sin_TE", sin_TE, persistent=False)
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Normal weights of variance 1 / in_features; the two that write to the residual stream shrink with depth."""
+        generator = torch.Generator().manual_seed(seed)
+        depth_scale = 1 / math.sqrt(2 * self.config.layers)
+        self.embedding.weight.normal_(std=self.config.dim**-0.5, generator=generator)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                scale = depth_scale if name.endswith(("attention.output", "mlp.down")) else 1.0
+                module.weight.normal_(std=scale * module.in_features**-0.5, generator=generator)
+
+    def forward(self, bytes_BT: Tensor) -> Tensor:
+        length = bytes_BT.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"{length} bytes in a sequence exceed the model's context of {self.config.context}")
+        cos_TE, sin_TE = self.get_buffer("cos_TE")[:length], self.get_buffer("sin_TE")[:length]
+        x_BTD = self.embedding(bytes_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, cos_TE, sin_TE)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        return logits_BTV

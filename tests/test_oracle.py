@@ -1,0 +1,624 @@
+"""Self tests of the oracle: the vectors and tables of docs/numerics.md, ml_dtypes and exact fractions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests import oracle, vectors
+from tests.vectors import Vector
+
+ML_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
+FP8 = ["e4m3", "e5m2"]
+
+
+def f32(values: Any) -> oracle.F32:
+    return np.asarray(values, np.float32)
+
+
+def all_bf16() -> oracle.F32:
+    """Every bfloat16 bit pattern as float32: NaNs, infinities and denormals too."""
+    return (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+
+
+def hard_floats(fmt: str) -> oracle.F32:
+    """Every value of the format, every tie, their float32 neighbours, and random bit patterns near the range."""
+    rng = np.random.default_rng(0)
+    codes = np.arange(oracle.ELEMENTS[fmt].max_code + 1, dtype=np.uint8)
+    grid = codes.view(ML_DTYPES[fmt]).astype(np.float32)
+    exact = np.concatenate((grid, (grid[1:] + grid[:-1]) / 2))
+    near = np.concatenate((exact, np.nextafter(exact, f32(np.inf)), np.nextafter(exact, f32(0))))
+    random = rng.standard_normal(20000).astype(np.float32) * np.exp2(rng.integers(-30, 20, 20000)).astype(np.float32)
+    every = np.concatenate((near, random, rng.integers(0, 1 << 32, 20000, np.uint32).view(np.float32)))
+    return np.concatenate((every, -every))
+
+
+def random_input(shape: tuple[int, int], seed: int = 0, wild: bool = False) -> oracle.F32:
+    """Heavy-tailed bfloat16 values; where `wild` with zeros, a zero block, NaN, infinity and denormals among them."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 6, shape))
+    if wild:
+        x[rng.random(shape) < 0.05] = 0
+        x[:16, :32] = 0
+        x[-1, -1], x[0, -1], x[-1, 0] = np.nan, 1e-40, np.inf
+    return oracle.to_bf16(x.astype(np.float32))
+
+
+def assert_same(actual: NDArray[Any], expected: NDArray[Any]) -> None:
+    """Equal dtype, shape and bits; floats compare as numbers but for the sign of zero, and NaN equals NaN."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    np.testing.assert_array_equal(actual, expected)
+    if actual.dtype == np.float32:
+        np.testing.assert_array_equal(
+            np.signbit(actual) & ~np.isnan(actual), np.signbit(expected) & ~np.isnan(expected)
+        )
+
+
+def exact(value: np.float32) -> Fraction:
+    """A float32 as a fraction."""
+    return Fraction(float(value))
+
+
+def rn32(value: Fraction) -> np.float32:
+    """Nearest-even float32 of a fraction, by comparing the neighbours of a first guess."""
+    guess = np.float32(float(value))
+    around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
+    return min(around, key=lambda c: (abs(exact(c) - value), int(c.view(np.uint32)) & 1))
+
+
+# ---- The worked vectors of section 6 -------------------------------------------------------------------------------
+
+
+def dequantize(vector: Vector, codes: oracle.U8, scales: Any, amax: oracle.F32) -> oracle.F32:
+    """Call the inverse of the vector's quantizer."""
+    kwargs = vector.kwargs
+    if vector.function == "per_tensor_current":
+        return oracle.dequantize_per_tensor(codes, scales, kwargs["fmt"])
+    if vector.function == "block_1d":
+        return oracle.dequantize_block_1d(codes, scales, kwargs["fmt"], kwargs["dim"])
+    if vector.function == "block_2d":
+        return oracle.dequantize_block_2d(codes, scales, kwargs["fmt"])
+    if vector.function == "mxfp8":
+        return oracle.dequantize_mxfp8(codes, scales, kwargs["fmt"], kwargs["dim"], kwargs.get("two_d", False))
+    size, e4m3_max = vector.x.shape[kwargs["dim"]], kwargs.get("e4m3_max", 448)
+    return oracle.dequantize_nvfp4(codes, scales, amax, kwargs["dim"], size, e4m3_max=e4m3_max)
+
+
+@pytest.mark.parametrize("vector", vectors.VECTORS, ids=lambda v: v.name)
+def test_worked_vector(vector: Vector) -> None:
+    codes, scales, *rest = getattr(oracle, vector.function)(vector.x, **vector.kwargs)
+    assert_same(scales, vector.scales)
+    if vector.given is None:
+        assert_same(codes, vector.codes)
+    else:
+        assert codes.dtype == np.uint8 and codes.shape == vector.codes.shape
+        assert_same(codes[vector.given], vector.codes[vector.given])
+    if vector.amax is not None:
+        assert_same(rest[0], vector.amax)
+    if vector.dequantized is None:
+        return
+    values = dequantize(vector, codes, scales, *rest or [f32([0])])
+    stated = ~np.isnan(vector.dequantized)
+    if vector.digits is None:
+        assert_same(values[stated], vector.dequantized[stated])
+    else:
+        half_a_digit = 0.5 * 10.0**-vector.digits + 1e-8
+        np.testing.assert_allclose(values[stated], vector.dequantized[stated], rtol=0, atol=half_a_digit)
+        np.testing.assert_array_equal(np.signbit(values[stated]), np.signbit(vector.dequantized[stated]))
+
+
+def test_two_ranks_share_one_amax() -> None:
+    """Section 6: two ranks with amaxes 1.5 and 3.0 both cast with 3."""
+    whole = oracle.per_tensor_current(f32([[1.5, 0.3], [3.0, -0.7]]), "e4m3")
+    for rank, shard in enumerate((f32([[1.5, 0.3]]), f32([[3.0, -0.7]]))):
+        codes, scale_inv = oracle.per_tensor_current(shard, "e4m3", amax=3.0)
+        assert_same(codes, whole[0][rank : rank + 1])
+        assert_same(scale_inv, whole[1])
+
+
+def test_delayed_table() -> None:
+    history, scale = np.zeros((vectors.DELAYED_HISTORY_LENGTH, 1), np.float32), f32([1])
+    for amax, used, after, fresh in vectors.DELAYED_STEPS:
+        assert_same(scale, f32([used]))
+        codes, scale_inv, seen = oracle.per_tensor_given(f32([[amax, -amax / 4, 0]]), "e4m3", scale)
+        assert_same(seen, f32([amax]))
+        assert_same(scale_inv, f32([1 / used]))
+        assert codes[0, 2] == 0
+        history[0] = np.fmax(history[0], seen)
+        history, scale = oracle.delayed_update(history, scale, 448)
+        assert_same(history, f32(after)[:, None])
+        assert_same(scale, f32([fresh]))
+
+
+def test_delayed_variants() -> None:
+    history, scale = f32([[2, 0, np.nan], [8, 3, 1], [0, 0, 0]]), f32([5, 6, 7])
+    after, fresh = oracle.delayed_update(history, scale, 448, margin=1, algo="most_recent")
+    assert_same(fresh, f32([112, 6, 7]))
+    assert_same(after, f32([[0, 0, 0], [0, 3, 0], [2, 0, np.nan]]))
+    after, fresh = oracle.delayed_update(history, scale, 448, fused=False)
+    assert_same(fresh, f32([56, np.float32(448) / np.float32(3), 448]))
+    assert_same(after, f32([[0, 0, 0], [0, 0, 0], [2, 0, np.nan]]))
+    after, fresh = oracle.delayed_update(history, scale, 448, reduced_amax=f32([4, 0, 2]), algo="most_recent")
+    assert_same(fresh, f32([112, 6, 224]))
+    assert_same(after[-1], f32([4, 0, 2]))
+    _, fresh = oracle.delayed_update(history, scale, 448, algo=lambda h: h[1], fused=False)
+    assert_same(fresh, f32([56, np.float32(448) / np.float32(3), 448]))
+    tiny = oracle.delayed_update(f32([[1e-40]]), f32([1]), 448)
+    assert_same(tiny[1], f32([vectors.FLT_MAX]))
+    assert_same(tiny[0], f32([[0]]))
+
+
+def test_nvfp4_encode_scales() -> None:
+    amaxes, scales = zip(*vectors.NVFP4_ENCODE_SCALES, strict=True)
+    assert_same(oracle.nvfp4_encode_scale(f32(amaxes)), f32(scales))
+    assert_same(oracle.nvfp4_encode_scale(f32([np.inf, 1e-40])), f32([1, vectors.FLT_MAX]))
+
+
+def test_nvfp4_block_multipliers() -> None:
+    """Section 6: sb 448 and 5.5 at A = 4 give the multipliers 1.5 and 122.181808."""
+    decode = f32(1) / oracle.nvfp4_encode_scale(f32([4]))
+    assert_same(f32(1) / (f32([448, 5.5]) * decode), f32([1.5, 122.181808]))
+
+
+def test_hadamard_vectors() -> None:
+    assert_same(oracle.hadamard16(vectors.RHT_COLUMN[:, None])[:, 0], vectors.RHT_ROTATED)
+    assert_same(oracle.hadamard16(np.eye(16, dtype=np.float32)[:, 3:4])[:, 0], vectors.RHT_E3)
+
+
+def test_stochastic_vectors() -> None:
+    for value, rounded in vectors.STOCHASTIC:
+        codes = oracle.cast_e2m1_stochastic(np.full(5, value, np.float32), vectors.STOCHASTIC_BYTES)
+        assert_same(oracle.decode_e2m1(codes), f32(rounded))
+
+
+def test_deinterleave() -> None:
+    """Section 6, last line: gathered [W*K, m] transposed shards back to the transpose of the whole."""
+    whole = np.arange(2 * 3 * 5).reshape(6, 5)
+    gathered = np.concatenate((whole[:3].T, whole[3:].T))
+    np.testing.assert_array_equal(gathered.reshape(2, 5, 3).transpose(1, 0, 2).reshape(5, 6), whole.T)
+
+
+# ---- Casts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FP8)
+def test_cast_fp8_table(fmt: str) -> None:
+    values, codes = zip(*vectors.CAST_FP8[fmt], strict=True)
+    assert_same(oracle.cast_fp8(f32(values), fmt), np.array(codes, np.uint8))
+
+
+@pytest.mark.parametrize("fmt", FP8)
+@pytest.mark.parametrize("source", ["bf16", "fp32"])
+def test_cast_fp8_against_ml_dtypes(fmt: str, source: str) -> None:
+    x = all_bf16() if source == "bf16" else hard_floats(fmt)
+    element, codes = oracle.ELEMENTS[fmt], oracle.cast_fp8(x, fmt)
+    inside, nan = np.abs(x) <= element.max, np.isnan(x)
+    assert_same(codes[inside], x[inside].astype(ML_DTYPES[fmt]).view(np.uint8))
+    assert (codes[nan] == 0x7F).all()
+    outside = ~inside & ~nan
+    saturated = np.where(np.signbit(x[outside]), 0x80, 0) | element.max_code
+    assert_same(codes[outside], saturated.astype(np.uint8))
+
+
+@pytest.mark.parametrize("fmt", FP8)
+def test_decode_fp8_against_ml_dtypes(fmt: str) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    values = oracle.decode_fp8(codes, fmt)
+    assert_same(values, codes.view(ML_DTYPES[fmt]).astype(np.float32))
+    finite = np.isfinite(values)
+    assert_same(oracle.cast_fp8(values[finite], fmt), codes[finite])
+
+
+def test_cast_e2m1_table() -> None:
+    values, codes = zip(*vectors.CAST_E2M1, strict=True)
+    assert_same(oracle.cast_e2m1(f32(values)), np.array(codes, np.uint8))
+    for boundary, *expected in vectors.CAST_E2M1_TIES:
+        tie = f32(boundary)
+        x = np.stack((np.nextafter(tie, f32(0)), tie, np.nextafter(tie, f32(9))))
+        assert_same(oracle.cast_e2m1(x), np.array(expected, np.uint8))
+        assert_same(oracle.cast_e2m1(-x), np.array(expected, np.uint8) | 8)
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp32"])
+def test_e2m1_against_ml_dtypes(source: str) -> None:
+    x = all_bf16() if source == "bf16" else hard_floats("e2m1")
+    x = x[~np.isnan(x)]
+    clipped = np.clip(x, f32(-6), f32(6))
+    assert_same(oracle.cast_e2m1(x), clipped.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF)
+    codes = np.arange(16, dtype=np.uint8)
+    assert_same(oracle.decode_e2m1(codes), codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32))
+
+
+def test_to_bf16_against_ml_dtypes() -> None:
+    x = np.concatenate((all_bf16(), hard_floats("e5m2"), f32([vectors.FLT_MAX, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8])))
+    with np.errstate(all="ignore"):
+        assert_same(oracle.to_bf16(x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_stochastic_is_unbiased() -> None:
+    """numerics.md 1.5: the mean over the 256 bytes is x within step / 256; never off the two neighbours."""
+    x = np.linspace(-6, 6, 801, dtype=np.float32)
+    random = np.broadcast_to(np.arange(256, dtype=np.uint8), (x.size, 256))
+    values = oracle.decode_e2m1(oracle.cast_e2m1_stochastic(np.repeat(x[:, None], 256, 1), random))
+    step = np.where(np.abs(x) < 2, 0.5, np.where(np.abs(x) < 4, 1, 2))
+    assert (np.abs(values.mean(1, dtype=np.float64) - x) <= step / 256).all()
+    assert (np.abs(values - x[:, None]) < step[:, None]).all()
+
+
+def test_stochastic_edges() -> None:
+    x, random = f32([-0.1, 0, -0.0, np.inf, -np.inf, np.nan, 7]), np.zeros(7, np.uint8)
+    assert_same(oracle.cast_e2m1_stochastic(x, random), np.array([8, 0, 8, 7, 15, 7, 7], np.uint8))
+
+
+# ---- Scales --------------------------------------------------------------------------------------------------------
+
+
+def test_float_to_e8m0_table() -> None:
+    values, codes = zip(*vectors.FLOAT_TO_E8M0, strict=True)
+    assert_same(oracle.float_to_e8m0(f32(values)), np.array(codes, np.uint8))
+
+
+def test_e8m0_values() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    values, recips = oracle.e8m0_value(codes), oracle.e8m0_recip(codes)
+    assert_same(values, codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    assert (values[:255] * recips[:255] == 1).all() and np.isnan(recips[255])
+    assert values.view(np.uint32)[0] == recips.view(np.uint32)[254] == 0x00400000
+    assert_same(oracle.float_to_e8m0(values), codes)
+
+
+def test_e8m0_is_the_ceiling_of_the_exponent() -> None:
+    """numerics.md 1.4: for every normal bfloat16 amax the exponent is ceil(log2(amax / max)), by exact comparison."""
+    amaxes = all_bf16()[0x0080:0x7F80]
+    assert amaxes.size == 32512
+    for fmt in FP8:
+        _, scales = oracle.mxfp8(amaxes[:, None], fmt, dim=-1)
+        fraction, exponent = np.frexp(amaxes.astype(np.float64))
+        max_fraction, max_exponent = np.frexp(oracle.ELEMENTS[fmt].max)
+        ceiling = exponent - max_exponent + (fraction > max_fraction)
+        assert_same(scales[:, 0], np.maximum(ceiling + 127, 0).astype(np.uint8))
+
+
+def test_mxfp8_edges() -> None:
+    for amax, expected in vectors.MXFP8_EDGES:
+        _, scales = oracle.mxfp8(f32([[amax, 0]]), "e4m3", dim=-1)
+        assert scales[0, 0] == expected
+    assert_same(oracle.e8m0_recip(np.array([120, 0], np.uint8)), f32([128, 2.0**127]))
+    per_max = f32(1) / f32([448, 57344])
+    assert [hex(bits) for bits in per_max.view(np.uint32)] == ["0x3b124925", "0x37924925"]
+    assert oracle.SIXTH.view(np.uint32) == 0x3E2AAAAB
+
+
+@pytest.mark.parametrize(("max_fmt", "pow2", "expected"), vectors.SCALES)
+def test_scale_from_amax_table(max_fmt: float, pow2: bool, expected: list[float]) -> None:
+    scale = oracle.scale_from_amax(f32(vectors.SCALE_AMAXES), max_fmt, pow2, 0.0, vectors.FLT_MAX)
+    assert_same(scale, f32(expected))
+    if max_fmt == 448 and not pow2:
+        assert_same(oracle.reciprocal(scale), f32(vectors.E4M3_SCALE_INVS))
+
+
+def test_scale_from_amax_options() -> None:
+    tiny = f32([1e-40])
+    assert_same(oracle.scale_from_amax(tiny, 448, False, 0.0, 65504), f32([65504]))
+    assert_same(oracle.scale_from_amax(tiny, 448, True, 0.0, 65504), f32([32768]))
+    assert_same(oracle.scale_from_amax(f32([0, 0.5, 2, np.nan]), 448, False, 1.0, 1), f32([448, 448, 224, 1]))
+
+
+def test_pow2_blocks_agree_with_mx() -> None:
+    """numerics.md 1.3: the exponent field of a power-of-two block's scale_inv is the MX scale of the same amax."""
+    amaxes = all_bf16()[0x0A00:0x7F80][:, None]
+    _, scale_inv = oracle.block_1d(amaxes, "e4m3", True, 0.0, vectors.BF16_MAX, dim=-1)
+    _, scales = oracle.mxfp8(amaxes, "e4m3", dim=-1)
+    assert_same((scale_inv.view(np.uint32) >> 23).astype(np.uint8), scales)
+
+
+# ---- Blocks, layout, orientation -----------------------------------------------------------------------------------
+
+
+def test_amax_drops_nan() -> None:
+    x = f32([[np.nan, -3, 1], [np.nan, np.nan, np.nan]])
+    assert_same(oracle.amax_of(x), f32([3]))
+    assert_same(oracle.amax_of(x, axis=1), f32([3, 0]))
+    assert_same(oracle.amax_of(x, axis=0), f32([0, 3, 1]))
+    assert_same(oracle.amax_of_tiles(x, (1, 2)), f32([[3, 1], [0, 0]]))
+
+
+@pytest.mark.parametrize("shape", [(200, 300), (33, 17), (16, 128), (1, 1)])
+@pytest.mark.parametrize("wild", [False, True])
+def test_columnwise_is_rowwise_of_the_transpose(shape: tuple[int, int], wild: bool) -> None:
+    x = random_input(shape, wild=wild)
+    m, k = shape
+    codes, scale_inv = oracle.block_1d(x, "e4m3", False, 0.0, vectors.BF16_MAX, dim=0)
+    across = oracle.block_1d(x.T, "e4m3", False, 0.0, vectors.BF16_MAX, dim=-1)
+    assert codes.shape == shape and scale_inv.shape == (-(-m // 128), k)
+    assert_same(codes, across[0].T)
+    assert_same(scale_inv, across[1].T)
+    codes, scales = oracle.mxfp8(x, "e5m2", dim=0)
+    across_mx = oracle.mxfp8(x.T, "e5m2", dim=-1)
+    assert scales.shape == (-(-m // 32), k)
+    assert_same(codes, across_mx[0].T)
+    assert_same(scales, across_mx[1].T)
+    for options in ({}, {"row_scaled": True}, {"four_over_six": "MAE"}, {"four_over_six": "MSE", "e4m3_max": 256}):
+        packed, scales, amax = oracle.nvfp4(x, dim=0, **options)
+        across_nv = oracle.nvfp4(x.T, dim=-1, **options)
+        assert packed.shape == (-(-m // 2), k) and scales.shape == (-(-m // 16), k)
+        assert_same(packed, across_nv[0].T)
+        assert_same(scales, across_nv[1].T)
+        assert_same(amax, across_nv[2])
+
+
+def test_2d_tiles_are_one_for_both_orientations() -> None:
+    x = random_input((40, 55), wild=True)
+    for four_over_six in (None, "MAE"):
+        rows = oracle.nvfp4(x, dim=-1, two_d=True, four_over_six=four_over_six)
+        columns = oracle.nvfp4(x, dim=0, two_d=True, four_over_six=four_over_six)
+        assert rows[0].shape == (40, 28) and columns[0].shape == (20, 55) and rows[1].shape == (3, 4)
+        assert_same(oracle.unpack(rows[0], -1, 55), oracle.unpack(columns[0], 0, 40))
+        assert_same(rows[1], columns[1])
+    assert oracle.block_2d(random_input((200, 300)), "e4m3", True, 0.0, vectors.BF16_MAX)[1].shape == (2, 3)
+
+
+def test_pack() -> None:
+    codes = np.array([[1, 2, 3], [4, 5, 6]], np.uint8)
+    assert_same(oracle.pack(codes, -1), np.array([[0x21, 0x03], [0x54, 0x06]], np.uint8))
+    assert_same(oracle.pack(codes, 0), np.array([[0x41, 0x52, 0x63]], np.uint8))
+    assert_same(oracle.unpack(oracle.pack(codes, -1), -1, 3), codes)
+    assert_same(oracle.unpack(oracle.pack(codes, 0), 0, 2), codes)
+
+
+def test_round_trip_error() -> None:
+    """Every quantizer returns the input within half a step of its format, relative to the block's amax."""
+    x = random_input((70, 90))
+    eighth = np.abs(x) / 16 + 1e-9
+    codes, scale_inv = oracle.per_tensor_current(x, "e4m3")
+    assert (np.abs(oracle.dequantize_per_tensor(codes, scale_inv, "e4m3") - x) <= eighth + scale_inv * 2**-9).all()
+    for dim in (0, -1):
+        codes, scale_inv = oracle.block_1d(x, "e4m3", True, 0.0, vectors.BF16_MAX, dim)
+        values = oracle.dequantize_block_1d(codes, scale_inv, "e4m3", dim)
+        assert (np.abs(values - x) <= eighth + scale_inv.max() * 2**-9).all()
+        codes, scales = oracle.mxfp8(x, "e4m3", dim)
+        values = oracle.dequantize_mxfp8(codes, scales, "e4m3", dim)
+        assert (np.abs(values - x) <= eighth + oracle.e8m0_value(scales).max() * 2**-9).all()
+        packed, sb, amax = oracle.nvfp4(x, dim)
+        values = oracle.dequantize_nvfp4(packed, sb, amax, dim, x.shape[dim])
+        largest = oracle.spread(oracle.amax_of_tiles(x, oracle.tile_of(dim, 16)), oracle.tile_of(dim, 16), x.shape)
+        assert (np.abs(values - x) <= largest / 5 + amax / 448 / 64).all()
+
+
+# ---- NVFP4 in detail -----------------------------------------------------------------------------------------------
+
+
+def test_hadamard_against_the_matrix() -> None:
+    """The butterflies are v @ diag(s) H / 4, exactly on small integers; tails are zero-filled."""
+    index = np.arange(16)
+    parity = np.array([[bin(i & j).count("1") % 2 for j in index] for i in index])
+    rotation = np.diag(oracle.HADAMARD_SIGNS) @ (1.0 - 2 * parity) / 4
+    assert sum(1 << i for i in index if oracle.HADAMARD_SIGNS[i] < 0) == 0xD7E8
+    np.testing.assert_array_equal(rotation @ rotation.T, np.eye(16))
+    x = np.random.default_rng(1).integers(-8, 9, (37, 5)).astype(np.float32)
+    padded = np.pad(x, ((0, 11), (0, 0)))
+    expected = np.concatenate([(padded[i : i + 16].T @ rotation).T for i in (0, 16, 32)])
+    np.testing.assert_array_equal(oracle.hadamard16(x), oracle.to_bf16(expected.astype(np.float32)))
+
+
+def test_hadamard_order() -> None:
+    """Strides 1, 2, 4, 8 in this order: large values cancel and what is left of the small ones depends on it."""
+    x = np.random.default_rng(4).choice(f32([2.0**25, -(2.0**25), 1, 3, -5]), (16, 1000))
+    v = [x[i] * oracle.HADAMARD_SIGNS[i] for i in range(16)]
+    for stride in (1, 2, 4, 8):
+        v = [v[i - stride] - v[i] if i & stride else v[i] + v[i + stride] for i in range(16)]
+    assert_same(oracle.hadamard16(x), oracle.to_bf16(np.stack(v) * np.float32(0.25)))
+
+
+def test_nvfp4_hadamard_tail() -> None:
+    x = random_input((21, 6))
+    rotated = oracle.hadamard16(x)
+    packed, scales, amax = oracle.nvfp4(x, dim=0, hadamard=True)
+    assert packed.shape == (16, 6) and scales.shape == (2, 6)
+    plain = oracle.nvfp4(rotated, dim=0)
+    assert_same(packed, plain[0])
+    assert_same(scales, plain[1])
+    assert_same(amax, plain[2])
+    assert_same(amax, oracle.amax_of(rotated))
+
+
+def test_nvfp4_scalar_transcription() -> None:
+    """numerics.md 1.5 once more, one block of Python scalars at a time."""
+    x, one = random_input((3, 40)), np.float32(1)
+    packed, scales, amax = oracle.nvfp4(x, dim=-1)
+    codes = oracle.unpack(packed, -1, 40)
+    encode = np.float32(2688) / np.float32(np.abs(x).max())
+    assert_same(amax, f32([np.abs(x).max()]))
+    for row in range(3):
+        for block in range(3):
+            part = x[row, block * 16 : block * 16 + 16]
+            product = np.abs(part).max() * (encode * np.float32(1 / 6))
+            scale = np.float32(np.asarray(product).astype(ml_dtypes.float8_e4m3fn))
+            mult = one / (scale * (one / encode))
+            assert oracle.decode_fp8(scales[row, block], "e4m3") == scale
+            expected = np.clip(part * mult, f32(-6), f32(6)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF
+            assert_same(codes[row, block * 16 : block * 16 + 16], expected)
+
+
+def ties_of_e4m3(seed: int) -> tuple[oracle.F32, oracle.F32]:
+    """Global amaxes A [n] and block amaxes b [n, m] whose scales lie within a few float32 steps of an E4M3 tie."""
+    grid = oracle.decode_fp8(np.arange(0x30, 0x7F, dtype=np.uint8), "e4m3")
+    ties = (grid[1:] + grid[:-1]) / 2
+    amax = np.random.default_rng(seed).uniform(1, 8, 20).astype(np.float32)
+    block = ties[None] * np.float32(6) / (np.float32(2688) / amax)[:, None]
+    return amax, np.concatenate([(block.view(np.int32) + k).view(np.float32) for k in (-1, 0, 1)], axis=1)
+
+
+@pytest.mark.parametrize("four_over_six", [None, "MAE"])
+def test_nvfp4_block_scale_by_fractions(four_over_six: oracle.ErrMode | None) -> None:
+    """The order of the roundings of sb (numerics.md 1.5), where it decides: at E4M3 ties, with every RN32 a fraction.
+
+    With 4-over-6 the scale is that of either candidate; which one is chosen is tested elsewhere.
+    """
+    for a, blocks in zip(*ties_of_e4m3(5), strict=True):
+        encode = rn32(Fraction(2688) / exact(a))
+        x = np.zeros((blocks.size, 16), np.float32)
+        x[:, 0] = blocks
+        _, scales, _ = oracle.nvfp4(x, -1, four_over_six=four_over_six, amax=a)
+        for b, scale in zip(blocks, scales[:, 0], strict=True):
+            if four_over_six is None:
+                product = rn32(exact(b) * exact(rn32(exact(encode) * exact(oracle.SIXTH))))
+            else:
+                product = rn32(exact(rn32(exact(b) / 6)) * exact(encode))
+            expected = np.asarray(product).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            larger = np.asarray(product * np.float32(1.5)).clip(0, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            assert scale == expected or (four_over_six is not None and scale == larger)
+
+
+def test_dequantize_nvfp4_by_fractions() -> None:
+    x = random_input((8, 32), seed=6)
+    for e4m3_max in (256, 448):
+        packed, scales, amax = oracle.nvfp4(x, -1, e4m3_max=e4m3_max)
+        values = oracle.dequantize_nvfp4(packed, scales, amax, -1, 32, e4m3_max=e4m3_max)
+        per_max = rn32(Fraction(1, 6 * e4m3_max))
+        for (m, k), code in np.ndenumerate(oracle.decode_e2m1(oracle.unpack(packed, -1, 32))):
+            scaled = rn32(exact(oracle.decode_fp8(scales, "e4m3")[m, k // 16]) * exact(amax[0]))
+            assert values[m, k] == rn32(exact(code) * exact(rn32(exact(scaled) * exact(per_max))))
+
+
+def test_four_over_six_tie_takes_six() -> None:
+    """A = 2688 gives S_enc = 1; a block of 768s is exact as 4 * 192 and as 6 * 128."""
+    x = f32([[2688, *[0] * 15, *[768] * 16]])
+    packed, scales, _ = oracle.nvfp4(x, -1, four_over_six="MAE")
+    assert_same(scales, np.array([[0x7E, 0x70]], np.uint8))
+    assert (packed[0, 8:] == 0x77).all()
+
+
+@pytest.mark.parametrize("err_mode", ["MAE", "MSE"])
+def test_four_over_six_error_order(err_mode: oracle.ErrMode) -> None:
+    """Rows are summed in order from 0, then a tile's rows in strides 8, 4, 2, 1, each sum rounded."""
+    difference = random_input((32, 32), seed=7) * np.float32(1.1)
+    terms = np.abs(difference) if err_mode == "MAE" else difference * difference
+    tiles: list[oracle.Tile] = [(1, 16), (16, 16)]
+    for tile in tiles:
+        errors = oracle._tile_error(difference, tile, err_mode)
+        for (down, across), actual in np.ndenumerate(errors):
+            rows = []
+            for row in terms[down * tile[0] : (down + 1) * tile[0], across * 16 : across * 16 + 16]:
+                total = np.float32(0)
+                for term in row:
+                    total = total + term
+                rows.append(total)
+            for stride in (8, 4, 2, 1) if tile[0] == 16 else ():
+                rows = [rows[r] + rows[r + stride] for r in range(stride)]
+            assert actual == rows[0]
+
+
+@pytest.mark.parametrize("err_mode", ["MAE", "MSE"])
+@pytest.mark.parametrize("e4m3_max", [256, 448])
+def test_four_over_six_tile_by_scalars(err_mode: oracle.ErrMode, e4m3_max: int) -> None:
+    """One 16 x 16 tile: errors summed by plain loops pick the same candidate."""
+    x, zero = random_input((16, 16), seed=3), np.float32(0)
+    amax = np.float32(np.abs(x).max())
+    encode = np.float32(e4m3_max * 6) / amax
+    base = amax / np.float32(6) * encode
+    found = []
+    for factor in (1.5, 1):
+        scale = np.float32(np.asarray(min(base * np.float32(factor), np.float32(448))).astype(ml_dtypes.float8_e4m3fn))
+        codes = oracle.cast_e2m1(x * (np.float32(1) / (scale * (np.float32(1) / encode))))
+        value, rows = oracle.decode_e2m1(codes), []
+        for r in range(16):
+            total = zero
+            for k in range(16):
+                d = value[r, k] * scale * amax / np.float32(6 * e4m3_max) - x[r, k]
+                total = total + (abs(d) if err_mode == "MAE" else d * d)
+            rows.append(total)
+        for stride in (8, 4, 2, 1):
+            rows = [rows[r] + rows[r + stride] for r in range(stride)]
+        found.append((rows[0], scale, codes))
+    chosen = found[0] if found[0][0] < found[1][0] else found[1]
+    packed, scales, _ = oracle.nvfp4(x, -1, two_d=True, four_over_six=err_mode, e4m3_max=e4m3_max)
+    assert oracle.decode_fp8(scales, "e4m3")[0, 0] == chosen[1]
+    assert_same(oracle.unpack(packed, -1, 16), chosen[2])
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_nvfp4_stochastic_mean(dim: oracle.Dim) -> None:
+    """Scales do not depend on the bytes, and the mean over all 256 of them is the input."""
+    x = random_input((32, 32))
+    plain = oracle.nvfp4(x, dim)
+    total = np.zeros(x.shape)
+    for byte in range(256):
+        packed, scales, amax = oracle.nvfp4(x, dim, stochastic=np.full(x.shape, byte, np.uint8))
+        assert_same(scales, plain[1])
+        total += oracle.dequantize_nvfp4(packed, scales, amax, dim, 32)
+    tile = oracle.tile_of(dim, 16)
+    unit = oracle.spread(oracle.decode_fp8(scales, "e4m3"), tile, x.shape) * amax / 2688
+    inside = (np.abs(x) < 5.9 * unit) & (unit > 0)
+    assert inside.mean() > 0.8
+    assert (np.abs(total / 256 - x) <= 2 * unit / 256 + 1e-6 * np.abs(x))[inside].all()
+
+
+# ---- Random bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), vectors.PHILOX)
+def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+    words = oracle.philox4x32_10(np.array(counter, np.uint32), np.array(key, np.uint32))
+    assert_same(words, np.array(expected, np.uint32))
+
+
+def test_random_bytes_convention() -> None:
+    seed, offset, shape = 0x123456789ABCDEF0, 0xFEDCBA9876543210, (5, 7)
+    for orientation in (0, 1):
+        data = oracle.random_bytes(seed, offset, *shape, orientation)
+        assert data.dtype == np.uint8 and data.shape == shape
+        for i in range(35):
+            counter = np.array([i // 16, orientation << 31, 0x76543210, 0xFEDCBA98], np.uint32)
+            words = oracle.philox4x32_10(counter, np.array([0x9ABCDEF0, 0x12345678], np.uint32))
+            assert data.reshape(-1)[i] == int(words[i % 16 // 4]) >> 8 * (i % 4) & 0xFF
+    zero = oracle.random_bytes(0, 0, 1, 4, 0)
+    assert_same(zero, np.array([[0xD5, 0xE8, 0x27, 0x66]], np.uint8))
+
+
+def test_random_bytes_are_uniform() -> None:
+    """65536 draws: the mean of u = r / 256 within four standard errors, and a cast with them unbiased."""
+    data = oracle.random_bytes(7, 3, 256, 256, 1)
+    assert abs(data.mean() - 127.5) < 4 * 74 / 256
+    assert np.bincount(data.reshape(-1), minlength=256).min() > 150
+    values = oracle.decode_e2m1(oracle.cast_e2m1_stochastic(np.full((256, 256), 2.3, np.float32), data))
+    assert abs(values.mean(dtype=np.float64) - 2.3) < 1 / 256 + 4 * 0.46 / 256
+
+
+# ---- The scaled product --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fmt_a", "fmt_b"), [("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
+def test_segment_matmul_against_fractions(fmt_a: str, fmt_b: str) -> None:
+    """Both sides of the exactness bound: E5M2 products need the integers."""
+    rng = np.random.default_rng(2)
+    finite = [
+        np.array([c for c in range(256) if c & 0x7F <= oracle.ELEMENTS[f].max_code], np.uint8) for f in (fmt_a, fmt_b)
+    ]
+    a = oracle.decode_fp8(rng.choice(finite[0], (3, 40)), fmt_a)
+    b = oracle.decode_fp8(rng.choice(finite[1], (4, 40)), fmt_b)
+    a_scales, b_scales = (rng.random((n, 3)).astype(np.float32) for n in (3, 4))
+    alpha = np.float32(0.3)
+    actual = oracle.segment_matmul(a, b, a_scales, b_scales, 16, alpha=0.3)
+    for m in range(3):
+        for n in range(4):
+            acc = np.float32(0)
+            for s, part in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
+                pairs = zip(a[m, part], b[n, part], strict=True)
+                total = sum((exact(p) * exact(q) for p, q in pairs), Fraction(0))
+                acc = acc + rn32(total) * (a_scales[m, s] * b_scales[n, s])
+            assert actual[m, n] == acc * alpha
+
+
+def test_exact_matmul_rounds_once() -> None:
+    """2^60 + 2^36 + 1 lies just above a float32 tie which float64 would first round it down to."""
+    a, b = f32([[2.0**60, 2.0**36, 1]]), f32([[1, 1, 1], [-1, -1, -1], [1, 1, 0]])
+    expected = 2.0**60 + 2.0**37
+    assert_same(oracle.exact_matmul(a, b), f32([[expected, -expected, 2.0**60]]))
+    assert_same(oracle.exact_matmul(f32([[2.0**-75]]), f32([[2.0**-75], [3 * 2.0**-75]])), f32([[0, 2.0**-148]]))
+    assert oracle.segment_matmul(a[:, :0], b[:, :0], f32([[]]), f32([[], [], []]), 16).tolist() == [[0, 0, 0]]
