@@ -1,1 +1,53 @@
-"""minifloat."""
+"""Train PyTorch transformers in 8-bit and 4-bit floating point, on a GPU or a CPU.
+
+    import minifloat
+
+    layer = minifloat.Linear(1024, 4096, recipe="current")          # an nn.Linear with a recipe of its own
+    with minifloat.autocast(recipe=minifloat.MXFP8BlockScaling()):  # or one for all layers that have none
+        y = model(x)
+
+``README.md`` shows the rest; ``docs/architecture.md`` says how it is built.
+"""
+
+from minifloat.autocast import autocast, get_default_recipe
+from minifloat.formats import Format
+from minifloat.nn import Linear, prepare
+from minifloat.operand import Operand, Quantized
+from minifloat.quantizer import Quantizer, cast_all, find_amaxes
+from minifloat.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizerRole,
+    Recipe,
+)
+from minifloat.tensor import QuantizedTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
+    "DelayedScalingRequest",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Linear",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Operand",
+    "Quantized",
+    "QuantizedTensor",
+    "Quantizer",
+    "QuantizerRole",
+    "Recipe",
+    "autocast",
+    "cast_all",
+    "find_amaxes",
+    "get_default_recipe",
+    "prepare",
+]

@@ -9,16 +9,76 @@ one kernel do both; everything else rounds to the dtype of the input first (``do
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minifloat.kernels.activation import activation_backward, activation_forward, gated, parameters_of
-from minifloat.kernels.norm import norm_backward, norm_forward
+from minifloat.kernels import activation, norm
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Which norm, as a value for a plan.
+
+    Args:
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        eps: added to the variance.
+        zero_centered_gamma: scale by ``1 + gamma``.
+    """
+
+    normalization: str = "LayerNorm"
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+
+    def __post_init__(self) -> None:
+        norm.check_name(self.normalization)
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """dx like ``x``, dgamma and dbeta (None for RMSNorm) like gamma, all computed in fp32.
+
+        Args:
+            dy: [..., K], any float dtype.
+            saved: :attr:`Produced.saved`.
+        """
+        mean, rsigma = saved
+        dx, dgamma, dbeta = norm.norm_backward(
+            as_matrix(dy), as_matrix(x), gamma, mean, rsigma, self.normalization, self.zero_centered_gamma
+        )
+        return dx.reshape(x.shape), dgamma, dbeta if self.normalization == "LayerNorm" else None
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Which activation, a value for a plan: one of ``kernels.activation.NAMES``, and its parameters if it has any."""
+
+    name: str
+    parameters: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parameters) != len(defaults := activation.parameters_of(self.name)):
+            raise ValueError(
+                f"{self.name} has {len(defaults)} parameters, got {len(self.parameters)}; use Activation.of"
+            )
+
+    @classmethod
+    def of(cls, name: str, params: Mapping[str, float] | None = None) -> Activation:
+        """With ``params`` by name, the rest by default: ``limit``, ``alpha``, ``glu_linear_offset`` of clamped_swiglu.
+
+        Raises:
+            ValueError: there is no such activation, or it has no such parameter.
+        """
+        return cls(name, activation.parameters_of(name, params))
+
+    @property
+    def gated(self) -> bool:
+        """Its output is half as wide as its input."""
+        return activation.gated(self.name)
 
 
 class Produced(NamedTuple):
@@ -43,14 +103,13 @@ class Produced(NamedTuple):
         return self.label(quantizer.cast(self.value, amaxes, rng))
 
     def label(self, quantized: Quantized) -> Quantized:
-        """For a value that was cast among others: its operands dequantize to the dtype of the input, also from fp32."""
-
-        def relabel(operand: Operand | None) -> Operand | None:
-            return operand if operand is None or operand.dtype == self.dtype else replace(operand, dtype=self.dtype)
-
+        """Makes operands of the value, wherever they were cast, stand for values in the dtype of the input."""
         row, column = quantized
-        labelled = relabel(row)
-        return Quantized(labelled, labelled if column is row else relabel(column))
+        labelled = self._relabel(row)
+        return Quantized(labelled, labelled if column is row else self._relabel(column))
+
+    def _relabel(self, operand: Operand | None) -> Operand | None:
+        return operand if operand is None or operand.dtype == self.dtype else replace(operand, dtype=self.dtype)
 
 
 class Cast(NamedTuple):
@@ -74,45 +133,53 @@ def reads_fp32(quantizer: Quantizer) -> bool:
 
 
 def norm_value(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    quantizer: Quantizer,
-    *,
-    normalization: str = "LayerNorm",
-    eps: float = 1e-5,
-    zero_centered_gamma: bool = False,
-    return_value: bool = False,
+    x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm, quantizer: Quantizer, *, return_value: bool = False
 ) -> Produced:
     """LayerNorm or RMSNorm of ``x``, to be cast with ``quantizer``.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
-        gamma, beta: [K]; RMSNorm has no beta.
+        gamma, beta: [K], any float dtype; RMSNorm has no beta.
         quantizer: of the operand to come; it decides whether the value is rounded.
-        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        zero_centered_gamma: scale by ``1 + gamma``.
         return_value: others see the value too, so it is rounded to the dtype of ``x`` whatever the quantizer.
 
     Raises:
         TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
     """
-    dtype = x.dtype if return_value or not reads_fp32(quantizer) else torch.float32
-    y, mean, rsigma = norm_forward(as_matrix(x), gamma, beta, normalization, eps, zero_centered_gamma, dtype)
-    return Produced(y.reshape(x.shape), x.dtype, (mean, rsigma))
+    dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
+    y, *saved = norm.norm_forward(as_matrix(x), gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, dtype)
+    return Produced(y.reshape(x.shape), x.dtype, tuple(saved))
+
+
+def act_value(x: Tensor, of: Activation, quantizer: Quantizer, *, return_value: bool = False) -> Produced:
+    """An activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
+
+    Arguments and errors as in :func:`norm_value`.
+    """
+    dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
+    y = activation.activation_forward(as_matrix(x), of.name, of.parameters, dtype)
+    return Produced(y.reshape(*x.shape[:-1], y.shape[-1]), x.dtype)
+
+
+def dact_value(dy: Tensor, x: Tensor, of: Activation, quantizer: Quantizer, *, return_value: bool = False) -> Produced:
+    """The gradient of an activation with respect to its input ``x`` [..., K], to be cast with ``quantizer``.
+
+    Delayed scaling reads the fp32 result of plain activations only; that of a gated one is rounded first.
+    """
+    dtype = torch.float32 if reads_fp32(quantizer) and not return_value and not of.gated else x.dtype
+    dx = activation.activation_backward(as_matrix(dy), as_matrix(x), of.name, of.parameters, dtype)
+    return Produced(dx.reshape(x.shape), x.dtype)
 
 
 def norm_quantize(
     x: Tensor,
     gamma: Tensor,
     beta: Tensor | None,
+    of: Norm,
     quantizer: Quantizer,
     amaxes: Amaxes | None = None,
     rng: Tensor | None = None,
     *,
-    normalization: str = "LayerNorm",
-    eps: float = 1e-5,
-    zero_centered_gamma: bool = False,
     return_value: bool = False,
 ) -> Cast:
     """:func:`norm_value` and its cast at once.
@@ -121,107 +188,35 @@ def norm_quantize(
         amaxes: ``(scale,)`` for delayed scaling; None otherwise, unless they were agreed on before.
         rng: seed and offset of stochastic rounding; None draws them.
     """
-    produced = norm_value(
-        x, gamma, beta, quantizer, normalization=normalization, eps=eps, zero_centered_gamma=zero_centered_gamma,
-        return_value=return_value,
-    )  # fmt: skip
+    produced = norm_value(x, gamma, beta, of, quantizer, return_value=return_value)
     return _cast(produced, quantizer, amaxes, rng, return_value)
-
-
-def norm_gradients(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    saved: tuple[Tensor, ...],
-    *,
-    normalization: str = "LayerNorm",
-    zero_centered_gamma: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The backward of a norm: dx like ``x``, dgamma and dbeta like gamma (None for RMSNorm), all computed in fp32.
-
-    Args:
-        dy: [..., K], any float dtype.
-        saved: :attr:`Produced.saved`.
-    """
-    mean, rsigma = saved
-    matrix, gradient = as_matrix(x), as_matrix(dy)
-    dx, dgamma, dbeta = norm_backward(gradient, matrix, gamma, mean, rsigma, normalization, zero_centered_gamma)
-    return dx.reshape(x.shape), dgamma, dbeta if normalization == "LayerNorm" else None
-
-
-def act_value(
-    x: Tensor,
-    activation: str,
-    quantizer: Quantizer,
-    *,
-    activation_params: Mapping[str, float] | None = None,
-    return_value: bool = False,
-) -> Produced:
-    """An activation of ``x``, to be cast with ``quantizer``.
-
-    Args:
-        x: [..., K], bf16, fp16 or fp32.
-        activation: one of ``kernels.activation.NAMES``; a gated one gives [..., K / 2].
-        activation_params: of ``"clamped_swiglu"``: ``limit``, ``alpha``, ``glu_linear_offset``.
-        return_value: as in :func:`norm_value`.
-
-    Raises:
-        TypeError, ValueError: ``x`` cannot be quantized, or there is no such activation or parameter.
-    """
-    dtype = x.dtype if return_value or not reads_fp32(quantizer) else torch.float32
-    y = activation_forward(as_matrix(x), activation, parameters_of(activation, activation_params), dtype)
-    return Produced(y.reshape(*x.shape[:-1], y.shape[-1]), x.dtype)
 
 
 def act_quantize(
     x: Tensor,
-    activation: str,
+    of: Activation,
     quantizer: Quantizer,
     amaxes: Amaxes | None = None,
     rng: Tensor | None = None,
     *,
-    activation_params: Mapping[str, float] | None = None,
     return_value: bool = False,
 ) -> Cast:
     """:func:`act_value` and its cast at once; ``amaxes`` and ``rng`` as in :func:`norm_quantize`."""
-    produced = act_value(x, activation, quantizer, activation_params=activation_params, return_value=return_value)
-    return _cast(produced, quantizer, amaxes, rng, return_value)
-
-
-def dact_value(
-    dy: Tensor,
-    x: Tensor,
-    activation: str,
-    quantizer: Quantizer,
-    *,
-    activation_params: Mapping[str, float] | None = None,
-    return_value: bool = False,
-) -> Produced:
-    """The gradient of an activation, to be cast with ``quantizer``: [..., K] like the activation's input ``x``.
-
-    Delayed scaling reads the fp32 result of the plain activations only; that of a gated one is rounded first.
-    """
-    fp32 = reads_fp32(quantizer) and not return_value and not gated(activation)
-    parameters = parameters_of(activation, activation_params)
-    dtype = torch.float32 if fp32 else x.dtype
-    dx = activation_backward(as_matrix(dy), as_matrix(x), activation, parameters, dtype)
-    return Produced(dx.reshape(x.shape), x.dtype)
+    return _cast(act_value(x, of, quantizer, return_value=return_value), quantizer, amaxes, rng, return_value)
 
 
 def dact_quantize(
     dy: Tensor,
     x: Tensor,
-    activation: str,
+    of: Activation,
     quantizer: Quantizer,
     amaxes: Amaxes | None = None,
     rng: Tensor | None = None,
     *,
-    activation_params: Mapping[str, float] | None = None,
     return_value: bool = False,
 ) -> Cast:
     """:func:`dact_value` and its cast at once; ``amaxes`` and ``rng`` as in :func:`norm_quantize`."""
-    produced = dact_value(dy, x, activation, quantizer, activation_params=activation_params, return_value=return_value)
-    return _cast(produced, quantizer, amaxes, rng, return_value)
+    return _cast(dact_value(dy, x, of, quantizer, return_value=return_value), quantizer, amaxes, rng, return_value)
 
 
 def _cast(produced: Produced, quantizer: Quantizer, amaxes: Amaxes | None, rng: Tensor | None, keep: bool) -> Cast:

@@ -1,4 +1,4 @@
-"""Activations, forward and backward, as ``torch.library`` operations: fp32 inside, any float dtype outside."""
+"""Activations, forward and backward, as ``torch.library`` operations that compute in fp32."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from torch import Tensor
 from minifloat.kernels.activation import reference
 from minifloat.kernels.activation.reference import DEFAULTS, NAMES, gated
 from minifloat.kernels.library import register
+
+__all__ = [
+    "DEFAULTS", "NAMES", "activation_backward", "activation_forward", "check_name", "gated", "out_columns",
+    "parameters_of",
+]  # fmt: skip
 
 
 def check_name(name: str) -> None:
@@ -55,6 +60,7 @@ def _fake_forward(x: Tensor, name: str, parameters: Sequence[float], dtype: torc
 
 
 def _backward(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype) -> Tensor:
+    assert dy.shape == (x.shape[0], out_columns(name, x.shape[-1])), (dy.shape, name, x.shape)
     return reference.backward(dy.float(), x.float(), name, parameters).to(dtype).contiguous()
 
 
@@ -65,7 +71,7 @@ def _fake_backward(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float]
 activation_forward = register(
     "activation_forward(Tensor x, str name, float[] parameters, ScalarType dtype) -> Tensor", _forward, _fake_forward
 )
-"""The activation of ``x`` [M, K] in ``dtype``: [M, K], or [M, K / 2] if gated. ``parameters``: :func:`parameters_of`."""
+"""The activation of ``x`` [M, K] in ``dtype``: [M, K], or [M, K / 2] if gated. Parameters: :func:`parameters_of`."""
 
 activation_backward = register(
     "activation_backward(Tensor dy, Tensor x, str name, float[] parameters, ScalarType dtype) -> Tensor",

@@ -50,7 +50,7 @@ def block128(
     recipe_b = ScalingType.BlockWise128x128 if b_tile else ScalingType.BlockWise1x128
     result: Tensor = scaled_mm(
         a, b.t(), scale_a=_strip_scale(a_scale, a.shape[0]), scale_recipe_a=ScalingType.BlockWise1x128,
-        scale_b=(b_scale.contiguous() if b_tile else _strip_scale(b_scale, b.shape[0])).t(), scale_recipe_b=recipe_b,
+        scale_b=_tile_scale(b_scale) if b_tile else _strip_scale(b_scale, b.shape[0]), scale_recipe_b=recipe_b,
         swizzle_a=SwizzleType.NO_SWIZZLE, swizzle_b=SwizzleType.NO_SWIZZLE, output_dtype=out_dtype,
     )  # fmt: skip
     return result
@@ -61,3 +61,8 @@ def _strip_scale(scale: Tensor, outer: int) -> Tensor:
     if scale.shape[0] < outer:
         scale = torch.nn.functional.pad(scale, (0, 0, 0, outer - scale.shape[0]), value=1.0)
     return scale.t().contiguous().t()
+
+
+def _tile_scale(scale: Tensor) -> Tensor:
+    """[blocks, outer blocks] with the contracted dim consecutive in memory, in whole groups of four."""
+    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()

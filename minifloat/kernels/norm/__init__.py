@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, forward and backward, as ``torch.library`` operations: fp32 inside, any float dtype outside."""
+"""LayerNorm and RMSNorm, forward and backward, as ``torch.library`` operations that compute in fp32."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from minifloat.kernels.library import register
 from minifloat.kernels.norm import reference
 from minifloat.kernels.norm.reference import NORMALIZATIONS
 
+__all__ = ["NORMALIZATIONS", "check_name", "norm_backward", "norm_forward"]
 
-def _check(x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
+
+def check_name(normalization: str) -> None:
+    """Raises ValueError if there is no such norm."""
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization is {normalization!r}; {' or '.join(NORMALIZATIONS)}")
+
+
+def _check(x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
+    check_name(normalization)
     for name, parameter in (("gamma", gamma), ("beta", beta)):
         if parameter is not None and parameter.shape != x.shape[-1:]:
             raise ValueError(
@@ -58,6 +65,7 @@ def _fake_forward(
 def _backward(
     dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rsigma: Tensor, normalization: str, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    assert dy.shape == x.shape, (dy.shape, x.shape)
     dx, dgamma, dbeta = reference.backward(dy.float(), x.float(), gamma, mean, rsigma, normalization, zero_centered)
     return dx.to(x.dtype).contiguous(), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
 
@@ -86,4 +94,7 @@ norm_backward = register(
     _backward,
     _fake_backward,
 )
-"""``dx`` [M, K] in the dtype of ``x``, dgamma and dbeta [K] summed in fp32 and rounded to gamma's (RMSNorm: no dbeta)."""
+"""``dx`` [M, K] in the dtype of ``x``; dgamma and dbeta [K] summed in fp32 and rounded to the dtype of gamma.
+
+RMSNorm has no dbeta: it is empty.
+"""

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm in plain PyTorch: the definition that a kernel is held to, within fp32 rounding.
 
-Layer Normalization (Ba et al. 2016), Root Mean Square Layer Normalization (Zhang and Sennrich 2019); ``docs/numerics.md``
-1.8. Everything is computed in the dtype of ``x``, which the operations make fp32.
+Layer Normalization (Ba et al. 2016), Root Mean Square Layer Normalization (Zhang and Sennrich 2019), as
+``docs/numerics.md`` 1.8 has them. Everything is computed in the dtype of ``x``, which the operations make fp32.
 """
 
 from __future__ import annotations

@@ -1,0 +1,571 @@
+"""A tensor that is kept as codes and scales: parameters, and outputs of layers that ask for it.
+
+To PyTorch it is a tensor of its logical shape and dtype. An operation that does not change it gives what it gives on
+:meth:`QuantizedTensor.dequantize`, bit for bit, in high precision, unless the quantized form holds the result exactly:
+``detach``, ``clone``, ``to(device)``, ``t``, ``view``, rows of whole blocks and the like stay quantized. An in-place
+operation computes on the values and quantizes the result into the same memory, or raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from minifloat import tensor_ops
+from minifloat.operand import Operand, Quantized
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INNER = tuple(f"{slot}_{name}" for slot in tensor_ops.SLOTS for name in tensor_ops.BUFFERS)
+_FIELDS = frozenset({"_operands", "_outside", "quantizer", "scale", "amax_group", "source_version"})
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    scale: Tensor | None = None,
+    amax_group: dist.ProcessGroup | None = None,
+    amaxes: Amaxes | None = None,
+) -> QuantizedTensor:
+    """``x`` as a new tensor of its shape and dtype that holds codes and scales; no gradient flows back to ``x``.
+
+    Args:
+        x: [..., K], bf16, fp16 or fp32. Leading dims are flattened for the operands, [M, K].
+        quantizer: formats and orientations, also for every later in-place operation.
+        scale: fp32 [1], for delayed scaling. Kept, not copied: later writes cast with what it holds by then.
+        amax_group: ranks that hold the other shards, whose amaxes this one's are reduced with, now and later.
+        amaxes: what to cast with instead, already agreed on, one a cast (``Quantizer.casts``).
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: another dtype, no dims, a quantizer of no orientation, or delayed scaling without a scale.
+    """
+    if not (quantizer.rowwise or quantizer.columnwise):
+        raise ValueError("the quantizer produces no orientation; use quantizer.with_usage(rowwise=True)")
+    with torch.no_grad():
+        values = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
+        operands = tensor_ops.cast(as_matrix(values), quantizer, scale, amax_group, amaxes)
+        owned = tensor_ops.each(operands, lambda o: o if o.format.quantized else replace(o, codes=_copied(o.codes)))
+    return QuantizedTensor.from_operands(
+        owned, quantizer, x.shape, x.dtype, scale=scale, amax_group=amax_group, source_version=_version(x)
+    )
+
+
+class QuantizedTensor(torch.Tensor):
+    """Operands of one [M, K] matrix, in the shape [..., K] or as a view of it. Made by :func:`quantize`.
+
+    Rows that would break blocks, columns, and other views that the quantized form cannot hold are copies of the values:
+    writing to those does not reach this tensor. ``t[index] = value`` does. ``zeros_like`` and the like are in high
+    precision, so that an optimizer's state is; ``new_zeros``, ``new_empty`` and ``empty_like`` are quantized. A change
+    of dtype gives the values, but a parameter (``module.to(dtype)``) stays quantized and changes its logical dtype.
+
+    Attributes:
+        quantizer: what it was and will be quantized with; its usage is that of the operands.
+        scale: fp32 [1], what delayed scaling casts with the next time; else None.
+        amax_group: the process group that it reduces its amax over, or None. Neither pickled nor copied by value.
+        source_version: the version of the tensor that it was last quantized from, where that is known.
+    """
+
+    _operands: Quantized
+    _outside: tuple[Tensor, ...]  # codes of the rows that share a scale with these, for a range of rows; else empty
+    quantizer: Quantizer
+    scale: Tensor | None
+    amax_group: dist.ProcessGroup | None
+    source_version: int | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(
+        cls,
+        operands: Quantized,
+        quantizer: Quantizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        stride: Sequence[int] | None = None,
+    ) -> QuantizedTensor:
+        self: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), strides=None if stride is None else tuple(stride), dtype=dtype,
+            device=operands.any.codes.device,
+        )  # fmt: skip
+        rowwise, columnwise = operands
+        self._operands, self._outside = operands, ()
+        self.quantizer = quantizer.with_usage(rowwise=rowwise is not None, columnwise=columnwise is not None)
+        self.scale = self.amax_group = self.source_version = None
+        return self
+
+    @staticmethod
+    def from_operands(
+        operands: Quantized,
+        quantizer: Quantizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        scale: Tensor | None = None,
+        amax_group: dist.ProcessGroup | None = None,
+        source_version: int | None = None,
+    ) -> QuantizedTensor:
+        """A tensor of operands that exist, which it keeps; see :func:`quantize` for the other arguments.
+
+        Raises:
+            ValueError: there is no operand, or ``shape`` is not that of the operands with M split into leading dims.
+        """
+        if operands.rowwise is None and operands.columnwise is None:
+            raise ValueError("there is neither a rowwise nor a columnwise operand to make a tensor of")
+        if _matrix_shape(shape) != operands.any.shape:
+            raise ValueError(
+                f"shape {tuple(shape)} flattens to {_matrix_shape(shape)}, but operands are {operands.any.shape}"
+            )
+        self = QuantizedTensor(operands, quantizer, shape, dtype)
+        self.scale, self.amax_group, self.source_version = scale, amax_group, source_version
+        return self
+
+    @property
+    def operands(self) -> Quantized:
+        """The rowwise and columnwise operand, [M, K] each: the same object twice if one serves both, None if dropped.
+
+        Raises:
+            ValueError: this is a transposed or reshaped view, whose operands are those of another matrix.
+        """
+        if not (self.is_contiguous() and _matrix_shape(self.shape) == self._operands.any.shape):
+            raise ValueError(
+                f"this view of shape {tuple(self.shape)} and stride {self.stride()} has the operands of a matrix of "
+                f"{self._operands.any.shape}; quantize its values anew, as in quantize(t.dequantize(), t.quantizer)"
+            )
+        return self._operands
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in a tensor of their own, rounded once to ``dtype`` (default: its own). Differentiable."""
+        if self.requires_grad and torch.is_grad_enabled():
+            values: Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
+            return values
+        values = self._values(dtype)
+        return values if self._operands.any.format.quantized else values.clone()
+
+    def _values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """As :meth:`dequantize`, but the identity format gives its very memory."""
+        values = self._operands.dequantize(dtype or self.dtype)
+        if values.shape == self.shape and self.is_contiguous():
+            return values
+        return values.contiguous().as_strided(self.shape, self.stride())
+
+    def quantize_(self, src: Tensor, *, amaxes: Amaxes | None = None) -> QuantizedTensor:
+        """Quantizes ``src`` into the memory of this tensor; ``amaxes`` as in :func:`quantize`.
+
+        ``src`` is cast from its own dtype: a bf16 parameter takes fp32 master weights in one rounding.
+
+        Raises:
+            ValueError: ``src`` has another shape.
+            NotImplementedError: this is a range of rows of a larger tensor, which share a scale that would change.
+        """
+        if src.shape != self.shape:
+            raise ValueError(f"a tensor of shape {tuple(self.shape)} cannot take values of shape {tuple(src.shape)}")
+        with torch.no_grad():
+            self._assign(src, amaxes)
+        torch.autograd.graph.increment_version(self)
+        return self
+
+    def _assign(self, src: Tensor, amaxes: Amaxes | None = None) -> None:
+        if isinstance(src, QuantizedTensor) and self._same_form(src):
+            tensor_ops.store(self._operands, src._operands, self._outside)
+        else:
+            self._write(src._values() if isinstance(src, QuantizedTensor) else src.detach(), amaxes)
+        self.source_version = _version(src)
+
+    def _write(self, values: Tensor, amaxes: Amaxes | None = None) -> None:
+        """Quantizes values that broadcast to the logical shape."""
+        values = values.to(self.device, values.dtype if values.dtype in _DTYPES else self.dtype).expand(self.shape)
+        rows, cols = self._operands.any.shape
+        if self.is_contiguous():
+            matrix = values.reshape(rows, cols)
+        else:
+            matrix = values.new_empty((rows, cols))
+            matrix.as_strided(self.shape, self.stride()).copy_(values)
+        fresh = tensor_ops.cast(matrix, self.quantizer, self.scale, self.amax_group, amaxes)
+        tensor_ops.store(self._operands, fresh, self._outside)
+        self.source_version = None
+
+    def _same_form(self, other: QuantizedTensor) -> bool:
+        """The operands of ``other`` can be copied as they are."""
+        both = {"rowwise": True, "columnwise": True}
+        return (
+            self.quantizer.with_usage(**both) == other.quantizer.with_usage(**both)
+            and self._operands.any.shape == other._operands.any.shape
+            and (self.shape, self.stride()) == (other.shape, other.stride())
+            and all(theirs is not None for mine, theirs in zip(self._operands, other._operands, strict=True) if mine)
+        )
+
+    def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Drops operands that are not wanted, and fills a place again from the other where one serves both.
+
+        Raises:
+            ValueError: a wanted orientation is missing and does not follow from the other, or none would be left.
+        """
+        wanted = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+        held = self._operands.any
+        kept: list[Operand | None] = []
+        for slot, usage, fmt in zip(
+            tensor_ops.SLOTS, (wanted.rowwise, wanted.columnwise), (wanted.row_format, wanted.format(0)), strict=True
+        ):
+            operand: Operand | None = getattr(self._operands, slot)
+            if usage and operand is None and not (fmt.symmetric and held.format == fmt and not wanted.chained):
+                raise ValueError(
+                    f"the {slot} operand ({fmt.spec}) is missing and does not follow from {held.format.spec}: "
+                    f"quantize the source again, as in quantize(source, t.quantizer.with_usage({slot}=True))"
+                )
+            kept.append((held if operand is None else operand) if usage else None)
+        if not any(kept):
+            raise ValueError("a tensor keeps at least one orientation: rowwise=True or columnwise=True")
+        self._operands, self.quantizer = Quantized(*kept), wanted
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        values = self.dequantize()
+        values[index] = value
+        self.copy_(values)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = [
+            f"{slot}={operand.format.spec}"
+            for slot, operand in zip(tensor_ops.SLOTS, self._operands, strict=True)
+            if operand
+        ]
+        where = [f"device={self.device}"] + ["requires_grad=True"] * self.requires_grad
+        return f"QuantizedTensor({', '.join([str(tuple(self.shape)), str(self.dtype), *held, *where])})"
+
+    # ---- new tensors from this one ----
+
+    def _like(
+        self, operands: Quantized, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
+    ) -> QuantizedTensor:
+        """Other operands for the same quantizer, scale, group and source."""
+        shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
+        out = QuantizedTensor(operands, self.quantizer, shape, operands.any.dtype, stride)
+        out.scale, out.amax_group, out.source_version = self.scale, self.amax_group, self.source_version
+        return out
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        out = self._like(tensor_ops.each(self._operands, lambda o: tensor_ops.map_buffers(o, function)))
+        out.scale = None if self.scale is None else function(self.scale)
+        return out
+
+    def _buffers(self) -> list[Tensor]:
+        """Every tensor inside."""
+        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+
+    def _part(self, view: Tensor) -> QuantizedTensor | None:
+        """What ``view`` shows of the values, for a view of a meta tensor like this; None if operands cannot hold it."""
+        rows, cols = self._operands.any.shape
+        shape, stride, offset, count = view.shape, view.stride(), view.storage_offset(), view.numel()
+        if view.dtype != self.dtype or not tensor_ops.is_dense(shape, stride):
+            return None
+        if count == rows * cols and offset == 0:
+            whole = self._like(self._operands, shape, stride)
+            whole._outside = self._outside
+            return whole
+        if offset % cols or count % cols:
+            return None
+        begin, end = offset // cols, (offset + count) // cols
+        kept = [operand if operand is None else tensor_ops.cut(operand, begin, end) for operand in self._operands]
+        if any(cut is None for cut, operand in zip(kept, self._operands, strict=True) if operand is not None):
+            return None
+        shared = self._operands.rowwise is self._operands.columnwise
+        part = self._like(Quantized(kept[0], kept[0] if shared else kept[1]), shape, stride)
+        others = [tensor_ops.left_out(operand, begin, end) for operand in tensor_ops.distinct(self._operands).values()]
+        part._outside = self._outside + tuple(codes for rest in others for codes in rest if codes.numel())
+        return part
+
+    # ---- torch's protocols ----
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        operands = tensor_ops.distinct(self._operands)
+        held = [
+            f"{slot}_{name}"
+            for slot, o in operands.items()
+            for name in tensor_ops.BUFFERS
+            if getattr(o, name) is not None
+        ]
+        group = None if self.amax_group is None else self.amax_group.group_name
+        description = tensor_ops.describe(self.quantizer, self._operands)
+        return held + ["scale"] * (self.scale is not None), (description, self.dtype, group)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> QuantizedTensor:
+        description, dtype, group = context
+        quantizer, operands = tensor_ops.restore(description, inner)
+        self = QuantizedTensor(operands, quantizer, outer_size, dtype, outer_stride)
+        self.scale = inner.get("scale")
+        self.amax_group = None if group is None else _resolve_process_group(group)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        names, (description, dtype, _) = self.__tensor_flatten__()
+        inner = {name: getattr(self, name) for name in names}
+        others = {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
+        geometry = tuple(self.shape), self.stride()
+        return _rebuild, (inner, (description, dtype, None), *geometry, self.requires_grad, others)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) in memo:
+            found: QuantizedTensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError("a QuantizedTensor that autograd computed cannot be deep-copied; detach() it first")
+        kept = {"amax_group": self.amax_group, "quantizer": self.quantizer}
+        copied = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in kept}, memo)
+        out = QuantizedTensor(copied["_operands"], self.quantizer, self.shape, self.dtype, self.stride())
+        out.__dict__.update(copied | kept)
+        out.requires_grad_(self.requires_grad)
+        out.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = out
+        return out
+
+
+for _name in _INNER:  # rowwise_codes and so on: the names that torch finds the inner tensors by
+    setattr(QuantizedTensor, _name, property(attrgetter("_operands." + _name.replace("_", ".", 1))))
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        values = tensor._values(dtype)
+        return values if tensor._operands.any.format.quantized else values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def _rebuild(
+    inner: dict[str, Tensor],
+    context: tuple[Any, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> QuantizedTensor:
+    """What a pickle calls. Its arguments are plain data, so that files outlive the classes of today."""
+    self = QuantizedTensor.__tensor_unflatten__(inner, context, shape, stride)
+    self.__dict__.update(attributes)
+    self.requires_grad_(requires_grad)
+    return self
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(M, K) of a tensor of ``shape``."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, (shape[-1] if len(shape) else 1)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+# ---- dispatch: one handler an operation, (func, args, kwargs) -> result ----
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_aten = torch.ops.aten
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    written = [t for t in _written(func, args, kwargs) if isinstance(t, QuantizedTensor)]
+    handler = (_WRITES if written else _READS).get(func.overloadpacket)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    # Without autograd (inference_mode) composite operations come whole: reshape is to be seen as view.
+    result = func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
+    if written:
+        raise NotImplementedError(
+            f"{func} would write to a QuantizedTensor of shape {tuple(written[0].shape)} and has no form for that; "
+            "compute on values = t.dequantize() and write them back with t.copy_(values)"
+        )
+    return _on_values(func, args, kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All that the operation's schema says it writes to, lists taken apart."""
+    if not func._schema.is_mutable:
+        return []
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    return tree_leaves([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = tree_map_only(QuantizedTensor, lambda t: t._values(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes on the values, one copy for each tensor however often it is listed, and quantizes those written."""
+    values: dict[int, Tensor] = {}
+
+    def value(t: QuantizedTensor) -> Tensor:
+        if id(t) not in values:
+            values[id(t)] = t._values()
+        return values[id(t)]
+
+    func(*tree_map_only(QuantizedTensor, value, args), **tree_map_only(QuantizedTensor, value, kwargs))
+    for t in {id(t): t for t in _written(func, args, kwargs) if isinstance(t, QuantizedTensor)}.values():
+        t._write(values[id(t)])
+    return args[0] if func._schema.returns else None
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Asks a meta tensor what the result is a view of; whole rows of whole blocks, in any order, stay quantized."""
+    self = args[0]
+    shadow = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+    views, spec = tree_flatten(func(shadow, *args[1:], **kwargs))
+    parts = [self._part(view) for view in views]
+    if any(part is None for part in parts):
+        return _on_values(func, args, kwargs)
+    return tree_unflatten(parts, spec)
+
+
+def _keeps_form(t: QuantizedTensor, kwargs: dict[str, Any]) -> bool:
+    """The keyword arguments of a factory ask for nothing that operands cannot be."""
+    layout, memory_format = kwargs.get("layout"), kwargs.get("memory_format")
+    return (
+        kwargs.get("dtype") in (None, t.dtype)
+        and layout in (None, torch.strided)
+        and (memory_format in (None, torch.preserve_format) or t.is_contiguous(memory_format=memory_format))
+    )
+
+
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]._map(_copied) if _keeps_form(args[0], kwargs) else _on_values(func, args, kwargs)
+
+
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t: QuantizedTensor = args[0]
+    dtype = kwargs.get("dtype") or t.dtype
+    if not _keeps_form(t, kwargs | {"dtype": None}) or not (
+        dtype == t.dtype or (dtype in _DTYPES and isinstance(t, torch.nn.Parameter))
+    ):
+        return _on_values(func, args, kwargs)
+    device, blocking = kwargs.get("device") or t.device, not kwargs.get("non_blocking", False)
+
+    def move(buffer: Tensor) -> Tensor:
+        moved = buffer.to(device, non_blocking=not blocking, copy=True)
+        return moved.pin_memory() if kwargs.get("pin_memory") else moved
+
+    moved = t._map(move)
+    return moved if dtype == t.dtype else moved._like(tensor_ops.each(moved._operands, lambda o: _as_dtype(o, dtype)))
+
+
+def _as_dtype(operand: Operand, dtype: torch.dtype) -> Operand:
+    codes = operand.codes if operand.format.quantized else operand.codes.to(dtype)
+    return replace(operand, codes=codes, dtype=dtype)
+
+
+def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t: QuantizedTensor = args[0]
+    if not _keeps_form(t, kwargs):
+        return _on_values(func, args, kwargs)
+    device = kwargs.get("device") or t.device
+    empty = t._map(lambda buffer: torch.empty_like(buffer, device=device, pin_memory=kwargs.get("pin_memory")))
+    empty.scale = None if t.scale is None else t.scale.to(device)
+    return empty
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros of the requested shape, quantized as this tensor would be; ``new_empty`` too, where any codes will do."""
+    t, size = args
+    if not _keeps_form(t, kwargs) or len(size) == 0:
+        return _on_values(func, args, kwargs)
+    device = kwargs.get("device") or t.device
+    scale = None if t.scale is None else t.scale.to(device)
+    new = quantize(torch.zeros(size, dtype=t.dtype, device=device), t.quantizer, scale=scale)
+    new = new._map(Tensor.pin_memory) if kwargs.get("pin_memory") else new
+    new.amax_group, new.source_version = t.amax_group, None  # the amax of zeros needs no agreement, which could hang
+    return new
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args[0]._assign(args[1])
+    return args[0]
+
+
+def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for target, source in zip(*args[:2], strict=True):
+        target.copy_(source)
+
+
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return all(buffer.is_pinned() for buffer in args[0]._buffers())
+
+
+def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]._map(Tensor.pin_memory)
+
+
+def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for buffer in args[0]._buffers():
+        buffer.record_stream(args[1])
+
+
+def _packets(names: str) -> list[Any]:
+    return [getattr(_aten, name) for name in names.split()]
+
+
+_READS: dict[Any, Handler] = {
+    **dict.fromkeys(
+        _packets(
+            "detach alias lift_fresh view _unsafe_view _reshape_alias unsqueeze squeeze t transpose permute as_strided "
+            "slice select split split_with_sizes unbind"
+        ),
+        _view,
+    ),
+    _aten.clone: _clone,
+    _aten._to_copy: _to_copy,
+    _aten.empty_like: _empty_like,
+    _aten.new_empty: _new,
+    _aten.new_zeros: _new,
+    _aten.is_pinned: _is_pinned,
+    _aten._pin_memory: _pin_memory,
+}
+"""Operations that read a quantized tensor and may give one; every other gives high precision."""
+
+_WRITES: dict[Any, Handler] = {
+    **dict.fromkeys(
+        _packets(
+            "zero_ fill_ add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ normal_ uniform_ "
+            "_foreach_zero_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_addcmul_ "
+            "_foreach_addcdiv_ _foreach_lerp_ _foreach_clamp_min_ _foreach_clamp_max_ "
+            "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+        ),
+        _in_place,
+    ),
+    _aten.copy_: _copy,
+    _aten._foreach_copy_: _foreach_copy,
+    _aten.record_stream: _record_stream,
+}
+"""Operations that write to a quantized tensor; every other raises."""

@@ -1,0 +1,184 @@
+"""What a :class:`~minifloat.tensor.QuantizedTensor` does to its operands: cast, cut rows, store, describe as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.operand import Operand, Quantized
+from minifloat.quantizer import Amaxes, Quantizer
+
+SLOTS = ("rowwise", "columnwise")
+BUFFERS = ("codes", "scale_inv", "amax")
+
+
+def each(operands: Quantized, function: Callable[[Operand], Operand]) -> Quantized:
+    """``function`` of every operand; one that fills both places still does."""
+    rowwise, columnwise = operands
+    row = None if rowwise is None else function(rowwise)
+    if columnwise is None or columnwise is rowwise:
+        return Quantized(row, None if columnwise is None else row)
+    return Quantized(row, function(columnwise))
+
+
+def distinct(operands: Quantized) -> dict[str, Operand]:
+    """Operands by the place they fill; one that fills both is listed once, as rowwise."""
+    shared = operands.rowwise is operands.columnwise
+    slots = zip(SLOTS[:1] if shared else SLOTS, operands, strict=False)
+    return {slot: operand for slot, operand in slots if operand is not None}
+
+
+def map_buffers(operand: Operand, function: Callable[[Tensor], Tensor]) -> Operand:
+    """The operand with ``function`` of each of its tensors."""
+    scale_inv, amax = (None if t is None else function(t) for t in (operand.scale_inv, operand.amax))
+    return replace(operand, codes=function(operand.codes), scale_inv=scale_inv, amax=amax)
+
+
+# ---- cast ----
+
+
+def cast(
+    x: Tensor, quantizer: Quantizer, scale: Tensor | None, group: dist.ProcessGroup | None, amaxes: Amaxes | None = None
+) -> Quantized:
+    """Quantizes ``x`` [M, K] with the given delayed ``scale``, its amaxes reduced over ``group``.
+
+    Raises:
+        ValueError: the quantizer takes a given scale and there is none.
+    """
+    if amaxes is None:
+        given = [fmt.scale_rule == "given" for fmt, _ in quantizer.casts]
+        if any(given) and scale is None:
+            raise ValueError(
+                f"{quantizer.row_format.spec} casts with a delayed scale and none is known; pass an fp32 [1] as in "
+                "quantize(x, quantizer, scale=scale)"
+            )
+        levels = _reduced(quantizer.amax(x), quantizer, group)
+        amaxes = tuple(scale if wants else level for wants, level in zip(given, levels, strict=True))
+    return quantizer.cast(x, amaxes)
+
+
+def _reduced(amaxes: Amaxes, quantizer: Quantizer, group: dist.ProcessGroup | None) -> Amaxes:
+    """The largest of every rank's amaxes, in one all-reduce; those of single rows are a rank's own."""
+    shared = [
+        not (fmt.amax_per_row and dim == ROWWISE) and amax is not None
+        for amax, (fmt, dim) in zip(amaxes, quantizer.casts, strict=True)
+    ]
+    if group is None or not any(shared):
+        return amaxes
+    from torch.distributed import _functional_collectives as collectives  # slow to import, and seldom needed
+
+    pending = [amax for amax, wanted in zip(amaxes, shared, strict=True) if wanted and amax is not None]
+    reduced = collectives.wait_tensor(collectives.all_reduce(torch.cat(pending), "max", group))
+    parts = iter(reduced.split([amax.numel() for amax in pending]))
+    return tuple(next(parts) if wanted else amax for amax, wanted in zip(amaxes, shared, strict=True))
+
+
+# ---- rows ----
+
+
+def cut(operand: Operand, begin: int, end: int) -> Operand | None:
+    """Rows ``begin`` to ``end`` as views of the operand's tensors, or None where that would break blocks."""
+    fmt, rows = operand.format, operand.shape[0]
+    block = fmt.scale_block(operand.dim)[0] or 1
+    unit = max(block, 16 if fmt.transform == "hadamard16" else 1)
+    if begin % unit or (end % unit and end != rows):
+        return None
+    first, last = _code_rows(operand, begin), _code_rows(operand, end)
+    scale_inv, amax = operand.scale_inv, operand.amax
+    if scale_inv is not None and fmt.block:
+        scale_inv = scale_inv[begin // block : None if end == rows else end // block]
+    if amax is not None and fmt.amax_per_row and operand.dim == ROWWISE:
+        amax = amax[begin:end]
+    codes = operand.codes[first:last]
+    return replace(operand, codes=codes, scale_inv=scale_inv, amax=amax, shape=(end - begin, operand.shape[1]))
+
+
+def left_out(operand: Operand, begin: int, end: int) -> tuple[Tensor, ...]:
+    """The codes of other rows, if a scale spans them and rows ``begin`` to ``end``."""
+    if not shared_levels(operand):
+        return ()
+    return operand.codes[: _code_rows(operand, begin)], operand.codes[_code_rows(operand, end) :]
+
+
+def _code_rows(operand: Operand, row: int) -> int:
+    if row == operand.shape[0]:
+        return operand.codes.shape[0]
+    return row // 2 if operand.format.packed and operand.dim == COLUMNWISE else row
+
+
+def shared_levels(operand: Operand) -> tuple[Tensor, ...]:
+    """What every row of the operand is scaled with: the one scale of a tensor, or the amax above block scales."""
+    fmt = operand.format
+    level = operand.amax if fmt.scale_rule == "two_level" else operand.scale_inv if fmt.block == 0 else None
+    return () if level is None or (fmt.amax_per_row and operand.dim == ROWWISE) else (level,)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """The elements fill a range of memory, each of it once, in whichever order."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size == 0:
+            return True
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+# ---- store ----
+
+
+def store(target: Quantized, source: Quantized, outside: Sequence[Tensor]) -> None:
+    """Writes ``source`` into the tensors of ``target``, whose addresses stay.
+
+    Raises:
+        NotImplementedError: ``outside``, rows that share a scale with these, would change with it.
+    """
+    pairs = [(mine, theirs) for mine, theirs in zip(target, source, strict=True) if mine is not None]
+    pairs = pairs[:1] if target.rowwise is target.columnwise else pairs
+    for mine, theirs in pairs:
+        assert theirs is not None and mine.format == theirs.format and mine.shape == theirs.shape
+        levels = zip(shared_levels(mine), shared_levels(theirs), strict=True)
+        if _any_nonzero(outside) and not all(torch.equal(old, new.to(old.device)) for old, new in levels):
+            raise NotImplementedError(
+                f"{mine.shape[0]} rows of a larger QuantizedTensor share its scale ({mine.format.spec}), so writing to "
+                "them would change the rest: write to the whole, as in whole[rows] = values, or zero_() it first"
+            )
+        for name in BUFFERS:
+            old, new = getattr(mine, name), getattr(theirs, name)
+            if old is not None and new is not None:
+                old.copy_(new)
+
+
+def _any_nonzero(outside: Sequence[Tensor]) -> bool:
+    return any(not rest.is_meta and bool(rest.any()) for rest in outside)
+
+
+# ---- as plain data, which a compiler compares and a checkpoint keeps ----
+
+
+def describe(quantizer: Quantizer, operands: Quantized) -> tuple[Any, ...]:
+    """All but the tensors, in strings, numbers and tuples; :func:`restore` reads it."""
+    column = None if quantizer.column_format is None else quantizer.column_format.spec
+    usage = (quantizer.rowwise, quantizer.columnwise, quantizer.columnwise_source)
+    layouts = tuple((slot, o.format.spec, o.dim, o.shape, o.dtype) for slot, o in distinct(operands).items())
+    return (quantizer.row_format.spec, column, *usage), layouts, operands.rowwise is operands.columnwise
+
+
+def restore(description: tuple[Any, ...], buffers: Mapping[str, Tensor]) -> tuple[Quantizer, Quantized]:
+    """The inverse of :func:`describe`, given the tensors under the names ``rowwise_codes`` and so on."""
+    (row_spec, column_spec, *usage), layouts, shared = description
+    column: Format | None = None if column_spec is None else parse(column_spec)
+    found: dict[str, Operand | None] = dict.fromkeys(SLOTS)
+    for slot, spec, dim, shape, dtype in layouts:
+        codes, scale_inv, amax = (buffers.get(f"{slot}_{name}") for name in BUFFERS)
+        assert codes is not None
+        found[slot] = Operand(codes, scale_inv, amax, parse(spec), dim, shape, dtype)
+    rowwise, columnwise = found["rowwise"], found["columnwise"]
+    return Quantizer(parse(row_spec), column, *usage), Quantized(rowwise, rowwise if shared else columnwise)
