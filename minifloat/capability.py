@@ -6,7 +6,7 @@ Every operation runs on every device: where nothing faster is known to give the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ PAIRS: tuple[tuple[str, Format, Format], ...] = (
 """The operand pairs that the recipes put together, by the name a report gives them."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _device_facts(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
     """Compute capability and CUDA version, ((0, 0), (0, 0)) off NVIDIA GPUs."""
     if device.type != "cuda" or torch.version.cuda is None:
@@ -88,7 +88,7 @@ def supports(a: Format, b: Format, device: torch.device) -> Support:
     return check(a, b, device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def backend(a: Format, b: Format, device: torch.device) -> str:
     """``"native"`` or ``"reference"``: what multiplies these operands."""
     return "native" if supports(a, b, device)[0] else "reference"

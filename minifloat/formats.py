@@ -8,7 +8,7 @@ format is one more instance here, never a new class. The formulas are in ``docs/
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ COLUMNWISE = 0
 
 @dataclass(frozen=True)
 class Element:
-    """A stored number: ``bits`` wide, finite up to ``max``, with ``dtype`` as PyTorch's name for it where it has one."""
+    """A stored number: ``bits`` wide, finite up to ``max``; ``dtype`` is PyTorch's name for it, where it has one."""
 
     name: str
     bits: int
@@ -99,7 +99,7 @@ class Format:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """How scales are stored: E8M0 and E4M3 ones as their bytes, since gloo, pickle and safetensors know no others."""
+        """How scales are stored: E8M0 and E4M3 ones as bytes, since gloo, pickle and safetensors know no others."""
         return torch.uint8 if self.scale_rule in ("e8m0", "two_level") else torch.float32
 
     @property
@@ -115,7 +115,7 @@ class Format:
 
     @property
     def segment(self) -> int:
-        """Length along the contracted dim that the scaled product sums before it applies a scale (of its own, if any)."""
+        """Elements along the contracted dim that the scaled product sums before it applies their scale."""
         return 128 if self.block == 0 or self.scale_rule == "two_level" else min(self.block, 128)
 
     def scale_block(self, dim: int) -> tuple[int, int]:
@@ -143,7 +143,7 @@ IDENTITY = Format(element="identity", scale_rule="none")
 """High precision: the codes are the values."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(spec: str) -> Format:
     """The format that :attr:`Format.spec` names.
 

@@ -58,7 +58,7 @@ class Operand:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What a GEMM reads, for saving; :meth:`Layout.operand` puts it back. A delayed scale's amax is not part of it."""
+        """What a GEMM reads, for saving; :meth:`Layout.operand` puts it back. A merely measured amax is left out."""
         return self.codes, self.scale_inv, self.amax if self.format.scale_rule == "two_level" else None
 
 

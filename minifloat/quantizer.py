@@ -1,8 +1,8 @@
 """How a tensor is quantized, as an immutable value: which format for which orientation, and which are wanted.
 
 Quantizing has phases, each over many tensors at a time: :func:`find_amaxes`, then whatever agreement between ranks the
-caller wants, then :func:`cast_all`. A quantizer knows no process group, holds no tensor and is never changed, so one and
-the same object may serve two groups, two devices and a compiled graph.
+caller wants, then :func:`cast_all`. A quantizer knows no process group, holds no tensor and is never changed, so one
+and the same object may serve two groups, two devices and a compiled graph.
 """
 
 from __future__ import annotations
@@ -208,9 +208,13 @@ def as_matrix(x: Tensor) -> Tensor:
         ValueError: it has a dtype that no format is defined for, or no dims at all.
     """
     if not x.is_floating_point():
-        raise TypeError(f"only floating-point tensors can be quantized, got {x.dtype}; cast it first, as in x.bfloat16()")
+        raise TypeError(
+            f"only floating-point tensors can be quantized, got {x.dtype}; cast it first, as in x.bfloat16()"
+        )
     if x.dtype not in _DTYPES:
-        raise ValueError(f"cannot quantize {x.dtype}; bf16, fp16 and fp32 are supported: cast it first, as in x.float()")
+        raise ValueError(
+            f"cannot quantize {x.dtype}; bf16, fp16 and fp32 are supported: cast it first, as in x.float()"
+        )
     if x.dim() == 0:
         raise ValueError("cannot quantize a tensor of no dims; reshape it to [1, 1]")
     return x.flatten(0, -2) if x.dim() > 2 else x if x.dim() == 2 else x[None]

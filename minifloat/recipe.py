@@ -220,7 +220,7 @@ class Float8CurrentScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """FP8 with a scale for each 1 x 128 strip of activations and gradients and each 128 x 128 tile of weights.
 
-    DeepSeek-V3 Technical Report (2024), section 3.3. Dims of 1 are strips, of 2 tiles; no GEMM takes two tiled operands.
+    DeepSeek-V3 Technical Report (2024), section 3.3. A dim of 1 is strips, of 2 tiles; no GEMM takes two of tiles.
     """
 
     use_f32_scales: bool = False
@@ -248,7 +248,9 @@ class Float8BlockScaling(Recipe):
                 raise ValueError(f"{name} is {dim}; 1 (strips of 128) or 2 (tiles of 128 x 128)")
         if list(dims.values()).count(2) > 1:
             raise ValueError(f"two of {dims} are 2: each pair of them meets in a GEMM, which takes one tiled operand")
-        if not all(gemm.use_split_accumulator for gemm in (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)):
+        if not all(
+            gemm.use_split_accumulator for gemm in (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        ):
             raise ValueError("block scaling applies its scales in fp32: use_split_accumulator must be True")
         if self.fp8_dpa or self.fp8_mha:
             raise ValueError("block scaling has no FP8 attention; leave fp8_dpa and fp8_mha False")
@@ -329,7 +331,9 @@ class NVFP4BlockScaling(Recipe):
             raise ValueError("NVFP4 is E2M1 elements under E4M3 scales; leave fp4_format and fp8_format as they are")
         if not self.disable_rht:
             if self.row_scaled_activation:
-                raise ValueError("row_scaled_activation scales tokens, which the Hadamard transform mixes: disable_rht=True")
+                raise ValueError(
+                    "row_scaled_activation scales tokens, which the Hadamard transform mixes: disable_rht=True"
+                )
             if self.nvfp4_4over6 in ("activations", "all"):
                 raise ValueError(f"nvfp4_4over6={self.nvfp4_4over6!r} of a rotated activation: set disable_rht=True")
 
@@ -405,7 +409,9 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):
-            raise ValueError(f"qfactory must be a callable that takes a QuantizerRole, got {type(self.qfactory).__name__}")
+            raise ValueError(
+                f"qfactory must be a callable that takes a QuantizerRole, got {type(self.qfactory).__name__}"
+            )
         if self.quantization_alignment <= 0:
             raise ValueError(f"quantization_alignment must be positive, got {self.quantization_alignment}")
 

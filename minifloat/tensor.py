@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from minifloat import tensor_ops
@@ -66,8 +65,9 @@ class QuantizedTensor(torch.Tensor):
 
     Rows that would break blocks, columns, and other views that the quantized form cannot hold are copies of the values:
     writing to those does not reach this tensor. ``t[index] = value`` does. ``zeros_like`` and the like are in high
-    precision, so that an optimizer's state is; ``new_zeros``, ``new_empty`` and ``empty_like`` are quantized. A change
-    of dtype gives the values, but a parameter (``module.to(dtype)``) stays quantized and changes its logical dtype.
+    precision, so that an optimizer's state is; ``new_zeros``, ``new_empty`` and, to a device, ``empty_like`` are
+    quantized. A change of dtype gives the values, but a parameter (``module.to(dtype)``) stays quantized and changes
+    its logical dtype.
 
     Attributes:
         quantizer: what it was and will be quantized with; its usage is that of the operands.
@@ -153,6 +153,8 @@ class QuantizedTensor(torch.Tensor):
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         """As :meth:`dequantize`, but the identity format gives its very memory."""
+        if self.numel() == 0:
+            return self._operands.any.codes.new_empty(self.shape, dtype=dtype or self.dtype)
         values = self._operands.dequantize(dtype or self.dtype)
         if values.shape == self.shape and self.is_contiguous():
             return values
@@ -311,7 +313,7 @@ class QuantizedTensor(torch.Tensor):
         quantizer, operands = tensor_ops.restore(description, inner)
         self = QuantizedTensor(operands, quantizer, outer_size, dtype, outer_stride)
         self.scale = inner.get("scale")
-        self.amax_group = None if group is None else _resolve_process_group(group)
+        self.amax_group = None if group is None else tensor_ops.group_of_name(group)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -487,10 +489,10 @@ def _as_dtype(operand: Operand, dtype: torch.dtype) -> Operand:
 
 
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    t: QuantizedTensor = args[0]
-    if not _keeps_form(t, kwargs):
+    """With a device, as ``module.to_empty`` has it; without, it is the scratch memory of dropout and others."""
+    t, device = args[0], kwargs.get("device")
+    if device is None or not _keeps_form(t, kwargs):
         return _on_values(func, args, kwargs)
-    device = kwargs.get("device") or t.device
     empty = t._map(lambda buffer: torch.empty_like(buffer, device=device, pin_memory=kwargs.get("pin_memory")))
     empty.scale = None if t.scale is None else t.scale.to(device)
     return empty

@@ -79,6 +79,14 @@ def _reduced(amaxes: Amaxes, quantizer: Quantizer, group: dist.ProcessGroup | No
     return tuple(next(parts) if wanted else amax for amax, wanted in zip(amaxes, shared, strict=True))
 
 
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The process group that has this name on every rank."""
+    from torch.distributed import distributed_c10d
+
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    return group
+
+
 # ---- rows ----
 
 

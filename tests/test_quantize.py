@@ -390,6 +390,20 @@ def test_stochastic_rounding_of_given_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     assert got.dequantize()[:, :5].tolist() == [values for _, values in vectors.STOCHASTIC]
 
 
+@pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
+def test_stochastic_rounding_is_unbiased(dim: int) -> None:
+    """The mean over 16384 draws lies within 5 standard errors, and the 1/256 of a step that eight bits leave."""
+    fmt = Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")
+    values = torch.tensor([0.1, 0.3, -0.6, 1.1, 1.7, 2.2, -2.9, 3.5, 4.3, -5.9, 0.0, 6.0, 0.5, 1.5, 3.0, 4.0])
+    x = values.repeat(16384, 1) if dim == ROWWISE else values[:, None].repeat(1, 16384)
+    got = quantizer(fmt, dim).cast(x, (torch.tensor([448.0 * 6]),), torch.tensor(SEED)).dequantize().double()
+    step = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0))
+    error = got.mean(0 if dim == ROWWISE else 1) - values
+    assert (error.abs() <= step * (5 * 0.5 / 128 + 1 / 256)).all()
+    exact = [i for i, value in enumerate(values.tolist()) if value in (0.0, 6.0, 0.5, 1.5, 3.0, 4.0)]
+    assert not error[exact].any()
+
+
 def test_philox_known_answers(device: torch.device) -> None:
     for counter, key, answer in vectors.PHILOX:
         words = [[torch.tensor(word, device=device) for word in each] for each in (counter, key)]

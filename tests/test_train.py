@@ -20,7 +20,7 @@ from minifloat.cli import build
 from minifloat.cli.train import MAX_GAP, MAX_GRADIENT_GAP
 from minifloat.functional import Gemm
 from minifloat.kernels import matmul
-from minifloat.recipe import named
+from minifloat.recipe import NAMES, named
 from minifloat.train import data, report
 from minifloat.train.loop import Metrics, Run, TrainConfig, train
 from minifloat.train.model import MODELS, Transformer, rope_tables, rotate
@@ -328,7 +328,9 @@ def micro_command(folder: Path, out: Path, *more: object) -> tuple[int, str]:
     return invoke("train", folder, "--out", out, *fixed, *more)
 
 
-@pytest.mark.parametrize("recipe", ["current"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name != "current")) for name in NAMES]
+)
 def test_train_command(folder: Path, tmp_path: Path, recipe: str) -> None:
     out = tmp_path / "out"
     code, output = micro_command(folder, out, "--recipe", recipe)

@@ -9,10 +9,11 @@ from typing import Annotated
 import torch
 import typer
 
+import minifloat
 from minifloat.capability import table
 from minifloat.cli import choose_device, device_name, user_errors
 
-PACKAGES = ("minifloat", "torch", "triton", "typer", "rich", "matplotlib")
+PACKAGES = ("torch", "triton", "typer", "rich", "matplotlib")
 
 
 def doctor(device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto") -> None:
@@ -34,7 +35,7 @@ def doctor(device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")
 
 def versions() -> dict[str, str]:
     """The versions of all that decides the numbers and the speed; "not installed" where it is not."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    found = {"minifloat": minifloat.__version__, "python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer on operands: Y = X W^T, dX = dY W, dW = dY^T X, with X [M, K], W [N, K], dY [M, N]."""
+"""The three GEMMs of a linear layer on operands: Y = X W^T, dX = dY W, dW = dY^T X; X [M, K], W [N, K], dY [M, N]."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ def wgrad(dy: Quantized, x: Quantized, *, out_dtype: torch.dtype, fast_accum: bo
 
 
 def _multiply(
-    gemm: str, a: Operand, a_along: int, b: Operand, b_along: int, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+    gemm: str,
+    a: Operand,
+    a_along: int,
+    b: Operand,
+    b_along: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast: bool,
 ) -> Tensor:
     m, depth = a.shape if a_along == ROWWISE else a.shape[::-1]
     n, depth_b = b.shape if b_along == ROWWISE else b.shape[::-1]

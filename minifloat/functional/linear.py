@@ -191,7 +191,7 @@ def _for_backward(plan: LinearPlan, kept: Operand | None) -> Quantized:
 
 
 def _input_for_wgrad(plan: LinearPlan, kept: Operand | None, scale: Tensor | None) -> Quantized:
-    """The columnwise X, cast now if backward keeps the original: an amax that forward recorded is not recorded again."""
+    """The columnwise X, cast now if the original was kept; what forward recorded is not recorded again."""
     if not plan.save_original_input or plan.backward_override is not None:
         return _for_backward(plan, kept)
     assert kept is not None

@@ -46,7 +46,8 @@ record = register("record_amax_(Tensor(a!) history, int[] slots, Tensor[] amaxes
 update = register(
     "update_scales_(Tensor(a!)[] histories, Tensor(b!)[] scales, str[] rules) -> ()", _update, _fake_update
 )
-"""Rolls each history [L, n] and computes each scale [n] anew: ``max * 2^-margin / amax``, numerics 1.1, "fused"; ``rules`` are those of ``minifloat.delayed.rule``.
+"""Rolls each history [L, n] and computes each scale [n] anew, ``max * 2^-margin / amax``: ``docs/numerics.md``.
 
+``rules`` are those of ``minifloat.delayed.rule``.
 A slot that has recorded nothing keeps history and scale; one whose amax is not finite keeps its scale.
 """

@@ -42,7 +42,7 @@ class AmaxHistory(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
             moved = self._buffers[name]
             if buffer is not None and moved is not None and moved.dtype != torch.float32:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minifloat import autocast
+from minifloat.autocast import Use, autocast, current
 from minifloat.functional.linear import LinearCall, LinearFunction, weight_quantizer
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, linear_plan
 from minifloat.functional.quantize import calibrate, quantize, reuse
@@ -70,7 +70,9 @@ class Linear(nn.Linear):
         self._weight_cache: tuple[Any, Quantized] | None = None
         self._planned: tuple[Recipe, LinearPlan] | None = None
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe: Recipe | Literal["none"] | None = recipe if recipe in (None, "none") else as_recipe(recipe)
+        self.recipe: Recipe | Literal["none"] | None = None
+        if recipe is not None:
+            self.recipe = "none" if recipe == "none" else as_recipe(recipe)
         if isinstance(self.recipe, Recipe):
             self.plan(self.recipe)
 
@@ -90,15 +92,16 @@ class Linear(nn.Linear):
             fp8_grad: return the gradient of X quantized.
         """
         self._check_input(x)
-        context = autocast.current()
+        context = current()
         recipe = self.recipe_in_force()
         if recipe is None:
             return self._high_precision(x, context)
         plan = self.plan(recipe)
-        x = x if torch.is_autocast_enabled(x.device.type) is False else _autocast(x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         call = self._call(x, plan, is_first_microbatch, fp8_output, fp8_grad)
         ready = self._ready_input(x, plan, call), self._ready_weight(plan, call, is_first_microbatch)
-        y: Tensor = LinearFunction.apply(plan, call, ready, x, self.weight, self.bias)
+        y: Tensor = LinearFunction.apply(plan, call, ready, x, self.weight, self.bias)  # type: ignore[no-untyped-call]
         if call.use is not None:
             call.use.forward_finished()
         return y
@@ -107,7 +110,7 @@ class Linear(nn.Linear):
         """The layer's own recipe, else that of ``autocast``, else None."""
         if self.recipe is not None:
             return self.recipe if isinstance(self.recipe, Recipe) else None
-        context = autocast.current()
+        context = current()
         return context.recipe if context is not None and context.enabled else None
 
     def plan(self, recipe: Recipe) -> LinearPlan:
@@ -175,8 +178,8 @@ class Linear(nn.Linear):
             wgrad_tasks=self._wgrad_tasks if self.delay_wgrad_compute else None,
         )
 
-    def _use(self, recipe: DelayedScaling, records: bool) -> autocast.Use:
-        return autocast.Use((self.forward_scaling, self.backward_scaling), recipe, records, autocast.current())
+    def _use(self, recipe: DelayedScaling, records: bool) -> Use:
+        return Use((self.forward_scaling, self.backward_scaling), recipe, records, current())
 
     def _ready_input(self, x: Tensor, plan: LinearPlan, call: LinearCall) -> Quantized | None:
         keeps = call.needs_w and plan.backward_override is None and not plan.save_original_input
@@ -193,7 +196,7 @@ class Linear(nn.Linear):
             self._weight_cache = key, operands
         return self._weight_cache[1]
 
-    def _high_precision(self, x: Tensor, context: autocast.autocast | None) -> Tensor:
+    def _high_precision(self, x: Tensor, context: autocast | None) -> Tensor:
         if context is not None and context.calibrating and isinstance(context.recipe, DelayedScaling):
             self.plan(context.recipe)
             use = self._use(context.recipe, records=True)
@@ -231,11 +234,6 @@ class Linear(nn.Linear):
             if saved is not None and name not in self._modules:
                 self.add_module(name, AmaxHistory(len(slots), saved.shape[0], self.weight.device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """``x`` in the dtype that ``torch.autocast`` asks matrix products to run in."""
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 __all__ = ["Linear"]

@@ -12,8 +12,8 @@ def prepare(model: nn.Module, recipe: Recipe | str) -> nn.Module:
     """Makes the plans, and for delayed scaling the buffers, that ``autocast(recipe=recipe)`` would make at first use.
 
     Needed where first use comes too late: before ``torch.compile`` of a model under delayed scaling, before an
-    optimizer or a checkpoint looks at the buffers. Modules with a recipe of their own have theirs already. Pass the very
-    recipe object that ``autocast`` gets, so that a custom recipe's factory is not called again.
+    optimizer or a checkpoint looks at the buffers. Modules with a recipe of their own have theirs already. Pass the
+    very recipe object that ``autocast`` gets, so that a custom recipe's factory is not called again.
 
     Returns:
         ``model``.

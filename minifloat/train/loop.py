@@ -31,8 +31,8 @@ class TrainConfig:
     warmup: float = 0.1  # the fraction of the steps over which the learning rate rises
     weight_decay: float = 0.1
     clip: float = 1.0  # the largest gradient norm
-    evaluations: int = 10
-    evaluation_batches: int = 16
+    evaluations: int = 5
+    evaluation_batches: int = 8
     dtype: torch.dtype = torch.bfloat16  # of the activations; parameters and optimizer state are fp32
 
     def __post_init__(self) -> None:

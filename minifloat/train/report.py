@@ -14,7 +14,7 @@ from minifloat.train.loop import Run
 MIB = 2**20
 
 
-EARLY = 10  # steps
+EARLY = 5  # steps
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,7 @@ def _reference(a: _Matrix, b: _Matrix) -> Tensor:
     return reference.scaled_product(left, right, segment, split) * reference.tensor_factor(left, right)
 
 
-def _native_per_tensor(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> Tensor:
+def _native_per_tensor(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     align = (16, 16) if a.codes.is_cuda else (1, 1)
     left, right = (native.k_major(x.codes, x.format, x.along, align) for x in (a, b))
     # The epilogue adds a bias of the output's dtype to an output of 16 bits, so long as no padding widened it.
@@ -108,11 +106,15 @@ def _native_per_tensor(
 
 def _native_block(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     direct = bias is None and out_dtype != torch.float16  # else in fp32, to round once
-    product = native.block128(
-        native.k_major(a.codes, a.format, a.along, (16, 128)), native.outer_major_scale(a.scale_inv, a.along), a.format.tile,
-        native.k_major(b.codes, b.format, b.along, (16, 128)), native.outer_major_scale(b.scale_inv, b.along), b.format.tile,
-        out_dtype if direct else torch.float32,
-    )[: a.outer, : b.outer]  # fmt: skip
+    left, right = (
+        (
+            native.k_major(x.codes, x.format, x.along, (16, 128)),
+            native.outer_major_scale(x.scale_inv, x.along),
+            x.format.tile,
+        )
+        for x in (a, b)
+    )
+    product = native.block128(*left, *right, out_dtype if direct else torch.float32)[: a.outer, : b.outer]
     return product.contiguous() if direct else _finish(product, bias, out_dtype)
 
 

@@ -13,14 +13,14 @@ from minifloat.formats import ELEMENTS, ROWWISE, Format
 
 
 def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> Tensor:
-    """FP8 codes as [outer, contracted], row-major, both dims rounded up to ``align`` with zero codes."""
+    """FP8 codes as [outer, contracted], both dims rounded up to ``align`` with zero codes; row-major on a GPU."""
     codes = codes if along == ROWWISE else codes.t()
     pad_outer, pad_inner = -codes.shape[0] % align[0], -codes.shape[1] % align[1]
     if pad_outer or pad_inner:
         codes = torch.nn.functional.pad(codes, (0, pad_inner, 0, pad_outer))
     dtype = ELEMENTS[fmt.element].dtype
     assert dtype is not None
-    return codes.contiguous().view(dtype)
+    return (codes.contiguous() if codes.is_cuda else codes).view(dtype)  # oneDNN takes any strides
 
 
 def per_tensor(

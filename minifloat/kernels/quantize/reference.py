@@ -80,7 +80,9 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
     return Cast(_pack(codes, dim) if fmt.packed else codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32))
 
 
-def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, rows: int, cols: int) -> Tensor:
+def dequantize(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, rows: int, cols: int
+) -> Tensor:
     """The fp32 values [rows, cols] that codes and scales stand for, rotated back where the format rotates."""
     shape = torch.Size((hadamard.padded(rows) if fmt.transform == "hadamard16" else rows, cols))
     values = _blocks(decode(codes, fmt, dim, shape).float(), *fmt.scale_block(dim))
@@ -104,7 +106,7 @@ def cast_element(x: Tensor, element: str) -> Tensor:
     fp8 = ELEMENTS[element]
     assert fp8.dtype is not None
     codes = x.clamp(-fp8.max, fp8.max).to(fp8.dtype).view(torch.uint8)
-    return codes.masked_fill(x.isnan(), 0x7F)
+    return codes.masked_fill_(codes == 0xFF, 0x7F)  # a negative NaN loses its sign; nothing else has this code
 
 
 def _step_e2m1(a: Tensor) -> Tensor:

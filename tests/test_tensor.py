@@ -1,0 +1,913 @@
+"""QuantizedTensor against the tensor of its values: every operation gives the same bits, stays quantized, or raises."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from minifloat.formats import IDENTITY, Format
+from minifloat.operand import Quantized
+from minifloat.quantizer import Quantizer
+from minifloat.tensor import QuantizedTensor, quantize
+from tests.conftest import Pools
+
+NVFP4 = Format("e2m1", 16, scale_rule="two_level")
+QUANTIZERS = {
+    "current": Quantizer(Format()),
+    "current_pow2": Quantizer(Format(scale_rule="pow2", amax_epsilon=1e-4)),
+    "current_e5m2": Quantizer(Format("e5m2")),
+    "delayed": Quantizer(Format(scale_rule="given")),
+    "block_strips": Quantizer(Format(block=128)),
+    "block_strips_pow2": Quantizer(Format(block=128, scale_rule="pow2")),
+    "block_tiles": Quantizer(Format(block=128, tile=True)),
+    "block_tiles_pow2": Quantizer(Format(block=128, tile=True, scale_rule="pow2")),
+    "mxfp8": Quantizer(Format(block=32, scale_rule="e8m0")),
+    "mxfp8_tiles": Quantizer(Format("e5m2", block=32, tile=True, scale_rule="e8m0")),
+    "nvfp4": Quantizer(NVFP4),
+    "nvfp4_tiles": Quantizer(Format("e2m1", 16, tile=True, scale_rule="two_level")),
+    "nvfp4_rows": Quantizer(Format("e2m1", 16, scale_rule="two_level", amax_per_row=True)),
+    "nvfp4_hadamard": Quantizer(NVFP4, Format("e2m1", 16, scale_rule="two_level", transform="hadamard16")),
+    "nvfp4_stochastic": Quantizer(Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")),
+    "hybrid": Quantizer(Format(), Format(block=32, scale_rule="e8m0")),
+    "chained": Quantizer(Format(block=32, scale_rule="e8m0"), columnwise_source="rowwise_dequantized"),
+    "half_identity": Quantizer(IDENTITY, Format(block=128)),
+    "identity": Quantizer.identity(),
+}
+USAGES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
+SHAPES = [(256, 256), (37, 53), (130, 70), (1, 1), (0, 5), (4, 0)]
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+everywhere = pytest.mark.parametrize("name", QUANTIZERS)
+in_usages = pytest.mark.parametrize("usage", USAGES)
+in_shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+
+
+def quantizer_of(name: str, usage: str = "both") -> Quantizer:
+    rowwise, columnwise = USAGES[usage]
+    return QUANTIZERS[name].with_usage(rowwise=rowwise, columnwise=columnwise)
+
+
+def scale_of(name: str) -> Tensor | None:
+    return torch.tensor([3.0]) if name == "delayed" else None
+
+
+def make(
+    name: str, usage: str = "both", shape: tuple[int, ...] = (130, 70), dtype: Any = torch.bfloat16
+) -> QuantizedTensor:
+    x = torch.randn(shape).to(dtype) * 4
+    return quantize(x, quantizer_of(name, usage), scale=scale_of(name))
+
+
+def bits(t: Tensor) -> Tensor:
+    t = t.dequantize() if isinstance(t, QuantizedTensor) else t.detach()
+    return t.contiguous() if t.dtype == torch.bool else t.contiguous().view(-1).view(BITS[t.element_size()])
+
+
+def same(a: Any, b: Any) -> bool:
+    """The same bits, shapes and dtypes, in the same structure."""
+    a, b = tree_leaves(a), tree_leaves(b)
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, Tensor):
+            if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device) or not torch.equal(bits(x), bits(y)):
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+def buffers(t: QuantizedTensor) -> dict[str, Tensor]:
+    return {name: getattr(t, name) for name in t.__tensor_flatten__()[0]}
+
+
+def same_buffers(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return buffers(a).keys() == buffers(b).keys() and same(list(buffers(a).values()), list(buffers(b).values()))
+
+
+def outcome(function: Callable[[], Any]) -> Any:
+    """What it returns, or the type of what it raises: an empty tensor has no max in either form."""
+    torch.manual_seed(1)
+    try:
+        return function()
+    except (RuntimeError, IndexError, ValueError) as error:
+        return type(error)
+
+
+# ---- operations that read ----
+
+Op = Callable[[Any, Tensor], Any]
+
+READS: dict[str, Op] = {
+    "neg": lambda t, y: -t,
+    "abs": lambda t, y: t.abs(),
+    "exp": lambda t, y: t.exp(),
+    "sqrt": lambda t, y: t.abs().sqrt(),
+    "relu": lambda t, y: F.relu(t),
+    "gelu": lambda t, y: F.gelu(t),
+    "softmax": lambda t, y: t.softmax(-1),
+    "layer_norm": lambda t, y: F.layer_norm(t, t.shape[-1:]),
+    "add": lambda t, y: t + y,
+    "radd": lambda t, y: y + t,
+    "add_scalar": lambda t, y: t + 1,
+    "rsub": lambda t, y: 1 - t,
+    "mul": lambda t, y: t * y,
+    "mul_itself": lambda t, y: t * t,
+    "div": lambda t, y: t / y,
+    "pow": lambda t, y: t**2,
+    "maximum": lambda t, y: torch.maximum(t, y),
+    "clamp": lambda t, y: t.clamp(-1, 1),
+    "lerp": lambda t, y: torch.lerp(t, y, 0.3),
+    "addcmul": lambda t, y: torch.addcmul(y, t, t, value=2),
+    "matmul": lambda t, y: t @ y.mT,
+    "rmatmul": lambda t, y: y.mT @ t,
+    "matmul_transposed": lambda t, y: y @ t.t(),
+    "linear": lambda t, y: F.linear(y, t),
+    "linear_bias": lambda t, y: F.linear(y, t, y.new_ones(t.shape[0])),
+    "linear_input": lambda t, y: F.linear(t, y),
+    "addmm": lambda t, y: torch.addmm(y.new_ones(t.shape[0]), y, t.mT),
+    "bmm": lambda t, y: torch.bmm(t[None], y.mT[None]),
+    "einsum": lambda t, y: torch.einsum("mk,nk->mn", t, y),
+    "embedding": lambda t, y: F.embedding(torch.tensor([0, 0]), t),
+    "cat": lambda t, y: torch.cat([t, y, t]),
+    "cat_columns": lambda t, y: torch.cat([y, t], dim=1),
+    "stack": lambda t, y: torch.stack([t, y]),
+    "where": lambda t, y: torch.where(y > 0, t, y),
+    "masked_fill": lambda t, y: t.masked_fill(y > 0, 1.0),
+    "split": lambda t, y: t.split(128),
+    "split_odd": lambda t, y: t.split(3),
+    "split_columns": lambda t, y: t.split(3, dim=1),
+    "split_sizes": lambda t, y: t.split([1, t.shape[0] - 1]),
+    "chunk": lambda t, y: t.chunk(2),
+    "tensor_split": lambda t, y: t.tensor_split(3),
+    "narrow": lambda t, y: t.narrow(0, 0, t.shape[0] // 2),
+    "narrow_middle": lambda t, y: t.narrow(0, t.shape[0] // 2, t.shape[0] // 2),
+    "narrow_columns": lambda t, y: t.narrow(1, 0, t.shape[1] // 2),
+    "slice_rows": lambda t, y: t[128:],
+    "slice_negative": lambda t, y: t[-3:],
+    "slice_beyond": lambda t, y: t[2 : 2**62],
+    "slice_step": lambda t, y: t[::2],
+    "slice_empty": lambda t, y: t[0:0],
+    "slice_columns": lambda t, y: t[:, 1:],
+    "slice_transposed": lambda t, y: t.t()[:, : t.shape[0] // 2],
+    "slice_flat": lambda t, y: t.view(-1)[: 32 * t.shape[1]],
+    "select": lambda t, y: t[0],
+    "select_last": lambda t, y: t[-1],
+    "select_column": lambda t, y: t[:, 0],
+    "index": lambda t, y: t[torch.tensor([0, 0])],
+    "index_mask": lambda t, y: t[y > 0],
+    "index_select": lambda t, y: t.index_select(0, torch.tensor([0])),
+    "gather": lambda t, y: t.gather(0, torch.zeros(1, t.shape[1], dtype=torch.int64)),
+    "iterate": lambda t, y: list(t),
+    "sum": lambda t, y: t.sum(),
+    "sum_rows": lambda t, y: t.sum(0),
+    "mean": lambda t, y: t.mean(),
+    "amax": lambda t, y: t.amax(),
+    "argmax": lambda t, y: t.argmax(0),
+    "sort": lambda t, y: t.sort(),
+    "topk": lambda t, y: t.topk(1),
+    "cumsum": lambda t, y: t.cumsum(0),
+    "std": lambda t, y: t.std(),
+    "norm": lambda t, y: t.norm(),
+    "vector_norm": lambda t, y: torch.linalg.vector_norm(t, dim=0),
+    "item": lambda t, y: t.sum().item(),
+    "view_flat": lambda t, y: t.view(-1),
+    "view_there_and_back": lambda t, y: t.view(-1).view(t.shape),
+    "view_leading": lambda t, y: t.view(1, *t.shape),
+    "view_other": lambda t, y: t.view(t.shape[1], t.shape[0]),
+    "view_integers": lambda t, y: t.view(BITS[t.element_size()]),
+    "reshape": lambda t, y: t.reshape(t.shape[1], -1),
+    "reshape_transposed": lambda t, y: t.t().reshape(-1),
+    "flatten": lambda t, y: t.flatten(),
+    "unflatten": lambda t, y: t.unflatten(0, (-1, t.shape[0])),
+    "unsqueeze": lambda t, y: t.unsqueeze(1),
+    "squeeze": lambda t, y: t.unsqueeze(0).squeeze(0),
+    "squeeze_all": lambda t, y: t.squeeze(),
+    "t": lambda t, y: t.t(),
+    "mT": lambda t, y: t.mT,
+    "transpose": lambda t, y: t.transpose(0, 1),
+    "permute": lambda t, y: t.permute(1, 0),
+    "transpose_contiguous": lambda t, y: t.t().contiguous(),
+    "transpose_clone": lambda t, y: t.t().clone(),
+    "expand": lambda t, y: t.expand(3, *t.shape),
+    "repeat": lambda t, y: t.repeat(2, 1),
+    "as_strided": lambda t, y: t.as_strided(t.shape, t.stride()),
+    "as_strided_overlap": lambda t, y: t.as_strided(t.shape, (0, 1)),
+    "diagonal": lambda t, y: t.diagonal(),
+    "contiguous": lambda t, y: t.contiguous(),
+    "clone": lambda t, y: t.clone(),
+    "detach": lambda t, y: t.detach(),
+    "float": lambda t, y: t.float(),
+    "half": lambda t, y: t.half(),
+    "double": lambda t, y: t.double(),
+    "int": lambda t, y: t.int(),
+    "to_same": lambda t, y: t.to(t.dtype, copy=True),
+    "zeros_like": lambda t, y: torch.zeros_like(t),
+    "ones_like": lambda t, y: torch.ones_like(t, dtype=torch.float32),
+    "dropout": lambda t, y: F.dropout(t, 0.5),
+    "empty_like": lambda t, y: type(torch.empty_like(t)) is Tensor,
+    "rand_like": lambda t, y: torch.rand_like(t),
+    "new_zeros": lambda t, y: t.new_zeros(3, 17),
+    "new_zeros_flat": lambda t, y: t.new_zeros(5),
+    "new_zeros_scalar": lambda t, y: t.new_zeros(()),
+    "new_ones": lambda t, y: t.new_ones(2, 2),
+    "eq": lambda t, y: t == y,
+    "lt": lambda t, y: t < y,
+    "equal": lambda t, y: torch.equal(t, t.clone()),
+    "allclose": lambda t, y: torch.allclose(t, t.clone(), equal_nan=True),
+    "isnan": lambda t, y: t.isnan(),
+    "isfinite": lambda t, y: t.isfinite(),
+    "nonzero": lambda t, y: t.nonzero(),
+    "out_plain": lambda t, y: torch.add(t, 1, out=torch.zeros_like(y)),
+    "copy_to_plain": lambda t, y: y.clone().copy_(t),
+    "add_to_plain": lambda t, y: y.clone().add_(t),
+    "foreach_norm": lambda t, y: torch._foreach_norm([t, y]),
+    "foreach_add": lambda t, y: torch._foreach_add([t, y], [y, t]),
+    "foreach_mul": lambda t, y: torch._foreach_mul([t, y], 2.0),
+    "save_dict": lambda t, y: {"a": (t.clone(), [t.detach()])},
+}
+
+
+@everywhere
+@in_usages
+@in_shapes
+def test_operations_give_what_they_give_on_the_values(name: str, usage: str, shape: tuple[int, int]) -> None:
+    dtype = torch.float32 if shape == (130, 70) else torch.bfloat16
+    t, y = make(name, usage, shape, dtype), torch.randn(shape).to(dtype)
+    values = t.dequantize()
+    different = []
+    for op, function in READS.items():
+        got, wanted = outcome(lambda f=function: f(t, y)), outcome(lambda f=function: f(values, y))
+        if not same(got, wanted):
+            different.append(op)
+    assert not different
+    assert same(t, values)  # none of them changed it
+
+
+@pytest.mark.parametrize("name", ["current", "block_tiles", "mxfp8", "nvfp4", "identity"])
+def test_nan_and_infinity(name: str) -> None:
+    x = torch.randn(64, 64)
+    x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    t = quantize(x, QUANTIZERS[name])
+    for op in ("isnan", "clone", "add", "sum", "t", "eq", "float"):
+        assert same(READS[op](t, x), READS[op](t.dequantize(), x)), op
+
+
+def test_list_arguments_are_dequantized() -> None:
+    t = make("current")
+    assert type(torch.cat([t, t])) is Tensor and type(torch._foreach_add([t], 1.0)[0]) is Tensor
+    assert all(type(piece) is Tensor for piece in make("mxfp8").split(7))
+
+
+# ---- operations that stay quantized ----
+
+STAY: dict[str, Op] = {
+    op: READS[op]
+    for op in [
+        "clone",
+        "detach",
+        "t",
+        "mT",
+        "transpose",
+        "permute",
+        "contiguous",
+        "view_flat",
+        "view_there_and_back",
+        "view_leading",
+        "unsqueeze",
+        "squeeze",
+        "as_strided",
+        "to_same",
+        "new_zeros",
+        "new_zeros_flat",
+    ]
+}
+ROWS: dict[str, Op] = {
+    "split": lambda t, y: t.split(128),
+    "chunk": lambda t, y: t.chunk(2),
+    "narrow": lambda t, y: t.narrow(0, 128, 128),
+    "slice": lambda t, y: t[128:],
+    "select": lambda t, y: t.view(2, 128, t.shape[1])[1],
+    "unbind": lambda t, y: list(t.view(2, 128, t.shape[1])),
+    "slice_transposed": lambda t, y: t.t()[:, :128],
+}
+
+
+@everywhere
+@in_usages
+@pytest.mark.parametrize("shape", [(256, 256), (256, 70)])
+def test_what_stays_quantized(name: str, usage: str, shape: tuple[int, int]) -> None:
+    t, y = make(name, usage, shape), torch.randn(shape).bfloat16()
+    for op, function in (STAY | ROWS).items():
+        assert all(type(r) is QuantizedTensor for r in tree_leaves(function(t, y))), op
+
+
+@everywhere
+@in_usages
+def test_rows_have_the_bytes_of_the_whole(name: str, usage: str) -> None:
+    """Part for part: codes and block scales of a range of rows are those of the whole tensor."""
+    t = make(name, usage, (256, 48))
+    pieces = t.split(128)
+    for field, whole in buffers(t).items():
+        parts = [getattr(piece, field) for piece in pieces]
+        assert same(whole, parts[0] if same(parts[0], whole) else torch.cat(parts)), field
+    assert all(piece.operands.any.shape == (128, 48) for piece in pieces)
+
+
+def test_rows_that_break_blocks_give_values() -> None:
+    t = make("block_tiles", shape=(256, 256))
+    assert type(t[:100]) is Tensor and type(t[:, :128]) is Tensor
+    assert [type(piece) for piece in t.split([128, 100, 28])] == [Tensor] * 3  # one kind for all pieces
+    assert type(make("mxfp8", "rowwise", (37, 53))[:5]) is QuantizedTensor  # strips lie within rows
+    assert type(make("mxfp8", "both", (37, 53))[32:]) is QuantizedTensor  # the last block may be a short one
+
+
+@everywhere
+def test_views_share_memory(name: str) -> None:
+    t = make(name, shape=(256, 64))
+    views = [
+        t.detach(),
+        t.data,
+        t.t(),
+        t.view(-1),
+        t.view(2, 128, 64),
+        nn.Parameter(t),
+        t[:],
+        t.as_strided((256, 64), (64, 1)),
+    ]
+    for view in views:
+        assert {f: b.data_ptr() for f, b in buffers(view).items()} == {f: b.data_ptr() for f, b in buffers(t).items()}
+    assert t[:128].operands.any.codes.data_ptr() == t.operands.any.codes.data_ptr()
+    copied = t.clone()
+    assert all(getattr(copied, f).data_ptr() != b.data_ptr() for f, b in buffers(t).items() if b.numel())
+
+
+@everywhere
+def test_writing_to_a_view_changes_the_tensor(name: str) -> None:
+    t, y = make(name, shape=(256, 64)), torch.randn(64, 256).bfloat16()
+    torch.manual_seed(2)
+    t.t().copy_(y)
+    torch.manual_seed(2)
+    assert same_buffers(t, quantize(y.t().contiguous(), QUANTIZERS[name], scale=scale_of(name)))
+    t.view(-1).zero_()
+    assert not t.dequantize().any()
+
+
+def test_operands_of_a_view_of_another_shape() -> None:
+    t = make("current", shape=(8, 4, 16))
+    assert t.operands.any.shape == (32, 16) and t.view(32, 16).operands is not None
+    for view in (t.view(32, 16).t(), t.view(-1)):
+        with pytest.raises(ValueError, match="quantize its values anew"):
+            _ = view.operands
+
+
+# ---- operations that write ----
+
+WRITES: dict[str, Op] = {
+    "zero_": lambda t, y: t.zero_(),
+    "fill_": lambda t, y: t.fill_(0.3),
+    "add_": lambda t, y: t.add_(y, alpha=-0.5),
+    "iadd": lambda t, y: t.__iadd__(y),
+    "add_scalar": lambda t, y: t.add_(1),
+    "add_itself": lambda t, y: t.add_(t),
+    "sub_": lambda t, y: t.sub_(y),
+    "mul_": lambda t, y: t.mul_(0.9),
+    "mul_tensor": lambda t, y: t.mul_(y),
+    "div_": lambda t, y: t.div_(y.abs() + 1),
+    "addcmul_": lambda t, y: t.addcmul_(y, y, value=2),
+    "addcdiv_": lambda t, y: t.addcdiv_(y, y.abs() + 1, value=-0.1),
+    "lerp_": lambda t, y: t.lerp_(y, 0.1),
+    "clamp_": lambda t, y: t.clamp_(-1, 1),
+    "normal_": lambda t, y: t.normal_(0, 2),
+    "uniform_": lambda t, y: t.uniform_(-1, 1),
+    "constant": lambda t, y: nn.init.constant_(t, 2.0),
+    "copy_": lambda t, y: t.copy_(y),
+    "copy_broadcast": lambda t, y: t.copy_(y[:1] if len(y) else y),
+    "copy_scalar": lambda t, y: t.copy_(torch.tensor(3.0)),
+    "setitem": lambda t, y: t.__setitem__(slice(1, None), 1.0) or t,
+    "setitem_mask": lambda t, y: t.__setitem__(y > 0, 1.0) or t,
+}
+FOREACH_WRITES: dict[str, Callable[[list[Any], list[Tensor]], Any]] = {
+    "zero_": lambda ts, ys: torch._foreach_zero_(ts),
+    "add_": lambda ts, ys: torch._foreach_add_(ts, ys, alpha=-0.1),
+    "add_scalar": lambda ts, ys: torch._foreach_add_(ts, 1.0),
+    "sub_": lambda ts, ys: torch._foreach_sub_(ts, ys),
+    "mul_": lambda ts, ys: torch._foreach_mul_(ts, 0.9),
+    "div_": lambda ts, ys: torch._foreach_div_(ts, 3.0),
+    "addcmul_": lambda ts, ys: torch._foreach_addcmul_(ts, ys, ys, value=2),
+    "addcdiv_": lambda ts, ys: torch._foreach_addcdiv_(ts, ys, [y.abs() + 1 for y in ys], value=-0.1),
+    "lerp_": lambda ts, ys: torch._foreach_lerp_(ts, ys, 0.1),
+    "clamp_": lambda ts, ys: torch._foreach_clamp_max_(ts, 0.5),
+    "copy_": lambda ts, ys: torch._foreach_copy_(ts, ys),
+}
+
+
+@everywhere
+@in_usages
+@pytest.mark.parametrize("shape", [(37, 53), (128, 128), (0, 5)])
+def test_writing_is_quantizing_what_the_operation_gives(name: str, usage: str, shape: tuple[int, int]) -> None:
+    y = torch.randn(shape).bfloat16()
+    for op, function in WRITES.items():
+        t = make(name, usage, shape)
+        values, before, version = t.dequantize(), {f: b.data_ptr() for f, b in buffers(t).items()}, t._version
+        torch.manual_seed(3)
+        assert function(t, y) is t, op
+        torch.manual_seed(3)
+        wanted = quantize(function(values, y), t.quantizer, scale=t.scale)
+        assert same_buffers(t, wanted), op
+        assert {f: b.data_ptr() for f, b in buffers(t).items()} == before, op
+        assert t._version > version, op
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "block_tiles_pow2", "mxfp8", "nvfp4_hadamard", "identity"])
+@pytest.mark.parametrize("op", FOREACH_WRITES)
+def test_foreach_writing(name: str, op: str) -> None:
+    ts, ys = [make(name) for _ in range(2)], [torch.randn(130, 70).bfloat16() for _ in range(3)]
+    plain = ys[2].clone()
+    wanted = [*(t.dequantize() for t in ts), plain.clone()]
+    mixed = [*ts, plain]
+    assert FOREACH_WRITES[op](mixed, ys) is FOREACH_WRITES[op](wanted, ys)
+    for t, values in zip(ts, wanted, strict=False):
+        assert same_buffers(t, quantize(values, t.quantizer, scale=t.scale))
+    assert same(plain, wanted[2])
+
+
+def test_a_tensor_listed_twice_is_written_twice() -> None:
+    t = quantize(torch.ones(4, 4), QUANTIZERS["current"])
+    torch._foreach_add_([t, t], 1.0)
+    assert t.dequantize().eq(3).all()
+
+
+UNHANDLED: dict[str, Op] = {
+    "relu_": lambda t, y: t.relu_(),
+    "sqrt_": lambda t, y: t.sqrt_(),
+    "clip_": lambda t, y: t.relu_(),
+    "random_": lambda t, y: t.random_(),
+    "erfinv_": lambda t, y: t.erfinv_(),
+    "masked_fill_": lambda t, y: t.masked_fill_(y > 0, 0.0),
+    "index_add_": lambda t, y: t.index_add_(0, torch.tensor([0]), y[:1]),
+    "scatter_": lambda t, y: t.scatter_(0, torch.zeros(1, 1, dtype=torch.int64), 1.0),
+    "resize_": lambda t, y: t.resize_(2, 2),
+    "t_": lambda t, y: t.t_(),
+    "baddbmm": lambda t, y: t.addmm_(y, y.mT),
+    "out": lambda t, y: torch.add(y, 1, out=t),
+    "out_mm": lambda t, y: torch.mm(y, y.mT, out=t),
+    "out_list": lambda t, y: torch.max(y, 0, out=(t[0], torch.zeros(70, dtype=torch.int64))),
+    "out_clone": lambda t, y: torch.ops.aten.clone.out(y, out=t),
+    "foreach_sqrt_": lambda t, y: torch._foreach_sqrt_([t]),
+    "foreach_sqrt_mixed": lambda t, y: torch._foreach_sqrt_([y.clone(), t]),
+}
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4"])
+@pytest.mark.parametrize("op", UNHANDLED)
+def test_other_writing_raises(name: str, op: str) -> None:
+    t, y = make(name, "rowwise"), torch.randn(130, 70).bfloat16()
+    values = t.dequantize()
+    with pytest.raises(NotImplementedError, match=r"aten\..*t\.copy_\(values\)"):
+        UNHANDLED[op](t, y)
+    assert same(t, values)
+
+
+def test_leaf_that_requires_grad_is_protected() -> None:
+    p = nn.Parameter(make("current"))
+    with pytest.raises(RuntimeError, match="leaf"):
+        p.add_(1)
+    with pytest.raises(RuntimeError, match="leaf"):
+        p[0] = 1
+
+
+# ---- copies and quantize_ ----
+
+
+@everywhere
+@in_usages
+def test_copy_of_the_same_format_copies_bytes(name: str, usage: str) -> None:
+    t, source = make(name, usage), make(name, "both")
+    addresses = {f: b.data_ptr() for f, b in buffers(t).items()}
+    assert t.copy_(source) is t
+    for field, buffer in buffers(t).items():
+        place = field if field in buffers(source) else field.replace("columnwise", "rowwise")
+        assert same(buffer, getattr(source, place)) and buffer.data_ptr() == addresses[field], field
+
+
+def test_copy_between_formats() -> None:
+    t, source = make("mxfp8"), make("nvfp4")
+    t.copy_(source)
+    assert same_buffers(t, quantize(source.dequantize(), t.quantizer))
+    plain = torch.zeros(130, 70)
+    assert plain.copy_(source) is plain and same(plain, source.dequantize().float())
+
+
+@everywhere
+def test_quantize_in_place_casts_from_the_dtype_of_the_source(name: str) -> None:
+    t, master = make(name), torch.randn(130, 70)
+    t.quantize_(master)
+    torch.manual_seed(4)
+    t.quantize_(master)
+    torch.manual_seed(4)
+    wanted = quantize(master, t.quantizer, scale=t.scale)
+    if QUANTIZERS[name].row_format.quantized:
+        assert same_buffers(t, wanted)
+    assert t.dtype == torch.bfloat16 and t.dequantize().dtype == torch.bfloat16
+    assert t.source_version == master._version == 0 and t._version == 2
+
+
+def test_quantize_in_place_with_agreed_amaxes() -> None:
+    t, x = make("current"), torch.randn(130, 70).bfloat16()
+    amaxes = (torch.tensor([100.0]),)
+    t.quantize_(x, amaxes=amaxes)
+    assert same_buffers(t, quantize(x, t.quantizer, amaxes=amaxes))
+    with pytest.raises(ValueError, match=r"\(130, 70\) cannot take values of shape \(70,\)"):
+        t.quantize_(x[0])
+
+
+def test_delayed_scale_is_the_one_of_now() -> None:
+    scale = torch.tensor([2.0])
+    t, x = quantize(torch.ones(4, 4), QUANTIZERS["delayed"], scale=scale), torch.full((4, 4), 3.0)
+    scale.fill_(8.0)
+    t.copy_(x)
+    assert t.operands.any.scale_inv.item() == 0.125 and t.operands.any.amax.item() == 3.0 and same(t, x)
+    with pytest.raises(ValueError, match="scale=scale"):
+        quantize(x, QUANTIZERS["delayed"])
+
+
+def test_source_version() -> None:
+    x = torch.randn(4, 4)
+    x.add_(1)
+    t = quantize(x, QUANTIZERS["current"])
+    assert t.source_version == 1 == t.detach().source_version == t.clone().source_version
+    assert t.copy_(x.mul_(2)).source_version == 2
+    assert t.add_(1).source_version is None
+
+
+def test_quantize_does_not_share_memory() -> None:
+    x = torch.randn(4, 4)
+    t = quantize(x, Quantizer.identity())
+    t.zero_()
+    t.dequantize().fill_(7)
+    assert x.all() and not t.dequantize().any()
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "x", "error", "match"),
+    [
+        (QUANTIZERS["current"], torch.ones(2, 2, dtype=torch.int32), TypeError, "floating"),
+        (QUANTIZERS["current"], torch.ones(2, 2, dtype=torch.float64), ValueError, "float64"),
+        (QUANTIZERS["current"], torch.tensor(1.0), ValueError, "no dims"),
+        (Quantizer(Format(), rowwise=False, columnwise=False), torch.ones(2), ValueError, "no orientation"),
+    ],
+)
+def test_mistakes(quantizer: Quantizer, x: Tensor, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        quantize(x, quantizer)
+
+
+def test_from_operands_checks_the_shape() -> None:
+    quantizer, x = QUANTIZERS["mxfp8"], torch.randn(6, 32)
+    t = QuantizedTensor.from_operands(quantizer(x), quantizer, (2, 3, 32), torch.float32)
+    assert t.shape == (2, 3, 32) and same(t.view(6, 32), quantize(x, quantizer))
+    with pytest.raises(ValueError, match=r"flattens to \(3, 64\), but operands are \(6, 32\)"):
+        QuantizedTensor.from_operands(quantizer(x), quantizer, (3, 64), torch.float32)
+    with pytest.raises(ValueError, match="neither"):
+        QuantizedTensor.from_operands(Quantized(None, None), quantizer, (6, 32), torch.float32)
+
+
+# ---- rows that share a scale with others ----
+
+
+def test_rows_of_zeros_take_a_shard() -> None:
+    """FSDP2's uneven shard: padded zeros, of which the shard is the first rows."""
+    full = make("current", shape=(7, 8))
+    shard = full[4:]
+    padded = shard.new_zeros(4, 8)
+    padded.narrow(0, 0, 3).copy_(shard)
+    flat, local = padded.view(-1), nn.Parameter(padded.narrow(0, 0, 3))
+    assert type(flat) is QuantizedTensor and same(local, shard) and not padded[3:].dequantize().any()
+    with torch.no_grad():
+        local.mul_(3.0)
+    assert same_buffers(local, quantize(shard.dequantize() * 3.0, full.quantizer))
+    assert same(padded[:3], local) and not padded[3:].dequantize().any()
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4_tiles"])
+def test_rows_do_not_change_the_scale_of_the_rest(name: str) -> None:
+    whole = make(name, shape=(64, 64))
+    before = whole.dequantize()
+    for write in (lambda part: part.zero_(), lambda part: part.copy_(make(name, shape=(32, 64)) * 9)):
+        with pytest.raises(NotImplementedError, match=r"32 rows .* share its scale.*whole\[rows\] = values"):
+            write(whole.detach()[:32])
+    assert same(whole, before)
+    whole[:32] = 0.0
+    before[:32] = 0.0
+    assert same_buffers(whole, quantize(before, whole.quantizer))
+
+
+def test_rows_with_block_scales_are_written_alone() -> None:
+    whole = make("mxfp8", shape=(64, 64))
+    rest = whole.dequantize()[32:]
+    whole[:32].zero_()
+    assert not whole.dequantize()[:32].any() and same(whole.dequantize()[32:], rest)
+
+
+def test_rows_may_be_written_with_the_same_scale() -> None:
+    whole = make("current", shape=(64, 64))
+    other = whole.clone()
+    whole.zero_()
+    for part, source in zip(whole.split(32), other.split(32), strict=True):
+        part.copy_(source)
+    assert same_buffers(whole, other)
+
+
+# ---- usage ----
+
+
+@everywhere
+def test_update_usage_drops(name: str) -> None:
+    t = make(name)
+    row, column = t.operands
+    t.update_usage(columnwise=False)
+    assert t.operands == (row, None) and not t.quantizer.columnwise
+    t.add_(1)
+    assert t.operands.columnwise is None
+    with pytest.raises(ValueError, match="at least one"):
+        t.update_usage(rowwise=False)
+    other = make(name)
+    other.update_usage(rowwise=False)
+    assert other.operands.rowwise is None and (name in ("current", "identity")) <= (column is row)
+
+
+@everywhere
+def test_update_usage_of_what_was_dropped(name: str) -> None:
+    t, quantizer = make(name, "rowwise"), QUANTIZERS[name]
+    if quantizer.row_format.symmetric and quantizer.column_format is None:
+        t.update_usage(columnwise=True)
+        assert t.operands.columnwise is t.operands.rowwise
+        assert same_buffers(t.copy_(torch.ones(130, 70)), quantize(torch.ones(130, 70), quantizer, scale=t.scale))
+    else:
+        with pytest.raises(ValueError, match=r"columnwise operand .* with_usage\(columnwise=True\)"):
+            t.update_usage(columnwise=True)
+
+
+# ---- copies of the object: pickle, deepcopy, flatten, devices ----
+
+
+def reloaded(value: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+ROUND_TRIPS: dict[str, Callable[[Any], Any]] = {
+    "save": reloaded,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "deepcopy": copy.deepcopy,
+    "flatten": lambda t: QuantizedTensor.__tensor_unflatten__(
+        buffers(t), t.__tensor_flatten__()[1], t.shape, t.stride()
+    ),
+    "clone": lambda t: t.clone(),
+}
+
+
+@everywhere
+@in_usages
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+def test_round_trips(name: str, usage: str, trip: str) -> None:
+    for t in (make(name, usage, (37, 53)), make(name, usage, (2, 3, 16)), make(name, usage, (32, 16)).t()):
+        back = ROUND_TRIPS[trip](t)
+        assert type(back) is QuantizedTensor and same_buffers(t, back) and same(t, back)
+        assert (back.quantizer, back.shape, back.stride()) == (t.quantizer, t.shape, t.stride())
+        assert (back._operands.rowwise is back._operands.columnwise) == (t._operands.rowwise is t._operands.columnwise)
+        assert [o and o.layout for o in back._operands] == [o and o.layout for o in t._operands]
+
+
+@pytest.mark.parametrize("trip", ["save", "pickle", "deepcopy"])
+def test_parameters_stay_parameters(trip: str) -> None:
+    p = nn.Parameter(make("delayed"))
+    p.tag = "kept"
+    back = ROUND_TRIPS[trip](p)
+    assert isinstance(back, nn.Parameter) and back.requires_grad and back.tag == "kept" and same_buffers(p, back)
+    assert back.scale is not p.scale
+
+
+def test_deepcopy_keeps_group_grad_and_sharing() -> None:
+    t, group = nn.Parameter(make("current")), object()
+    t.amax_group, t.grad = group, torch.ones(130, 70).bfloat16()
+    a, b = copy.deepcopy([t, t])
+    assert a is b and a.amax_group is group and same(a.grad, t.grad) and a.grad is not t.grad
+    assert a.operands.any.codes.data_ptr() != t.operands.any.codes.data_ptr()
+    with pytest.raises(RuntimeError, match="detach"):
+        copy.deepcopy(t.clone())
+
+
+def test_module_state_dict() -> None:
+    module, x = nn.Linear(64, 32), torch.randn(3, 64)
+    module.weight = nn.Parameter(make("mxfp8", shape=(32, 64), dtype=torch.float32))
+    state = reloaded(module.state_dict())
+    assert type(state["weight"]) is QuantizedTensor
+    for assign in (False, True):
+        other = nn.Linear(64, 32)
+        other.weight = nn.Parameter(make("mxfp8", shape=(32, 64), dtype=torch.float32))
+        other.load_state_dict(state, assign=assign)
+        assert same_buffers(other.weight, module.weight) and same(other(x), module(x))
+    plain = nn.Linear(64, 32)
+    plain.load_state_dict(state)  # a plain module takes the values
+    assert same(plain.weight, module.weight.dequantize()) and type(plain.weight) is nn.Parameter
+    module.load_state_dict(nn.Linear(64, 32).state_dict())  # and gives them
+    assert type(module.weight) is QuantizedTensor
+
+
+@everywhere
+def test_module_to(name: str) -> None:
+    module = nn.Linear(70, 130)
+    module.weight = nn.Parameter(make(name))
+    module.weight.amax_group = group = object()
+    codes = module.weight.operands.any.codes
+    module.float()
+    assert isinstance(module.weight, nn.Parameter) and type(module.weight) is QuantizedTensor
+    assert module.weight.dtype == module.weight.dequantize().dtype == torch.float32
+    assert same(module.weight.operands.any.codes, codes.to(module.weight.operands.any.codes.dtype))
+    module.to("meta")
+    assert module.weight.is_meta and all(b.is_meta for b in buffers(module.weight).values())
+    assert repr(module.weight).endswith("device=meta, requires_grad=True)")
+    module.to_empty(device="cpu")
+    assert type(module.weight) is QuantizedTensor and module.weight.device.type == "cpu"
+    assert module.weight.amax_group is group
+
+
+def test_factories_have_the_requested_shape() -> None:
+    t = make("nvfp4_hadamard")
+    for make_one, shape in (
+        (t.new_zeros, (3, 5)),
+        (t.new_empty, (300, 2, 4)),
+        (t.new_zeros, (7,)),
+        (t.new_zeros, (0, 70)),
+    ):
+        new = make_one(shape)
+        assert type(new) is QuantizedTensor and new.shape == shape and not new.dequantize().any()
+    assert type(t.new_zeros(3, 5, dtype=torch.float64)) is Tensor and type(torch.zeros_like(t)) is Tensor
+    assert {f: b.shape for f, b in buffers(torch.empty_like(t, device="cpu")).items()} == {
+        f: b.shape for f, b in buffers(t).items()
+    }
+    assert torch.empty_like(t, device="meta").is_meta and t.new_empty(3, 4, device="meta").is_meta
+
+
+def test_other_protocols() -> None:
+    t = make("current")
+    assert not t.is_pinned() and t.data_ptr() == 0 and t.untyped_storage().nbytes() >= 0
+    assert t.is_contiguous() and not t.t().is_contiguous() and t.numel() == 9100 and t.element_size() == 2
+    for pull in (t.numpy, t.tolist):
+        with pytest.raises(RuntimeError):
+            pull()
+    held = "rowwise=e4m3/tensor/fp32, columnwise=e4m3/tensor/fp32"
+    assert repr(t) == f"QuantizedTensor((130, 70), torch.bfloat16, {held}, device=cpu)"
+    mode = torch._subclasses.FakeTensorMode()
+    fake = mode.from_tensor(t)
+    assert type(fake) is QuantizedTensor and repr(fake) == repr(t) and fake.dequantize().shape == (130, 70)
+
+
+def test_inference_mode_sees_composite_operations() -> None:
+    t, x = make("current"), torch.randn(3, 70).bfloat16()
+    with torch.inference_mode():
+        assert (
+            type(t.reshape(-1)) is type(t.contiguous()) is type(t.to("meta")) is type(t.chunk(2)[0]) is QuantizedTensor
+        )
+        assert same(F.linear(x, t), F.linear(x, t.dequantize()))
+        values = t.dequantize().clip_(0, 1)
+        assert same_buffers(t.clip_(0, 1), quantize(values, t.quantizer))
+        with pytest.raises(NotImplementedError, match="relu_"):
+            t.relu_()
+
+
+# ---- training ----
+
+
+@everywhere
+@in_usages
+def test_gradient_of_a_parameter(name: str, usage: str) -> None:
+    p, x = nn.Parameter(make(name, usage)), torch.randn(5, 70).bfloat16()
+    plain = nn.Parameter(p.detach().dequantize())
+    for weight in (p, plain):
+        (F.linear(x, weight).square().sum() + weight.view(-1)[3] + weight.t().sum()).backward()
+    assert type(p.grad) is Tensor and p.grad.dtype == torch.bfloat16 and same(p.grad, plain.grad)
+
+
+def test_dequantize_is_differentiable() -> None:
+    for name in ("mxfp8", "identity"):
+        p = nn.Parameter(make(name))
+        (p.dequantize(torch.float32) * 3).sum().backward()
+        assert p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.eq(3).all()
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1, foreach=False),
+    "sgd_foreach": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.1, foreach=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, 0.1, foreach=False),
+    "adamw_foreach": lambda ps: torch.optim.AdamW(ps, 0.1, foreach=True),
+    "adamw_fused": lambda ps: torch.optim.AdamW(ps, 0.1, fused=True),
+}
+
+
+class Requantized(nn.Parameter):
+    """The semantics in words: a plain tensor of values that is quantized and dequantized after each write to it."""
+
+    quantizer: Quantizer
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func.__name__.endswith("_") and not func.__name__.startswith("__"):
+            written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            with torch._C.DisableTorchFunctionSubclass():
+                for p in written:
+                    if isinstance(p, Requantized):
+                        p.data.copy_(quantize(p.data, p.quantizer).dequantize())
+        return result
+
+
+@pytest.mark.parametrize("name", ["current", "block_tiles", "mxfp8", "nvfp4_tiles"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_quantize_after_each_of_their_writes(name: str, optimizer: str) -> None:
+    p = nn.Parameter(make(name, shape=(64, 64), dtype=torch.float32))
+    before = p.detach().dequantize()
+    plain = Requantized(before.clone())
+    plain.quantizer = p.quantizer
+    steps = [OPTIMIZERS[optimizer]([each]) for each in (p, plain)]
+    for _ in range(3):
+        grad = torch.randn(64, 64)
+        for each, step in zip((p, plain), steps, strict=True):
+            each.grad = grad.clone()
+            step.step()
+    assert same(p.detach(), plain.detach().as_subclass(Tensor)) and not same(p.detach(), before)
+    assert all(type(value) is Tensor for value in steps[0].state[p].values() if isinstance(value, Tensor))
+
+
+@pytest.mark.parametrize("name", ["current", "block_strips", "mxfp8", "nvfp4_hadamard", "half_identity", "identity"])
+def test_compile_with_a_parameter(name: str) -> None:
+    p, x = nn.Parameter(make(name, dtype=torch.float32)), torch.randn(3, 70)
+    p.source_version = None
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight) + weight.dequantize().sum()
+
+    y = forward(x, p)
+    y.sum().backward()
+    grad, p.grad = p.grad, None
+    wanted = F.linear(x, p) + p.dequantize().sum()
+    wanted.sum().backward()
+    assert same(y, wanted) and same(grad, p.grad)
+
+
+def test_compile_an_optimizer_step() -> None:
+    p, grad = nn.Parameter(make("mxfp8")), torch.randn(130, 70).bfloat16()
+    wanted = quantize(p.detach().dequantize().add_(grad, alpha=-0.1), p.quantizer)
+    addresses = [b.data_ptr() for b in buffers(p).values()]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(weight: Tensor, grad: Tensor) -> None:
+        with torch.no_grad():
+            weight.add_(grad, alpha=-0.1)
+
+    step(p, grad)
+    assert same_buffers(p, wanted) and [b.data_ptr() for b in buffers(p).values()] == addresses
+
+
+# ---- groups ----
+
+
+def requantized(rank: int, world_size: int) -> Iterator[Tensor]:
+    full = torch.randn(64, 64)
+    group = torch.distributed.group.WORLD
+    results = []
+    for name in ("current", "nvfp4_hadamard", "nvfp4_rows", "mxfp8"):
+        t = quantize(full.chunk(world_size)[rank], QUANTIZERS[name], amax_group=group)
+        t = QuantizedTensor.__tensor_unflatten__(buffers(t), t.__tensor_flatten__()[1], t.shape, t.stride())
+        assert t.amax_group is group and t.detach().amax_group is group and t.new_zeros(2, 2).amax_group is group
+        assert pickle.loads(pickle.dumps(t)).amax_group is None and copy.deepcopy(t).amax_group is group
+        t.copy_(full.mul(2).chunk(world_size)[rank])
+        results.append(t.dequantize())
+        t.update_usage(rowwise=False)
+        results.append(t.dequantize())
+    return results
+
+
+def test_amaxes_are_reduced_over_the_group(worker_pool: Pools) -> None:
+    parts = worker_pool(2).run(requantized)
+    torch.manual_seed(0)
+    full = torch.randn(64, 64) * 2
+    for name, rows, columns in zip(
+        ("current", "nvfp4_hadamard", "nvfp4_rows", "mxfp8"),
+        *[[torch.cat([part[i] for part in parts]) for i in range(start, 8, 2)] for start in (0, 1)],
+        strict=True,
+    ):
+        for usage, got in (("rowwise", rows), ("columnwise", columns)):
+            assert same(got, quantize(full, quantizer_of(name, usage)).dequantize()), (name, usage)
