@@ -259,9 +259,14 @@ class QuantizedTensor(torch.Tensor):
         out.scale = None if self.scale is None else function(self.scale)
         return out
 
-    def _buffers(self) -> list[Tensor]:
-        """Every tensor inside."""
-        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+    def _buffers(self) -> dict[str, Tensor]:
+        """Every tensor inside, by the name of its attribute."""
+        held = {
+            f"{slot}_{name}": getattr(operand, name)
+            for slot, operand in tensor_ops.distinct(self._operands).items()
+            for name in tensor_ops.BUFFERS
+        }
+        return {name: buffer for name, buffer in (held | {"scale": self.scale}).items() if buffer is not None}
 
     def _part(self, view: Tensor) -> QuantizedTensor | None:
         """What ``view`` shows of the values, for a view of a meta tensor like this; None if operands cannot hold it."""
@@ -273,7 +278,7 @@ class QuantizedTensor(torch.Tensor):
             whole = self._like(self._operands, shape, stride)
             whole._outside = self._outside
             return whole
-        if offset % cols or count % cols:
+        if not cols or offset % cols or count % cols:
             return None
         begin, end = offset // cols, (offset + count) // cols
         kept = [operand if operand is None else tensor_ops.cut(operand, begin, end) for operand in self._operands]
@@ -291,19 +296,14 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False), torch.no_grad():  # a view of an ordinary tensor must be an ordinary one
+                return _dispatch(func, args, kwargs or {})
         return _dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        operands = tensor_ops.distinct(self._operands)
-        held = [
-            f"{slot}_{name}"
-            for slot, o in operands.items()
-            for name in tensor_ops.BUFFERS
-            if getattr(o, name) is not None
-        ]
         group = None if self.amax_group is None else self.amax_group.group_name
-        description = tensor_ops.describe(self.quantizer, self._operands)
-        return held + ["scale"] * (self.scale is not None), (description, self.dtype, group)
+        return list(self._buffers()), (tensor_ops.describe(self.quantizer, self._operands), self.dtype, group)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -317,11 +317,10 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        names, (description, dtype, _) = self.__tensor_flatten__()
-        inner = {name: getattr(self, name) for name in names}
+        context = tensor_ops.describe(self.quantizer, self._operands), self.dtype, None
         others = {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
         geometry = tuple(self.shape), self.stride()
-        return _rebuild, (inner, (description, dtype, None), *geometry, self.requires_grad, others)
+        return _rebuild, (self._buffers(), context, *geometry, self.requires_grad, others)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
@@ -494,8 +493,15 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if device is None or not _keeps_form(t, kwargs):
         return _on_values(func, args, kwargs)
     empty = t._map(lambda buffer: torch.empty_like(buffer, device=device, pin_memory=kwargs.get("pin_memory")))
-    empty.scale = None if t.scale is None else t.scale.to(device)
+    empty.scale = _scale_on(t, device)
     return empty
+
+
+def _scale_on(t: QuantizedTensor, device: Any) -> Tensor | None:
+    """The delayed scale on another device; one that has no value yet becomes 1, as in a new history."""
+    if t.scale is None or not t.scale.is_meta:
+        return None if t.scale is None else t.scale.to(device)
+    return torch.ones_like(t.scale, device=device)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -504,8 +510,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _keeps_form(t, kwargs) or len(size) == 0:
         return _on_values(func, args, kwargs)
     device = kwargs.get("device") or t.device
-    scale = None if t.scale is None else t.scale.to(device)
-    new = quantize(torch.zeros(size, dtype=t.dtype, device=device), t.quantizer, scale=scale)
+    new = quantize(torch.zeros(size, dtype=t.dtype, device=device), t.quantizer, scale=_scale_on(t, device))
     new = new._map(Tensor.pin_memory) if kwargs.get("pin_memory") else new
     new.amax_group, new.source_version = t.amax_group, None  # the amax of zeros needs no agreement, which could hang
     return new
@@ -522,7 +527,7 @@ def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return all(buffer.is_pinned() for buffer in args[0]._buffers())
+    return all(buffer.is_pinned() for buffer in args[0]._buffers().values())
 
 
 def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -530,7 +535,7 @@ def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for buffer in args[0]._buffers():
+    for buffer in args[0]._buffers().values():
         buffer.record_stream(args[1])
 
 

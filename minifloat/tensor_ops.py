@@ -83,7 +83,7 @@ def group_of_name(name: str) -> dist.ProcessGroup:
     """The process group that has this name on every rank."""
     from torch.distributed import distributed_c10d
 
-    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
 
 

@@ -455,6 +455,36 @@ def _dequantize(
     return _numpy(quantize.dequantize(codes, scales, amax, fmt.spec, dim, *shape, dtype).float())
 
 
+@for_each([cast for cast in CASTS if cast[0].rounding.startswith("four_over_six")])
+def test_four_over_six_near_ties(fmt: Format, dim: int, device: torch.device) -> None:
+    """Blocks halfway from one that prefers 4 to one that prefers 6, so that the last bit of each sum decides."""
+    count, size = 400, 256 if fmt.tile else 16
+    level = np.full(count if fmt.amax_per_row else 1, 7.1234567, np.float32)
+
+    def matrix(blocks: oracle.F32) -> oracle.F32:
+        return np.ascontiguousarray(blocks.T) if dim == COLUMNWISE else blocks.reshape(-1, 16)
+
+    def scales(blocks: oracle.F32) -> oracle.F32:
+        return expected(torch.from_numpy(matrix(blocks)), fmt, dim, level).scales.reshape(-1)
+
+    rng = np.random.default_rng(0)
+    low, high = rng.uniform(-4, 4, (2, count, size)).astype(np.float32) * rng.uniform(0, 1, (2, count, 1)) ** 2
+    low, high = low.astype(np.float32), high.astype(np.float32)
+    low[:, 0] = high[:, 0] = rng.uniform(4, 7, count)  # the largest, which stays
+    start = scales(low)
+    assert (start != scales(high)).sum() >= 20
+    for _ in range(40):
+        middle = (low + high) / 2
+        alike = scales(middle) == start
+        low[alike], high[~alike] = middle[alike], middle[~alike]
+    for ulps in range(-4, 5):
+        near = low.copy()
+        near[:, 1] = (low[:, 1].view(np.int32) + ulps).view(np.float32)
+        x = torch.from_numpy(matrix(near))
+        got = actual(x.to(device), fmt, dim, torch.from_numpy(level).to(device))
+        assert not differences(f"{ulps} ulps", got, expected(x, fmt, dim, level))
+
+
 @pytest.mark.parametrize("scale", [1.0, 56.0, 2.0**-130, float(oracle.FLT_MAX)])
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_delayed_scaling_casts_with_any_scale(element: str, scale: float, device: torch.device) -> None:

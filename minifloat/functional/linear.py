@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from minifloat.autocast import Use
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
@@ -83,6 +84,7 @@ class LinearFunction(torch.autograd.Function):
         return _quantized(y, plan.output, "output", call.use) if call.quantize_output else y
 
     @staticmethod
+    @once_differentiable  # type: ignore[no-untyped-call]
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan: LinearPlan = ctx.plan
         call: LinearCall = ctx.call

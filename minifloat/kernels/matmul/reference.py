@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
-from minifloat.kernels.quantize.reference import decode, decode_e4m3, e8m0_value
+from minifloat.kernels.quantize.reference import decode, e8m0_value, look_up
 
 
 class Values(NamedTuple):
@@ -92,7 +92,7 @@ def spread(
         rows, cols = fmt.scale_block(dim)
         if fmt.scale_rule == "two_level":
             assert amax is not None
-            block_scales = decode_e4m3(scale_inv).repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+            block_scales = look_up(scale_inv, "e4m3").repeat_interleave(rows, 0).repeat_interleave(cols, 1)
             values = values * block_scales[: shape[0], : shape[1]].double()
             factor, divisor = amax, 6.0 * fmt.block_scale_max
         else:

@@ -46,7 +46,7 @@ def _signed(x: Tensor) -> Tensor:
 def _butterflies(x: Tensor) -> Tensor:
     """v @ H16 for each group, strides 1, 2, 4, 8; H16[i, j] = (-1)^popcount(i & j)."""
     for stride in (1, 2, 4, 8):
-        pairs = x.reshape(-1, 2, stride, x.shape[1])
+        pairs = x.reshape(x.shape[0] // (2 * stride), 2, stride, x.shape[1])
         upper, lower = pairs[:, :1], pairs[:, 1:]
         x = torch.cat([upper + lower, upper - lower], dim=1).reshape(x.shape)
     return x
