@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -672,21 +673,35 @@ def test_a_layer_without_gradients_to_compute() -> None:
         model.check()
 
 
-def test_outputs_and_gradients_that_stay_quantized() -> None:
-    """fp8_output and fp8_grad use the third forward and the second backward slot."""
+def test_outputs_that_stay_quantized() -> None:
+    """The third slot of forward takes the amax of the output before its cast."""
     layer, state = Linear(16, 24), Expected()
     for step in range(3):
-        x = batch(step).requires_grad_()
+        x = batch(step)
         with autocast(recipe=DELAYED):
+            with torch.no_grad():
+                y = layer(x)  # with the same scales
             layer(x, fp8_output=True)
-        with autocast(recipe=DELAYED), torch.no_grad():
-            pass
         state.record_forward(x, layer.weight)
-        found = layer.forward_scaling.amax_history[-1]
-        assert found[0] == largest(x) and found[2] > 0
-        state.history["forward"][0, 2] = found[2]
+        state.record("forward", 2, largest(y))
         state.update("forward")
         state.check(layer, "forward")
+    assert layer.forward_scaling.scale[2] != 1.0
+
+
+def test_input_gradients_that_stay_quantized() -> None:
+    """The second slot of backward takes the amax of the input's gradient before its cast."""
+    layer, state = Linear(16, 24, recipe=DELAYED), Expected()
+    for step in range(3):
+        x, dy = batch(step).requires_grad_(), batch(step + 5, features=24)
+        twin = copy.deepcopy(layer)
+        (dx,) = torch.autograd.grad(twin(x), x, dy)
+        layer(x, fp8_grad=True).backward(dy)
+        state.record_backward(dy)
+        state.record("backward", 1, largest(dx))
+        state.update("backward")
+        state.check(layer, "backward")
+    assert layer.backward_scaling.scale[1] != 1.0
 
 
 def test_delayed_scaling_of_one_tensor_of_a_custom_recipe() -> None:

@@ -43,15 +43,8 @@ QUANTIZERS = {
     "identity": Quantizer.identity(),
 }
 USAGES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
-WHOLE, BROKEN, UNEVEN = (256, 128), (37, 53), (130, 70)
-CASES = [
-    ("both", WHOLE),
-    ("rowwise", BROKEN),
-    ("columnwise", BROKEN),
-    ("both", UNEVEN),
-    ("both", (1, 1)),
-    ("columnwise", (0, 5)),
-]
+WHOLE, BROKEN, UNEVEN = (256, 64), (37, 53), (130, 70)
+CASES = [("both", WHOLE), ("columnwise", BROKEN), ("rowwise", UNEVEN), ("both", (1, 1)), ("columnwise", (0, 5))]
 MORE = [(u, s) for u in USAGES for s in (WHOLE, BROKEN, UNEVEN, (1, 1), (0, 5), (4, 0)) if (u, s) not in CASES]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -412,7 +405,7 @@ FOREACH_WRITES: dict[str, Callable[[list[Any], list[Tensor]], Any]] = {
 
 @everywhere
 @pytest.mark.parametrize(
-    ("usage", "shape"), [*((usage, BROKEN) for usage in USAGES), ("both", (128, 128)), ("columnwise", (0, 5))]
+    ("usage", "shape"), [("rowwise", (128, 64)), ("columnwise", UNEVEN), ("both", BROKEN), ("columnwise", (0, 5))]
 )
 def test_writing_is_quantizing_what_the_operation_gives(name: str, usage: str, shape: tuple[int, int]) -> None:
     y = torch.randn(shape).bfloat16()

@@ -71,8 +71,8 @@ def train(
 ) -> None:
     """Train a small Llama-style byte-level language model on real text in low precision.
 
-    Writes metrics.jsonl, loss.png and report.md. Fails when a linear ran in other formats than its recipe's and, with
-    --against, when the losses are too far apart.
+    Writes metrics.jsonl, loss.png and report.md. Fails when a linear ran in other formats than its recipe's and, where
+    there is a second recipe to compare with, when the losses are too far apart.
     """
     with user_errors():
         names = (recipe,) if against is None else (recipe, against)

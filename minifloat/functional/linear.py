@@ -84,7 +84,7 @@ class LinearFunction(torch.autograd.Function):
         return _quantized(y, plan.output, "output", call.use) if call.quantize_output else y
 
     @staticmethod
-    @once_differentiable  # type: ignore[no-untyped-call]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan: LinearPlan = ctx.plan
         call: LinearCall = ctx.call

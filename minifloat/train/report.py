@@ -106,7 +106,7 @@ def render(
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "## Losses (nats per byte)", "", "![losses](loss.png)", ""]
     lines += _table(
-        ("run", "first loss", "last loss", "validation loss", "bytes/s", "peak memory"),
+        ("run", "first loss", "last loss", "validation loss", "tokens/s", "peak memory"),
         [_summary(run) for run in runs],
     )
     lines += ["", f"Unigram entropy of the held-out text: {entropy:.4f}", ""]
