@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -71,10 +71,16 @@ class Format:
     amax_per_row: bool = False
 
     def __post_init__(self) -> None:
-        if self.element not in ELEMENTS:
-            raise ValueError(f"unknown element {self.element!r}; known: {', '.join(ELEMENTS)}")
-        if self.block < 0 or self.block & (self.block - 1):
-            raise ValueError(f"block is {self.block}; it must be 0 (per tensor) or a power of two")
+        for kind, name, known in (
+            ("element", self.element, tuple(ELEMENTS)),
+            ("scale rule", self.scale_rule, get_args(ScaleRule)),
+            ("transform", self.transform, get_args(Transform)),
+            ("rounding", self.rounding, get_args(Rounding)),
+        ):
+            if name not in known:
+                raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+        if self.block < 0 or self.block == 1 or self.block & (self.block - 1):
+            raise ValueError(f"block is {self.block}; it must be 0 (per tensor) or a power of two from 2 on")
         if self.amax_epsilon < 0:
             raise ValueError(f"amax_epsilon is {self.amax_epsilon}; an amax is never negative, use 0 or more")
         if self.block == 0 and (self.tile or self.scale_rule in ("e8m0", "two_level")):
@@ -151,7 +157,7 @@ def parse(spec: str) -> Format:
         ValueError: ``spec`` is not such a string.
     """
     element, *rest = spec.split("/")
-    if element == "identity":
+    if spec == "identity":
         return IDENTITY
     if len(rest) < 2:
         raise ValueError(f"format {spec!r} is not 'element/blocks/scale_rule[/option...]', as in 'e4m3/1x128/pow2'")
@@ -162,10 +168,16 @@ def parse(spec: str) -> Format:
         values |= {"block": int(block), "tile": rows == block}
     for option in options:
         key, _, number = option.partition("=")
-        if number:
-            values[{"eps": "amax_epsilon", "max": "block_scale_max"}[key]] = float(number)
+        if key in _NUMBERS:
+            values[_NUMBERS[key]] = float(number)
         elif key == "amax_per_row":
             values[key] = True
         else:
-            values["transform" if key == "hadamard16" else "rounding"] = key
-    return Format(**values)  # type: ignore[arg-type]
+            values["transform" if key in get_args(Transform) else "rounding"] = option
+    fmt = Format(**values)  # type: ignore[arg-type]
+    if fmt.spec != spec:
+        raise ValueError(f"format {spec!r} is not spelled as Format.spec spells it: {fmt.spec!r}")
+    return fmt
+
+
+_NUMBERS = {"eps": "amax_epsilon", "max": "block_scale_max"}

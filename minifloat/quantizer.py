@@ -21,7 +21,8 @@ from minifloat.operand import Operand, Quantized
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :meth:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be quantized."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def as_matrix(x: Tensor) -> Tensor:
         raise TypeError(
             f"only floating-point tensors can be quantized, got {x.dtype}; cast it first, as in x.bfloat16()"
         )
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         raise ValueError(
             f"cannot quantize {x.dtype}; bf16, fp16 and fp32 are supported: cast it first, as in x.float()"
         )

@@ -108,7 +108,14 @@ class Recipe:
         """A plain dict of strings, numbers and dicts, which :func:`from_dict` reads back."""
         return {"recipe": type(self).__name__} | {f.name: _plain(getattr(self, f.name), f.name) for f in fields(self)}  # type: ignore[arg-type]
 
-    def _reject_pure_e5m2(self, fp8_format: Format) -> None:
+    def _check(self, fp8_format: Format | None = None) -> None:
+        """What all FP8 recipes ask of their common fields."""
+        if self.backward_override not in (None, "high_precision", "dequantized"):
+            raise ValueError(
+                f"backward_override is {self.backward_override!r}; None, 'high_precision' or 'dequantized'"
+            )
+        if getattr(self, "amax_epsilon", 0.0) < 0:
+            raise ValueError(f"amax_epsilon is {self.amax_epsilon}; an amax is never negative, use 0 or more")  # type: ignore[attr-defined]
         if fp8_format in (Format.E5M2, Format.E2M1):
             raise ValueError(
                 f"{type(self).__name__}(fp8_format=Format.{fp8_format.name}): forward tensors need E4M3; "
@@ -172,7 +179,7 @@ class DelayedScaling(Recipe):
     backward_override: BackwardOverride = None
 
     def __post_init__(self) -> None:
-        self._reject_pure_e5m2(self.fp8_format)
+        self._check(self.fp8_format)
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len}; a history needs at least one step")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
@@ -202,7 +209,7 @@ class Float8CurrentScaling(Recipe):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        self._reject_pure_e5m2(self.fp8_format)
+        self._check(self.fp8_format)
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
@@ -237,7 +244,7 @@ class Float8BlockScaling(Recipe):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        self._reject_pure_e5m2(self.fp8_format)
+        self._check(self.fp8_format)
         dims = {
             "x_block_scaling_dim": self.x_block_scaling_dim,
             "w_block_scaling_dim": self.w_block_scaling_dim,
@@ -287,7 +294,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        self._reject_pure_e5m2(self.fp8_format)
+        self._check(self.fp8_format)
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         tile = self.enable_2d_quantization and role.tensor_type == "weight"
@@ -322,6 +329,7 @@ class NVFP4BlockScaling(Recipe):
     backward_override: BackwardOverride = None
 
     def __post_init__(self) -> None:
+        self._check(self.fp8_format)
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if getattr(self, name) not in ("none", "weights", "activations", "all"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; 'none', 'weights', 'activations' or 'all'")
@@ -401,17 +409,18 @@ class CustomRecipe(Recipe):
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
+    fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    fp8_format: Format = Format.HYBRID
-    quantization_alignment: int = 128
     backward_override: BackwardOverride = None
+    quantization_alignment: int = 128
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):
             raise ValueError(
                 f"qfactory must be a callable that takes a QuantizerRole, got {type(self.qfactory).__name__}"
             )
+        self._check()
         if self.quantization_alignment <= 0:
             raise ValueError(f"quantization_alignment must be positive, got {self.quantization_alignment}")
 
@@ -476,7 +485,10 @@ def from_dict(values: dict[str, Any]) -> Recipe:
     known = {field.name for field in fields(cls)}
     if unknown := sorted(set(arguments) - known):
         raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    return cls(**{name: _read(name, value) for name, value in arguments.items()})
+    try:
+        return cls(**{name: _read(name, value) for name, value in arguments.items()})
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        raise ValueError(f"{values} does not describe a {cls.__name__}: {error!r}") from error
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from minifloat import tensor_ops
+from minifloat.formats import COLUMNWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
@@ -125,7 +126,8 @@ class QuantizedTensor(torch.Tensor):
             raise ValueError(
                 f"shape {tuple(shape)} flattens to {_matrix_shape(shape)}, but operands are {operands.any.shape}"
             )
-        self = QuantizedTensor(operands, quantizer, shape, dtype)
+        typed = tensor_ops.each(operands, lambda o: o if o.dtype == dtype else replace(o, dtype=dtype))
+        self = QuantizedTensor(typed, quantizer, shape, dtype)
         self.scale, self.amax_group, self.source_version = scale, amax_group, source_version
         return self
 
@@ -148,13 +150,14 @@ class QuantizedTensor(torch.Tensor):
         if self.requires_grad and torch.is_grad_enabled():
             values: Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
             return values
+        return self._own_values(dtype)
+
+    def _own_values(self, dtype: torch.dtype | None = None) -> Tensor:
         values = self._values(dtype)
         return values if self._operands.any.format.quantized else values.clone()
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         """As :meth:`dequantize`, but the identity format gives its very memory."""
-        if self.numel() == 0:
-            return self._operands.any.codes.new_empty(self.shape, dtype=dtype or self.dtype)
         values = self._operands.dequantize(dtype or self.dtype)
         if values.shape == self.shape and self.is_contiguous():
             return values
@@ -216,7 +219,10 @@ class QuantizedTensor(torch.Tensor):
         held = self._operands.any
         kept: list[Operand | None] = []
         for slot, usage, fmt in zip(
-            tensor_ops.SLOTS, (wanted.rowwise, wanted.columnwise), (wanted.row_format, wanted.format(0)), strict=True
+            tensor_ops.SLOTS,
+            (wanted.rowwise, wanted.columnwise),
+            (wanted.row_format, wanted.format(COLUMNWISE)),
+            strict=True,
         ):
             operand: Operand | None = getattr(self._operands, slot)
             if usage and operand is None and not (fmt.symmetric and held.format == fmt and not wanted.chained):
@@ -346,8 +352,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = tensor.dtype
-        values = tensor._values(dtype)
-        return values if tensor._operands.any.format.quantized else values.clone()
+        return tensor._own_values(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -362,7 +367,10 @@ def _rebuild(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> QuantizedTensor:
-    """What a pickle calls. Its arguments are plain data, so that files outlive the classes of today."""
+    """What a pickle calls. Its arguments are plain data, so that files outlive the classes of today.
+
+    ``torch.load(weights_only=True)`` trusts it once this module is imported.
+    """
     self = QuantizedTensor.__tensor_unflatten__(inner, context, shape, stride)
     self.__dict__.update(attributes)
     self.requires_grad_(requires_grad)
@@ -431,7 +439,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def value(t: QuantizedTensor) -> Tensor:
         if id(t) not in values:
-            values[id(t)] = t._values()
+            values[id(t)] = t._own_values()
         return values[id(t)]
 
     func(*tree_map_only(QuantizedTensor, value, args), **tree_map_only(QuantizedTensor, value, kwargs))

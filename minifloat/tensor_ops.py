@@ -150,14 +150,16 @@ def store(target: Quantized, source: Quantized, outside: Sequence[Tensor]) -> No
     """
     pairs = [(mine, theirs) for mine, theirs in zip(target, source, strict=True) if mine is not None]
     pairs = pairs[:1] if target.rowwise is target.columnwise else pairs
-    for mine, theirs in pairs:
-        assert theirs is not None and mine.format == theirs.format and mine.shape == theirs.shape
+    for mine, theirs in pairs if _any_nonzero(outside) else []:
+        assert theirs is not None
         levels = zip(shared_levels(mine), shared_levels(theirs), strict=True)
-        if _any_nonzero(outside) and not all(torch.equal(old, new.to(old.device)) for old, new in levels):
+        if not all(torch.equal(old, new.to(old.device)) for old, new in levels):
             raise NotImplementedError(
                 f"{mine.shape[0]} rows of a larger QuantizedTensor share its scale ({mine.format.spec}), so writing to "
                 "them would change the rest: write to the whole, as in whole[rows] = values, or zero_() it first"
             )
+    for mine, theirs in pairs:
+        assert theirs is not None and mine.format == theirs.format and mine.shape == theirs.shape
         for name in BUFFERS:
             old, new = getattr(mine, name), getattr(theirs, name)
             if old is not None and new is not None:

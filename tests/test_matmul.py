@@ -147,7 +147,9 @@ def quantized(operand: Operand, along: int) -> Quantized:
     return Quantized(operand, None) if along == ROWWISE else Quantized(None, operand)
 
 
-def call(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype = torch.float32, bias: Tensor | None = None) -> Tensor:
+def call(
+    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype = torch.float32, bias: Tensor | None = None
+) -> Tensor:
     """The product through the public function of this GEMM, on the backend that the capability table chooses."""
     left, right = quantized(a, GEMMS[gemm][0]), quantized(b, GEMMS[gemm][1])
     if gemm == "fprop":
@@ -157,7 +159,11 @@ def call(gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype = torch.float
 
 
 def oracle_product(gemm: str, a: Operand, b: Operand) -> F32:
-    """docs/numerics.md 1.7 by the oracle: segments of 128, of 32 where an operand has MX blocks."""
+    """docs/numerics.md 1.7 by the oracle: segments of 128, of 32 where an operand has MX blocks.
+
+    What scales the whole contraction is one factor, scale_a * scale_b (/ the ranges of two-level scales), multiplied in
+    last; of a row-scaled operand it is one factor a row.
+    """
     a_along, b_along = GEMMS[gemm]
     segment = 32 if "e8m0" in (a.format.scale_rule, b.format.scale_rule) else 128
     two_level = [x.format.scale_rule == "two_level" for x in (a, b)]
@@ -240,7 +246,9 @@ def _only_rows(x: Operand, rows: Tensor) -> Operand:
 
 
 @pytest.mark.parametrize(
-    ("a_fmt", "b_fmt"), [(E4, E4), (E5, E4), (E5, E5), (STRIP32, TILE32), (MX5, MX), (NV, NV_TILE), (NV_ROWS, NV)], ids=ids
+    ("a_fmt", "b_fmt"),
+    [(E4, E4), (E5, E4), (E5, E5), (STRIP32, TILE32), (MX5, MX), (NV, NV_TILE), (NV_ROWS, NV)],
+    ids=ids,
 )
 def test_a_row_does_not_depend_on_the_others(a_fmt: Format, b_fmt: Format) -> None:
     """The reference's rows are the same bits however many rows there are, and in whatever order."""
@@ -257,9 +265,7 @@ def of_values(values: list[list[float]], element: str, scale: float = 1.0) -> Op
     codes = exact.to(ELEMENTS[element].dtype)
     assert torch.equal(codes.float(), exact)
     shape = (exact.shape[0], exact.shape[1])
-    return Operand(
-        codes.view(torch.uint8), torch.tensor([scale]), None, Format(element), ROWWISE, shape, torch.float32
-    )
+    return Operand(codes.view(torch.uint8), torch.tensor([scale]), None, Format(element), ROWWISE, shape, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -327,6 +333,17 @@ def test_native_is_within_fp32_accumulation(gemm: str, pair: tuple[Format, Forma
             model.assert_within(native, product, model.bound(product, dtype), f"{size} bias={bias is not None}")
 
 
+@pytest.mark.parametrize("pair", [(E4, E4), (E5, E4), (STRIP, TILE), (NV, NV_TILE)], ids=lambda pair: pair[0].spec)
+@pytest.mark.parametrize("dtype", FLOATS, ids=ids)
+def test_torch_autocast_does_not_reach_inside(dtype: torch.dtype, pair: tuple[Format, Format]) -> None:
+    """Under ``torch.autocast`` the product has the bits that it has outside: nothing in it is cast on the way."""
+    a, b = operands("fprop", *pair, (30, 40, 48), normal)
+    bias = torch.randn(40).to(dtype)
+    outside = call("fprop", a, b, dtype, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call("fprop", a, b, dtype, bias), outside)
+
+
 @pytest.mark.parametrize(("a_fmt", "b_fmt"), [*PAIRS, (STRIP5, STRIP)], ids=ids)
 def test_reference_is_within_fp32_accumulation(a_fmt: Format, b_fmt: Format) -> None:
     """The reference is the float64 product of what the operands stand for, but for a rounding or four a segment."""
@@ -343,9 +360,7 @@ ON_CPU = {"FP8 per tensor": "native", "FP8 per tensor, E5M2 gradient": "native"}
 
 
 @pytest.mark.parametrize(("name", "a_fmt", "b_fmt"), capability.PAIRS, ids=[name for name, _, _ in capability.PAIRS])
-def test_backend_is_that_of_the_capability_table(
-    name: str, a_fmt: Format, b_fmt: Format, device: torch.device
-) -> None:
+def test_backend_is_that_of_the_capability_table(name: str, a_fmt: Format, b_fmt: Format, device: torch.device) -> None:
     """What runs is what ``supports``, ``backend`` and ``table`` say, and on a CPU what is written here."""
     a, b = operands("fprop", a_fmt, b_fmt, (16, 32, 256), device=device)
     supported, reason = capability.supports(a_fmt, b_fmt, a.codes.device)
@@ -422,7 +437,7 @@ def test_a_rotation_on_one_side_is_refused(pair: tuple[Format, Format]) -> None:
 
 
 def test_a_rotation_cancels() -> None:
-    """A product of rotated operands is that of the matrices: tokens with one value each survive the rotation exactly."""
+    """A product of rotated operands is that of the matrices: one token in each group survives the rotation exactly."""
     x, dy = torch.zeros(48, 5), torch.zeros(48, 3)
     tokens = torch.tensor([3, 20, 47])  # one in each group of 16
     x[tokens] = torch.tensor([1.0, -2.0, 4.0])[:, None] * 5.25  # 5.25 = 2688 / 512: scales without rounding
@@ -447,11 +462,9 @@ def _poison_cases() -> Iterator[tuple[str, str, Format, Format, str]]:
                 yield "native", "fprop", a, b, kind
 
 
-@pytest.mark.parametrize(("backend", "gemm", "a_fmt", "b_fmt", "kind"), _poison_cases(), ids=ids)
-def test_a_poisoned_code_reaches_its_row_only(
-    backend: str, gemm: str, a_fmt: Format, b_fmt: Format, kind: str
-) -> None:
-    """NaN in one row of A makes that row of the result NaN, infinity makes it not finite; other rows keep their bits."""
+@pytest.mark.parametrize(("backend", "gemm", "a_fmt", "b_fmt", "kind"), list(_poison_cases()), ids=ids)
+def test_a_poisoned_code_reaches_its_row_only(backend: str, gemm: str, a_fmt: Format, b_fmt: Format, kind: str) -> None:
+    """NaN in one row of A makes that row of the result NaN, infinity not finite; other rows keep their bits."""
     a, b = operands(gemm, a_fmt, b_fmt, (9, 11, 150), normal)
     clean = multiply(gemm, a, b, backend=backend)
     codes = a.codes.clone()
@@ -603,8 +616,8 @@ def tensor_core_error(a: Tensor, b: Tensor, promote: int | None) -> Tensor:
     """How far Hopper's FP8 tensor cores may be from the exact product of ``a`` [m, k] and ``b`` [n, k], both float64.
 
     A step multiplies 32 elements, aligns the products and the sum so far to the largest of the 33 and cuts them off 13
-    bits below it (DeepSeek-V3, arXiv 2412.19437, section 3.3.2: about 14 bits are kept). So it loses at most 33 * 2^-13 of that
-    largest, which is no more than max(amax(a_row) * amax(b_row), |sum|). The sum moves to an fp32 register each
+    bits below it (DeepSeek-V3, arXiv 2412.19437, section 3.3.2: about 14 bits are kept). So it loses at most 33 * 2^-13
+    of that largest, which is no more than max(amax(a_row) * amax(b_row), |sum|). The sum moves to an fp32 register each
     ``promote`` elements, or only at the end (fast accumulation). Sums are taken in order of the contracted dim.
     """
     total = a.new_zeros(a.shape[0], b.shape[0])

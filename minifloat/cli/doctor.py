@@ -41,6 +41,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
+    found["torch"] = torch.__version__  # with the build that it is of
     found["cuda"] = torch.version.cuda or "not in this build of torch"
     for index in range(torch.cuda.device_count()):
         found[f"cuda:{index}"] = device_name(torch.device("cuda", index))

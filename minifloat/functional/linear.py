@@ -14,7 +14,7 @@ from minifloat.autocast import Use
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm
 from minifloat.functional.plan import LinearPlan
-from minifloat.functional.quantize import quantize, reuse
+from minifloat.functional.quantize import cast_with, quantize, reuse
 from minifloat.operand import Layout, Operand, Quantized
 from minifloat.quantizer import Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
@@ -197,9 +197,7 @@ def _input_for_wgrad(plan: LinearPlan, kept: Operand | None, scale: Tensor | Non
     if not plan.save_original_input or plan.backward_override is not None:
         return _for_backward(plan, kept)
     assert kept is not None
-    quantizer = plan.input.with_usage(rowwise=False)
-    amaxes = tuple(scale if fmt.scale_rule == "given" else None for fmt, _ in quantizer.casts)
-    return quantizer.cast(kept.codes, amaxes if scale is not None else None)
+    return cast_with(kept.codes, plan.input.with_usage(rowwise=False), scale)
 
 
 def _weight_gradient(ctx: Any, dy: Quantized, x: Quantized) -> Tensor | None:

@@ -33,6 +33,11 @@ def quantize(
     return results
 
 
+def cast_with(x: Tensor, quantizer: Quantizer, scale: Tensor | None) -> Quantized:
+    """Quantizes ``x`` where delayed scaling casts with ``scale``, recording nothing."""
+    return quantizer.cast(x, _with_scale(quantizer, quantizer.amax(x), scale))
+
+
 def _slot(kind: str) -> tuple[int, int]:
     """Direction (0 forward, 1 backward) and index in its histories."""
     return (0, FORWARD_SLOTS.index(kind)) if kind in FORWARD_SLOTS else (1, BACKWARD_SLOTS.index(kind))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,18 @@ def register(
     name = schema.partition("(")[0]
     tags = (torch.Tag.nondeterministic_seeded,) if random else ()
     _LIBRARY.define(schema, tags=tags)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
     return overload
+
+
+def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.autocast`` must not reach inside: it would run a reference's fp32 products in bf16."""
+
+    @functools.wraps(implementation)
+    def run(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return implementation(*args)
+
+    return run

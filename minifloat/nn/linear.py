@@ -16,8 +16,10 @@ from minifloat.functional.quantize import calibrate, quantize, reuse
 from minifloat.kernels import matmul
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.operand import Quantized
+from minifloat.quantizer import DTYPES
 from minifloat.recipe import DelayedScaling, Recipe, as_recipe
 
+_PLANS_KEPT = 8  # a program that makes a recipe object for each step must not fill the memory
 _HISTORIES = ("forward_scaling", "backward_scaling")
 
 
@@ -68,7 +70,7 @@ class Linear(nn.Linear):
         self._wgrad_tasks: list[Callable[[], None]] = []
         self._wgrad_hooks: list[Callable[[], None]] = []
         self._weight_cache: tuple[Any, Quantized] | None = None
-        self._planned: tuple[Recipe, LinearPlan] | None = None
+        self._plans: list[tuple[Recipe, LinearPlan]] = []
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.recipe: Recipe | Literal["none"] | None = None
         if recipe is not None:
@@ -97,6 +99,11 @@ class Linear(nn.Linear):
         if recipe is None:
             return self._high_precision(x, context)
         plan = self.plan(recipe)
+        if x.dtype not in DTYPES or self.weight.dtype not in DTYPES:
+            raise ValueError(
+                f"{self._label()}: cannot quantize {x.dtype} input and {self.weight.dtype} weight; "
+                "use bf16, fp16 or fp32, as x.float()"
+            )
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         call = self._call(x, plan, is_first_microbatch, fp8_output, fp8_grad)
@@ -114,13 +121,15 @@ class Linear(nn.Linear):
         return context.recipe if context is not None and context.enabled else None
 
     def plan(self, recipe: Recipe) -> LinearPlan:
-        """What the layer does under ``recipe``: decided at its first use and kept until another recipe comes."""
-        if self._planned is None or self._planned[0] is not recipe:
-            planned = linear_plan(recipe, self.name, self.save_original_input)
-            if planned.delayed is not None:
-                self._make_histories(planned.delayed)
-            self._planned = recipe, planned
-        return self._planned[1]
+        """What the layer does under ``recipe``: decided at its first use, and kept for the latest few recipes."""
+        for known, plan in self._plans:
+            if known is recipe:
+                return plan
+        plan = linear_plan(recipe, self.name, self.save_original_input)
+        if plan.delayed is not None:
+            self._make_histories(plan.delayed)
+        self._plans = [*self._plans[1 - _PLANS_KEPT :], (recipe, plan)]
+        return plan
 
     def invalidate(self) -> None:
         """Forgets the quantized weight: call it after writing to the parameter in a way that PyTorch does not see."""

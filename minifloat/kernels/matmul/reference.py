@@ -7,7 +7,7 @@ rows there are or on how a library blocks a product of this size.
 
 float64 gives the exact sums. Code values of E4M3 and of E2M1 (times its E4M3 block scale) are multiples of a power of
 two small enough that 128 products fit its 53 bits in any order. E5M2 spans more, so its values are split at 1 into two
-parts whose products each fit.
+parts whose products each fit, and whose sum is rounded as if it were exact.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def scaled_product(a: Values, b: Values, segment: int, split: tuple[bool, bool])
     total = a.codes.new_zeros(rows, cols, dtype=torch.float32)
     for index, start in enumerate(range(0, depth, segment)):
         part = slice(start, min(start + segment, depth))
-        product = _exact_product(a.codes[:, part], b.codes[:, part], split).float()
+        product = _product(a.codes[:, part], b.codes[:, part], split)
         scale = _segment_scale(a.scales, b.scales, index)
         total += product if scale is None else product * scale
     return total
@@ -62,14 +62,10 @@ def _segment_scale(a: Tensor | None, b: Tensor | None, index: int) -> Tensor | N
     return a[:, index, None] * b[None, :, index]
 
 
-def _exact_product(a: Tensor, b: Tensor, split: tuple[bool, bool]) -> Tensor:
-    product: Tensor | None = None
-    for left in _parts(a, split[0]):
-        for right in _parts(b, split[1]):
-            term = left @ right.t()
-            product = term if product is None else product + term
-    assert product is not None
-    return product
+def _product(a: Tensor, b: Tensor, split: tuple[bool, bool]) -> Tensor:
+    """fp32 [m, n]: the exact a b^T, rounded once."""
+    terms = [left @ right.t() for left in _parts(a, split[0]) for right in _parts(b, split[1])]
+    return terms[0].float() if len(terms) == 1 else _rounded_sum(terms)
 
 
 def _parts(x: Tensor, split: bool) -> list[Tensor]:
@@ -77,6 +73,28 @@ def _parts(x: Tensor, split: bool) -> list[Tensor]:
         return [x]
     large = x.abs() >= 1  # NaN goes with the small ones
     return [x.masked_fill(~large, 0.0), x.masked_fill(large, 0.0)]
+
+
+def _rounded_sum(terms: list[Tensor]) -> Tensor:
+    """The sum of float64 terms rounded once to fp32, though float64 may not hold it.
+
+    What float64 loses is kept beside (Knuth's two-sum) and folded into the last bit (rounding to odd: Boldo and
+    Melquiond, 2008), so that the rounding to fp32 sees which side of a tie the exact sum lies on.
+    """
+    total, rest = terms[0], torch.zeros_like(terms[0])
+    for term in terms[1:]:
+        total, lost = _two_sum(total, term)
+        rest = rest + lost
+    total, rest = _two_sum(total, rest.nan_to_num(0.0, 0.0, 0.0))  # an infinity loses nothing
+    even = (total.view(torch.int64) & 1) == 0
+    odd = torch.nextafter(total, torch.where(rest > 0, torch.inf, -torch.inf).double())
+    return torch.where(even & (rest.abs() > 0), odd, total).float()
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
 
 
 def spread(

@@ -316,4 +316,7 @@ def _blocks(x: Tensor, rows: int, cols: int) -> Tensor:
 def _unblock(blocks: Tensor, shape: torch.Size) -> Tensor:
     """The inverse of :func:`_blocks`."""
     rows, cols = blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]
-    return blocks.reshape(rows, cols)[: shape[0], : shape[1]].contiguous()
+    matrix = blocks.reshape(rows, cols)
+    if (rows, cols) == tuple(shape):
+        return matrix
+    return matrix[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)  # lets go of the padding
