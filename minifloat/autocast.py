@@ -76,57 +76,85 @@ class Histories(Protocol):
 
 
 class Region:
-    """What ran inside one outermost ``autocast``: the modules that keep amax histories, each once.
+    """What ran inside one outermost ``autocast``: the modules that keep amax histories, by direction.
 
-    Modules and not their buffers: a compiled forward may not hand out buffers that its backward will write to.
+    Modules and not their buffers: a compiled forward may not hand out buffers that its backward will write to. Linked
+    and not a list: a compiler guards the length of a list, and would compile each layer anew for its place in it.
     """
 
     def __init__(self) -> None:
-        self.members: list[tuple[tuple[Histories, Histories], DelayedScaling, dist.ProcessGroup | None]] = []
-
-    def enter(
-        self, states: tuple[Histories, Histories], recipe: DelayedScaling, group: dist.ProcessGroup | None
-    ) -> tuple[bool, bool]:
-        """Notes a forward; returns whether it is the module's first in this region, and the region's first of all."""
-        first = all(member[0][0] is not states[0] for member in self.members)
-        opens = not self.members
-        if first:
-            self.members.append((states, recipe, group))
-        return first, opens
+        self.forward: Member | None = None
+        self.backward: Member | None = None
 
     def update(self, forward: bool) -> None:
-        """Reduces and updates the histories of one direction, with one reduction a group."""
-        members = list(self.members)
+        """Reduces and updates the histories of one direction, each once, with one reduction a group."""
+        members: list[Member] = []
+        member = self.forward if forward else self.backward
+        while member is not None:
+            if all(member.state is not other.state for other in members):
+                members.insert(0, member)
+            member = member.before
         while members:
-            group = members[0][2]
-            mine = [(states, recipe) for states, recipe, its_group in members if its_group is group]
-            delayed.update([states[0 if forward else 1].history(recipe, forward) for states, recipe in mine], group)
-            members = [member for member in members if member[2] is not group]
+            group = members[0].group
+            delayed.update([m.state.history(m.recipe, forward) for m in members if m.group is group], group)
+            members = [m for m in members if m.group is not group]
+
+
+class Member:
+    """A module in a region, and what was in it before."""
+
+    def __init__(
+        self, state: Histories, recipe: DelayedScaling, group: dist.ProcessGroup | None, before: Member | None
+    ) -> None:
+        self.state = state
+        self.recipe = recipe
+        self.group = group
+        self.before = before
+
+    def is_first(self) -> bool:
+        """The module was not in the region before. Under ``torch.compile`` it is taken not to have been."""
+        if torch.compiler.is_compiling():
+            return True
+        member = self.before
+        while member is not None and member.state is not self.state:
+            member = member.before
+        return member is None
 
 
 class Use:
     """One forward through a module with delayed scaling: the histories it reads its scales from and records to.
 
     A module's backward history is updated when the backward of its first use in the region ends: backward runs in
-    reverse, so that is its last. Where ranks reduce, the region's first module does it for all, in one all-reduce.
+    reverse, so that is its last. Where ranks reduce, the region's first module with a backward does it for all, in one
+    all-reduce.
 
     Args:
         states: what keeps the forward and the backward history.
         recipe: their recipe.
         records: whether amaxes are recorded; scales are read in any case.
+        backward: whether this forward will have a backward.
         context: the innermost ``autocast``; None outside of any, where the module is a region of its own.
     """
 
     def __init__(
-        self, states: tuple[Histories, Histories], recipe: DelayedScaling, records: bool, context: autocast | None
+        self,
+        states: tuple[Histories, Histories],
+        recipe: DelayedScaling,
+        records: bool,
+        backward: bool,
+        context: autocast | None,
     ) -> None:
         self.histories = states[0].history(recipe, True), states[1].history(recipe, False)
         self.records = records
         self.region = None if context is None else context.region
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
-        self.first = self.opens = records
+        self.first = self.opens = True
         if self.region is not None and records:
-            self.first, self.opens = self.region.enter(states, recipe, self.group)
+            self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
+        if self.region is not None and records and backward:
+            self.opens = self.region.backward is None
+            self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
+            self.first = self.region.backward.is_first()
 
     def forward_finished(self) -> None:
         """Updates the forward history now if no ``autocast`` will do it at its end."""

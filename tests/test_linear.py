@@ -53,6 +53,15 @@ MX = Format(block=32, scale_rule="e8m0")
 NV = Format("e2m1", 16, scale_rule="two_level")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices here are so small that a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # ---- Recipes --------------------------------------------------------------------------------------------------------
 
 
@@ -287,8 +296,15 @@ def batch(case: Case, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     return x.to(case.dtype), dy.to(case.compute_dtype)
 
 
-@for_each(RECIPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+GRADIENTS = [
+    pytest.param(case, recipe, id=f"{size}-{name}")
+    for name, recipe in RECIPES.items()
+    for size, case in CASES.items()
+    if name in NAMED or name.startswith("custom") or size in ("ragged", "long", "autocast")
+]
+
+
+@pytest.mark.parametrize(("case", "recipe"), GRADIENTS)
 def test_gradients(case: Case, recipe: Recipe) -> None:
     """Y, dX, dW and db are those of the float64 model, within the bound of an fp32 accumulation and one rounding.
 
@@ -632,6 +648,30 @@ def layer_call(layer: Linear, x: Tensor, recipe: Recipe, first: bool | None) -> 
     return y
 
 
+@for_each(NAMED)
+@pytest.mark.parametrize("first", [None, True], ids=["plain", "microbatch"])
+def test_inference_before_training(first: bool | None, recipe: Recipe) -> None:
+    """A layer may run under ``inference_mode`` first: what it makes there does not stop it from training later."""
+    layer, x, dy = Linear(48, 40), torch.randn(8, 48), torch.randn(8, 40)
+    twin = copy.deepcopy(layer)
+    with torch.inference_mode(), autocast(recipe=recipe):
+        y = layer(x, is_first_microbatch=first)
+    flag = None if first is None else False
+    expected = step(twin, x, dy, recipe)
+    assert torch.equal(y, expected.y)
+    for a, b in zip(step(layer, x, dy, recipe, is_first_microbatch=flag), expected, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_microbatches_of_inference_parameters() -> None:
+    """A parameter made under ``inference_mode`` has no version; a kept weight works there all the same."""
+    with torch.inference_mode():
+        layer, x = Linear(48, 40, recipe="current"), torch.randn(8, 48)
+        y = layer(x)
+        assert torch.equal(layer(x, is_first_microbatch=True), y)
+        assert torch.equal(layer(x, is_first_microbatch=False), y)
+
+
 # ---- What is kept between forward and backward ----------------------------------------------------------------------
 
 
@@ -676,8 +716,12 @@ def kept_bytes(name: str, M: int, K: int, N: int) -> tuple[list[int], list[int]]
     }[name]
 
 
-@pytest.mark.parametrize("keeps", ["both", "input", "weight", "original", "nothing", "dequantized"])
-@pytest.mark.parametrize("name", NAMED)
+KEEPS = ["both", "input", "weight", "original", "nothing", "dequantized"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps"), [(name, keeps) for name in NAMED for keeps in KEEPS if (name, keeps) != ("delayed", KEEPS[-1])]
+)
 def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
     """Between forward and backward live the codes and scales that backward reads, once, and nothing else.
 
@@ -687,8 +731,6 @@ def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
     M, K, N = 48, 160, 96
     recipe = NAMED[name]
     if keeps == "dequantized":
-        if name == "delayed":
-            pytest.skip("delayed scaling has no backward_override")
         recipe = replace(recipe, backward_override="dequantized")  # type: ignore[type-var]
     layer = Linear(K, N, save_original_input=keeps == "original")
     layer.plan(recipe)
@@ -844,6 +886,21 @@ def test_copies_are_independent(copier: Callable[[Linear], Linear], recipe: Reci
     step(layer, x, dy, recipe)
     if isinstance(recipe, DelayedScaling):
         assert not torch.equal(layer.forward_scaling.amax_history, twin.forward_scaling.amax_history)
+
+
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+def test_waiting_gradients_are_not_copied(copier: Callable[[Linear], Linear]) -> None:
+    """A weight gradient that waits belongs to the layer whose backward left it: a copy has none to compute."""
+    layer = Linear(37, 53, recipe="current", delay_wgrad_compute=True)
+    layer(torch.randn(8, 37)).sum().backward()
+    twin = copier(layer)
+    with pytest.raises(ValueError, match="no weight gradient is waiting"):
+        twin.backward_dw()
+    assert layer.weight.grad is None
+    layer.backward_dw()
+    assert layer.weight.grad is not None and twin.weight.grad is None
 
 
 @pytest.mark.parametrize(
@@ -1177,6 +1234,46 @@ def test_quantized_output_into_another_module(recipe: Recipe) -> None:
         assert expected.dw is not None and layer.weight.grad is not None
         assert torch.equal(layer.weight.grad, expected.dw)
     assert layer.bias.grad is not None and torch.equal(layer.bias.grad, mask.sum(0))
+
+
+@for_each(NAMED)
+def test_permuted_quantized_output(recipe: Recipe) -> None:
+    """A quantized output whose rows were permuted is read by its values: its operands are those of another matrix."""
+    first, second, x = Linear(48, 40), Linear(40, 24), torch.randn(4, 8, 48)
+    with autocast(recipe=recipe), torch.no_grad():
+        hidden = first(x, fp8_output=True)
+        expected = second(hidden.dequantize().transpose(0, 1))
+        assert torch.equal(second(hidden.transpose(0, 1)), expected)
+
+
+@for_each({name: NAMED[name] for name in ("current", "block", "mxfp8", "nvfp4")})
+def test_permuted_quantized_gradient(recipe: Recipe) -> None:
+    """A quantized gradient that autograd permutes on its way to the next layer is read by its values."""
+    first, second, x = Linear(48, 40), Linear(40, 24), torch.randn(4, 8, 48)
+    twin, between = copy.deepcopy(first), []
+    with autocast(recipe=recipe):
+        hidden = first(x).transpose(0, 1)
+        hidden.register_hook(between.append)
+        y = second(hidden, fp8_grad=True)
+    y.sum().backward()
+    assert isinstance(between[0], QuantizedTensor)
+    if not stochastic(recipe):
+        expected = step(twin, x, between[0].dequantize().transpose(0, 1), recipe)
+        assert expected.dw is not None and torch.equal(first.weight.grad, expected.dw)  # type: ignore[arg-type]
+
+
+@for_each(NAMED)
+def test_quantized_gradient_of_a_leaf_accumulates(recipe: Recipe) -> None:
+    """Two backwards into an input whose gradient is quantized add up, within a step of the format."""
+    layer, x, dy = Linear(48, 40), torch.randn(32, 48, requires_grad=True), torch.randn(32, 40)
+    grads = []
+    for _ in range(2):
+        with autocast(recipe=recipe):
+            y = layer(x, fp8_grad=True)
+        y.backward(dy)
+        assert isinstance(x.grad, QuantizedTensor)
+        grads.append(x.grad.dequantize().clone())
+    assert torch.allclose(grads[1], 2 * grads[0], rtol=0.5, atol=grads[0].abs().max().item() * 0.5)
 
 
 @for_each({name: recipe for name, recipe in STATELESS.items() if not name.startswith("custom")})

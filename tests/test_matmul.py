@@ -45,6 +45,16 @@ NV_46_TILE = replace(NV_46, tile=True, rounding="four_over_six_mse")
 NV_ROWS = replace(NV, amax_per_row=True)
 NV_46_ROWS = replace(NV_46, amax_per_row=True)
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices here are so small that a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 GEMMS: dict[str, tuple[int, int]] = {
     "fprop": (ROWWISE, ROWWISE),
     "dgrad": (ROWWISE, COLUMNWISE),

@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 from minifloat.autocast import Use
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm
-from minifloat.functional.plan import LinearPlan
+from minifloat.functional.plan import FORWARD_SLOTS, LinearPlan
 from minifloat.functional.quantize import cast_with, quantize, reuse
+from minifloat.kernels import delayed
 from minifloat.operand import Layout, Operand, Quantized
 from minifloat.quantizer import Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
@@ -160,7 +161,7 @@ def _save(ctx: Any, plan: LinearPlan, call: LinearCall, kept: tuple[Operand | No
     x_scale = None
     if x is not None and plan.save_original_input and call.use is not None:
         # Delayed scaling: backward must cast with the scale of this forward, which the next update replaces.
-        x_scale = call.use.histories[0].scale[:1].clone()
+        x_scale = delayed.read_scale(call.use.histories[0].scale, FORWARD_SLOTS.index("input"))
     ctx.save_for_backward(*(none if x is None else x.tensors), *(none if w is None else w.tensors), x_scale)
     ctx.plan, ctx.call = plan, call
     ctx.layouts = None if x is None else x.layout, None if w is None else w.layout

@@ -34,6 +34,14 @@ def _update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequen
         scale.copy_(torch.where(amax.isfinite() & (amax > 0), fresh, scale))
 
 
+def _read_scale(scale: Tensor, slot: int) -> Tensor:
+    return scale[slot : slot + 1].clone()
+
+
+def _fake_read_scale(scale: Tensor, slot: int) -> Tensor:
+    return scale.new_empty(1)
+
+
 def _fake_record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None: ...
 
 
@@ -51,3 +59,6 @@ update = register(
 ``rules`` are those of ``minifloat.delayed.rule``.
 A slot that has recorded nothing keeps history and scale; one whose amax is not finite keeps its scale.
 """
+
+read_scale = register("read_scale(Tensor scale, int slot) -> Tensor", _read_scale, _fake_read_scale)
+"""The scale of a slot as it is now, fp32 [1]. An operation, since a compiler would read the buffer again in backward."""

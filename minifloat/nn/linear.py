@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,20 @@ from minifloat.functional.quantize import calibrate, quantize, reuse
 from minifloat.kernels import matmul
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.operand import Quantized
-from minifloat.quantizer import DTYPES
+from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.recipe import DelayedScaling, Recipe, as_recipe
 
 _PLANS_KEPT = 8  # a program that makes a recipe object for each step must not fill the memory
 _HISTORIES = ("forward_scaling", "backward_scaling")
+
+
+class CachedWeight(NamedTuple):
+    """A quantized weight, and what it was cast from and with."""
+
+    weight: Tensor
+    version: int
+    quantizer: Quantizer
+    operands: Quantized
 
 
 class Linear(nn.Linear):
@@ -69,7 +78,7 @@ class Linear(nn.Linear):
         self.save_original_input = save_original_input
         self._wgrad_tasks: list[Callable[[], None]] = []
         self._wgrad_hooks: list[Callable[[], None]] = []
-        self._weight_cache: tuple[Any, Quantized] | None = None
+        self._weight_cache: CachedWeight | None = None
         self._plans: list[tuple[Recipe, LinearPlan]] = []
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.recipe: Recipe | Literal["none"] | None = None
@@ -170,16 +179,18 @@ class Linear(nn.Linear):
         self, x: Tensor, plan: LinearPlan, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool
     ) -> LinearCall:
         grad = torch.is_grad_enabled()
+        needs_x = grad and x.requires_grad
         needs_w = grad and self.weight.requires_grad
+        needs_b = grad and self.bias is not None and self.bias.requires_grad
         main_grad = needs_w and self.fuse_wgrad_accumulation
         if main_grad and getattr(self.weight, "main_grad", None) is None:
             raise ValueError(f"{self._label()}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
         return LinearCall(
-            needs_x=grad and x.requires_grad,
+            needs_x=needs_x,
             needs_w=needs_w,
-            needs_b=grad and self.bias is not None and self.bias.requires_grad,
+            needs_b=needs_b,
             dtype=x.dtype,
-            use=None if plan.delayed is None else self._use(plan.delayed, records=grad),
+            use=None if plan.delayed is None else self._use(plan.delayed, grad, needs_x or needs_w or needs_b),
             quantize_output=fp8_output,
             quantize_grad_input=fp8_grad,
             main_grad=main_grad,
@@ -187,8 +198,8 @@ class Linear(nn.Linear):
             wgrad_tasks=self._wgrad_tasks if self.delay_wgrad_compute else None,
         )
 
-    def _use(self, recipe: DelayedScaling, records: bool) -> Use:
-        return Use((self.forward_scaling, self.backward_scaling), recipe, records, current())
+    def _use(self, recipe: DelayedScaling, records: bool, backward: bool) -> Use:
+        return Use((self.forward_scaling, self.backward_scaling), recipe, records, backward, current())
 
     def _ready_input(self, x: Tensor, plan: LinearPlan, call: LinearCall) -> Quantized | None:
         keeps = call.needs_w and plan.backward_override is None and not plan.save_original_input
@@ -199,16 +210,18 @@ class Linear(nn.Linear):
         ready = reuse(self.weight, quantizer)
         if ready is not None or is_first_microbatch is None:
             return ready
-        key = (self.weight._version, self.weight.data_ptr(), quantizer)
-        if is_first_microbatch or self._weight_cache is None or self._weight_cache[0] != key:
-            operands = quantize([self.weight.detach()], [quantizer], ["weight"], call.use)[0]
-            self._weight_cache = key, operands
-        return self._weight_cache[1]
+        cached, version = self._weight_cache, 0 if self.weight.is_inference() else self.weight._version
+        if not is_first_microbatch and cached is not None:
+            if cached.weight is self.weight and cached.version == version and cached.quantizer == quantizer:
+                return cached.operands
+        operands = quantize([self.weight.detach()], [quantizer], ["weight"], call.use)[0]
+        self._weight_cache = CachedWeight(self.weight, version, quantizer, operands)
+        return operands
 
     def _high_precision(self, x: Tensor, context: autocast | None) -> Tensor:
         if context is not None and context.calibrating and isinstance(context.recipe, DelayedScaling):
             self.plan(context.recipe)
-            use = self._use(context.recipe, records=True)
+            use = self._use(context.recipe, records=True, backward=False)
             calibrate([x.detach(), self.weight.detach()], ["input", "weight"], use)
         matmul.record("fprop", "identity", "identity", "torch")
         return F.linear(x, self.weight, self.bias)
