@@ -15,8 +15,9 @@ from minifloat.recipe import DelayedScaling
 
 
 class History(NamedTuple):
-    """One direction of one layer: scales fp32 [n], amaxes fp32 [L, n] with the newest in row 0, and the rule between.
+    """One direction of one layer: scales fp32 [n], amaxes fp32 [L, n], and the rule from these to those.
 
+    Row 0 is of the step in progress, the last row of the newest finished one.
     ``rule``: as :func:`rule` gives it; ``recipe``: for algorithms of the user's own.
     """
 

@@ -7,7 +7,7 @@ format is one more instance here, never a new class. The formulas are in ``docs/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, get_args
 
@@ -69,6 +69,9 @@ class Format:
     amax_epsilon: float = 0.0
     block_scale_max: float = 448.0
     amax_per_row: bool = False
+    # Spelled once: where shapes are dynamic, a compiler takes numbers for symbols, which cannot be spelled.
+    spec: str = field(init=False, repr=False, compare=False)
+    """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
 
     def __post_init__(self) -> None:
         for kind, name, known in (
@@ -87,6 +90,7 @@ class Format:
             raise ValueError(f"scale rule {self.scale_rule!r} (tile={self.tile}) needs a block length, got block=0")
         if self.transform == "hadamard16" and (self.block % 16 or self.tile):
             raise ValueError(f"hadamard16 needs strips of whole groups of 16, got block={self.block} tile={self.tile}")
+        object.__setattr__(self, "spec", _spell(self))
 
     @property
     def max(self) -> float:
@@ -130,19 +134,18 @@ class Format:
             return self.block, self.block
         return (1, self.block) if dim == ROWWISE else (self.block, 1)
 
-    @property
-    def spec(self) -> str:
-        """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
-        blocks = "tensor" if self.block == 0 else f"{self.block if self.tile else 1}x{self.block}"
-        if not self.quantized:
-            return self.element
-        parts = [self.element, blocks, self.scale_rule]
-        parts += [part for part in (self.transform, self.rounding) if part not in ("none", "nearest")]
-        if self.amax_epsilon:
-            parts.append(f"eps={self.amax_epsilon!r}")
-        if self.block_scale_max != 448.0:
-            parts.append(f"max={self.block_scale_max!r}")
-        return "/".join(parts + ["amax_per_row"] * self.amax_per_row)
+
+def _spell(fmt: Format) -> str:
+    if not fmt.quantized:
+        return fmt.element
+    blocks = "tensor" if fmt.block == 0 else f"{fmt.block if fmt.tile else 1}x{fmt.block}"
+    parts = [fmt.element, blocks, fmt.scale_rule]
+    parts += [part for part in (fmt.transform, fmt.rounding) if part not in ("none", "nearest")]
+    if fmt.amax_epsilon:
+        parts.append(f"eps={fmt.amax_epsilon!r}")
+    if fmt.block_scale_max != 448.0:
+        parts.append(f"max={fmt.block_scale_max!r}")
+    return "/".join(parts + ["amax_per_row"] * fmt.amax_per_row)
 
 
 IDENTITY = Format(element="identity", scale_rule="none")

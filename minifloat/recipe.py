@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -87,6 +87,10 @@ class Recipe:
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """How the tensor of this role is quantized, both orientations wanted."""
         raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as of any immutable value: a copied model keeps the plans that it made for it."""
+        return self
 
     def resolve(self, role: QuantizerRole) -> tuple[Quantizer, DelayedScaling | None]:
         """The role's quantizer, and the recipe that keeps its amax history where it has one."""

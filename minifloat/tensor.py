@@ -132,13 +132,18 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     @property
+    def holds_own_matrix(self) -> bool:
+        """The operands are those of this very matrix, not of one that this is a transposed or reshaped view of."""
+        return self.is_contiguous() and _matrix_shape(self.shape) == self._operands.any.shape
+
+    @property
     def operands(self) -> Quantized:
         """The rowwise and columnwise operand, [M, K] each: the same object twice if one serves both, None if dropped.
 
         Raises:
             ValueError: this is a transposed or reshaped view, whose operands are those of another matrix.
         """
-        if not (self.is_contiguous() and _matrix_shape(self.shape) == self._operands.any.shape):
+        if not self.holds_own_matrix:
             raise ValueError(
                 f"this view of shape {tuple(self.shape)} and stride {self.stride()} has the operands of a matrix of "
                 f"{self._operands.any.shape}; quantize its values anew, as in quantize(t.dequantize(), t.quantizer)"

@@ -18,7 +18,7 @@ from minifloat.recipe import NAMES
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/numerics.md")
+DOCUMENTS = ("README.md", "docs/architecture.md", "docs/numerics.md")
 
 
 def main_of(name: str) -> Callable[..., Any]:
@@ -27,15 +27,12 @@ def main_of(name: str) -> Callable[..., Any]:
 
 
 def python_blocks(document: str) -> list[str]:
-    """The fenced python blocks of a document; in all but CONTRIBUTING.md each runs by itself."""
+    """The fenced python blocks of a document, each of which runs by itself."""
     return re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
 
 
 RUNNABLE = [
-    pytest.param(code, id=f"{document}-{i}")
-    for document in DOCUMENTS
-    if document != "CONTRIBUTING.md"
-    for i, code in enumerate(python_blocks(document))
+    pytest.param(code, id=f"{document}-{i}") for document in DOCUMENTS for i, code in enumerate(python_blocks(document))
 ]
 
 
@@ -88,7 +85,7 @@ def test_split_phase() -> None:
 
 def test_documents_have_code() -> None:
     """The blocks below are found: one example of use in README.md, the worked format and rule, a worked vector."""
-    assert [len(python_blocks(document)) for document in DOCUMENTS if document != "CONTRIBUTING.md"] == [1, 2, 1]
+    assert [len(python_blocks(document)) for document in DOCUMENTS] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("code", RUNNABLE)

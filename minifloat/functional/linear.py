@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 from minifloat.autocast import Use
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm
-from minifloat.functional.plan import FORWARD_SLOTS, LinearPlan
-from minifloat.functional.quantize import cast_with, quantize, reuse
-from minifloat.kernels import delayed
+from minifloat.functional.plan import LinearPlan
+from minifloat.functional.quantize import cast_with, delayed_scale, quantize, reuse
 from minifloat.operand import Layout, Operand, Quantized
 from minifloat.quantizer import Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
@@ -76,10 +75,12 @@ class LinearFunction(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         """``ready``: operands of X and W that exist already (a quantized tensor, a cached weight)."""
-        x_operands, w_operands = _operands(plan, call, ready, x, weight)
+        # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
+        x_scale = delayed_scale(call.use, "input", keep=True) if plan.save_original_input and call.needs_w else None
+        x_operands, w_operands = _operands(plan, call, ready, x, weight, x_scale)
         y = gemm.fprop(x_operands, w_operands, bias, out_dtype=call.dtype, fast_accum=plan.fast_fprop)
         kept = _kept_input(plan, call, x, x_operands), _kept_weight(plan, call, weight, w_operands)
-        _save(ctx, plan, call, kept)
+        _save(ctx, plan, call, kept, x_scale)
         ctx.x_shape, ctx.weight = x.shape, weight if call.main_grad or call.wgrad_tasks is not None else None
         y = y.reshape(*x.shape[:-1], weight.shape[0])
         return _quantized(y, plan.output, "output", call.use) if call.quantize_output else y
@@ -106,7 +107,12 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _operands(
-    plan: LinearPlan, call: LinearCall, ready: tuple[Quantized | None, Quantized | None], x: Tensor, weight: Tensor
+    plan: LinearPlan,
+    call: LinearCall,
+    ready: tuple[Quantized | None, Quantized | None],
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor | None,
 ) -> tuple[Quantized, Quantized]:
     """X and W in the orientations that forward and backward read, those that are not ready in one launch a phase."""
     x_operands, w_operands = ready
@@ -118,8 +124,8 @@ def _operands(
     if x_operands is not None:
         return x_operands, quantize([weight], [w_quantizer], ["weight"], call.use)[0]
     if w_operands is not None:
-        return quantize([x], [x_quantizer], ["input"], call.use)[0], w_operands
-    fresh = quantize([x, weight], [x_quantizer, w_quantizer], ["input", "weight"], call.use)
+        return quantize([x], [x_quantizer], ["input"], call.use, x_scale)[0], w_operands
+    fresh = quantize([x, weight], [x_quantizer, w_quantizer], ["input", "weight"], call.use, x_scale)
     return fresh[0], fresh[1]
 
 
@@ -154,14 +160,16 @@ def _as_is(x: Tensor) -> Operand:
     return Operand(matrix, None, None, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), matrix.dtype)
 
 
-def _save(ctx: Any, plan: LinearPlan, call: LinearCall, kept: tuple[Operand | None, Operand | None]) -> None:
+def _save(
+    ctx: Any,
+    plan: LinearPlan,
+    call: LinearCall,
+    kept: tuple[Operand | None, Operand | None],
+    x_scale: Tensor | None,
+) -> None:
     """Tensors where autograd's hooks see them, the rest on ``ctx``."""
     x, w = kept
     none: tuple[None, None, None] = (None, None, None)
-    x_scale = None
-    if x is not None and plan.save_original_input and call.use is not None:
-        # Delayed scaling: backward must cast with the scale of this forward, which the next update replaces.
-        x_scale = delayed.read_scale(call.use.histories[0].scale, FORWARD_SLOTS.index("input"))
     ctx.save_for_backward(*(none if x is None else x.tensors), *(none if w is None else w.tensors), x_scale)
     ctx.plan, ctx.call = plan, call
     ctx.layouts = None if x is None else x.layout, None if w is None else w.layout
@@ -244,4 +252,8 @@ def _quantized(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None) -> T
     """``x`` as a tensor that the next layer takes as it is."""
     if not quantizer.quantized:
         return x
-    return QuantizedTensor.from_operands(quantize([x], [quantizer], [kind], use)[0], quantizer, x.shape, x.dtype)
+    operands = quantize([x], [quantizer], [kind], use)[0]
+    scale = delayed_scale(use, kind)
+    return QuantizedTensor.from_operands(
+        operands, quantizer, x.shape, x.dtype, scale=None if scale is None else scale.clone()
+    )

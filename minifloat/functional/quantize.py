@@ -16,15 +16,22 @@ from minifloat.tensor import QuantizedTensor
 
 
 def quantize(
-    xs: Sequence[Tensor], quantizers: Sequence[Quantizer], kinds: Sequence[str], use: Use | None
+    xs: Sequence[Tensor],
+    quantizers: Sequence[Quantizer],
+    kinds: Sequence[str],
+    use: Use | None,
+    input_scale: Tensor | None = None,
 ) -> list[Quantized]:
     """Quantizes the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...).
 
-    A delayed scale is read from the layer's history, and the amax that the cast measured is recorded there.
+    A delayed scale is read from the layer's history (that of the input may be given), and the amax that the cast
+    measured is recorded there.
     """
     xs = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in xs]
     levels = find_amaxes(xs, quantizers)
-    scales = [_delayed_scale(use, kind) for kind in kinds]
+    scales = [delayed_scale(use, kind) for kind in kinds]
+    if input_scale is not None:
+        scales[kinds.index("input")] = input_scale
     amaxes = [_with_scale(q, level, scale) for q, level, scale in zip(quantizers, levels, scales, strict=True)]
     results = cast_all(xs, quantizers, amaxes)
     if use is not None and use.records:
@@ -43,11 +50,13 @@ def _slot(kind: str) -> tuple[int, int]:
     return (0, FORWARD_SLOTS.index(kind)) if kind in FORWARD_SLOTS else (1, BACKWARD_SLOTS.index(kind))
 
 
-def _delayed_scale(use: Use | None, kind: str) -> Tensor | None:
+def delayed_scale(use: Use | None, kind: str, keep: bool = False) -> Tensor | None:
+    """The layer's scale for ``kind``, fp32 [1]; with ``keep`` one that the next update leaves as it is."""
     if use is None:
         return None
     direction, slot = _slot(kind)
-    return use.histories[direction].scale[slot : slot + 1]
+    scale = use.histories[direction].scale
+    return delayed.read_scale(scale, slot) if keep else scale[slot : slot + 1]
 
 
 def _with_scale(quantizer: Quantizer, levels: Amaxes, scale: Tensor | None) -> Amaxes:
@@ -74,7 +83,7 @@ def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], use: Use) -> None:
 
 def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:
     """The operands of a quantized tensor if they are what ``quantizer`` would give, else None."""
-    if not isinstance(x, QuantizedTensor):
+    if not isinstance(x, QuantizedTensor) or not x.holds_own_matrix:
         return None
     for dim, wanted in ((ROWWISE, quantizer.rowwise), (COLUMNWISE, quantizer.columnwise)):
         fits = [o for o in x.operands if o is not None and o.serves(dim) and o.format == quantizer.format(dim)]

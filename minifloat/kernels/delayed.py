@@ -61,4 +61,4 @@ A slot that has recorded nothing keeps history and scale; one whose amax is not 
 """
 
 read_scale = register("read_scale(Tensor scale, int slot) -> Tensor", _read_scale, _fake_read_scale)
-"""The scale of a slot as it is now, fp32 [1]. An operation, since a compiler would read the buffer again in backward."""
+"""The scale of a slot as it is now, fp32 [1]: a compiler may read a mere slice of the buffer again in backward."""

@@ -15,8 +15,9 @@ from minifloat.recipe import DelayedScaling
 class AmaxHistory(nn.Module):
     """Scales and amaxes of one direction of a layer.
 
-    Buffers: ``scale`` fp32 [slots], ones at first; ``amax_history`` fp32 [length, slots], zeros at first, newest in
-    row 0. They stay fp32 when the module is cast, and a checkpoint without them, or with another length, loads.
+    Buffers: ``scale`` fp32 [slots], ones at first; ``amax_history`` fp32 [length, slots], zeros at first, with the step
+    in progress in row 0 and the newest finished one in the last row. They stay fp32 when the module is cast, and a
+    checkpoint without them, or with another length, loads.
     """
 
     scale: Tensor
@@ -37,7 +38,8 @@ class AmaxHistory(nn.Module):
         length, wanted = self.amax_history.shape[0], recipe.amax_history_len
         if length != wanted:
             kept = self.amax_history[:wanted]
-            self.amax_history = torch.nn.functional.pad(kept, (0, 0, 0, wanted - kept.shape[0]))
+            with torch.inference_mode(False):  # or training could not write to it later
+                self.amax_history = torch.nn.functional.pad(kept.clone(), (0, 0, 0, wanted - kept.shape[0]))
         return delayed.History(self.scale, self.amax_history, recipe, delayed.rule(recipe, forward))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

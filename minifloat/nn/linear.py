@@ -17,9 +17,9 @@ from minifloat.kernels import matmul
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.operand import Quantized
 from minifloat.quantizer import DTYPES, Quantizer
-from minifloat.recipe import DelayedScaling, Recipe, as_recipe
+from minifloat.recipe import CustomRecipe, DelayedScaling, Recipe, as_recipe
 
-_PLANS_KEPT = 8  # a program that makes a recipe object for each step must not fill the memory
+_PLANS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 _HISTORIES = ("forward_scaling", "backward_scaling")
 
 
@@ -30,6 +30,10 @@ class CachedWeight(NamedTuple):
     version: int
     quantizer: Quantizer
     operands: Quantized
+
+    def of(self, weight: Tensor, version: int, quantizer: Quantizer) -> bool:
+        """It is what casting ``weight`` now would give."""
+        return self.weight is weight and self.version == version and self.quantizer == quantizer
 
 
 class Linear(nn.Linear):
@@ -79,7 +83,8 @@ class Linear(nn.Linear):
         self._wgrad_tasks: list[Callable[[], None]] = []
         self._wgrad_hooks: list[Callable[[], None]] = []
         self._weight_cache: CachedWeight | None = None
-        self._plans: list[tuple[Recipe, LinearPlan]] = []
+        self._latest_plan: tuple[Recipe, LinearPlan] | None = None
+        self._custom_plans: list[tuple[Recipe, LinearPlan]] = []
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.recipe: Recipe | Literal["none"] | None = None
         if recipe is not None:
@@ -130,14 +135,25 @@ class Linear(nn.Linear):
         return context.recipe if context is not None and context.enabled else None
 
     def plan(self, recipe: Recipe) -> LinearPlan:
-        """What the layer does under ``recipe``: decided at its first use, and kept for the latest few recipes."""
-        for known, plan in self._plans:
+        """What the layer does under ``recipe``: decided at its first use, and kept."""
+        if self._latest_plan is None or self._latest_plan[0] is not recipe:
+            make = self._custom_plan if isinstance(recipe, CustomRecipe) else self._new_plan
+            self._latest_plan = recipe, make(recipe)
+        return self._latest_plan[1]
+
+    def _custom_plan(self, recipe: Recipe) -> LinearPlan:
+        """Recipes may take turns, and a factory is asked once: the plans of the latest few are kept."""
+        for known, plan in self._custom_plans:
             if known is recipe:
                 return plan
+        plan = self._new_plan(recipe)
+        self._custom_plans = [*self._custom_plans[1 - _PLANS_KEPT :], (recipe, plan)]
+        return plan
+
+    def _new_plan(self, recipe: Recipe) -> LinearPlan:
         plan = linear_plan(recipe, self.name, self.save_original_input)
         if plan.delayed is not None:
             self._make_histories(plan.delayed)
-        self._plans = [*self._plans[1 - _PLANS_KEPT :], (recipe, plan)]
         return plan
 
     def invalidate(self) -> None:
@@ -210,10 +226,9 @@ class Linear(nn.Linear):
         ready = reuse(self.weight, quantizer)
         if ready is not None or is_first_microbatch is None:
             return ready
-        cached, version = self._weight_cache, 0 if self.weight.is_inference() else self.weight._version
-        if not is_first_microbatch and cached is not None:
-            if cached.weight is self.weight and cached.version == version and cached.quantizer == quantizer:
-                return cached.operands
+        cached, version = self._weight_cache, _version(self.weight)
+        if not is_first_microbatch and cached is not None and cached.of(self.weight, version, quantizer):
+            return cached.operands
         operands = quantize([self.weight.detach()], [quantizer], ["weight"], call.use)[0]
         self._weight_cache = CachedWeight(self.weight, version, quantizer, operands)
         return operands
@@ -247,7 +262,12 @@ class Linear(nn.Linear):
             )
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             if name not in self._modules:
-                self.add_module(name, AmaxHistory(len(slots), recipe.amax_history_len, self.weight.device))
+                with torch.inference_mode(False):  # or training could not write to them later
+                    self.add_module(name, AmaxHistory(len(slots), recipe.amax_history_len, self.weight.device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
+        return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": []}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # A layer that gets its recipe from autocast has no histories before its first step: the checkpoint brings them.
@@ -256,6 +276,12 @@ class Linear(nn.Linear):
             if saved is not None and name not in self._modules:
                 self.add_module(name, AmaxHistory(len(slots), saved.shape[0], self.weight.device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _version(weight: Tensor) -> int:
+    """Counts the writes to ``weight`` that PyTorch sees; an inference tensor has no such count."""
+    inference = not torch.compiler.is_compiling() and weight.is_inference()  # which no graph can ask
+    return 0 if inference else weight._version
 
 
 __all__ = ["Linear"]

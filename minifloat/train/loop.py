@@ -69,7 +69,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. `gemms` counts the training steps, not the evaluations;"""
+    """A finished run. `gemms` counts the training steps, not the evaluations."""
 
     name: str
     history: tuple[Metrics, ...]

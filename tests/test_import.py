@@ -1,0 +1,124 @@
+"""Importing the package: what it brings along, what it leaves alone, and the names that it promises."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minifloat
+
+ROOT = Path(minifloat.__file__).parents[1]
+PUBLIC = [
+    "CustomRecipe",
+    "DelayedScaling",
+    "DelayedScalingRequest",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Linear",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Operand",
+    "Quantized",
+    "QuantizedTensor",
+    "Quantizer",
+    "QuantizerRole",
+    "Recipe",
+    "autocast",
+    "cast_all",
+    "find_amaxes",
+    "get_default_recipe",
+    "prepare",
+]
+"""A name may be added here; one that is taken away or renamed breaks somebody's program."""
+
+OPTIONAL = ["triton", "typer", "rich", "matplotlib", "ml_dtypes", "safetensors", "hypothesis", "pytest"]
+"""Extras, and what only the tests use."""
+
+LATE = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "torch._inductor", "numpy"]
+"""Parts that are slow to import, or absent in some installations, and that a model may never need."""
+
+PROBE = """
+import json, sys
+import torch
+before = set(sys.modules)
+{statement}
+loaded = sorted(set(sys.modules) - before)
+print(json.dumps({{"loaded": loaded, "cuda": torch.cuda.is_initialized()}}))
+"""
+
+
+@functools.cache
+def after(statement: str) -> Any:
+    """What running ``statement`` in a new process adds to what ``import torch`` has loaded."""
+    command = [sys.executable, "-W", "error::DeprecationWarning:minifloat", "-c", PROBE.format(statement=statement)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_import_makes_no_cuda_context() -> None:
+    """A process that only imports takes no GPU memory and may still fork."""
+    assert after("import minifloat")["cuda"] is False
+
+
+@pytest.mark.parametrize("module", OPTIONAL + LATE)
+def test_import_leaves_alone(module: str) -> None:
+    """Neither an extra nor a slow part of PyTorch is loaded, beyond what ``import torch`` has loaded itself."""
+    loaded = after("import minifloat")["loaded"]
+    assert [name for name in loaded if name == module or name.startswith(f"{module}.")] == []
+
+
+def test_import_loads_only_the_package_and_torch() -> None:
+    """All else that comes along is the standard library's."""
+    loaded = {name.partition(".")[0] for name in after("import minifloat")["loaded"]}
+    assert loaded - set(sys.stdlib_module_names) <= {"minifloat", "torch"}
+
+
+def test_import_leaves_the_programs_that_use_it_out() -> None:
+    """The command line and the training example are imported by those who run them."""
+    loaded = after("import minifloat")["loaded"]
+    assert [name for name in loaded if name.startswith(("minifloat.cli", "minifloat.train"))] == []
+
+
+def test_building_a_layer_makes_no_cuda_context() -> None:
+    """Devices default to PyTorch's: everything can be built where there is no GPU, or without touching it."""
+    statement = "import minifloat; minifloat.Linear(16, 16, recipe='delayed')(torch.ones(2, 16)).sum().backward()"
+    assert after(statement)["cuda"] is False
+
+
+def test_public_names() -> None:
+    """The promised names, each there."""
+    assert list(minifloat.__all__) == PUBLIC
+    assert all(hasattr(minifloat, name) for name in PUBLIC)
+
+
+def test_star_import_gives_the_public_names() -> None:
+    """And nothing else."""
+    names: dict[str, Any] = {}
+    exec("from minifloat import *", names)
+    assert set(names) - {"__builtins__"} == set(PUBLIC)
+
+
+def test_names_that_submodules_promise_exist() -> None:
+    """Each entry of an ``__all__`` is defined."""
+    for path in sorted(Path(minifloat.__file__).parent.glob("**/*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "cli" in parts or "train" in parts or "__main__" in parts:
+            continue  # these need the extras
+        module = import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+        missing = [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)]
+        assert not missing, f"{module.__name__}: {missing}"
+
+
+def test_version_is_that_of_the_project() -> None:
+    """One number in two places."""
+    line = f'version = "{minifloat.__version__}"'
+    assert line in (ROOT / "pyproject.toml").read_text().splitlines()
