@@ -70,7 +70,9 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
 
 
 class Histories(Protocol):
-    """What keeps the amax histories of a module."""
+    """What keeps the amax histories of one direction of a module; ``region`` is the last that it ran forward in."""
+
+    region: Region
 
     def history(self, recipe: DelayedScaling, forward: bool) -> History: ...
 
@@ -111,15 +113,6 @@ class Member:
         self.group = group
         self.before = before
 
-    def is_first(self) -> bool:
-        """The module was not in the region before. Under ``torch.compile`` it is taken not to have been."""
-        if torch.compiler.is_compiling():
-            return True
-        member = self.before
-        while member is not None and member.state is not self.state:
-            member = member.before
-        return member is None
-
 
 class Use:
     """One forward through a module with delayed scaling: the histories it reads its scales from and records to.
@@ -154,7 +147,8 @@ class Use:
         if self.region is not None and records and backward:
             self.opens = self.region.backward is None
             self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
-            self.first = self.region.backward.is_first()
+            self.first = states[1].region is not self.region
+            states[1].region = self.region
 
     def forward_finished(self) -> None:
         """Updates the forward history now if no ``autocast`` will do it at its end."""

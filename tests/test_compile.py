@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -182,15 +182,7 @@ def grads_cleared(twins: Twins) -> None:
 # ---- Every recipe ----
 
 
-FLOATS = "the number in a format's string is a symbol where shapes are dynamic, and a symbol cannot be formatted"
-
-
-def _but_floats(names: Iterable[str]) -> list[Any]:
-    marked = pytest.mark.xfail(reason=FLOATS, raises=torch._dynamo.exc.Unsupported)
-    return [pytest.param(n, marks=marked) if n in ("current epsilon", "nvfp4 4over6") else n for n in names]
-
-
-@pytest.mark.parametrize("name", _but_floats(RECIPES))
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe(name: str) -> None:
     """One graph serves all token counts where dynamic shapes were asked for and the grid of blocks has no dim of 1."""
     twins = Twins(RECIPES[name], "outside", dynamic=True)
@@ -217,8 +209,6 @@ def test_where_the_recipe_comes_from(name: str, way: Way) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_whole_matrix(name: str, way: Way, dynamic: bool | None) -> None:
     """Each recipe, from each place, with each kind of shapes, one token included."""
-    if dynamic and name in ("current epsilon", "nvfp4 4over6"):
-        pytest.xfail(FLOATS)
     twins = Twins(RECIPES[name], way, dynamic=dynamic)
     for shape in ((5,), (7,), (1,), (33,), (2, 3), (1, 4)):
         twins.step(shape)
@@ -345,12 +335,7 @@ def test_layers_compiled_by_themselves(name: str) -> None:
     assert Twins.graphs() <= 4
 
 
-CALLED_TWICE = pytest.mark.xfail(
-    reason="compiled, each call is taken for the layer's first in the region, and updates", raises=AssertionError
-)
-
-
-@pytest.mark.parametrize("name", ["current", pytest.param("delayed", marks=CALLED_TWICE)])
+@pytest.mark.parametrize("name", ["current", "delayed"])
 @pytest.mark.parametrize("way", ["outside", "inside"])
 def test_a_layer_called_twice(name: str, way: Way) -> None:
     """Shared weights: both amaxes count, and each direction is updated once."""
@@ -390,15 +375,12 @@ def test_weights_quantized_anew_in_one_graph() -> None:
     assert twins.graphs() == 1
 
 
-@pytest.mark.xfail(
-    reason="the version of a parameter is no constant to the compiler",
-    raises=(torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError),
-)
 def test_cached_weights_in_one_graph() -> None:
-    """The same without graph breaks."""
+    """A compiler knows no parameter's version: reuse in one graph is refused, never stale."""
     twins = Twins(RECIPES["current"], call=with_first_microbatch)
-    for first in (True, False, False):
-        twins.step((5,), first)
+    twins.step((5,), True)
+    with pytest.raises((torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
+        twins.step((5,), False)
 
 
 def _give_main_grads(twins: Twins) -> None:
@@ -418,30 +400,17 @@ def test_fused_weight_gradient_accumulation(name: str) -> None:
     assert twins.model[0].weight.grad_added_to_main_grad is True  # type: ignore[union-attr]
 
 
-@pytest.mark.xfail(
-    reason="backward sets an attribute of the parameter, which no graph can", raises=torch._dynamo.exc.Unsupported
-)
 def test_fused_weight_gradient_accumulation_in_one_graph() -> None:
-    """The same without graph breaks."""
+    """Backward sets an attribute of the parameter, which no graph can: refused, never without the flag."""
     twins = Twins(RECIPES["current"], fuse_wgrad_accumulation=True)
     _give_main_grads(twins)
-    twins.step((5,))
-
-
-SCALE_READ_TOO_LATE = pytest.mark.xfail(
-    reason="backward reads the buffer of the scale, which has moved on, again", raises=(AssertionError, RuntimeError)
-)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        twins.step((5,))
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [
-        ("current", "own"),
-        ("nvfp4", "own"),
-        pytest.param("delayed", "outside", marks=SCALE_READ_TOO_LATE),
-        pytest.param("delayed", "own", marks=SCALE_READ_TOO_LATE),
-        pytest.param("delayed", "inside", marks=SCALE_READ_TOO_LATE),
-    ],
+    [("current", "own"), ("nvfp4", "own"), ("delayed", "own"), ("delayed", "outside"), ("delayed", "inside")],
 )
 def test_input_kept_for_backward(name: str, way: Way) -> None:
     """save_original_input: backward casts X again, as forward did."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import delayed
+from minifloat.autocast import Region
 from minifloat.recipe import DelayedScaling
 
 
@@ -25,6 +26,7 @@ class AmaxHistory(nn.Module):
 
     def __init__(self, slots: int, length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
+        self.region = Region()  # of nobody yet
         self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
         self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
 
@@ -41,6 +43,9 @@ class AmaxHistory(nn.Module):
             with torch.inference_mode(False):  # or training could not write to it later
                 self.amax_history = torch.nn.functional.pad(kept.clone(), (0, 0, 0, wanted - kept.shape[0]))
         return delayed.History(self.scale, self.amax_history, recipe, delayed.rule(recipe, forward))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"region": Region()}  # which knows other modules: no part of a copy
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
