@@ -145,10 +145,11 @@ class Use:
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
         if self.region is not None and records and backward:
-            self.opens = self.region.backward is None
-            self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
             self.first = states[1].region is not self.region
             states[1].region = self.region
+            if self.group is not None:
+                self.opens = self.region.backward is None
+                self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
 
     def forward_finished(self) -> None:
         """Updates the forward history now if no ``autocast`` will do it at its end."""

@@ -80,7 +80,7 @@ def supports(a: Format, b: Format, device: torch.device) -> Support:
     check: Callable[[Format, Format, torch.device], Support]
     if per_tensor and not (a.packed or b.packed):
         check = _per_tensor
-    elif a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"}:
+    elif a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"} and not (a.packed or b.packed):
         check = _block128
     else:
         capability, _ = _device_facts(device)

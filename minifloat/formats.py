@@ -88,6 +88,18 @@ class Format:
             raise ValueError(f"amax_epsilon is {self.amax_epsilon}; an amax is never negative, use 0 or more")
         if self.block == 0 and (self.tile or self.scale_rule in ("e8m0", "two_level")):
             raise ValueError(f"scale rule {self.scale_rule!r} (tile={self.tile}) needs a block length, got block=0")
+        if (self.scale_rule == "two_level") != (self.element == "e2m1"):
+            raise ValueError(
+                f"E2M1 elements and the two_level scale rule go together, got {self.element}, {self.scale_rule!r}"
+            )
+        if (self.rounding != "nearest" or self.amax_per_row) and self.scale_rule != "two_level":
+            raise ValueError(
+                f"rounding {self.rounding!r} with amax_per_row={self.amax_per_row} needs scale rule 'two_level'"
+            )
+        if self.scale_rule == "given" and self.block:
+            raise ValueError(f"a given scale is one for the whole tensor, got block={self.block}")
+        if self.amax_per_row and (self.tile or self.transform != "none"):
+            raise ValueError("amax_per_row takes strips that are not rotated")
         if self.transform == "hadamard16" and (self.block % 16 or self.tile):
             raise ValueError(f"hadamard16 needs strips of whole groups of 16, got block={self.block} tile={self.tile}")
         object.__setattr__(self, "spec", _spell(self))

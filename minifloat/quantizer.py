@@ -190,7 +190,7 @@ def _assemble(x: Tensor, quantizer: Quantizer, outputs: Iterator[Tensor], levels
         else:
             operands.append(Operand(x, None, None, fmt, dim, shape, x.dtype))
     if quantizer.chained:
-        second = Quantizer(quantizer.format(COLUMNWISE), rowwise=False)(operands[0].dequantize())
+        second = Quantizer(quantizer.format(COLUMNWISE), rowwise=False).cast(operands[0].dequantize())
         return Quantized(operands[0] if quantizer.rowwise else None, second.columnwise)
     if len(operands) != 1:
         return Quantized(*operands) if operands else Quantized(None, None)

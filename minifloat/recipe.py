@@ -184,6 +184,8 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._check(self.fp8_format)
+        if not isinstance(self.margin, int):
+            raise ValueError(f"margin is {self.margin!r}; the scale is divided by 2 ** margin, an integer")
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len}; a history needs at least one step")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
@@ -446,6 +448,10 @@ class CustomRecipe(Recipe):
                 f"qfactory returned {answer!r} for {role}; return a Quantizer, a DelayedScalingRequest, "
                 "or Quantizer.identity() for high precision"
             )
+        if any(fmt.scale_rule == "given" for fmt in (answer.row_format, answer.format(COLUMNWISE))):
+            raise ValueError(
+                f"qfactory returned a quantizer of a given scale for {role}; return DelayedScalingRequest()"
+            )
         return answer, None
 
 
@@ -502,7 +508,11 @@ def _plain(value: Any, name: str) -> Any:
         return {"use_split_accumulator": value.use_split_accumulator}
     if callable(value):
         path = f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', '?')}"
-        if "<" in path or "?" in path:
+        try:
+            found = _read(name, path)
+        except (AttributeError, ImportError):
+            found = None
+        if found is not value:
             raise ValueError(f"{name} is {value!r}, which has no importable name; use a module-level function")
         return path
     return value

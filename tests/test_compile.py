@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -182,7 +182,18 @@ def grads_cleared(twins: Twins) -> None:
 # ---- Every recipe ----
 
 
-@pytest.mark.parametrize("name", RECIPES)
+DUNDER_CALL = pytest.mark.xfail(
+    torch.__version__ < "2.12",
+    reason="PyTorch 2.11 does not trace the call of a quantizer that was made in the graph",
+    raises=torch._dynamo.exc.InternalTorchDynamoError,
+)
+
+
+def _but_chained(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=DUNDER_CALL) if name == "custom" else name for name in names]
+
+
+@pytest.mark.parametrize("name", _but_chained(RECIPES))
 def test_every_recipe(name: str) -> None:
     """One graph serves all token counts where dynamic shapes were asked for and the grid of blocks has no dim of 1."""
     twins = Twins(RECIPES[name], "outside", dynamic=True)
@@ -192,9 +203,8 @@ def test_every_recipe(name: str) -> None:
     assert bool(list(twins.model.buffers())) == (name in STATEFUL)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [(name, "inside") for name in NAMED] + [("block", "own"), ("mxfp8", "own"), ("custom", "own")]
-)
+@pytest.mark.parametrize("way", ["inside", pytest.param("own", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", _but_chained(NAMED))
 def test_where_the_recipe_comes_from(name: str, way: Way) -> None:
     """A recipe of the layers' own, or an autocast in the compiled function."""
     twins = Twins(RECIPES[name], way)
@@ -206,7 +216,7 @@ def test_where_the_recipe_comes_from(name: str, way: Way) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("way", ["own", "outside", "inside"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", _but_chained(RECIPES))
 def test_whole_matrix(name: str, way: Way, dynamic: bool | None) -> None:
     """Each recipe, from each place, with each kind of shapes, one token included."""
     twins = Twins(RECIPES[name], way, dynamic=dynamic)
@@ -215,7 +225,7 @@ def test_whole_matrix(name: str, way: Way, dynamic: bool | None) -> None:
         grads_cleared(twins)
 
 
-@pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
+@pytest.mark.parametrize("name", ["delayed", "nvfp4", pytest.param("block", marks=pytest.mark.slow)])
 def test_inductor(name: str) -> None:
     """The default backend, with its own partitioner, which chooses what backward computes again."""
     twins = Twins(RECIPES[name], "outside" if name == "delayed" else "own", backend="inductor", dynamic=True)
@@ -224,7 +234,7 @@ def test_inductor(name: str) -> None:
         grads_cleared(twins)
 
 
-@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_recompilations_over_token_counts(name: str) -> None:
     """At most four graphs over ten counts (the first, its dynamic form, one token, whole groups), then never again."""
     twins = Twins(RECIPES[name])
@@ -315,7 +325,7 @@ def test_users_algorithms() -> None:
         twins.step((5,))
 
 
-@pytest.mark.parametrize("name", ["current", "delayed"])
+@pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_layers_compiled_by_themselves(name: str) -> None:
     """The usual way to compile a deep model, layer by layer: few graphs for all, and not one for each place in it."""
     recipe = RECIPES[name]
@@ -335,7 +345,7 @@ def test_layers_compiled_by_themselves(name: str) -> None:
     assert Twins.graphs() <= 4
 
 
-@pytest.mark.parametrize("name", ["current", "delayed"])
+@pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["outside", "inside"])
 def test_a_layer_called_twice(name: str, way: Way) -> None:
     """Shared weights: both amaxes count, and each direction is updated once."""

@@ -1289,3 +1289,59 @@ def test_quantized_weight(recipe: Recipe) -> None:
         assert expected is not None and found is not None and torch.equal(expected, found)
     activations = Counter((f.spec, dim) for q in (plan.input, plan.grad_output) for f, dim in q.casts)
     assert casts.seen == activations
+
+
+@pytest.mark.parametrize("recipe", ["none", None])
+def test_options_in_high_precision(recipe: str | None) -> None:
+    """main_grad and the delayed weight gradient are kept to where nothing is quantized, the twin of a quantized run."""
+    layer = Linear(16, 8, recipe=recipe, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    layer.weight.main_grad = torch.zeros(8, 16)  # type: ignore[attr-defined]
+    x, dy = torch.randn(5, 16, requires_grad=True), torch.randn(5, 8)
+    layer(x).backward(dy)
+    assert layer.weight.grad is None and not layer.weight.main_grad.any()  # type: ignore[attr-defined]
+    layer.backward_dw()
+    torch.testing.assert_close(layer.weight.main_grad, dy.t() @ x)  # type: ignore[attr-defined]
+    torch.testing.assert_close(x.grad, dy @ layer.weight)
+
+
+def test_cached_weight_does_not_survive_a_cast_of_the_module() -> None:
+    """module.to() writes through .data, which no version counts."""
+    layer = Linear(16, 8, recipe="current")
+    x = torch.randn(5, 16)
+    layer(x, is_first_microbatch=True)
+    layer.to(torch.bfloat16)
+    fresh = layer(x.bfloat16(), is_first_microbatch=True)
+    layer(x.bfloat16(), is_first_microbatch=True)
+    layer.float()
+    with torch.no_grad():
+        layer.weight.data.mul_(2)
+    layer.to(torch.bfloat16)
+    assert not torch.equal(layer(x.bfloat16(), is_first_microbatch=False), fresh)
+
+
+def test_quantized_input_is_its_own_original() -> None:
+    """save_original_input: wgrad reads the codes that fprop read, not a second cast of them with another scale."""
+    producer = Linear(16, 32, recipe="delayed")
+    results = []
+    for keep in (False, True):
+        layer = Linear(32, 8, recipe=producer.recipe, save_original_input=keep)
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(-1, 1, 256).view(8, 32))
+            layer.forward_scaling.scale.fill_(1e4)
+        hidden = producer(torch.linspace(-3, 3, 80).view(5, 16), fp8_output=True).detach()
+        layer(hidden).sum().backward()
+        results.append(layer.weight.grad)
+        producer.forward_scaling.reset_parameters()
+    assert torch.equal(*results)
+
+
+def test_calibration_leaves_a_layer_without_recipe_alone() -> None:
+    """A layer of recipe "none" keeps the state dict of nn.Linear; a custom recipe's delayed scaling is calibrated."""
+    x = torch.randn(5, 16)
+    none, custom = Linear(16, 8, recipe="none"), Linear(16, 8)
+    request = CustomRecipe(lambda role: DelayedScalingRequest(amax_history_len=2))
+    with autocast(enabled=False, calibrating=True, recipe=request):
+        none(x)
+        custom(x)
+    assert set(none.state_dict()) == {"weight", "bias"}
+    assert custom.forward_scaling.amax_history[-1, 0] == x.abs().max()

@@ -810,18 +810,20 @@ def valid_formats(draw: st.DrawFn) -> Format:
     """Any format that can be made, of blocks longer than one."""
     block = draw(st.sampled_from([0, 2, 4, 8, 16, 32, 64, 128, 256]))
     tile = block > 0 and draw(st.booleans())
-    rules = ["fp32", "pow2", "given"] + (["e8m0", "two_level"] if block else [])
-    transforms = ["none"] + (["hadamard16"] if block >= 16 and not tile else [])
+    rule = draw(st.sampled_from(["fp32", "pow2", *(["e8m0", "two_level"] if block else ["given"])]))
+    two_level = rule == "two_level"
+    transform = draw(st.sampled_from(["none"] + (["hadamard16"] if block >= 16 and not tile else [])))
+    roundings = ["nearest"] + ["stochastic", "four_over_six_mae", "four_over_six_mse"] * two_level
     return Format(
-        draw(st.sampled_from(["e4m3", "e5m2", "e2m1"])),
+        "e2m1" if two_level else draw(st.sampled_from(["e4m3", "e5m2"])),
         block,
         tile,
-        draw(st.sampled_from(rules)),
-        draw(st.sampled_from(transforms)),
-        draw(st.sampled_from(["nearest", "stochastic", "four_over_six_mae", "four_over_six_mse"])),
+        rule,
+        transform,
+        draw(st.sampled_from(roundings)),
         draw(st.floats(0, allow_nan=False, allow_infinity=False)),
         draw(st.floats(1, 448)),
-        draw(st.booleans()),
+        two_level and not tile and transform == "none" and draw(st.booleans()),
     )
 
 
@@ -853,6 +855,15 @@ def test_blocks_of_one() -> None:
         ({"block": -16}, "block is -16"),
         ({"amax_epsilon": -1.0}, "amax_epsilon is -1.0"),
         ({"tile": True}, "needs a block length"),
+        ({"block": 16, "scale_rule": "two_level"}, "go together"),
+        ({"element": "e2m1"}, "go together"),
+        ({"rounding": "stochastic"}, "needs scale rule .two_level."),
+        ({"amax_per_row": True}, "needs scale rule .two_level."),
+        ({"block": 32, "scale_rule": "given"}, "one for the whole tensor"),
+        (
+            {"element": "e2m1", "block": 16, "tile": True, "scale_rule": "two_level", "amax_per_row": True},
+            "not rotated",
+        ),
         ({"scale_rule": "e8m0"}, "needs a block length"),
         ({"scale_rule": "two_level"}, "needs a block length"),
         ({"block": 8, "transform": "hadamard16"}, "groups of 16, got block=8"),

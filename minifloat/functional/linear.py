@@ -47,6 +47,16 @@ class LinearCall:
     overwrite_main_grad: bool = False
     wgrad_tasks: list[Callable[[], None]] | None = None
 
+    def keeps_input(self, plan: LinearPlan, x: Tensor) -> bool:
+        """Backward casts X again; an input that came quantized is its own original."""
+        return self.needs_w and plan.save_original_input and not isinstance(x, QuantizedTensor)
+
+    def input_quantizer(self, plan: LinearPlan, x: Tensor) -> Quantizer:
+        """How X is quantized: columnwise too where that is what backward keeps."""
+        return plan.input.with_usage(
+            columnwise=self.needs_w and plan.backward_override is None and not self.keeps_input(plan, x)
+        )
+
 
 class LinearFunction(torch.autograd.Function):
     """Y = X W^T + b and its gradients.
@@ -76,7 +86,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         """``ready``: operands of X and W that exist already (a quantized tensor, a cached weight)."""
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
-        x_scale = delayed_scale(call.use, "input", keep=True) if plan.save_original_input and call.needs_w else None
+        x_scale = delayed_scale(call.use, "input", keep=True) if call.keeps_input(plan, x) else None
         x_operands, w_operands = _operands(plan, call, ready, x, weight, x_scale)
         y = gemm.fprop(x_operands, w_operands, bias, out_dtype=call.dtype, fast_accum=plan.fast_fprop)
         kept = _kept_input(plan, call, x, x_operands), _kept_weight(plan, call, weight, w_operands)
@@ -116,8 +126,7 @@ def _operands(
 ) -> tuple[Quantized, Quantized]:
     """X and W in the orientations that forward and backward read, those that are not ready in one launch a phase."""
     x_operands, w_operands = ready
-    keeps_columnwise = call.needs_w and plan.backward_override is None and not plan.save_original_input
-    x_quantizer = plan.input.with_usage(columnwise=keeps_columnwise)
+    x_quantizer = call.input_quantizer(plan, x)
     w_quantizer = weight_quantizer(plan, call.needs_x)
     if x_operands is not None and w_operands is not None:
         return x_operands, w_operands
@@ -142,7 +151,7 @@ def _kept_input(plan: LinearPlan, call: LinearCall, x: Tensor, operands: Quantiz
         return None
     if plan.backward_override == "dequantized":
         return operands.along(ROWWISE)
-    if plan.backward_override == "high_precision" or plan.save_original_input:
+    if plan.backward_override == "high_precision" or call.keeps_input(plan, x):
         return _as_is(x)
     return operands.along(COLUMNWISE)
 
@@ -203,9 +212,9 @@ def _for_backward(plan: LinearPlan, kept: Operand | None) -> Quantized:
 
 def _input_for_wgrad(plan: LinearPlan, kept: Operand | None, scale: Tensor | None) -> Quantized:
     """The columnwise X, cast now if the original was kept; what forward recorded is not recorded again."""
-    if not plan.save_original_input or plan.backward_override is not None:
-        return _for_backward(plan, kept)
     assert kept is not None
+    if plan.backward_override is not None or kept.format.quantized or not plan.input.format(COLUMNWISE).quantized:
+        return _for_backward(plan, kept)
     return cast_with(kept.codes, plan.input.with_usage(rowwise=False), scale)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,17 @@ from minifloat.kernels import matmul
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.operand import Quantized
 from minifloat.quantizer import DTYPES, Quantizer
-from minifloat.recipe import CustomRecipe, DelayedScaling, Recipe, as_recipe
+from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, as_recipe
 
 _PLANS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 _HISTORIES = ("forward_scaling", "backward_scaling")
+
+
+def _identity(role: QuantizerRole) -> Quantizer:
+    return Quantizer.identity()
+
+
+_UNQUANTIZED = CustomRecipe(_identity)
 
 
 class CachedWeight(NamedTuple):
@@ -110,6 +117,8 @@ class Linear(nn.Linear):
         self._check_input(x)
         context = current()
         recipe = self.recipe_in_force()
+        if recipe is None and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            recipe = _UNQUANTIZED  # what PyTorch's own linear cannot do
         if recipe is None:
             return self._high_precision(x, context)
         plan = self.plan(recipe)
@@ -218,8 +227,7 @@ class Linear(nn.Linear):
         return Use((self.forward_scaling, self.backward_scaling), recipe, records, backward, current())
 
     def _ready_input(self, x: Tensor, plan: LinearPlan, call: LinearCall) -> Quantized | None:
-        keeps = call.needs_w and plan.backward_override is None and not plan.save_original_input
-        return reuse(x, plan.input.with_usage(columnwise=keeps))
+        return reuse(x, call.input_quantizer(plan, x))
 
     def _ready_weight(self, plan: LinearPlan, call: LinearCall, is_first_microbatch: bool | None) -> Quantized | None:
         quantizer = weight_quantizer(plan, call.needs_x)
@@ -234,10 +242,11 @@ class Linear(nn.Linear):
         return operands
 
     def _high_precision(self, x: Tensor, context: autocast | None) -> Tensor:
-        if context is not None and context.calibrating and isinstance(context.recipe, DelayedScaling):
-            self.plan(context.recipe)
-            use = self._use(context.recipe, records=True, backward=False)
-            calibrate([x.detach(), self.weight.detach()], ["input", "weight"], use)
+        if context is not None and context.calibrating and self.recipe is None:
+            delayed = self.plan(context.recipe).delayed
+            if delayed is not None:
+                use = self._use(delayed, records=True, backward=False)
+                calibrate([x.detach(), self.weight.detach()], ["input", "weight"], use)
         matmul.record("fprop", "identity", "identity", "torch")
         return F.linear(x, self.weight, self.bias)
 
@@ -268,6 +277,11 @@ class Linear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
         return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": []}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.invalidate()  # module.to() and the like write through .data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # A layer that gets its recipe from autocast has no histories before its first step: the checkpoint brings them.

@@ -81,7 +81,7 @@ def _scaled_mm(
 
 def _finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Adds the bias in fp32 and rounds once."""
-    return (product if bias is None else product + bias.to(out_dtype).float()).to(out_dtype)
+    return (product if bias is None else product + bias.to(out_dtype).float()).to(out_dtype).contiguous()
 
 
 def _reference(a: _Matrix, b: _Matrix) -> Tensor:

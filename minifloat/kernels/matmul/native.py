@@ -60,9 +60,11 @@ def _strip_scale(scale: Tensor, outer: int) -> Tensor:
     """[outer, blocks], outer-major in memory, rows of padding scaled by one."""
     if scale.shape[0] < outer:
         scale = torch.nn.functional.pad(scale, (0, 0, 0, outer - scale.shape[0]), value=1.0)
-    return scale.t().contiguous().t()
+    # Strides spelled out: those of a dim of 1 are anything, and the library reads them.
+    return scale.t().contiguous().as_strided(scale.shape, (1, outer))
 
 
 def _tile_scale(scale: Tensor) -> Tensor:
     """[blocks, outer blocks] with the contracted dim consecutive in memory, in whole groups of four."""
-    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
+    padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+    return padded.as_strided((padded.shape[1], padded.shape[0]), (1, padded.shape[1]))
