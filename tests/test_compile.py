@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -182,18 +182,7 @@ def grads_cleared(twins: Twins) -> None:
 # ---- Every recipe ----
 
 
-DUNDER_CALL = pytest.mark.xfail(
-    torch.__version__ < "2.12",
-    reason="PyTorch 2.11 does not trace the call of a quantizer that was made in the graph",
-    raises=torch._dynamo.exc.InternalTorchDynamoError,
-)
-
-
-def _but_chained(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=DUNDER_CALL) if name == "custom" else name for name in names]
-
-
-@pytest.mark.parametrize("name", _but_chained(RECIPES))
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe(name: str) -> None:
     """One graph serves all token counts where dynamic shapes were asked for and the grid of blocks has no dim of 1."""
     twins = Twins(RECIPES[name], "outside", dynamic=True)
@@ -204,7 +193,7 @@ def test_every_recipe(name: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["inside", pytest.param("own", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", _but_chained(NAMED))
+@pytest.mark.parametrize("name", NAMED)
 def test_where_the_recipe_comes_from(name: str, way: Way) -> None:
     """A recipe of the layers' own, or an autocast in the compiled function."""
     twins = Twins(RECIPES[name], way)
@@ -216,7 +205,7 @@ def test_where_the_recipe_comes_from(name: str, way: Way) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("way", ["own", "outside", "inside"])
-@pytest.mark.parametrize("name", _but_chained(RECIPES))
+@pytest.mark.parametrize("name", RECIPES)
 def test_whole_matrix(name: str, way: Way, dynamic: bool | None) -> None:
     """Each recipe, from each place, with each kind of shapes, one token included."""
     twins = Twins(RECIPES[name], way, dynamic=dynamic)

@@ -34,6 +34,9 @@ class TrainConfig:
     evaluations: int = 5
     evaluation_batches: int = 8
     dtype: torch.dtype = torch.bfloat16  # of the activations; parameters and optimizer state are fp32
+    # A power of two changes no rounding but keeps gradients of a mean over many tokens from vanishing where a scale
+    # does not follow them: delayed scaling starts at 1, and finds its scales one layer a step if they vanish.
+    loss_scale: float = 2.0**16
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluations", "evaluation_batches"):
@@ -153,7 +156,9 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     loss = batch_loss(model, batch, config, device)
-    loss.backward()
+    (loss * config.loss_scale).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    torch._foreach_mul_(gradients, 1 / config.loss_scale)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
