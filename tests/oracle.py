@@ -4,7 +4,7 @@ Nothing here imports `minifloat` or torch. Every float32 formula is a sequence o
 rounded to nearest even, in the order in which numerics.md writes it. Casts come from first principles: a float32 is
 exact in float64, where dividing by a power of two is exact too, so `np.rint` there is the only rounding.
 
-Layout (docs/architecture.md, D7): codes stay in [M, K]. Rowwise (`dim=-1`) blocks run along K, columnwise (`dim=0`) along M.
+Layout (docs/architecture.md, D7): codes stay in [M, K]. Rowwise (`dim=-1`) blocks run along K, columnwise (`dim=0`) M.
 NVFP4 codes are packed two a byte along the scaled dim, the even index in the low nibble.
 
 Arrays `x` are float32 and hold float32, bfloat16 or float16 values exactly.
