@@ -11,7 +11,7 @@
 
 from minifloat.autocast import autocast, get_default_recipe
 from minifloat.formats import Format
-from minifloat.nn import Linear, prepare
+from minifloat.nn import Linear, prepare, quantized_model_init
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer, cast_all, find_amaxes
 from minifloat.recipe import (
@@ -25,6 +25,7 @@ from minifloat.recipe import (
     QuantizerRole,
     Recipe,
 )
+from minifloat.recompute import checkpoint, checkpoint_context_fn
 from minifloat.tensor import QuantizedTensor
 
 __version__ = "0.1.0"
@@ -47,7 +48,10 @@ __all__ = [
     "Recipe",
     "autocast",
     "cast_all",
+    "checkpoint",
+    "checkpoint_context_fn",
     "find_amaxes",
     "get_default_recipe",
     "prepare",
+    "quantized_model_init",
 ]

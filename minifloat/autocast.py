@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from minifloat import delayed
 from minifloat.delayed import History
@@ -127,6 +128,7 @@ class Use:
         records: whether amaxes are recorded; scales are read in any case.
         backward: whether this forward will have a backward.
         context: the innermost ``autocast``; None outside of any, where the module is a region of its own.
+        scale: what a recomputation reads in place of the forward scales, which have moved on; it records nothing.
     """
 
     def __init__(
@@ -136,9 +138,11 @@ class Use:
         records: bool,
         backward: bool,
         context: autocast | None,
+        scale: Tensor | None = None,
     ) -> None:
-        self.histories = states[0].history(recipe, True), states[1].history(recipe, False)
-        self.records = records
+        forward, backward_history = states[0].history(recipe, True), states[1].history(recipe, False)
+        self.histories = forward if scale is None else forward._replace(scale=scale), backward_history
+        self.records = records = records and scale is None
         self.region = None if context is None else context.region
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
         self.first = self.opens = True
@@ -168,6 +172,17 @@ class Use:
 def current() -> autocast | None:
     """The innermost ``autocast`` that this thread is inside of."""
     return _stack.contexts[-1] if _stack.contexts else None
+
+
+def surrounding_contexts() -> list[autocast]:
+    """All that this thread is inside of, outermost first."""
+    return list(_stack.contexts)
+
+
+def restore_contexts(contexts: list[autocast]) -> list[autocast]:
+    """Puts this thread inside of ``contexts``, for a recomputation: no histories are updated. Returns the replaced."""
+    replaced, _stack.contexts = _stack.contexts, contexts
+    return replaced
 
 
 def get_default_recipe() -> Recipe:

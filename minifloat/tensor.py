@@ -54,10 +54,79 @@ def quantize(
         raise ValueError("the quantizer produces no orientation; use quantizer.with_usage(rowwise=True)")
     with torch.no_grad():
         values = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
-        operands = tensor_ops.cast(as_matrix(values), quantizer, scale, amax_group, amaxes)
+        operands = tensor_ops.cast([as_matrix(values)], [quantizer], [scale], [amax_group], [amaxes])[0]
         owned = tensor_ops.each(operands, lambda o: o if o.format.quantized else replace(o, codes=_copied(o.codes)))
     return QuantizedTensor.from_operands(
         owned, quantizer, x.shape, x.dtype, scale=scale, amax_group=amax_group, source_version=_version(x)
+    )
+
+
+def quantize_all_(
+    targets: Sequence[QuantizedTensor], sources: Sequence[Tensor], *, amaxes: Sequence[Amaxes | None] | None = None
+) -> None:
+    """Quantizes each source into the memory of its target, all of them in one launch a phase.
+
+    The bytes are those of ``target.quantize_(source)`` for each in turn. Amaxes are reduced in one all-reduce for each
+    ``amax_group``, whose ranks list their targets in the same order. Sources are cast from their own dtype: a bf16
+    parameter takes fp32 master weights in one rounding.
+
+    Args:
+        targets: written. None may share memory with another one's source.
+        sources: of the targets' shapes, fp32, bf16, fp16 or quantized, on any device.
+        amaxes: what to cast with instead, already agreed on, as in :func:`quantize`; None for a target's own.
+
+    Raises:
+        ValueError: the lists differ in length, a source has another shape than its target, or delayed scaling has no
+            scale. Nothing has been written then.
+        NotImplementedError: a target is a range of rows of a larger tensor, which share a scale that would change.
+    """
+    if len(targets) != len(sources):
+        raise ValueError(f"{len(targets)} tensors cannot take the values of {len(sources)}: pass one source a target")
+    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if source.shape != target.shape:
+            raise ValueError(
+                f"a tensor of shape {tuple(target.shape)} cannot take values of shape {tuple(source.shape)}"
+                + f" (number {i} of {len(targets)})" * (len(targets) > 1)
+            )
+    with torch.no_grad():
+        _assign_all(targets, sources, amaxes)
+    for target in targets:
+        torch.autograd.graph.increment_version(target)
+
+
+def _assign_all(
+    targets: Sequence[QuantizedTensor], sources: Sequence[Tensor], amaxes: Sequence[Amaxes | None] | None = None
+) -> None:
+    """As :func:`quantize_all_`, of sources that broadcast, with versions left to the caller."""
+    pairs = list(zip(targets, sources, strict=True))
+    ready = [s._operands if isinstance(s, QuantizedTensor) and t._same_form(s) else None for t, s in pairs]
+    missing = [i for i, operands in enumerate(ready) if operands is None]
+    values = [s._values() if isinstance(s, QuantizedTensor) else s.detach() for s in (sources[i] for i in missing)]
+    fresh = iter(
+        _cast_all([targets[i] for i in missing], values, None if amaxes is None else [amaxes[i] for i in missing])
+    )
+    for (target, source), operands in zip(pairs, ready, strict=True):
+        tensor_ops.store(target._operands, next(fresh) if operands is None else operands, target._outside)
+        target.source_version = _version(source)
+
+
+def _write_all(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
+    """Quantizes values of no known source that broadcast to the logical shapes."""
+    for target, operands in zip(targets, _cast_all(targets, values), strict=True):
+        tensor_ops.store(target._operands, operands, target._outside)
+        target.source_version = None
+
+
+def _cast_all(
+    targets: Sequence[QuantizedTensor], values: Sequence[Tensor], amaxes: Sequence[Amaxes | None] | None = None
+) -> list[Quantized]:
+    """Operands of ``values`` in the form of those that ``targets`` hold."""
+    return tensor_ops.cast(
+        [target._as_matrix(value) for target, value in zip(targets, values, strict=True)],
+        [target.quantizer for target in targets],
+        [target.scale for target in targets],
+        [target.amax_group for target in targets],
+        amaxes or [None] * len(targets),
     )
 
 

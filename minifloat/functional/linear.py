@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class LinearCall:
     overwrite_main_grad: bool = False
     wgrad_tasks: list[Callable[[], None]] | None = None
 
+    def needs_parameter(self, weight: Tensor) -> Tensor | None:
+        """The weight if backward writes to it by itself, so that its Python attributes are kept; else None."""
+        return weight if self.main_grad or self.wgrad_tasks is not None else None
+
     def keeps_input(self, plan: LinearPlan, x: Tensor) -> bool:
         """Backward casts X again; an input that came quantized is its own original."""
         return self.needs_w and plan.save_original_input and not isinstance(x, QuantizedTensor)
@@ -56,6 +60,55 @@ class LinearCall:
         return plan.input.with_usage(
             columnwise=self.needs_w and plan.backward_override is None and not self.keeps_input(plan, x)
         )
+
+
+@dataclass
+class Ready:
+    """Operands of X and W that exist before the call: a quantized tensor, a cached weight, a sibling's input.
+
+    Outside of a compiled graph the forward puts the operand of X here that it made, for the siblings to come.
+    """
+
+    x: Quantized | None = None
+    w: Quantized | None = None
+
+
+class Kept(NamedTuple):
+    """What the forward of one linear leaves for its backward.
+
+    Args:
+        x, w: the operands that wgrad and dgrad read; None where there is no such gradient.
+        x_scale: the delayed scale to cast X with again, where X was kept as it came.
+    """
+
+    x: Operand | None
+    w: Operand | None
+    x_scale: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """For ``save_for_backward``, where autograd's hooks see them."""
+        none: tuple[None, None, None] = (None, None, None)
+        x, w = (none if operand is None else operand.tensors for operand in (self.x, self.w))
+        return (*x, *w, self.x_scale)
+
+    @property
+    def layouts(self) -> tuple[Layout | None, Layout | None]:
+        """All but the tensors."""
+        return None if self.x is None else self.x.layout, None if self.w is None else self.w.layout
+
+    @staticmethod
+    def of(layouts: tuple[Layout | None, Layout | None], tensors: Sequence[Tensor | None]) -> Kept:
+        """Puts :attr:`tensors` and :attr:`layouts` together again."""
+        x, w = (
+            None if layout is None or codes is None else layout.operand(codes, scale_inv, amax)
+            for layout, (codes, scale_inv, amax) in zip(layouts, (tensors[0:3], tensors[3:6]), strict=True)
+        )
+        return Kept(x, w, tensors[6])
+
+
+KEPT_TENSORS = 7
+"""How many :attr:`Kept.tensors` are."""
 
 
 class LinearFunction(torch.autograd.Function):
@@ -76,22 +129,15 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: LinearPlan,
-        call: LinearCall,
-        ready: tuple[Quantized | None, Quantized | None],
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        ctx: Any, plan: LinearPlan, call: LinearCall, ready: Ready, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """``ready``: operands of X and W that exist already (a quantized tensor, a cached weight)."""
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
         x_scale = delayed_scale(call.use, "input", keep=True) if call.keeps_input(plan, x) else None
-        x_operands, w_operands = _operands(plan, call, ready, x, weight, x_scale)
-        y = gemm.fprop(x_operands, w_operands, bias, out_dtype=call.dtype, fast_accum=plan.fast_fprop)
-        kept = _kept_input(plan, call, x, x_operands), _kept_weight(plan, call, weight, w_operands)
-        _save(ctx, plan, call, kept, x_scale)
-        ctx.x_shape, ctx.weight = x.shape, weight if call.main_grad or call.wgrad_tasks is not None else None
+        operands = quantize_operands(plan, call, ready, x, weight, x_scale)
+        y, kept = multiply(plan, call, operands, x, weight, bias, x_scale)
+        ctx.plan, ctx.call, ctx.layouts, ctx.x_shape = plan, call, kept.layouts, x.shape
+        ctx.weight = call.needs_parameter(weight)
+        ctx.save_for_backward(*kept.tensors)
         y = y.reshape(*x.shape[:-1], weight.shape[0])
         return _quantized(y, plan.output, "output", call.use) if call.quantize_output else y
 
@@ -100,42 +146,70 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan: LinearPlan = ctx.plan
         call: LinearCall = ctx.call
-        x, w, x_scale = _restore(ctx)
-        dx = dw = db = None
-        if call.needs_b:
-            db = as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
-        dy_operands = _grad_operands(plan, call, dy)
-        if call.needs_x:
-            dx = gemm.dgrad(dy_operands, _for_backward(plan, w), out_dtype=call.dtype, fast_accum=plan.fast_dgrad)
+        kept = Kept.of(ctx.layouts, ctx.saved_tensors)
+        db = column_sum(dy) if call.needs_b else None
+        dx, dw = gradients(plan, call, kept, grad_operands(plan, call, dy), ctx.weight)
+        if dx is not None:
             dx = dx.reshape(ctx.x_shape)
             dx = _quantized(dx, plan.grad_input, "grad_input", call.use) if call.quantize_grad_input else dx
-        if call.needs_w:
-            dw = _weight_gradient(ctx, dy_operands, _input_for_wgrad(plan, x, x_scale))
         if call.use is not None:
             call.use.backward_finished()
         return None, None, None, dx, dw, db
 
 
-def _operands(
-    plan: LinearPlan,
-    call: LinearCall,
-    ready: tuple[Quantized | None, Quantized | None],
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor | None,
+# ---- the parts of a linear, which fused modules put together in their own way ----
+
+
+def quantize_operands(
+    plan: LinearPlan, call: LinearCall, ready: Ready, x: Tensor, weight: Tensor, x_scale: Tensor | None = None
 ) -> tuple[Quantized, Quantized]:
     """X and W in the orientations that forward and backward read, those that are not ready in one launch a phase."""
-    x_operands, w_operands = ready
-    x_quantizer = call.input_quantizer(plan, x)
-    w_quantizer = weight_quantizer(plan, call.needs_x)
-    if x_operands is not None and w_operands is not None:
-        return x_operands, w_operands
-    if x_operands is not None:
-        return x_operands, quantize([weight], [w_quantizer], ["weight"], call.use)[0]
-    if w_operands is not None:
-        return quantize([x], [x_quantizer], ["input"], call.use, x_scale)[0], w_operands
-    fresh = quantize([x, weight], [x_quantizer, w_quantizer], ["input", "weight"], call.use, x_scale)
-    return fresh[0], fresh[1]
+    quantizers = {"input": call.input_quantizer(plan, x), "weight": weight_quantizer(plan, call.needs_x)}
+    known = {"input": ready.x, "weight": ready.w}
+    missing = [kind for kind in known if known[kind] is None]
+    if missing:
+        tensors = {"input": x, "weight": weight}
+        made = quantize(
+            [tensors[kind] for kind in missing], [quantizers[kind] for kind in missing], missing, call.use, x_scale
+        )
+        known.update(zip(missing, made, strict=True))
+    x_operands, w_operands = known["input"], known["weight"]
+    assert x_operands is not None and w_operands is not None
+    if not torch.compiler.is_compiling():
+        ready.x = x_operands
+    return x_operands, w_operands
+
+
+def multiply(
+    plan: LinearPlan,
+    call: LinearCall,
+    operands: tuple[Quantized, Quantized],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None = None,
+) -> tuple[Tensor, Kept]:
+    """fprop, Y [M, N], and what backward will need; ``x`` and ``weight`` are what the operands were cast from."""
+    y = gemm.fprop(*operands, bias, out_dtype=call.dtype, fast_accum=plan.fast_fprop)
+    return y, Kept(_kept_input(plan, call, x, operands[0]), _kept_weight(plan, call, weight, operands[1]), x_scale)
+
+
+def gradients(
+    plan: LinearPlan, call: LinearCall, kept: Kept, dy: Quantized, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``weight`` is the parameter that has main_grad."""
+    dx = dw = None
+    if call.needs_x:
+        w = _for_backward(plan, kept.w)
+        dx = gemm.dgrad(dy, w, out_dtype=call.dtype, fast_accum=plan.fast_dgrad)
+    if call.needs_w:
+        dw = _weight_gradient(plan, call, dy, _input_for_wgrad(plan, kept.x, kept.x_scale), weight)
+    return dx, dw
+
+
+def column_sum(dy: Tensor) -> Tensor:
+    """The gradient of a bias, [N]: dY summed over its rows."""
+    return as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
 
 
 def weight_quantizer(plan: LinearPlan, needs_x: bool) -> Quantizer:
@@ -169,33 +243,11 @@ def _as_is(x: Tensor) -> Operand:
     return Operand(matrix, None, None, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), matrix.dtype)
 
 
-def _save(
-    ctx: Any,
-    plan: LinearPlan,
-    call: LinearCall,
-    kept: tuple[Operand | None, Operand | None],
-    x_scale: Tensor | None,
-) -> None:
-    """Tensors where autograd's hooks see them, the rest on ``ctx``."""
-    x, w = kept
-    none: tuple[None, None, None] = (None, None, None)
-    ctx.save_for_backward(*(none if x is None else x.tensors), *(none if w is None else w.tensors), x_scale)
-    ctx.plan, ctx.call = plan, call
-    ctx.layouts = None if x is None else x.layout, None if w is None else w.layout
-
-
-def _restore(ctx: Any) -> tuple[Operand | None, Operand | None, Tensor | None]:
-    saved = ctx.saved_tensors
-    layouts: tuple[Layout | None, Layout | None] = ctx.layouts
-    x = None if layouts[0] is None else layouts[0].operand(*saved[0:3])
-    w = None if layouts[1] is None else layouts[1].operand(*saved[3:6])
-    return x, w, saved[6]
-
-
 # ---- backward ----
 
 
-def _grad_operands(plan: LinearPlan, call: LinearCall, dy: Tensor) -> Quantized:
+def grad_operands(plan: LinearPlan, call: LinearCall, dy: Tensor) -> Quantized:
+    """dY in the orientations that the wanted gradients read."""
     if plan.backward_override is not None:
         return Quantized(_as_is(dy), None)
     quantizer = plan.grad_output.with_usage(rowwise=call.needs_x, columnwise=call.needs_w)
@@ -218,14 +270,13 @@ def _input_for_wgrad(plan: LinearPlan, kept: Operand | None, scale: Tensor | Non
     return cast_with(kept.codes, plan.input.with_usage(rowwise=False), scale)
 
 
-def _weight_gradient(ctx: Any, dy: Quantized, x: Quantized) -> Tensor | None:
+def _weight_gradient(
+    plan: LinearPlan, call: LinearCall, dy: Quantized, x: Quantized, weight: Tensor | None
+) -> Tensor | None:
     """dW, or None where it goes into ``main_grad`` or is computed later."""
-    plan: LinearPlan = ctx.plan
-    call: LinearCall = ctx.call
-    weight = ctx.weight
 
     def compute() -> Tensor | None:
-        dtype = weight.main_grad.dtype if call.main_grad else call.dtype
+        dtype = weight.main_grad.dtype if call.main_grad else call.dtype  # type: ignore[union-attr]
         dw = gemm.wgrad(dy, x, out_dtype=dtype, fast_accum=plan.fast_wgrad)
         return _into_main_grad(weight, dw, call.overwrite_main_grad) if call.main_grad else dw
 
@@ -234,7 +285,7 @@ def _weight_gradient(ctx: Any, dy: Quantized, x: Quantized) -> Tensor | None:
 
     def later() -> None:
         dw = compute()
-        if dw is not None:
+        if dw is not None and weight is not None:
             dw = dw.to(weight.dtype)
             weight.grad = dw if weight.grad is None else weight.grad + dw
 
@@ -242,13 +293,14 @@ def _weight_gradient(ctx: Any, dy: Quantized, x: Quantized) -> Tensor | None:
     return None
 
 
-def _into_main_grad(weight: Tensor, dw: Tensor, overwrite: bool) -> Tensor | None:
+def _into_main_grad(weight: Tensor | None, dw: Tensor, overwrite: bool) -> Tensor | None:
     """Adds dW to ``weight.main_grad`` and says so on ``weight.grad_added_to_main_grad``.
 
     Returns:
         The gradient to hand to autograd: None, or zeros where ``weight.zero_out_wgrad`` asks for one so that hooks on
         the parameter run.
     """
+    assert weight is not None
     if overwrite or getattr(weight, "overwrite_main_grad", False):
         weight.main_grad.copy_(dw)  # type: ignore[attr-defined]
     else:

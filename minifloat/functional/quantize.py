@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minifloat.autocast import Use
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from minifloat.kernels import delayed
 from minifloat.operand import Quantized
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
@@ -36,7 +36,7 @@ def quantize(
     results = cast_all(xs, quantizers, amaxes)
     if use is not None and use.records:
         for result, kind in zip(results, kinds, strict=True):
-            _record(use, kind, result)
+            record(use, kind, result)
     return results
 
 
@@ -64,7 +64,8 @@ def _with_scale(quantizer: Quantizer, levels: Amaxes, scale: Tensor | None) -> A
     return tuple(scale if wants else level for wants, level in zip(given, levels, strict=True))
 
 
-def _record(use: Use, kind: str, result: Quantized) -> None:
+def record(use: Use, kind: str, result: Quantized) -> None:
+    """Records the amax that a delayed cast measured of the tensor that the layer knows as ``kind``."""
     for operand in result:
         if operand is not None and operand.format.scale_rule == "given" and operand.amax is not None:
             direction, slot = _slot(kind)
@@ -90,3 +91,23 @@ def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:
         if wanted and not fits:
             return None
     return x.operands
+
+
+def pairs_with(w: Quantized, plan: LinearPlan, dgrad: bool) -> bool:
+    """The GEMMs of a layer take this weight, whatever its recipe would make of it, on every device.
+
+    Codes of equal width, scales that span equally many elements, no rotation: everything else would be computed at the
+    speed of the reference where a fresh cast has a GEMM.
+    """
+    others = [(ROWWISE, plan.input.format(ROWWISE))]
+    if dgrad and plan.backward_override is None:
+        others.append((COLUMNWISE, plan.grad_output.format(ROWWISE)))
+    for dim, other in others:
+        held = [o.format for o in w if o is not None and o.serves(dim)]
+        if not any(
+            (mine.block, mine.packed, mine.transform) == (other.block, other.packed, other.transform)
+            for mine in held
+            if mine.quantized and other.quantized
+        ):
+            return False
+    return True

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from minifloat.autocast import Use, autocast, current
-from minifloat.functional.linear import LinearCall, LinearFunction, weight_quantizer
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, linear_plan
-from minifloat.functional.quantize import calibrate, quantize, reuse
+from minifloat import recompute
+from minifloat.autocast import Use, current
+from minifloat.functional import shared_cast
+from minifloat.functional.linear import LinearCall, LinearFunction, Ready, weight_quantizer
+from minifloat.functional.plan import LinearPlan, linear_plan
+from minifloat.functional.quantize import calibrate, pairs_with, quantize, record, reuse
 from minifloat.kernels import matmul
-from minifloat.nn.delayed import AmaxHistory
+from minifloat.nn import parameters
+from minifloat.nn.linear_state import LinearState
+from minifloat.nn.parameters import CachedWeight, InitMethod
 from minifloat.operand import Quantized
 from minifloat.quantizer import DTYPES, Quantizer
-from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, as_recipe
+from minifloat.recipe import CustomRecipe, QuantizerRole, Recipe
+from minifloat.tensor import QuantizedTensor
 
 _PLANS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
-_HISTORIES = ("forward_scaling", "backward_scaling")
 
 
 def _identity(role: QuantizerRole) -> Quantizer:
@@ -30,20 +34,22 @@ def _identity(role: QuantizerRole) -> Quantizer:
 _UNQUANTIZED = CustomRecipe(_identity)
 
 
-class CachedWeight(NamedTuple):
-    """A quantized weight, and what it was cast from and with."""
+class Started(NamedTuple):
+    """One call of a linear that is about to run: what an autograd function takes."""
 
+    plan: LinearPlan
+    call: LinearCall
+    ready: Ready
     weight: Tensor
-    version: int
-    quantizer: Quantizer
-    operands: Quantized
+    bias: Tensor | None
 
-    def of(self, weight: Tensor, version: int, quantizer: Quantizer) -> bool:
-        """It is what casting ``weight`` now would give."""
-        return self.weight is weight and self.version == version and self.quantizer == quantizer
+    def finish(self) -> None:
+        """To be called after the forward."""
+        if self.call.use is not None:
+            self.call.use.forward_finished()
 
 
-class Linear(nn.Linear):
+class Linear(LinearState):
     """Y = X W^T + b as ``nn.Linear`` computes it, through quantized operands where a recipe is in force.
 
     Args:
@@ -56,18 +62,22 @@ class Linear(nn.Linear):
         delay_wgrad_compute: backward leaves dW to :meth:`backward_dw`.
         save_original_input: backward keeps X as it came and quantizes it again: costs a cast, saves memory where X is
             kept alive by somebody else anyway.
+        return_bias: forward gives (X W^T, b) and leaves the addition to the caller.
+        parameters_split: names and numbers of rows: the weight is kept as that many parameters (``query_weight``,
+            ``query_bias``, ...) and multiplied as one.
+        init_method: fills the weight in place, and the bias starts as zeros; default: both as ``nn.Linear``.
+        params_dtype: another name of ``dtype``.
 
     Activations are computed in the dtype of X, or of ``torch.autocast`` where that is on; weights are quantized
     straight from the parameter, whatever its dtype. State dict keys are those of ``nn.Linear``, and under delayed
     scaling also ``forward_scaling.*`` and ``backward_scaling.*``, which may be missing from a checkpoint or extra.
+    ``quantized_model_init`` keeps the weight itself quantized.
 
     Raises:
         TypeError: ``recipe`` is not one, or X is not floating point.
-        ValueError: an unknown recipe name; X's last dim is not ``in_features``; an unsupported dtype.
+        ValueError: an unknown recipe name; X's last dim is not ``in_features``; an unsupported dtype; rows of
+            ``parameters_split`` that do not add up to ``out_features``.
     """
-
-    forward_scaling: AmaxHistory
-    backward_scaling: AmaxHistory
 
     def __init__(
         self,
@@ -82,20 +92,22 @@ class Linear(nn.Linear):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        return_bias: bool = False,
+        parameters_split: Mapping[str, int] | None = None,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
     ) -> None:
-        self.name = name or ""
+        self.set_up(recipe, name or "")
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
-        self._wgrad_tasks: list[Callable[[], None]] = []
-        self._wgrad_hooks: list[Callable[[], None]] = []
-        self._weight_cache: CachedWeight | None = None
-        self._latest_plan: tuple[Recipe, LinearPlan] | None = None
-        self._custom_plans: list[tuple[Recipe, LinearPlan]] = []
+        self.return_bias = return_bias
+        self.init_method = init_method
+        dtype = params_dtype if params_dtype is not None else dtype
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.recipe: Recipe | Literal["none"] | None = None
-        if recipe is not None:
-            self.recipe = "none" if recipe == "none" else as_recipe(recipe)
+        if parameters_split is not None:
+            self._split(parameters_split)
+        self._quantize_weights()
         if isinstance(self.recipe, Recipe):
             self.plan(self.recipe)
 
@@ -105,8 +117,8 @@ class Linear(nn.Linear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-    ) -> Tensor:
-        """X [..., in_features] to Y [..., out_features].
+    ) -> Any:
+        """X [..., in_features] to Y [..., out_features], and the bias if ``return_bias``.
 
         Args:
             is_first_microbatch: True quantizes the weight and keeps the result; False uses what was kept if the
@@ -115,26 +127,60 @@ class Linear(nn.Linear):
             fp8_grad: return the gradient of X quantized.
         """
         self._check_input(x)
-        context = current()
-        recipe = self.recipe_in_force()
-        if recipe is None and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
-            recipe = _UNQUANTIZED  # what PyTorch's own linear cannot do
+        recipe = self.recipe_of_call()
         if recipe is None:
-            return self._high_precision(x, context)
+            return self._high_precision(x)
+        dtype = self.compute_dtype(x)
+        started = self.start(recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad)
+        plan, call, ready, weight, bias = started
+        source, x = x, x.to(dtype)
+        quantizer = call.input_quantizer(plan, x)
+        ready.x = reuse(x, quantizer)
+        if ready.x is None:
+            ready.x = shared_cast.find(source, dtype, quantizer)
+        y: Tensor = LinearFunction.apply(plan, call, ready, x, weight, bias)  # type: ignore[no-untyped-call]
+        if not call.keeps_input(plan, x):  # else X lives as long as the graph, and its operands would with it
+            shared_cast.keep(source, dtype, quantizer, ready.x)
+        started.finish()
+        return (y, self.bias_vector()) if self.return_bias else y
+
+    def start(
+        self,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        needs_x: bool,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Started:
+        """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be."""
         plan = self.plan(recipe)
-        if x.dtype not in DTYPES or self.weight.dtype not in DTYPES:
+        weight, bias = self.weight_matrix(), None if self.return_bias else self.bias_vector()
+        if weight.dtype not in DTYPES:
+            raise ValueError(f"{self.label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
+        call = self._call(plan, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad)
+        return Started(plan, call, Ready(w=self._ready_weight(plan, call, weight, is_first_microbatch)), weight, bias)
+
+    def compute_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype of the activations: of X, or of ``torch.autocast`` where that is on.
+
+        Raises:
+            ValueError: X has a dtype that cannot be quantized.
+        """
+        if x.dtype not in DTYPES:
             raise ValueError(
-                f"{self._label()}: cannot quantize {x.dtype} input and {self.weight.dtype} weight; "
+                f"{self.label}: cannot quantize {x.dtype} input and {self.weight_matrix().dtype} weight; "
                 "use bf16, fp16 or fp32, as x.float()"
             )
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        call = self._call(x, plan, is_first_microbatch, fp8_output, fp8_grad)
-        ready = self._ready_input(x, plan, call), self._ready_weight(plan, call, is_first_microbatch)
-        y: Tensor = LinearFunction.apply(plan, call, ready, x, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        if call.use is not None:
-            call.use.forward_finished()
-        return y
+        device = x.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+    def recipe_of_call(self) -> Recipe | None:
+        """:meth:`recipe_in_force`, or one that quantizes nothing where PyTorch's own linear cannot do what is asked."""
+        recipe = self.recipe_in_force()
+        if recipe is None and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            return _UNQUANTIZED
+        return recipe
 
     def recipe_in_force(self) -> Recipe | None:
         """The layer's own recipe, else that of ``autocast``, else None."""
@@ -165,10 +211,6 @@ class Linear(nn.Linear):
             self._make_histories(plan.delayed)
         return plan
 
-    def invalidate(self) -> None:
-        """Forgets the quantized weight: call it after writing to the parameter in a way that PyTorch does not see."""
-        self._weight_cache = None
-
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.
 
@@ -176,9 +218,9 @@ class Linear(nn.Linear):
             ValueError: there is none, or the layer does not delay them.
         """
         if not self.delay_wgrad_compute:
-            raise ValueError(f"{self._label()}: backward_dw needs delay_wgrad_compute=True")
+            raise ValueError(f"{self.label}: backward_dw needs delay_wgrad_compute=True")
         if not self._wgrad_tasks:
-            raise ValueError(f"{self._label()}: no weight gradient is waiting; run backward before backward_dw")
+            raise ValueError(f"{self.label}: no weight gradient is waiting; run backward before backward_dw")
         self._wgrad_tasks.pop(0)()
         for hook in self._wgrad_hooks:
             hook()
@@ -187,35 +229,39 @@ class Linear(nn.Linear):
         """Calls ``hook`` after each :meth:`backward_dw`."""
         self._wgrad_hooks.append(hook)
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        for name in _HISTORIES:
-            if name in self._modules:
-                getattr(self, name).reset_parameters()
-
     def extra_repr(self) -> str:
-        recipe = self.recipe_in_force()
-        own = "" if self.recipe is None else f", recipe={type(recipe).__name__ if recipe else 'none'}"
-        return super().extra_repr() + own
+        recipe, own = self.recipe_in_force(), self.recipe is not None
+        in_force = (
+            "" if recipe is None and not own else f", recipe={'none' if recipe is None else type(recipe).__name__}"
+        )
+        return super().extra_repr() + in_force + (" (autocast)" if recipe is not None and not own else "")
 
     # ---- one call ----
 
     def _call(
-        self, x: Tensor, plan: LinearPlan, is_first_microbatch: bool | None, fp8_output: bool, fp8_grad: bool
+        self,
+        plan: LinearPlan,
+        dtype: torch.dtype,
+        needs_x: bool,
+        weight: Tensor,
+        bias: Tensor | None,
+        is_first_microbatch: bool | None,
+        fp8_output: bool,
+        fp8_grad: bool,
     ) -> LinearCall:
         grad = torch.is_grad_enabled()
-        needs_x = grad and x.requires_grad
-        needs_w = grad and self.weight.requires_grad
-        needs_b = grad and self.bias is not None and self.bias.requires_grad
+        needs_x = grad and needs_x
+        needs_w = grad and weight.requires_grad
+        needs_b = grad and bias is not None and bias.requires_grad
         main_grad = needs_w and self.fuse_wgrad_accumulation
-        if main_grad and getattr(self.weight, "main_grad", None) is None:
-            raise ValueError(f"{self._label()}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
+        if main_grad and getattr(weight, "main_grad", None) is None:
+            raise ValueError(f"{self.label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
         return LinearCall(
             needs_x=needs_x,
             needs_w=needs_w,
             needs_b=needs_b,
-            dtype=x.dtype,
-            use=None if plan.delayed is None else self._use(plan.delayed, grad, needs_x or needs_w or needs_b),
+            dtype=dtype,
+            use=self._use(plan, grad, needs_x or needs_w or needs_b),
             quantize_output=fp8_output,
             quantize_grad_input=fp8_grad,
             main_grad=main_grad,
@@ -223,79 +269,73 @@ class Linear(nn.Linear):
             wgrad_tasks=self._wgrad_tasks if self.delay_wgrad_compute else None,
         )
 
-    def _use(self, recipe: DelayedScaling, records: bool, backward: bool) -> Use:
-        return Use((self.forward_scaling, self.backward_scaling), recipe, records, backward, current())
+    def _use(self, plan: LinearPlan, records: bool, backward: bool) -> Use | None:
+        """Where delayed scaling keeps its state; in a recomputation, what it was in the forward."""
+        scale = None if plan.delayed is None else self.forward_scaling.scale
+        step = self._follow(self.recipe_in_force(), scale)
+        if plan.delayed is None:
+            return None
+        replayed = None if step is None else step.scale
+        states = self.forward_scaling, self.backward_scaling
+        return Use(states, plan.delayed, records, backward, current(), replayed)
 
-    def _ready_input(self, x: Tensor, plan: LinearPlan, call: LinearCall) -> Quantized | None:
-        return reuse(x, call.input_quantizer(plan, x))
+    def _follow(self, recipe: Recipe | None, scale: Tensor | None) -> recompute.Step | None:
+        if torch.compiler.is_compiling():
+            return None
+        step = recompute.follow(recipe, scale, self._ran_under, self.label)
+        self._ran_under = recipe
+        return step
 
-    def _ready_weight(self, plan: LinearPlan, call: LinearCall, is_first_microbatch: bool | None) -> Quantized | None:
+    def _ready_weight(
+        self, plan: LinearPlan, call: LinearCall, weight: Tensor, is_first_microbatch: bool | None
+    ) -> Quantized | None:
         quantizer = weight_quantizer(plan, call.needs_x)
-        ready = reuse(self.weight, quantizer)
-        if ready is not None or is_first_microbatch is None:
-            return ready
-        cached, version = self._weight_cache, _version(self.weight)
-        if not is_first_microbatch and cached is not None and cached.of(self.weight, version, quantizer):
+        if isinstance(weight, QuantizedTensor):
+            ready = reuse(weight, quantizer)
+            if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan, call.needs_x):
+                ready = weight.operands
+            if ready is not None:
+                self._follow_own_scale(weight, call.use, ready)
+                return ready
+        if is_first_microbatch is None:
+            return None
+        sources = tuple(getattr(self, name) for name in self.weight_names)
+        cached = self._weight_cache
+        if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
             return cached.operands
-        operands = quantize([self.weight.detach()], [quantizer], ["weight"], call.use)[0]
-        self._weight_cache = CachedWeight(self.weight, version, quantizer, operands)
+        operands = quantize([weight.detach()], [quantizer], ["weight"], call.use)[0]
+        self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
         return operands
 
-    def _high_precision(self, x: Tensor, context: autocast | None) -> Tensor:
+    def _follow_own_scale(self, weight: QuantizedTensor, use: Use | None, operands: Quantized) -> None:
+        """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
+        if use is None:
+            return
+        if use.records:
+            record(use, "weight", operands)
+        if not torch.compiler.is_compiling():
+            self._bind_scale(weight)
+
+    def _high_precision(self, x: Tensor) -> Any:
+        self._follow(None, None)
+        weight, bias = self.weight_matrix(), self.bias_vector()
+        context = current()
         if context is not None and context.calibrating and self.recipe is None:
-            delayed = self.plan(context.recipe).delayed
-            if delayed is not None:
-                use = self._use(delayed, records=True, backward=False)
-                calibrate([x.detach(), self.weight.detach()], ["input", "weight"], use)
+            plan = self.plan(context.recipe)
+            if plan.delayed is not None:
+                states = self.forward_scaling, self.backward_scaling
+                use = Use(states, plan.delayed, True, False, context)
+                calibrate([x.detach(), weight.detach()], ["input", "weight"], use)
         matmul.record("fprop", "identity", "identity", "torch")
-        return F.linear(x, self.weight, self.bias)
+        return (F.linear(x, weight), bias) if self.return_bias else F.linear(x, weight, bias)
 
     def _check_input(self, x: Tensor) -> None:
         if not x.is_floating_point():
-            raise TypeError(f"{self._label()}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
+            raise TypeError(f"{self.label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
-                f"{self._label()}: input of shape {tuple(x.shape)} must end in in_features={self.in_features}"
+                f"{self.label}: input of shape {tuple(x.shape)} must end in in_features={self.in_features}"
             )
-
-    def _label(self) -> str:
-        return f"Linear {self.name!r}" if self.name else f"Linear({self.in_features}, {self.out_features})"
-
-    # ---- state ----
-
-    def _make_histories(self, recipe: DelayedScaling) -> None:
-        if torch.compiler.is_compiling() and "forward_scaling" not in self._modules:
-            raise RuntimeError(
-                f"{self._label()}: delayed scaling keeps buffers, which a compiled graph cannot add to a module; "
-                "call minifloat.prepare(model, recipe) before the first compiled step, or give the layer recipe="
-            )
-        for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
-            if name not in self._modules:
-                with torch.inference_mode(False):  # or training could not write to them later
-                    self.add_module(name, AmaxHistory(len(slots), recipe.amax_history_len, self.weight.device))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
-        return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": []}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.invalidate()  # module.to() and the like write through .data
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # A layer that gets its recipe from autocast has no histories before its first step: the checkpoint brings them.
-        for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
-            saved = state_dict.get(f"{prefix}{name}.amax_history")
-            if saved is not None and name not in self._modules:
-                self.add_module(name, AmaxHistory(len(slots), saved.shape[0], self.weight.device))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _version(weight: Tensor) -> int:
-    """Counts the writes to ``weight`` that PyTorch sees; an inference tensor has no such count."""
-    inference = not torch.compiler.is_compiling() and weight.is_inference()  # which no graph can ask
-    return 0 if inference else weight._version
 
 
 __all__ = ["Linear"]

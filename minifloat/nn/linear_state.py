@@ -1,0 +1,217 @@
+"""What a linear layer keeps: its weight in one or several parameters, quantized or not, and amax histories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
+from minifloat.nn import parameters
+from minifloat.nn.delayed import AmaxHistory
+from minifloat.nn.parameters import CachedWeight, InitMethod
+from minifloat.recipe import DelayedScaling, Recipe, as_recipe
+from minifloat.tensor import QuantizedTensor
+
+_HISTORIES = ("forward_scaling", "backward_scaling")
+
+
+class LinearState(nn.Linear):
+    """The state of a :class:`~minifloat.Linear`, beside what ``nn.Linear`` has."""
+
+    forward_scaling: AmaxHistory
+    backward_scaling: AmaxHistory
+    name: str
+    fuse_wgrad_accumulation: bool
+    delay_wgrad_compute: bool
+    save_original_input: bool
+    return_bias: bool
+    recipe: Recipe | Literal["none"] | None
+    parameters_split: dict[str, int] | None
+    init_method: InitMethod | None
+    _wgrad_tasks: list[Callable[[], None]]
+    _wgrad_hooks: list[Callable[[], None]]
+    _weight_cache: CachedWeight | None
+    _latest_plan: tuple[Recipe, LinearPlan] | None
+    _custom_plans: list[tuple[Recipe, LinearPlan]]
+    _ran_under: Recipe | None
+
+    def set_up(self, recipe: Recipe | str | None, name: str) -> None:
+        """Everything that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
+        own = as_recipe(recipe) if recipe not in (None, "none") else recipe
+        state: dict[str, Any] = {
+            "name": name,
+            "recipe": own,
+            "fuse_wgrad_accumulation": False,
+            "delay_wgrad_compute": False,
+            "save_original_input": False,
+            "return_bias": False,
+            "init_method": None,
+            "parameters_split": None,
+            "_wgrad_tasks": [],
+            "_wgrad_hooks": [],
+            "_weight_cache": None,
+            "_latest_plan": None,
+            "_custom_plans": [],
+            "_ran_under": None,
+        }
+        self.__dict__.update(state)  # nn.Module.__init__ may not have run yet
+
+    def plan(self, recipe: Recipe) -> LinearPlan:
+        """What the layer does under ``recipe``."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """What errors call the layer."""
+        return f"Linear {self.name!r}" if self.name else f"Linear({self.in_features}, {self.out_features})"
+
+    def weight_matrix(self) -> Tensor:
+        """W [out_features, in_features]: the parameter, or all of ``parameters_split`` as one."""
+        if self.parameters_split is None:
+            return self.weight
+        return torch.cat([getattr(self, f"{name}_weight") for name in self.parameters_split])
+
+    def bias_vector(self) -> Tensor | None:
+        """b [out_features], likewise."""
+        if self.parameters_split is None or not self.has_bias:
+            return None if self.parameters_split is not None else self.bias
+        return torch.cat([getattr(self, f"{name}_bias") for name in self.parameters_split])
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """The names of the parameters that make up the weight."""
+        return ("weight",) if self.parameters_split is None else tuple(f"{n}_weight" for n in self.parameters_split)
+
+    @property
+    def bias_names(self) -> tuple[str, ...]:
+        """The names of the parameters that make up the bias; empty if there is none."""
+        if self.parameters_split is None:
+            return () if self._parameters.get("bias") is None else ("bias",)
+        names = (f"{name}_bias" for name in self.parameters_split)
+        return tuple(name for name in names if self._parameters.get(name) is not None)
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.bias_names)
+
+    # ---- the start ----
+
+    def reset_parameters(self) -> None:
+        """Initial values, quantized weights included, and delayed scaling's state as new."""
+        for name in _HISTORIES:
+            if name in self._modules:
+                getattr(self, name).reset_parameters()
+        for name in self.weight_names:
+            weight = getattr(self, name)
+            if isinstance(weight, QuantizedTensor):
+                values = parameters.initial_values(weight, self.init_method)
+                self._bind_scale(weight, values)
+                weight.quantize_(values)
+            else:
+                parameters.initialize(weight, self.init_method)
+        bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
+        for name in self.bias_names:
+            nn.init.uniform_(getattr(self, name), -bound, bound)
+
+    def _split(self, sizes: Mapping[str, int]) -> None:
+        """Replaces weight and bias by parameters for ranges of their rows, with the same values."""
+        if sum(sizes.values()) != self.out_features or any(size < 0 for size in sizes.values()):
+            raise ValueError(
+                f"{self.label}: parameters_split {dict(sizes)} must add up to out_features={self.out_features}"
+            )
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            raise ValueError(
+                f"{self.label}: parameters_split with fuse_wgrad_accumulation or delay_wgrad_compute is not supported: "
+                "they need the weight as one parameter"
+            )
+        self.parameters_split = dict(sizes)
+        for kind in ("weight", "bias"):
+            whole = self._parameters.pop(kind)
+            parts = [None] * len(sizes) if whole is None else whole.detach().split(list(sizes.values()))
+            for name, part in zip(sizes, parts, strict=True):
+                parameter = None if part is None else nn.Parameter(part.clone())
+                self.register_parameter(f"{name}_{kind}", parameter)
+
+    def _quantize_weights(self) -> None:
+        """Makes quantized parameters where ``quantized_model_init`` says so."""
+        init = parameters.parameter_init()
+        if init is None or self.recipe == "none":
+            return
+        plan = self.plan(init.recipe)
+        fmt = parameters.given_format(plan.weight)
+        if not plan.weight.quantized:
+            return
+        for name in self.weight_names:
+            values = getattr(self, name)
+            scale = None if fmt is None else self._weight_scale()
+            if scale is not None and fmt is not None:
+                parameters.set_scale(scale, values, fmt, plan.delayed.margin if plan.delayed is not None else 0)
+            quantized = parameters.quantized_parameter(
+                values, plan.weight, scale, init.preserve_high_precision_init_val
+            )
+            self.register_parameter(name, quantized)
+
+    def _weight_scale(self) -> Tensor:
+        slot = FORWARD_SLOTS.index("weight")
+        return self.forward_scaling.scale[slot : slot + 1]
+
+    def _bind_scale(self, weight: QuantizedTensor, values: Tensor | None = None) -> None:
+        """Under delayed scaling: lets the weight be cast with the layer's scale from now on, first that of ``values``.
+
+        Writes of an optimizer then use the scale that earlier amaxes gave, though no forward casts the weight.
+        """
+        fmt = parameters.given_format(weight.quantizer)
+        if fmt is None or "forward_scaling" not in self._modules:
+            return
+        weight.scale = self._weight_scale()
+        if values is not None:
+            parameters.set_scale(weight.scale, values, fmt, self._margin())
+
+    def _margin(self) -> int:
+        plan = None if self._latest_plan is None else self._latest_plan[1]
+        return 0 if plan is None or plan.delayed is None else plan.delayed.margin
+
+    # ---- delayed scaling ----
+
+    def _make_histories(self, recipe: DelayedScaling) -> None:
+        if torch.compiler.is_compiling() and "forward_scaling" not in self._modules:
+            raise RuntimeError(
+                f"{self.label}: delayed scaling keeps buffers, which a compiled graph cannot add to a module; "
+                "call minifloat.prepare(model, recipe) before the first compiled step, or give the layer recipe="
+            )
+        for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
+            if name not in self._modules:
+                with torch.inference_mode(False):  # or training could not write to them later
+                    device = getattr(self, self.weight_names[0]).device
+                    self.add_module(name, AmaxHistory(len(slots), recipe.amax_history_len, device))
+
+    # ---- copies, moves and checkpoints ----
+
+    def invalidate(self) -> None:
+        """Forgets the quantized weight: call it after writing to the parameter in a way that PyTorch does not see."""
+        self._weight_cache = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
+        return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": []}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.invalidate()  # module.to() and the like write through .data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # A layer that gets its recipe from autocast has no histories before its first step: the checkpoint brings them.
+        for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
+            saved = state_dict.get(f"{prefix}{name}.amax_history")
+            if saved is not None and name not in self._modules:
+                device = getattr(self, self.weight_names[0]).device
+                self.add_module(name, AmaxHistory(len(slots), saved.shape[0], device))
+        for name in self.weight_names:
+            weight, saved = getattr(self, name), state_dict.get(prefix + name)
+            if isinstance(weight, QuantizedTensor) and saved is not None and not isinstance(saved, QuantizedTensor):
+                self._bind_scale(weight, saved.to(weight.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -1,0 +1,146 @@
+"""Weights that are kept quantized, weights that are quantized once for several microbatches, and how both start."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.autocast import get_default_recipe
+from minifloat.formats import COLUMNWISE, ELEMENTS, Format
+from minifloat.kernels.delayed import FLT_MAX
+from minifloat.operand import Quantized
+from minifloat.quantizer import DTYPES, Quantizer, find_amaxes
+from minifloat.recipe import Recipe, as_recipe
+from minifloat.tensor import QuantizedTensor, quantize
+
+InitMethod = Callable[[Tensor], object]
+"""Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+
+
+class ParameterInit(NamedTuple):
+    """What :func:`quantized_model_init` says to the modules made inside."""
+
+    recipe: Recipe
+    preserve_high_precision_init_val: bool
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.inits: list[ParameterInit | None] = []
+
+
+_stack = _Stack()
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | str | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """Modules made inside keep the weights of their GEMMs quantized, as :class:`~minifloat.QuantizedTensor` parameters.
+
+    Such a weight keeps the formats that ``recipe`` gives weights, whatever recipe is in force later: without one the
+    layer computes on the dequantized weight, under another one the GEMM takes the weight as it is where the formats can
+    be multiplied and a fresh cast of its value where not. Biases, and the weights of modules whose recipe is
+    ``"none"``, stay in high precision.
+
+    Under delayed scaling a weight is cast with the scale of its values when it is initialized or loaded from a state
+    dict in high precision, and with the layer's delayed scale, which follows the amaxes of earlier steps, whenever an
+    optimizer or other in-place operation writes it.
+
+    Args:
+        enabled: False makes high-precision parameters, inside of another such context too.
+        recipe: a recipe or its short name; default ``get_default_recipe()``.
+        preserve_high_precision_init_val: keep the initial values on the CPU, to start an optimizer's master weights
+            from: ``weight.get_high_precision_init_val()``, ``weight.clear_high_precision_init_val()``.
+
+    Raises:
+        TypeError, ValueError: ``recipe`` is not one.
+    """
+    chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
+    _stack.inits.append(ParameterInit(chosen, preserve_high_precision_init_val) if enabled else None)
+    try:
+        yield
+    finally:
+        _stack.inits.pop()
+
+
+def parameter_init() -> ParameterInit | None:
+    """How modules made now keep their weights; None: in high precision."""
+    return _stack.inits[-1] if _stack.inits else None
+
+
+class CachedWeight(NamedTuple):
+    """A quantized weight, and what it was cast from and with."""
+
+    sources: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    quantizer: Quantizer
+    operands: Quantized
+
+    def of(self, sources: tuple[Tensor, ...], quantizer: Quantizer) -> bool:
+        """It is what casting the weight made of ``sources`` now would give."""
+        return (
+            len(self.sources) == len(sources)
+            and all(mine is theirs for mine, theirs in zip(self.sources, sources, strict=True))
+            and self.versions == versions(sources)
+            and self.quantizer == quantizer
+        )
+
+
+def versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Counts the writes to each that PyTorch sees; an inference tensor has no such count."""
+    compiling = torch.compiler.is_compiling()  # no graph can ask whether a tensor is one of inference
+    return tuple(0 if not compiling and tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def initialize(weight: Tensor, init_method: InitMethod | None) -> None:
+    """Fills a weight [N, K]; by default as ``nn.Linear`` does, uniform in +-1/sqrt(K)."""
+    if init_method is not None:
+        init_method(weight)
+    else:
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def initial_values(weight: QuantizedTensor, init_method: InitMethod | None) -> Tensor:
+    """What a high-precision weight of its shape, dtype and device would start as."""
+    values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    initialize(values, init_method)
+    return values
+
+
+def quantized_parameter(
+    values: nn.Parameter, quantizer: Quantizer, scale: Tensor | None, preserve: bool
+) -> nn.Parameter:
+    """``values`` as a parameter that is kept quantized; ``scale`` as in ``minifloat.tensor.quantize``.
+
+    Raises:
+        ValueError: the dtype cannot be quantized.
+    """
+    if values.dtype not in DTYPES:
+        raise ValueError(f"a weight of {values.dtype} cannot be kept quantized; use params_dtype=torch.bfloat16 or so")
+    parameter = nn.Parameter(quantize(values, quantizer, scale=scale), requires_grad=values.requires_grad)
+    if preserve and isinstance(parameter, QuantizedTensor):
+        parameter.set_high_precision_init_val(values)
+    return parameter
+
+
+def given_format(quantizer: Quantizer) -> Format | None:
+    """The format that is cast with a delayed scale, if one is."""
+    formats = (quantizer.row_format, quantizer.format(COLUMNWISE))
+    return next((fmt for fmt in formats if fmt.scale_rule == "given"), None)
+
+
+@torch.no_grad()
+def set_scale(scale: Tensor, values: Tensor, fmt: Format, margin: int) -> None:
+    """Makes a delayed scale, fp32 [1], that of ``values``: ``max * 2^-margin / amax``; kept where that is undefined."""
+    amax = find_amaxes([values], [Quantizer(Format(fmt.element))])[0][0]
+    assert amax is not None
+    largest = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0**-margin)
+    fresh = (largest / amax).clamp(max=FLT_MAX)
+    scale.copy_(torch.where(amax.isfinite() & (amax > 0), fresh, scale))
