@@ -139,7 +139,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.weight = call.needs_parameter(weight)
         ctx.save_for_backward(*kept.tensors)
         y = y.reshape(*x.shape[:-1], weight.shape[0])
-        return _quantized(y, plan.output, "output", call.use) if call.quantize_output else y
+        return quantize_output(plan, call, y)
 
     @staticmethod
     @once_differentiable
@@ -207,6 +207,11 @@ def gradients(
     return dx, dw
 
 
+def quantize_output(plan: LinearPlan, call: LinearCall, y: Tensor) -> Tensor:
+    """Y as the next layer takes it, if the call asks for that."""
+    return _quantized(y, plan.output, "output", call.use) if call.quantize_output else y
+
+
 def column_sum(dy: Tensor) -> Tensor:
     """The gradient of a bias, [N]: dY summed over its rows."""
     return as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
@@ -246,11 +251,18 @@ def _as_is(x: Tensor) -> Operand:
 # ---- backward ----
 
 
+def grad_quantizer(plan: LinearPlan, call: LinearCall) -> Quantizer:
+    """How dY is quantized: in the orientations that the wanted gradients read."""
+    if plan.backward_override is not None:
+        return _UNQUANTIZED
+    return plan.grad_output.with_usage(rowwise=call.needs_x, columnwise=call.needs_w)
+
+
 def grad_operands(plan: LinearPlan, call: LinearCall, dy: Tensor) -> Quantized:
-    """dY in the orientations that the wanted gradients read."""
+    """dY as the GEMMs of the wanted gradients read it."""
     if plan.backward_override is not None:
         return Quantized(_as_is(dy), None)
-    quantizer = plan.grad_output.with_usage(rowwise=call.needs_x, columnwise=call.needs_w)
+    quantizer = grad_quantizer(plan, call)
     ready = reuse(dy, quantizer)
     return ready if ready is not None else quantize([dy], [quantizer], ["grad_output"], call.use)[0]
 

@@ -126,7 +126,7 @@ class Linear(LinearState):
             fp8_output: return Y quantized, as the next layer would quantize it.
             fp8_grad: return the gradient of X quantized.
         """
-        self._check_input(x)
+        self.check_input(x)
         recipe = self.recipe_of_call()
         if recipe is None:
             return self._high_precision(x)
@@ -329,7 +329,8 @@ class Linear(LinearState):
         matmul.record("fprop", "identity", "identity", "torch")
         return (F.linear(x, weight), bias) if self.return_bias else F.linear(x, weight, bias)
 
-    def _check_input(self, x: Tensor) -> None:
+    def check_input(self, x: Tensor) -> None:
+        """Raises if X is not floating point, or does not end in ``in_features``."""
         if not x.is_floating_point():
             raise TypeError(f"{self.label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
         if x.dim() == 0 or x.shape[-1] != self.in_features:

@@ -1,0 +1,91 @@
+"""The autograd function of a norm and the linear that reads it: the norm hands over codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minifloat.functional.linear import (
+    KEPT_TENSORS,
+    Kept,
+    LinearCall,
+    Ready,
+    column_sum,
+    grad_operands,
+    gradients,
+    multiply,
+    quantize_operands,
+    quantize_output,
+)
+from minifloat.functional.plan import LinearPlan
+from minifloat.functional.producers import Norm, norm_value
+
+
+class LayerNormLinearFunction(torch.autograd.Function):
+    """N = norm(X), Y = N W^T + b, and the gradients.
+
+    ======  ========  =================  ======================
+    tensor  shape     contracted over    quantized along
+    ======  ========  =================  ======================
+    X       [..., K]
+    N       [..., K]  K (M in wgrad)     rowwise (columnwise)
+    W       [N, K]    K (N in dgrad)     rowwise (columnwise)
+    dY      [..., N]  N (M in wgrad)     rowwise (columnwise)
+    ======  ========  =================  ======================
+
+    fprop Y = N W^T + b; dgrad dN = dY W; wgrad dW = dY^T N; dX, dgamma and dbeta are the norm's gradients of dN, to
+    which the gradient of a returned N is added first. N itself is not kept, only its columnwise operand.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        norm: Norm,
+        plan: LinearPlan,
+        call: LinearCall,
+        ready: Ready,
+        return_norm: bool,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Any:
+        produced = norm_value(x, gamma, beta, norm, call.input_quantizer(plan, x), return_value=return_norm)
+        n, w = quantize_operands(plan, call, ready, produced.value, weight)
+        y, kept = multiply(plan, call, (produced.label(n), w), produced.value, weight, bias)
+        ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm, plan, call, kept.layouts
+        ctx.has_beta, ctx.weight = beta is not None, call.needs_parameter(weight)
+        ctx.save_for_backward(*kept.tensors, x, gamma, *produced.saved)
+        ctx.set_materialize_grads(False)
+        y = quantize_output(plan, call, y.reshape(*x.shape[:-1], weight.shape[0]))
+        return (y, produced.value) if return_norm else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None = None) -> tuple[Any, ...]:
+        plan: LinearPlan = ctx.plan
+        call: LinearCall = ctx.call
+        tensors, (x, gamma, *saved) = ctx.saved_tensors[:KEPT_TENSORS], ctx.saved_tensors[KEPT_TENSORS:]
+        dn = dw = db = dx = dgamma = dbeta = None
+        if dy is not None:
+            db = column_sum(dy) if call.needs_b else None
+            kept = Kept.of(ctx.layouts, tensors)
+            dn, dw = gradients(plan, call, kept, grad_operands(plan, call, dy), ctx.weight)
+        if call.needs_x:
+            dn = add(None if dn is None else dn.reshape(x.shape), dn_returned)
+            if dn is not None:
+                dx, dgamma, dbeta = ctx.norm.gradients(dn, x, gamma, tuple(saved))
+        if call.use is not None:
+            call.use.backward_finished()
+        return None, None, None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw, db
+
+
+def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, each of which may be missing."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

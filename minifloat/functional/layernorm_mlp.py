@@ -1,0 +1,123 @@
+"""The autograd function of norm, linear, activation, linear: what comes before a linear hands over codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minifloat.functional.layernorm_linear import add
+from minifloat.functional.linear import (
+    KEPT_TENSORS,
+    Kept,
+    LinearCall,
+    Ready,
+    column_sum,
+    grad_operands,
+    grad_quantizer,
+    gradients,
+    multiply,
+    quantize_operands,
+)
+from minifloat.functional.plan import LinearPlan
+from minifloat.functional.producers import Activation, Norm, act_value, dact_value, norm_value
+
+
+@dataclass(frozen=True)
+class MLPCall:
+    """One call: the norm, the activation, and both linears' plans and calls.
+
+    ``return_norm``: give N too.
+    """
+
+    norm: Norm
+    activation: Activation
+    plan1: LinearPlan
+    call1: LinearCall
+    plan2: LinearPlan
+    call2: LinearCall
+    return_norm: bool
+
+
+class LayerNormMLPFunction(torch.autograd.Function):
+    """N = norm(X), H = N W1^T + b1, A = act(H), Y = A W2^T + b2, and the gradients.
+
+    ======  =========  =================  ======================
+    tensor  shape      contracted over    quantized along
+    ======  =========  =================  ======================
+    X       [..., K]
+    N       [..., K]   K (M in wgrad)     rowwise (columnwise)
+    W1      [F', K]    K (F' in dgrad)    rowwise (columnwise)
+    H       [..., F']  (F' = 2 F if the activation is gated, else F)
+    A       [..., F]   F (M in wgrad)     rowwise (columnwise)
+    W2      [K, F]     F (K in dgrad)     rowwise (columnwise)
+    dY      [..., K]   K (M in wgrad)     rowwise (columnwise)
+    dH      [..., F']  F' (M in wgrad)    rowwise (columnwise)
+    ======  =========  =================  ======================
+
+    fprop H and Y as above; dgrad dA = dY W2, dN = dH W1; wgrad dW2 = dY^T A, dW1 = dH^T N; dH = act'(H) dA; dX, dgamma
+    and dbeta are the norm's gradients of dN. Kept are X, H and the columnwise operands of N and A.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mlp: MLPCall,
+        ready1: Ready,
+        ready2: Ready,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+    ) -> Any:
+        plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
+        n = norm_value(x, gamma, beta, mlp.norm, call1.input_quantizer(plan1, x), return_value=mlp.return_norm)
+        n_operands, w1_operands = quantize_operands(plan1, call1, ready1, n.value, w1)
+        h, kept1 = multiply(plan1, call1, (n.label(n_operands), w1_operands), n.value, w1, b1)
+        a = act_value(h, mlp.activation, call2.input_quantizer(plan2, h))
+        a_operands, w2_operands = quantize_operands(plan2, call2, ready2, a.value, w2)
+        y, kept2 = multiply(plan2, call2, (a.label(a_operands), w2_operands), a.value, w2, b2)
+        ctx.mlp, ctx.layouts, ctx.has_beta = mlp, (kept1.layouts, kept2.layouts), beta is not None
+        ctx.weights = call1.needs_parameter(w1), call2.needs_parameter(w2)
+        h_kept = h if call2.needs_x else None
+        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, x, gamma, *n.saved)
+        ctx.set_materialize_grads(False)
+        y = y.reshape(*x.shape[:-1], w2.shape[0])
+        return (y, n.value) if mlp.return_norm else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None = None) -> tuple[Any, ...]:
+        mlp: MLPCall = ctx.mlp
+        plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
+        first, second, (h, x, gamma, *saved) = _thirds(ctx.saved_tensors)
+        dn = dw1 = db1 = dw2 = db2 = dx = dgamma = dbeta = None
+        if dy is not None:
+            db2 = column_sum(dy) if call2.needs_b else None
+            kept2 = Kept.of(ctx.layouts[1], second)
+            da, dw2 = gradients(plan2, call2, kept2, grad_operands(plan2, call2, dy), ctx.weights[1])
+            if da is not None:
+                dh = dact_value(da, h, mlp.activation, grad_quantizer(plan1, call1))
+                db1 = column_sum(dh.value) if call1.needs_b else None
+                kept1 = Kept.of(ctx.layouts[0], first)
+                dh_operands = dh.label(grad_operands(plan1, call1, dh.value))
+                dn, dw1 = gradients(plan1, call1, kept1, dh_operands, ctx.weights[0])
+        if call1.needs_x:
+            dn = add(None if dn is None else dn.reshape(x.shape), dn_returned)
+            if dn is not None:
+                dx, dgamma, dbeta = mlp.norm.gradients(dn, x, gamma, tuple(saved))
+        for call in (call2, call1):
+            if call.use is not None:
+                call.use.backward_finished()
+        return None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
+
+
+def _thirds(saved: tuple[Tensor | None, ...]) -> tuple[Any, Any, Any]:
+    """What the first linear kept, what the second one kept, and the rest."""
+    return saved[:KEPT_TENSORS], saved[KEPT_TENSORS : 2 * KEPT_TENSORS], saved[2 * KEPT_TENSORS :]

@@ -1,0 +1,152 @@
+"""``LayerNormLinear``: a norm and the linear that reads it, in one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.functional.layernorm_linear import LayerNormLinearFunction
+from minifloat.nn.linear import Linear
+from minifloat.nn.norm import LayerNorm, RMSNorm
+from minifloat.nn.parameters import InitMethod
+from minifloat.recipe import Recipe
+
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def make_norm(
+    normalization: str,
+    size: int,
+    eps: float,
+    zero_centered_gamma: bool,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> LayerNorm | RMSNorm:
+    """The norm module of that name.
+
+    Raises:
+        ValueError: there is no such norm.
+    """
+    if normalization not in NORMS:
+        raise ValueError(f"there is no normalization {normalization!r}; choose one of {', '.join(NORMS)}")
+    return NORMS[normalization](size, eps, zero_centered_gamma, dtype, device)
+
+
+def runs_alone(*parts: nn.Module) -> bool:
+    """Some part is to be called as a module: it has hooks, or is not (or no longer) one of ours.
+
+    The fused function reads the parts' parameters and never calls them.
+    """
+    return any(
+        type(part) not in (Linear, LayerNorm, RMSNorm)
+        or part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        for part in parts
+    )
+
+
+class LayerNormLinear(nn.Module):
+    """Y = norm(X) W^T + b, where the norm hands the linear codes and keeps no high-precision result.
+
+    Its parts are the modules ``norm`` and ``linear``, and what it computes is what they compute one after the other,
+    to the bit, except that delayed scaling quantizes the norm's result before it is rounded to the dtype of X. Where
+    there is no recipe, or a part has hooks or was replaced, the parts do run one after the other.
+
+    Args:
+        in_features, out_features, bias, init_method, parameters_split, return_bias, recipe, name, params_dtype, device,
+            fuse_wgrad_accumulation, delay_wgrad_compute: as of :class:`~minifloat.Linear`.
+        eps, zero_centered_gamma: as of :class:`~minifloat.RMSNorm`.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        return_layernorm_output: forward also gives the norm's result, in the dtype of the activations.
+
+    Raises:
+        ValueError: an unknown normalization, and as of the parts.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        *,
+        init_method: InitMethod | None = None,
+        parameters_split: Mapping[str, int] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.return_layernorm_output = return_layernorm_output
+        self.norm = make_norm(normalization, in_features, eps, zero_centered_gamma, params_dtype, device)
+        self.linear = Linear(
+            in_features,
+            out_features,
+            bias,
+            device,
+            recipe=recipe,
+            name=name,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            return_bias=return_bias,
+            parameters_split=parameters_split,
+            init_method=init_method,
+            params_dtype=params_dtype,
+        )
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
+        """X [..., in_features] to Y [..., out_features], or to a tuple.
+
+        The tuple is Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
+        ``is_first_microbatch`` and ``fp8_output`` are those of :class:`~minifloat.Linear`.
+        """
+        recipe = self.linear.recipe_of_call()
+        if recipe is None or runs_alone(self.norm, self.linear):
+            n = self.norm(x)
+            y = self.linear(n, is_first_microbatch, fp8_output)
+            y, *rest = y if self.linear.return_bias else (y,)
+        else:
+            y, n = self._fused(x, recipe, is_first_microbatch, fp8_output)
+            rest = [self.linear.bias_vector()] if self.linear.return_bias else []
+        outputs = (y, *rest, *([n] if self.return_layernorm_output else []))
+        return outputs if len(outputs) > 1 else y
+
+    def _fused(
+        self, x: Tensor, recipe: Recipe, is_first_microbatch: bool | None, fp8_output: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        self.linear.check_input(x)
+        dtype = self.linear.compute_dtype(x)
+        gamma, beta = self.norm.weight, self.norm.bias
+        started = self.linear.start(recipe, dtype, needs_gradient(x, gamma, beta), is_first_microbatch, fp8_output)
+        result = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
+            self.norm.norm, started.plan, started.call, started.ready, self.return_layernorm_output,
+            x.to(dtype), gamma, beta, started.weight, started.bias,
+        )  # fmt: skip
+        started.finish()
+        return result if self.return_layernorm_output else (result, None)
+
+    def reset_parameters(self) -> None:
+        """Initial values of both parts."""
+        self.norm.reset_parameters()
+        self.linear.reset_parameters()
+
+    def backward_dw(self) -> None:
+        """As :meth:`Linear.backward_dw`."""
+        self.linear.backward_dw()
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Some of them requires a gradient."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,152 @@
+"""``LayerNormMLP``: norm, linear, activation and linear in one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.functional.activation import activate
+from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
+from minifloat.functional.producers import Activation
+from minifloat.nn.layernorm_linear import make_norm, needs_gradient, runs_alone
+from minifloat.nn.linear import Linear
+from minifloat.nn.parameters import InitMethod
+from minifloat.recipe import Recipe
+from minifloat.recompute import checkpoint as run_checkpointed
+
+
+class LayerNormMLP(nn.Module):
+    """Y = act(norm(X) W1^T + b1) W2^T + b2, where norm and activation hand the linears codes.
+
+    Its parts are the modules ``norm``, ``fc1`` and ``fc2``; what it computes is what they compute one after the other,
+    to the bit, except that delayed scaling quantizes results of norm and activation before they are rounded to the
+    dtype of X. Where a linear has no recipe, or a part has hooks or was replaced, the parts do run one after the other.
+
+    Args:
+        hidden_size, ffn_hidden_size: widths of X and Y, and of the activation's result.
+        eps, zero_centered_gamma: as of :class:`~minifloat.RMSNorm`.
+        bias, params_dtype, device, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute: of both linears
+            (``return_bias``: of the second), as of :class:`~minifloat.Linear`.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: gelu, qgelu, relu, srelu, silu, or, with an fc1 of twice the width, geglu, qgeglu, reglu, sreglu,
+            swiglu, clamped_swiglu.
+        activation_params: by name: ``limit``, ``alpha`` and ``glu_linear_offset`` of clamped_swiglu.
+        init_method, output_layer_init_method: fill the weights of fc1 and fc2 in place.
+        return_layernorm_output: forward also gives the norm's result.
+        checkpoint: keep X alone, and compute the rest again in backward.
+        recipe: of both linears, as of :class:`~minifloat.Linear`.
+        name: recipes and errors call the linears ``name.fc1`` and ``name.fc2``.
+
+    Raises:
+        ValueError: an unknown normalization or activation or parameter of one, and as of the parts.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        checkpoint: bool = False,
+        *,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = Activation.of(activation, activation_params)
+        self.return_layernorm_output = return_layernorm_output
+        self.checkpoint = checkpoint
+        self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, params_dtype, device)
+        linear = partial(
+            Linear,
+            bias=bias,
+            device=device,
+            recipe=recipe,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            params_dtype=params_dtype,
+        )
+        fc1_features = 2 * ffn_hidden_size if self.activation.gated else ffn_hidden_size
+        fc1_name, fc2_name = (f"{name}.{part}" if name else None for part in ("fc1", "fc2"))
+        self.fc1 = linear(hidden_size, fc1_features, init_method=init_method, name=fc1_name)
+        self.fc2 = linear(
+            ffn_hidden_size,
+            hidden_size,
+            init_method=output_layer_init_method or init_method,
+            return_bias=return_bias,
+            name=fc2_name,
+        )
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """X [..., hidden_size] to Y of the same shape, or to a tuple.
+
+        The tuple is Y, then fc2's bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
+        ``is_first_microbatch`` is that of :class:`~minifloat.Linear`.
+        """
+        if self.checkpoint and torch.is_grad_enabled():
+            outputs = run_checkpointed(self._run, x, is_first_microbatch)
+        else:
+            outputs = self._run(x, is_first_microbatch)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _run(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor | None, ...]:
+        recipes = self.fc1.recipe_of_call(), self.fc2.recipe_of_call()
+        if recipes[0] is None or recipes[1] is None or runs_alone(self.norm, self.fc1, self.fc2):
+            n = self.norm(x)
+            y = self.fc2(activate(self.fc1(n, is_first_microbatch), self.activation), is_first_microbatch)
+            y, *rest = y if self.fc2.return_bias else (y,)
+        else:
+            y, n = self._fused(x, (recipes[0], recipes[1]), is_first_microbatch)
+            rest = [self.fc2.bias_vector()] if self.fc2.return_bias else []
+        return (y, *rest, *([n] if self.return_layernorm_output else []))
+
+    def _fused(
+        self, x: Tensor, recipes: tuple[Recipe, Recipe], is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        self.fc1.check_input(x)
+        dtype = self.fc1.compute_dtype(x)
+        gamma, beta = self.norm.weight, self.norm.bias
+        needs_x = needs_gradient(x, gamma, beta)
+        first = self.fc1.start(recipes[0], dtype, needs_x, is_first_microbatch)
+        needs_hidden = needs_x or needs_gradient(first.weight, first.bias)
+        second = self.fc2.start(recipes[1], dtype, needs_hidden, is_first_microbatch)
+        mlp = MLPCall(
+            self.norm.norm, self.activation, first.plan, first.call, second.plan, second.call,
+            self.return_layernorm_output,
+        )  # fmt: skip
+        result = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
+            mlp, first.ready, second.ready, x.to(dtype), gamma, beta,
+            first.weight, first.bias, second.weight, second.bias,
+        )  # fmt: skip
+        first.finish()
+        second.finish()
+        return result if self.return_layernorm_output else (result, None)
+
+    def reset_parameters(self) -> None:
+        """Initial values of all parts."""
+        for part in (self.norm, self.fc1, self.fc2):
+            part.reset_parameters()
+
+    def backward_dw(self) -> None:
+        """As :meth:`Linear.backward_dw`, of fc2 and then of fc1."""
+        self.fc2.backward_dw()
+        self.fc1.backward_dw()
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation.name}" + (", checkpoint=True" if self.checkpoint else "")
