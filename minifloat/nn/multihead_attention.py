@@ -1,0 +1,271 @@
+"""``MultiheadAttention``: query, key and value from one linear, attention, and the linear of its result."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.functional.amp import autocast_to
+from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
+from minifloat.nn.layernorm_linear import LayerNormLinear, make_norm
+from minifloat.nn.linear import Linear
+from minifloat.nn.parameters import InitMethod
+from minifloat.nn.rope import apply_rotary_pos_emb
+from minifloat.recipe import Recipe
+from minifloat.recompute import checkpoint as run_checkpointed
+
+
+class MultiheadAttention(nn.Module):
+    """Y = attention(X Wq^T, X Wk^T, X Wv^T) Wo^T, with grouped queries, rotary positions and norms where asked for.
+
+    Its parts are ``qkv`` (rows of the weight: all query heads, then all key heads, then all value heads; in cross
+    attention ``query`` and ``key_value``), ``core_attention`` and ``proj``. One cast of X serves query, key and value,
+    whether their weights are one parameter or three.
+
+    Args:
+        hidden_size: width of X and Y.
+        num_attention_heads: query heads. ``num_gqa_groups``: key and value heads, default as many.
+        kv_channels: width of a head; default ``hidden_size / num_attention_heads``.
+        attention_dropout, attn_mask_type, window_size, softmax_scale, softcap, qkv_format, layer_number: as of
+            :class:`~minifloat.DotProductAttention`.
+        input_layernorm: normalize X first (``normalization``, ``layernorm_epsilon``, ``zero_centered_gamma``); the norm
+            hands the linear codes.
+        attention_type: ``"self"``, or ``"cross"``: keys and values come from ``encoder_output``.
+        fuse_qkv_params: one parameter ``weight`` rather than ``query_weight``, ``key_weight`` and ``value_weight``.
+        rotary_pos_interleaved: as ``interleaved`` of :class:`~minifloat.RotaryPositionEmbedding`.
+        qk_norm_type: None, ``"RMSNorm"`` or ``"LayerNorm"``: normalizes each query and key head, with ``qk_norm_eps``,
+            before or after the rotation (``qk_norm_before_rope``).
+        bias, init_method, params_dtype, device, fuse_wgrad_accumulation, recipe: of the linears, as of
+            :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
+        return_bias: leave adding the bias of ``proj`` to the caller.
+        return_layernorm_output: forward also gives the input norm's result.
+        name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``.
+
+    Raises:
+        ValueError: sizes that do not divide, an unknown type or norm, a norm's result asked for without a norm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        *,
+        num_gqa_groups: int | None = None,
+        attn_mask_type: MaskType = "causal",
+        window_size: tuple[int, int] | None = None,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        qkv_format: QKVFormat = "sbhd",
+        layer_number: int | None = None,
+        input_layernorm: bool = False,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        attention_type: Literal["self", "cross"] = "self",
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        bias: bool = True,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        _check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
+        if attention_type not in ("self", "cross"):
+            raise ValueError(f"MultiheadAttention: attention_type is {attention_type!r}; choose 'self' or 'cross'")
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError("MultiheadAttention: return_layernorm_output=True needs input_layernorm=True")
+        channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        self.heads, self.groups, self.channels = num_attention_heads, groups, channels
+        self.qkv_format = qkv_format
+        self.attention_type = attention_type
+        self.return_layernorm_output = return_layernorm_output
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qk_norm_before_rope = qk_norm_before_rope
+        common: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "recipe": recipe,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+
+        def named(part: str) -> str | None:
+            return f"{name}.{part}" if name else None
+
+        def reads_input(part: str, **heads: int) -> nn.Module:
+            """The linear that reads X, behind the norm if there is one."""
+            rows = {kind: count * channels for kind, count in heads.items()}
+            split = None if fuse_qkv_params or len(rows) == 1 else rows
+            options = common | {"parameters_split": split, "init_method": init_method, "name": named(part)}
+            if not input_layernorm:
+                return Linear(hidden_size, sum(rows.values()), **options)
+            return LayerNormLinear(
+                hidden_size,
+                sum(rows.values()),
+                layernorm_epsilon,
+                normalization=normalization,
+                zero_centered_gamma=zero_centered_gamma,
+                return_layernorm_output=return_layernorm_output,
+                **options,
+            )
+
+        if attention_type == "self":
+            self.qkv = reads_input("qkv", query=num_attention_heads, key=groups, value=groups)
+        else:
+            self.query = reads_input("query", query=num_attention_heads)
+            rows = {"key": groups * channels, "value": groups * channels}
+            self.key_value = Linear(
+                hidden_size,
+                sum(rows.values()),
+                parameters_split=None if fuse_qkv_params else rows,
+                init_method=init_method,
+                name=named("key_value"),
+                **common,
+            )
+        self.query_norm = self.key_norm = None
+        if qk_norm_type is not None:
+            self.query_norm, self.key_norm = (
+                make_norm(qk_norm_type, channels, qk_norm_eps, False, params_dtype, device) for _ in range(2)
+            )
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            channels,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            layer_number=layer_number,
+        )
+        self.proj = Linear(
+            num_attention_heads * channels,
+            hidden_size,
+            return_bias=return_bias,
+            init_method=output_layer_init_method or init_method,
+            name=named("proj"),
+            **common,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        core_attention_bias: Tensor | None = None,
+        attn_mask_type: MaskType | None = None,
+        window_size: tuple[int, int] | None = None,
+    ) -> Any:
+        """X to Y, both [s, b, hidden_size], [b, s, hidden_size] or [tokens, hidden_size] as ``qkv_format`` says.
+
+        Args:
+            encoder_output: what keys and values are made of in cross attention.
+            rotary_pos_emb: angles for :func:`~minifloat.apply_rotary_pos_emb`, or those of queries and of keys.
+            checkpoint_core_attention: compute the attention product again in backward rather than keep its parts.
+            attention_mask, cu_seqlens_q, cu_seqlens_kv, core_attention_bias, attn_mask_type, window_size: as of
+                :meth:`DotProductAttention.forward`.
+
+        Returns:
+            Y, or a tuple: Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
+
+        Raises:
+            ValueError: ``encoder_output`` is missing, or given to self attention.
+        """
+        (q, k, v), norm_output = self._query_key_value(hidden_states, encoder_output, is_first_microbatch)
+        q, k = self._positions(q, k, rotary_pos_emb, cu_seqlens_q, cu_seqlens_kv)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            context: Tensor = self.core_attention(
+                q, k, v, attention_mask, cu_seqlens_q, cu_seqlens_kv,
+                attn_mask_type=attn_mask_type, window_size=window_size, core_attention_bias=core_attention_bias,
+            )  # fmt: skip
+            return context
+
+        context = run_checkpointed(attend, q, k, v) if checkpoint_core_attention else attend(q, k, v)
+        y = self.proj(context, is_first_microbatch)
+        outputs = (*(y if self.proj.return_bias else (y,)), *norm_output)
+        return outputs if len(outputs) > 1 else y
+
+    def _query_key_value(
+        self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Each [..., heads, channels]; and the norm's result, if it is wanted."""
+        if (encoder_output is not None) != (self.attention_type == "cross"):
+            raise ValueError(
+                f"MultiheadAttention(attention_type={self.attention_type!r}) "
+                + ("needs encoder_output" if encoder_output is None else "takes no encoder_output")
+            )
+        if encoder_output is None:
+            results = self.qkv(x, is_first_microbatch)
+            projected, *norm_output = results if self.return_layernorm_output else (results,)
+        else:
+            results = self.query(x, is_first_microbatch)
+            query, *norm_output = results if self.return_layernorm_output else (results,)
+            key_value = self.key_value(encoder_output, is_first_microbatch)
+            heads = query.unflatten(-1, (self.heads, self.channels))
+            both = key_value.unflatten(-1, (2 * self.groups, self.channels)).split(self.groups, -2)
+            return (heads, *both), tuple(norm_output)
+        by_head = projected.unflatten(-1, (self.heads + 2 * self.groups, self.channels))
+        return by_head.split((self.heads, self.groups, self.groups), -2), tuple(norm_output)
+
+    def _positions(
+        self,
+        q: Tensor,
+        k: Tensor,
+        angles: Tensor | tuple[Tensor, Tensor] | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Norms and rotation of queries and keys, in the order that was asked for."""
+        if self.qk_norm_before_rope:
+            q, k = self._normalize(q, k)
+        if angles is not None:
+            of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
+            q = self._rotate(q, of_q, cu_seqlens_q)
+            k = self._rotate(k, of_k, cu_seqlens_kv)
+        return (q, k) if self.qk_norm_before_rope else self._normalize(q, k)
+
+    def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.query_norm is None or self.key_norm is None:
+            return q, k
+        return self.query_norm(q), self.key_norm(k)
+
+    def _rotate(self, x: Tensor, angles: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        packed = cu_seqlens if self.qkv_format == "thd" else None
+        return apply_rotary_pos_emb(
+            autocast_to(x), angles, self.qkv_format, interleaved=self.rotary_pos_interleaved, cu_seqlens=packed
+        )
+
+
+def _check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | None) -> None:
+    if heads < 1 or groups < 1 or heads % groups:
+        raise ValueError(
+            f"MultiheadAttention: {heads} query heads do not divide into num_gqa_groups={groups} key and value heads"
+        )
+    if kv_channels is None and hidden_size % heads:
+        raise ValueError(
+            f"MultiheadAttention: hidden_size={hidden_size} does not divide by {heads} heads; change one of them or "
+            "give kv_channels, the width of a head"
+        )
