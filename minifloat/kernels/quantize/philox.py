@@ -24,25 +24,29 @@ def random_bytes(rng: Tensor, shape: torch.Size, dim: int) -> Tensor:
     """
     count = shape.numel()
     block = torch.arange((count + 15) // 16, dtype=torch.int64, device=rng.device)
-    seed, offset = rng[0], rng[1]
     orientation = 0 if dim == ROWWISE else 1 << 31
-    counter = [block & _LOW, (block >> 32) & _LOW | orientation, offset & _LOW, (offset >> 32) & _LOW]
-    words = philox4x32_10(counter, [seed & _LOW, (seed >> 32) & _LOW])
-    bytes_ = torch.stack([(word >> shift) & 0xFF for word in words for shift in (0, 8, 16, 24)], dim=-1)
-    return bytes_.to(torch.uint8).reshape(-1)[:count].reshape(shape)
+    high, low = (rng >> 32) & _LOW, rng & _LOW  # of seed and offset
+    counter = [block & _LOW, (block >> 32) | orientation, low[1].expand_as(block), high[1].expand_as(block)]
+    words = philox4x32_10(torch.stack(counter), torch.stack([low[0], high[0]]))
+    # The low four of an int64's eight bytes, which every device that PyTorch runs on stores lowest first.
+    return words.t().contiguous().view(torch.uint8).reshape(-1, 4, 8)[..., :4].reshape(-1)[:count].reshape(shape)
 
 
-def philox4x32_10(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """Ten rounds on four 32-bit words held in int64, whose wrap-around keeps all 64 bits of a 32 x 32 product."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & _LOW) ^ c1 ^ k0,
-            product1 & _LOW,
-            ((product0 >> 32) & _LOW) ^ c3 ^ k1,
-            product0 & _LOW,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    return [c0, c1, c2, c3]
+def philox4x32_10(counter: Tensor, key: Tensor) -> Tensor:
+    """Ten rounds on ``counter`` [4, blocks] with ``key`` [2]: 32-bit words in int64, for all 64 bits of a product.
+
+    Words 0 and 2 are multiplied and words 1 and 3 are not: two pairs, so that an operation serves two words.
+    """
+    multiplier = _constant(_MULTIPLIERS, key)[:, None]
+    weyl = _constant(_WEYL, key)
+    even, odd = counter[0::2], counter[1::2]
+    for turn in range(10):
+        product = even * multiplier
+        keys = (key + turn * weyl) & _LOW
+        even, odd = ((product >> 32) & _LOW).flip(0) ^ odd ^ keys[:, None], (product & _LOW).flip(0)
+    return torch.stack([even, odd], 1).flatten(0, 1)
+
+
+def _constant(pair: tuple[int, int], like: Tensor) -> Tensor:
+    """int64 [2] made on the device: copying it there would break a CUDA graph's capture."""
+    return torch.arange(2, dtype=torch.int64, device=like.device) * (pair[1] - pair[0]) + pair[0]
