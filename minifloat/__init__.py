@@ -10,8 +10,23 @@
 """
 
 from minifloat.autocast import autocast, get_default_recipe
+from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.formats import Format
-from minifloat.nn import Linear, prepare, quantized_model_init
+from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
+from minifloat.nn import (
+    DotProductAttention,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
+    prepare,
+    quantized_model_init,
+)
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer, cast_all, find_amaxes
 from minifloat.recipe import (
@@ -31,27 +46,42 @@ from minifloat.tensor import QuantizedTensor
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConversionReport",
     "CustomRecipe",
+    "DefaultFilter",
     "DelayedScaling",
     "DelayedScalingRequest",
+    "DotProductAttention",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8BlockScaling",
+    "MultiheadAttention",
     "NVFP4BlockScaling",
     "Operand",
     "Quantized",
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRole",
+    "RMSNorm",
     "Recipe",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "cast_all",
     "checkpoint",
     "checkpoint_context_fn",
+    "convert",
+    "cross_entropy",
     "find_amaxes",
     "get_default_recipe",
+    "linear_cross_entropy",
     "prepare",
     "quantized_model_init",
+    "revert",
 ]

@@ -1,7 +1,27 @@
 """Modules: each composes the functions below it with one short autograd function."""
 
+from minifloat.nn.attention import DotProductAttention
+from minifloat.nn.layernorm_linear import LayerNormLinear
+from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
+from minifloat.nn.multihead_attention import MultiheadAttention
+from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.nn.parameters import quantized_model_init
 from minifloat.nn.prepare import prepare
+from minifloat.nn.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from minifloat.nn.transformer_layer import TransformerLayer
 
-__all__ = ["Linear", "prepare", "quantized_model_init"]
+__all__ = [
+    "DotProductAttention",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
+    "prepare",
+    "quantized_model_init",
+]

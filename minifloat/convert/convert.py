@@ -1,0 +1,262 @@
+"""``convert`` and ``revert``: the layers of a model become those of minifloat, and what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from minifloat.convert.report import ConversionReport, Converted, LeftAlone
+from minifloat.convert.select import (
+    DefaultFilter,
+    FilterFn,
+    Named,
+    OwnRecipe,
+    Rule,
+    is_conv1d,
+    is_linear,
+    linear_shape,
+    named_modules,
+    obstacle,
+    other_matrices,
+    own_recipe,
+    read_rules,
+)
+from minifloat.nn.delayed import AmaxHistory
+from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import LinearState
+from minifloat.recipe import Recipe
+
+_BEFORE = "_before_convert"  # the attribute of a converted module that holds its ``Before``
+
+
+class Conv1DLinear(Linear):
+    """What Hugging Face's ``Conv1D`` becomes: a ``Linear`` whose parameter is W^T, [in_features, out_features]."""
+
+    def weight_matrix(self) -> Tensor:
+        return self.weight.t()
+
+    def reset_parameters(self) -> None:
+        """As a new ``Conv1D``: normal values of standard deviation 0.02, no bias, delayed scaling's state as new."""
+        super().reset_parameters()
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+
+class Before(NamedTuple):
+    """What a module was before it was converted.
+
+    Attributes:
+        kind: its class.
+        given: the class that it got; None if it kept its own.
+        values: attributes that changed, with their values.
+        added: names of attributes that it did not have.
+        submodules: names of those that it had.
+    """
+
+    kind: type[nn.Module]
+    given: type[nn.Module] | None
+    values: dict[str, Any]
+    added: tuple[str, ...]
+    submodules: tuple[str, ...]
+
+
+class _Decision(NamedTuple):
+    """Of one linear: its recipe, and why it is left alone if it is."""
+
+    recipe: OwnRecipe
+    reason: str | None = None
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | str | None,
+    filter_fn: FilterFn | None = None,
+    rules: Sequence[tuple[str, Recipe | str | None]] = (),
+) -> ConversionReport:
+    """Turns the linears of any model into :class:`minifloat.Linear`, in place.
+
+    Each converted module stays the same object and changes its class: its parameters, hooks and names, and references
+    to it from elsewhere, are what they were, and an optimizer that was made before goes on. State dict keys change in
+    one case: delayed scaling adds its histories, which a checkpoint may lack. :func:`minifloat.convert.revert` undoes
+    it all. A model that was converted before is reverted first.
+
+    Converted are ``nn.Linear`` itself and Hugging Face's ``Conv1D``. A subclass of ``nn.Linear``, a weight that is
+    computed (parametrizations, pruning) or of a dtype that cannot be quantized, and a forward that was replaced on the
+    object stay as they are; the report says so, and names modules that hold matrices without being a linear. A
+    :class:`minifloat.Linear` of the model's own gets the recipe, unless that is None or its own is ``"none"``.
+
+    Args:
+        model: any module.
+        recipe: the own recipe of each converted layer, or its short name, which wins over ``autocast``; None: they take
+            what ``autocast`` gives; ``"none"``: convert nothing but what ``rules`` say.
+        filter_fn: called with a linear and its first name, says whether it is converted; by default
+            ``DefaultFilter(model)``, which is not asked about a :class:`minifloat.Linear` of the model's own.
+        rules: pairs of a glob pattern for dotted names (``*`` matches dots too) and a recipe, a short name, None or
+            ``"none"``, which keeps layers in high precision inside of ``autocast`` too. The first that matches wins,
+            over ``filter_fn`` and ``recipe``. Names are those of ``named_modules()`` without what ``torch.compile``,
+            FSDP and activation checkpointing put between.
+
+    Returns:
+        What was converted and what was left alone, and why; print it.
+
+    Raises:
+        TypeError: ``model``, ``recipe`` or a rule is not one. Nothing was changed.
+        ValueError: an unknown recipe name; nothing was changed. Or a custom recipe's factory gave a wrong answer; the
+            model is then reverted.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert: model is a {type(model).__name__}; an nn.Module is needed")
+    chosen, read = own_recipe(recipe), read_rules(rules)
+    revert(model)
+    modules = named_modules(model)
+    linears = [named for named in modules if is_linear(named.module)]
+    wanted = DefaultFilter(model) if filter_fn is None else filter_fn
+    decisions = [(named, _decide(named, chosen, wanted, read)) for named in linears]
+    try:
+        for named, decision in decisions:
+            _apply(named, decision)
+    except BaseException:
+        revert(model)
+        raise
+    return _report(modules, decisions, _idle_rules(read, linears))
+
+
+def revert(model: nn.Module) -> None:
+    """Makes every module of ``model`` what it was before :func:`convert`: class, attributes and submodules.
+
+    Parameters stay what they are, with what training made of them. Without a conversion it does nothing.
+
+    Raises:
+        ValueError: something else has changed the class of a converted module since, as ``fully_shard`` does.
+    """
+    converted = [named for named in named_modules(model) if _BEFORE in named.module.__dict__]
+    for names, module in converted:
+        before: Before = module.__dict__[_BEFORE]
+        if before.given is not None and type(module) is not before.given:
+            raise ValueError(
+                f"revert: {names[0]!r} was made a {before.given.__name__} and is a {type(module).__name__} now; "
+                "undo what changed it since convert first"
+            )
+    for _, module in converted:
+        _restore(module)
+
+
+def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]) -> _Decision:
+    """What becomes of a linear: what is impossible first, then rules, then the filter."""
+    names, module = named
+    reason = obstacle(module)
+    if reason is not None:
+        return _Decision(None, reason)
+    for rule in rules:
+        if rule.matches(names):
+            return _Decision(rule.recipe, f"rule {rule.pattern!r}" if rule.recipe == "none" else None)
+    own = module.recipe if isinstance(module, LinearState) else None
+    if isinstance(wanted, DefaultFilter):
+        if isinstance(module, LinearState):
+            reason = f"a minifloat.Linear with recipe={own!r}" if own == "none" or recipe is None else None
+        else:
+            reason = wanted.reasons.get(module)
+    elif not wanted(module, names[0]):
+        reason = "filter_fn"
+    if reason is not None:
+        return _Decision(own, reason)
+    return _Decision(recipe, 'recipe="none"' if recipe == "none" else None)
+
+
+def _apply(named: Named, decision: _Decision) -> None:
+    """Converts a linear, or gives a ``Linear`` of the model's own its recipe."""
+    names, module = named
+    if isinstance(module, LinearState):
+        if module.recipe != decision.recipe:
+            _give_recipe(module, decision.recipe)
+    elif decision.reason is None:
+        _change_class(module, Conv1DLinear if is_conv1d(module) else Linear, decision.recipe, names[0])
+
+
+def _give_recipe(module: LinearState, recipe: OwnRecipe) -> None:
+    plans = ("recipe", "_latest_plan", "_custom_plans")  # a plan of delayed scaling relies on the histories
+    values = {key: module.__dict__[key] for key in plans}
+    module.__dict__[_BEFORE] = Before(type(module), None, values, (), tuple(module._modules))
+    module.recipe = recipe
+    if isinstance(recipe, Recipe):
+        module.plan(recipe)
+
+
+def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, name: str) -> None:
+    before, kind, (out_features, in_features) = dict(module.__dict__), type(module), linear_shape(module)
+    module.__class__ = given
+    assert isinstance(module, Linear)
+    module.set_up(recipe, name)
+    module.__dict__.update(in_features=in_features, out_features=out_features)
+    now = module.__dict__
+    values = {key: before[key] for key in now if key in before and before[key] is not now[key]}
+    added = tuple(key for key in now if key not in before)
+    now[_BEFORE] = Before(kind, given, values, added, tuple(module._modules))
+    if isinstance(module.recipe, Recipe):
+        module.plan(module.recipe)
+
+
+def _restore(module: nn.Module) -> None:
+    before: Before = module.__dict__.pop(_BEFORE)
+    for name, child in tuple(module._modules.items()):
+        if isinstance(child, AmaxHistory) and name not in before.submodules:
+            del module._modules[name]
+    if before.given is not None:
+        module.__class__ = before.kind
+    for name in before.added:
+        module.__dict__.pop(name, None)
+    module.__dict__.update(before.values)
+
+
+def _report(modules: list[Named], decisions: list[tuple[Named, _Decision]], warnings: list[str]) -> ConversionReport:
+    converted, left_alone = [], []
+    for (names, module), (recipe, reason) in decisions:
+        shape = linear_shape(module)
+        if reason is None:
+            assert recipe != "none"
+            converted.append(Converted(names, shape, recipe))
+        else:
+            left_alone.append(LeftAlone(names, type(module).__name__, shape, reason))
+    for (names, module), held in other_matrices(modules):
+        left_alone.append(LeftAlone(names, type(module).__name__, None, f"not a linear; holds {held}"))
+    quantized = [named.module for named, decision in decisions if decision.reason is None]
+    everything = _elements(named.module for named in modules)
+    fraction = _elements(quantized) / everything if everything else 0.0
+    warnings = warnings + _fast_paths(modules, quantized)
+    return ConversionReport(tuple(converted), tuple(left_alone), tuple(warnings), fraction)
+
+
+def _fast_paths(modules: list[Named], quantized: list[nn.Module]) -> list[str]:
+    """A warning if PyTorch may read converted weights without calling their modules."""
+    layers = [named.module for named in modules if isinstance(named.module, nn.TransformerEncoderLayer)]
+    if not any(child in quantized for layer in layers for child in layer.children()):
+        return []
+    return [
+        "nn.TransformerEncoderLayer in evaluation without gradients does not call its linears but computes in high "
+        "precision; torch.backends.mha.set_fastpath_enabled(False) makes it call them"
+    ]
+
+
+def _elements(modules: Iterable[nn.Module]) -> int:
+    """How many elements the modules' own parameters have, shared ones counted once."""
+    parameters = {id(p): p for module in modules for p in module.parameters(recurse=False) if not is_lazy(p)}
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def _idle_rules(rules: list[Rule], linears: list[Named]) -> list[str]:
+    """A warning for each rule that no linear is left for."""
+    warnings, left = [], linears
+    for rule in rules:
+        matched = [named for named in left if rule.matches(named.names)]
+        if not matched:
+            why = (
+                "earlier rules match all of its"
+                if any(rule.matches(named.names) for named in linears)
+                else "there are no such"
+            )
+            warnings.append(f"rule {rule.pattern!r} decides nothing: {why} linears")
+        left = [named for named in left if named not in matched]
+    return warnings

@@ -1,0 +1,199 @@
+"""Which layers of a model are converted: what can be, what rules say, and what is best left alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from minifloat.nn.linear_state import LinearState
+from minifloat.quantizer import DTYPES
+from minifloat.recipe import Recipe, as_recipe
+
+FilterFn = Callable[[nn.Module, str], bool]
+"""Says whether a linear is converted, from the module and its dotted name."""
+
+OwnRecipe = Recipe | Literal["none"] | None
+"""What a layer may have of its own: None takes what ``autocast`` gives."""
+
+# Modules that a wrapper puts between a layer and its parent, and that nobody thinks of as part of its name.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+class Rule(NamedTuple):
+    """The recipe of all linears with a name that matches a glob pattern; ``*`` matches dots too."""
+
+    pattern: str
+    recipe: OwnRecipe
+
+    def matches(self, names: Iterable[str]) -> bool:
+        return any(fnmatchcase(name, self.pattern) for name in names)
+
+
+class Named(NamedTuple):
+    """A module and all its dotted names, those of wrappers left out."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+
+
+def own_recipe(recipe: Recipe | str | None) -> OwnRecipe:
+    """``recipe``, looked up if it is a short name.
+
+    Raises:
+        TypeError: it is not one.
+        ValueError: an unknown name.
+    """
+    if recipe is None or recipe == "none":
+        return recipe  # type: ignore[return-value]
+    return as_recipe(recipe)
+
+
+def read_rules(rules: Sequence[tuple[str, Recipe | str | None]]) -> list[Rule]:
+    """``rules`` with their recipes looked up.
+
+    Raises:
+        TypeError: not pairs of a pattern and a recipe.
+        ValueError: an unknown recipe name.
+    """
+    read = []
+    for rule in rules:
+        if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise TypeError(f'rules: {rule!r} is not a pair (pattern, recipe) such as ("*.lm_head", "none")')
+        try:
+            read.append(Rule(rule[0], own_recipe(rule[1])))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f'rules: {rule[0]!r}: {error}; "none" keeps layers in high precision') from error
+    return read
+
+
+def named_modules(model: nn.Module) -> list[Named]:
+    """All modules of ``model``, each once."""
+    names: dict[nn.Module, dict[str, None]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        shown = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        names.setdefault(module, {})[shown] = None
+    return [Named(tuple(each), module) for module, each in names.items()]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """It is Hugging Face's ``Conv1D``, a linear with the weight transposed, as in GPT-2."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """(out_features, in_features)."""
+    names = ("nf", "nx") if is_conv1d(module) else ("out_features", "in_features")
+    out_features, in_features = (getattr(module, name) for name in names)
+    return out_features, in_features
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why this linear cannot be converted; None if it can."""
+    kind, weight = type(module), module._parameters.get("weight")
+    if isinstance(module, LinearState):
+        return None
+    if hasattr(module, "parametrizations"):
+        return "its weight is computed by torch.nn.utils.parametrize"
+    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention reads its weight and does not call it"
+    if weight is not None and is_lazy(weight):
+        return "it has no weight yet; run a forward first"
+    if kind is not nn.Linear and not is_conv1d(module):
+        forward = "a forward of its own" if kind.forward is not nn.Linear.forward else "behaviour of its own"
+        return f"{kind.__name__} is a subclass of nn.Linear and may have {forward}"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the object; convert the model before whatever did that"
+    if weight is None:
+        return "its weight is not a parameter: something computes it before each forward"
+    if is_traceable_wrapper_subclass(weight) and type(weight).__name__ != "DTensor":
+        return f"its weight is a {type(weight).__name__}, which keeps its values in a way of its own"
+    if weight.dtype not in DTYPES:
+        return f"its weight is {weight.dtype}; only bf16, fp16 and fp32 can be quantized"
+    return None
+
+
+def other_matrices(model: Iterable[Named]) -> Iterator[tuple[Named, str]]:
+    """Modules that are no linears and hold parameters of two or more dims, and which; look-up tables are none."""
+    for named in model:
+        module = named.module
+        if is_linear(module) or isinstance(module, (nn.Embedding, nn.EmbeddingBag, ParametrizationList)):
+            continue
+        held = ((name, p) for name, p in module.named_parameters(recurse=False) if not is_lazy(p) and p.dim() > 1)
+        shapes = [f"{name} {list(parameter.shape)}" for name, parameter in held]
+        if shapes:
+            yield named, ", ".join(shapes)
+
+
+class DefaultFilter:
+    """The default ``filter_fn`` of :func:`minifloat.convert`: leaves alone what low precision slows down or hurts.
+
+    * What stands before the model's first stack of blocks or after its last one: embeddings' projections and heads. A
+      stack is an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has two or more modules of one class
+      with linears inside. In a model without stacks: the first and the last linear, in the order of registration.
+    * Small ones, whose cast costs more than the faster product saves, routers and low-rank adapters among them.
+    * Those whose weight belongs to a module of another kind too, such as an embedding.
+
+    Args:
+        model: the model that will be converted.
+        smallest: the least ``min(in_features, out_features)`` of a linear that is converted.
+    """
+
+    def __init__(self, model: nn.Module, smallest: int = 256) -> None:
+        modules = named_modules(model)
+        linears = [named.module for named in modules if is_linear(named.module)]
+        self.reasons = _ends(linears, _in_stacks(model)) | _small(linears, smallest) | _tied(modules)
+
+    def __call__(self, module: nn.Module, name: str) -> bool:
+        return module not in self.reasons
+
+
+def _small(linears: Iterable[nn.Module], smallest: int) -> dict[nn.Module, str]:
+    return {
+        each: f"a side below {smallest} is too small to gain" for each in linears if min(linear_shape(each)) < smallest
+    }
+
+
+def _tied(modules: Iterable[Named]) -> dict[nn.Module, str]:
+    owners = {
+        id(parameter): f"{named.names[0]} ({type(named.module).__name__})"
+        for named in modules
+        if not is_linear(named.module)
+        for parameter in named.module.parameters(recurse=False)
+    }
+    weights = {named.module: id(named.module._parameters.get("weight")) for named in modules if is_linear(named.module)}
+    return {module: f"its weight is also that of {owners[key]}" for module, key in weights.items() if key in owners}
+
+
+def _in_stacks(model: nn.Module) -> set[nn.Module]:
+    """What is inside of the blocks of any stack; the blocks themselves are not."""
+    inside: set[nn.Module] = set()
+    for container in model.modules():
+        if not isinstance(container, _CONTAINERS):
+            continue
+        blocks = list(container._modules.values())
+        kinds = Counter(type(block) for block in blocks)
+        for block in blocks:
+            if block is not None and kinds[type(block)] > 1:
+                inside.update(module for module in block.modules() if module is not block)
+    return inside
+
+
+def _ends(linears: list[nn.Module], in_stacks: set[nn.Module]) -> dict[nn.Module, str]:
+    places = [i for i, module in enumerate(linears) if module in in_stacks]
+    if not places:
+        return {linears[-1]: "the model's last linear", linears[0]: "the model's first linear"} if linears else {}
+    before = {module: "before the first block of the model" for module in linears[: places[0]]}
+    return before | {module: "after the last block of the model" for module in linears[places[-1] + 1 :]}
