@@ -1,0 +1,182 @@
+"""Cross entropy that never holds all logits in fp32, and one that never holds all logits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minifloat.functional.amp import autocast_to
+from minifloat.kernels import cross_entropy as kernels
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
+
+    Between forward and backward it keeps the logits as they came and one fp32 number a row. Backward computes the
+    softmax anew, chunk by chunk, and rounds the gradient once to the dtype of the logits.
+
+    Args:
+        logits: [..., V], any float dtype.
+        target: int [...]; a class, or ``ignore_index``. Anything else is an error of indexing, raised on a CPU and by
+            the device's assertion on a GPU, as in PyTorch.
+        label_smoothing: the part of each target that is spread over all classes, 0 to 1 (Szegedy et al. 2015).
+        reduction: ``"mean"`` over the targets that are not ignored, ``"sum"``, or ``"none"``.
+        chunk_rows: rows held in fp32 at a time; None chooses about 64 MiB.
+
+    Returns:
+        The loss in fp32 whatever the dtype of the logits (fp64 for fp64): a number, or [...] for ``"none"``, with 0
+        where ignored. As in PyTorch the mean over no target is NaN, with gradients of 0.
+
+    Raises:
+        ValueError: shapes that do not fit, targets that are not integers, options out of range.
+    """
+    _check(logits, target, label_smoothing, reduction, ("mean", "sum", "none"), chunk_rows)
+    rows = target.reshape(-1).long()
+    loss: Tensor = CrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
+        logits.reshape(-1, logits.shape[-1]), rows, label_smoothing, ignore_index, chunk_rows or 0
+    )
+    if reduction == "none":
+        return loss.reshape(target.shape)
+    return loss.sum() if reduction == "sum" else loss.sum() / (rows != ignore_index).sum()
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """:func:`cross_entropy` of ``hidden @ weight.t() + bias``, with logits for ``chunk_rows`` rows at a time.
+
+    The gradients are computed in the forward, while the logits of a chunk are there, and scaled in the backward: kept
+    in between are that of ``hidden``, in its dtype, and those of weight and bias, summed over the chunks in fp32. The
+    products are computed in the dtype of ``hidden``, or of ``torch.autocast``, and are not quantized.
+
+    Args:
+        hidden: [..., D], bf16, fp16, fp32 or fp64.
+        weight: [V, D], of the output head; its gradient comes in its own dtype.
+        target: int [...].
+        bias: [V].
+
+    Other arguments, the returned loss and the errors are those of :func:`cross_entropy`.
+    """
+    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"cross_entropy: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}; [..., D] and [V, D] are "
+            "needed"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"cross_entropy: bias has shape {tuple(bias.shape)}; one entry for each of {len(weight)} rows")
+    _check(hidden, target, label_smoothing, reduction, ("mean", "sum"), chunk_rows)
+    hidden = autocast_to(hidden)
+    grad = torch.is_grad_enabled()
+    needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    loss: Tensor = LinearCrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        target.reshape(-1).long(),
+        label_smoothing,
+        ignore_index,
+        reduction,
+        chunk_rows or 0,
+        needs,
+    )
+    return loss
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """Losses [M] of logits [M, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+        loss, lse = kernels.cross_entropy_forward(logits, target, *options)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.options = options
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        dlogits = kernels.cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
+        return dlogits, None, None, None, None
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """The loss of hidden [M, D] under a head [V, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        label_smoothing: float,
+        ignore_index: int,
+        reduction: str,
+        chunk_rows: int,
+        needs: list[bool],
+    ) -> Tensor:
+        w, b = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        total, *gradients = kernels.linear_cross_entropy(
+            hidden, w, b, target, label_smoothing, ignore_index, chunk_rows, needs
+        )
+        count = (target != ignore_index).sum() if reduction == "mean" else torch.ones_like(total)
+        ctx.save_for_backward(count, *gradients)
+        ctx.needs = needs
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        count, *gradients = ctx.saved_tensors
+        # The gradients of no target are 0, not 0 / 0. They are scaled in fp32: a bf16 one would round the scale too.
+        scale = dloss / count.clamp(min=1)
+        scaled = (
+            (gradient.to(scale.dtype) * scale).to(dtype) if need else None
+            for gradient, dtype, need in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
+        )
+        return *scaled, None, None, None, None, None, None
+
+
+def _check(
+    rows: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    reduction: str,
+    reductions: tuple[str, ...],
+    chunk_rows: int | None,
+) -> None:
+    if not rows.is_floating_point():
+        raise ValueError(f"cross_entropy: input is {rows.dtype}; a floating-point tensor is needed")
+    if rows.dim() == 0 or target.shape != rows.shape[:-1]:
+        raise ValueError(
+            f"cross_entropy: target has shape {tuple(target.shape)}, input {tuple(rows.shape)}; one target is needed "
+            f"for each row, {tuple(rows.shape[:-1])}"
+        )
+    if target.dtype not in _INTEGERS:
+        raise ValueError(f"cross_entropy: target is {target.dtype}; class indices are needed, as target.long()")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"cross_entropy: label_smoothing is {label_smoothing}; it must be between 0 and 1")
+    if reduction not in reductions:
+        raise ValueError(f"cross_entropy: reduction is {reduction!r}; {' or '.join(reductions)}")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"cross_entropy: chunk_rows is {chunk_rows}; it must be at least 1, or None")

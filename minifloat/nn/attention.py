@@ -1,0 +1,324 @@
+"""``DotProductAttention``: masks, layouts and packed sequences around PyTorch's attention."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.functional.amp import autocast_to
+from minifloat.functional.attention import Backend, attention, choose_backend
+from minifloat.functional.attention_mask import Band, Mask, Places, packed_places, padded_places, simplified
+from minifloat.functional.packed import check_cu_seqlens
+
+QKVFormat = Literal["sbhd", "bshd", "thd"]
+MaskType = Literal[
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+]
+_TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+
+
+class DotProductAttention(nn.Module):
+    """softmax(q k^T scale) v of several heads, with masks, sliding windows, softcap, dropout and packed sequences.
+
+    It has no parameters, and runs on PyTorch's SDPA or FlexAttention: ``print`` shows which, and why. Whatever a query
+    may not attend to has no influence on it and gets no gradient from it, unless it is NaN or infinite. A query that
+    may attend to nothing gives 0.
+
+    Args:
+        num_attention_heads: heads of the queries.
+        kv_channels: channels of a head; a pair for those of queries and keys, and of values.
+        num_gqa_groups: heads of keys and values, which divide those of the queries; as many by default.
+        attention_dropout: the probability that a weight is dropped while training, by PyTorch's generator.
+        qkv_format: ``"sbhd"`` for [s, b, h, d], ``"bshd"`` for [b, s, h, d], ``"thd"`` for [tokens, h, d] packed.
+        attn_mask_type: ``"causal"`` aligns query and key 0, ``"causal_bottom_right"`` the last ones, as with keys from
+            a cache. ``"padding"`` and its combinations leave out padding; ``"arbitrary"`` takes any mask. Packed
+            sequences are always apart: there ``"causal"`` means ``"padding_causal"``.
+        window_size: ``(left, right)``, how many keys before and behind its own position a query sees; -1 for all.
+        bottom_right_diagonal: where that position lies if there are not as many keys as queries; None aligns
+            ``"causal"`` and ``"padding_causal"`` at the top left and everything else at the bottom right.
+        softmax_scale: ``1 / sqrt(channels)`` of queries and keys by default.
+        softcap: bounds scaled scores to ``softcap * tanh(score / softcap)`` (Gemma 2, 2024).
+        layer_number: what errors call the module.
+
+    Raises:
+        ValueError: options out of range or unknown.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: QKVFormat = "sbhd",
+        attn_mask_type: MaskType = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        *,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        layer_number: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer_number = layer_number
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.attention_dropout = attention_dropout
+        self.qkv_format = qkv_format
+        self.attn_mask_type = attn_mask_type
+        self.window_size = window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.softmax_scale = self.kv_channels[0] ** -0.5 if softmax_scale is None else softmax_scale
+        self.softcap = softcap
+        self._check_options()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        *,
+        attn_mask_type: MaskType | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        core_attention_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Queries [..., h, d], keys and values [..., groups, d] in ``qkv_format`` to [..., h * d] of the values.
+
+        Args:
+            attention_mask: bool, True where something is **masked out**. For ``"padding"`` masks [b, 1, 1, s] or
+                [b, s] of the tokens, a pair of queries' and keys' where these differ; for ``"arbitrary"`` one that
+                broadcasts to [b, h, s, t].
+            cu_seqlens_q, cu_seqlens_kv: int [b + 1], where each sequence starts and the last one ends. ``"thd"`` needs
+                them; with other formats they give the lengths for ``"padding"`` masks. Keys' are those of the queries
+                if left out. Tokens behind the last sequence attend to nothing.
+            attn_mask_type, window_size, bottom_right_diagonal: instead of the module's, for this call.
+            core_attention_bias: broadcasts to [b, h, s, t]; added to the scores after scale and softcap.
+
+        Raises:
+            ValueError: shapes that do not fit each other or the module; a mask or lengths missing or of no use.
+        """
+        mask_type = attn_mask_type or self.attn_mask_type
+        self._check_mask_type(mask_type)
+        self._check_inputs(query, key, value)
+        q, k, v = (self._to_bhsd(autocast_to(t)) for t in (query, key, value))
+        band = self._band(mask_type, window_size or self.window_size)
+        bottom_right = self._bottom_right(mask_type, bottom_right_diagonal)
+        starts = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+        query_places, key_places = self._places(mask_type, q, k, attention_mask, starts, bottom_right)
+        diagonal = 0
+        if query_places is None:
+            self._check_used(mask_type, attention_mask, cu_seqlens_q)
+            diagonal = k.shape[2] - q.shape[2] if bottom_right else 0
+            band = simplified(band, diagonal, q.shape[2], k.shape[2])
+        mask = Mask(
+            band,
+            diagonal,
+            query_places,
+            key_places,
+            ~self._arbitrary(attention_mask, q, k) if mask_type == "arbitrary" else None,
+            self._bias(core_attention_bias, q, k),
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        out = attention(q, k, v, mask, scale=self.softmax_scale, softcap=self.softcap, dropout=dropout)
+        return self._from_bhsd(out)
+
+    def backend(self, device: str, dtype: torch.dtype = torch.bfloat16) -> Backend:
+        """What computes it on a type of device with the module's own options, and why."""
+        band = self._band(self.attn_mask_type, self.window_size)
+        nowhere = torch.empty(0, device="meta")
+        apart = self.qkv_format == "thd" or "padding" in self.attn_mask_type
+        mask = Mask(
+            band,
+            query=Places(nowhere, nowhere) if apart else None,
+            kept=nowhere if self.attn_mask_type == "arbitrary" else None,
+        )
+        return choose_backend(
+            device,
+            mask.kind,
+            softcap=self.softcap is not None,
+            dropout=self.training and self.attention_dropout > 0,
+            dtype=dtype,
+            head_dim=min(self.kv_channels),
+        )
+
+    def extra_repr(self) -> str:
+        options = [f"{self.num_attention_heads} heads, {self.num_gqa_groups} groups, {self.kv_channels} channels"]
+        options += [self.qkv_format, self.attn_mask_type]
+        for name in ("window_size", "softcap", "attention_dropout"):
+            if getattr(self, name):
+                options.append(f"{name}={getattr(self, name)}")
+        options += [f"{device}: {b.name} ({b.reason})" for device in ("cpu", "cuda") for b in [self.backend(device)]]
+        return ", ".join(options)
+
+    # ---- masks ----
+
+    def _band(self, mask_type: str, window: tuple[int, int] | None) -> Band:
+        left, right = (-1, -1) if window is None else window
+        if left < -1 or right < -1:
+            raise ValueError(f"{self._label()}: window_size is {window}; counts of keys are needed, or -1 for all")
+        if "causal" in mask_type:
+            right = 0
+        return Band(None if left == -1 else left, None if right == -1 else right)
+
+    def _bottom_right(self, mask_type: str, given: bool | None) -> bool:
+        if mask_type.endswith("bottom_right"):
+            return True
+        given = self.bottom_right_diagonal if given is None else given
+        return mask_type not in ("causal", "padding_causal") if given is None else given
+
+    def _places(
+        self,
+        mask_type: str,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | tuple[Tensor, Tensor] | None,
+        starts: tuple[Tensor | None, Tensor | None],
+        bottom_right: bool,
+    ) -> tuple[Places, Places] | tuple[None, None]:
+        """Of packed or padded sequences."""
+        if self.qkv_format == "thd":
+            self._check_unused("attention_mask", mask)
+            return self._packed(q, k, starts, bottom_right)
+        if "padding" not in mask_type:
+            return None, None
+        if (mask is None) == (starts[0] is None):
+            raise ValueError(
+                f"{self._label()}: a padding mask needs either attention_mask, True where there is padding, or "
+                f"cu_seqlens_q; {'neither' if mask is None else 'both'} given"
+            )
+        if mask is None:
+            valid = [self._filled(*each) for each in zip(("q", "kv"), starts, (q, k), strict=True)]
+        else:
+            masks = mask if isinstance(mask, tuple) else (mask, mask)
+            valid = [~self._padding(m, t) for m, t in zip(masks, (q, k), strict=True)]
+        return padded_places(valid[0], valid[1], bottom_right)
+
+    def _packed(
+        self, q: Tensor, k: Tensor, starts: tuple[Tensor | None, Tensor | None], bottom_right: bool
+    ) -> tuple[Places, Places]:
+        starts_q = check_cu_seqlens(self._label(), "cu_seqlens_q", starts[0])
+        starts_kv = check_cu_seqlens(self._label(), "cu_seqlens_kv", starts[1])
+        if starts_q.shape != starts_kv.shape:
+            raise ValueError(
+                f"{self._label()}: cu_seqlens_q has {starts_q.numel()} entries, cu_seqlens_kv {starts_kv.numel()}; "
+                "queries and keys need as many sequences"
+            )
+        return packed_places(starts_q, starts_kv, q.shape[2], k.shape[2], bottom_right)
+
+    def _filled(self, name: str, cu_seqlens: Tensor | None, t: Tensor) -> Tensor:
+        """bool [B, S], True on as many tokens of each row as its sequence has."""
+        lengths = check_cu_seqlens(self._label(), f"cu_seqlens_{name}", cu_seqlens).diff()
+        if lengths.shape[0] != t.shape[0]:
+            raise ValueError(
+                f"{self._label()}: cu_seqlens_{name} is of {lengths.shape[0]} sequences, the batch of {t.shape[0]}"
+            )
+        return torch.arange(t.shape[2], device=t.device) < lengths[:, None]
+
+    def _padding(self, mask: Tensor, t: Tensor) -> Tensor:
+        if mask.dtype != torch.bool or mask.shape not in ((t.shape[0], 1, 1, t.shape[2]), (t.shape[0], t.shape[2])):
+            raise ValueError(
+                f"{self._label()}: a padding mask is {mask.dtype} of shape {tuple(mask.shape)}; bool "
+                f"{(t.shape[0], 1, 1, t.shape[2])} is needed, or a pair of masks where keys differ from queries"
+            )
+        return mask.reshape(t.shape[0], t.shape[2])
+
+    def _arbitrary(self, mask: Tensor | tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor) -> Tensor:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise ValueError(
+                f"{self._label()}: attn_mask_type='arbitrary' needs attention_mask, bool, True where masked out"
+            )
+        return self._fits("attention_mask", mask, q, k)
+
+    def _bias(self, bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        if self.qkv_format == "thd":
+            self._check_unused("core_attention_bias", bias)
+        return None if bias is None else self._fits("core_attention_bias", bias, q, k)
+
+    def _fits(self, name: str, t: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        shape = (*q.shape[:3], k.shape[2])
+        if t.dim() > 4 or any(n not in (1, m) for n, m in zip(t.shape[::-1], shape[::-1], strict=False)):
+            raise ValueError(f"{self._label()}: {name} has shape {tuple(t.shape)}; it must broadcast to {shape}")
+        return t
+
+    # ---- layouts and checks ----
+
+    def _to_bhsd(self, t: Tensor) -> Tensor:
+        return t.transpose(0, 1)[None] if self.qkv_format == "thd" else t.permute(_TO_BHSD[self.qkv_format])
+
+    def _from_bhsd(self, t: Tensor) -> Tensor:
+        if self.qkv_format == "thd":
+            return t[0].transpose(0, 1).flatten(1)
+        return t.permute((2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)).flatten(2)
+
+    def _label(self) -> str:
+        return "DotProductAttention" + ("" if self.layer_number is None else f" of layer {self.layer_number}")
+
+    def _check_options(self) -> None:
+        if self.num_gqa_groups < 1 or self.num_attention_heads < 1 or self.num_attention_heads % self.num_gqa_groups:
+            raise ValueError(
+                f"{self._label()}: {self.num_attention_heads} heads do not divide by num_gqa_groups="
+                f"{self.num_gqa_groups}; change one of them"
+            )
+        if self.qkv_format not in get_args(QKVFormat):
+            raise ValueError(f"{self._label()}: qkv_format is {self.qkv_format!r}; {', '.join(get_args(QKVFormat))}")
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(
+                f"{self._label()}: attention_dropout is {self.attention_dropout}; it must be at least 0 and below 1"
+            )
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"{self._label()}: softcap is {self.softcap}; it must be above 0, or None")
+        self._check_mask_type(self.attn_mask_type)
+        self._band(self.attn_mask_type, self.window_size)
+
+    def _check_mask_type(self, mask_type: str) -> None:
+        if mask_type not in get_args(MaskType):
+            raise ValueError(f"{self._label()}: attn_mask_type is {mask_type!r}; {', '.join(get_args(MaskType))}")
+        if mask_type == "arbitrary" and self.qkv_format == "thd":
+            raise ValueError(f"{self._label()}: packed sequences have no arbitrary mask; use qkv_format='bshd'")
+
+    def _check_used(self, mask_type: str, mask: object, cu_seqlens_q: Tensor | None) -> None:
+        """Lengths of sequences, and masks, are for the mask types that read them."""
+        self._check_unused("cu_seqlens_q", cu_seqlens_q)
+        if mask_type != "arbitrary":
+            self._check_unused("attention_mask", mask)
+
+    def _check_unused(self, name: str, given: object) -> None:
+        if given is not None:
+            raise ValueError(
+                f"{self._label()}: {name} has no use with {self.qkv_format} and attn_mask_type="
+                f"{self.attn_mask_type!r}; leave it out, or use bshd and a padding mask type or 'arbitrary'"
+            )
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        dims = len(self.qkv_format)
+        channels, value_channels = self.kv_channels
+        expected = (
+            ("query", query, self.num_attention_heads, channels),
+            ("key", key, self.num_gqa_groups, channels),
+            ("value", value, self.num_gqa_groups, value_channels),
+        )
+        for name, t, heads, width in expected:
+            if t.dim() != dims or t.shape[-2:] != (heads, width):
+                raise ValueError(
+                    f"{self._label()}: {name} has shape {tuple(t.shape)}; {self.qkv_format} of {heads} heads and "
+                    f"{width} channels is needed"
+                )
+        batch = {"sbhd": 1, "bshd": 0}.get(self.qkv_format)
+        if key.shape[:-2] != value.shape[:-2] or (batch is not None and query.shape[batch] != key.shape[batch]):
+            raise ValueError(
+                f"{self._label()}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
+                "differ in batch or length; keys and values need the same of both, queries the same batch"
+            )

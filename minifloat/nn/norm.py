@@ -1,0 +1,93 @@
+"""``LayerNorm`` and ``RMSNorm``: the norms that the fused modules compute, as modules of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.functional.amp import autocast_to
+from minifloat.functional.norm import normalize
+from minifloat.functional.producers import Norm
+
+
+class _Norm(nn.Module):
+    normalization: ClassVar[str]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape or min(shape) < 1:
+            raise ValueError(
+                f"{type(self).__name__}: normalized_shape is {normalized_shape}; give one or more positive sizes"
+            )
+        self.normalized_shape = shape
+        self.norm = Norm(self.normalization, eps, zero_centered_gamma)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=params_dtype, device=device))
+        has_bias = self.normalization == "LayerNorm"
+        self.register_parameter("bias", nn.Parameter(torch.empty_like(self.weight)) if has_bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the scale to 1 (a zero-centered gamma to 0) and the bias to 0."""
+        nn.init.constant_(self.weight, 0.0 if self.norm.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., *normalized_shape] to the same shape, in the dtype of ``x`` or of ``torch.autocast``."""
+        dims = len(self.normalized_shape)
+        if x.shape[max(x.dim() - dims, 0) :] != self.normalized_shape:
+            raise ValueError(
+                f"{type(self).__name__}: input of shape {tuple(x.shape)} must end in "
+                f"normalized_shape={self.normalized_shape}"
+            )
+        bias = None if self.bias is None else self.bias.flatten()
+        rows = autocast_to(x).flatten(x.dim() - dims)
+        return normalize(rows, self.weight.flatten(), bias, self.norm).reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        centered = ", zero_centered_gamma=True" if self.norm.zero_centered_gamma else ""
+        return f"{self.normalized_shape}, eps={self.norm.eps}{centered}"
+
+
+class LayerNorm(_Norm):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dims; statistics and gradients in fp32.
+
+    Layer Normalization (Ba et al. 2016). State dict keys are those of ``nn.LayerNorm``. Under ``torch.autocast`` the
+    input is rounded to its dtype first, as the linears do, so that a fused LayerNormLinear gives the same numbers.
+
+    Args:
+        normalized_shape: the sizes of the last dims, or the one size of the last.
+        eps: added to the variance.
+        zero_centered_gamma: scale by ``1 + weight``, which starts at 0.
+        params_dtype: of weight and bias; PyTorch's default if None. It need not be that of the input.
+        device: ``"meta"`` makes no memory; ``to_empty`` and ``reset_parameters`` do later.
+
+    Raises:
+        ValueError: ``normalized_shape`` is empty or not positive; an input that does not end in it, or that is neither
+            bf16 nor fp16 nor fp32.
+    """
+
+    normalization = "LayerNorm"
+
+
+class RMSNorm(_Norm):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dims; statistics and gradients in fp32.
+
+    Root Mean Square Layer Normalization (Zhang and Sennrich 2019). State dict keys are those of ``nn.RMSNorm``;
+    arguments, errors and ``torch.autocast`` as for :class:`LayerNorm`.
+    """
+
+    normalization = "RMSNorm"

@@ -1,0 +1,180 @@
+"""Rotary positions against complex multiplication in float64, and against the rotate-half form of other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minifloat.nn.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
+
+
+def by_complex_numbers(x: Tensor, position: Tensor, r: int, interleaved: bool, base: float = 10000.0) -> Tensor:
+    """x [..., tokens, h, d] with positions [..., tokens]: pairs as complex numbers times e^(i angle), in float64."""
+    x = x.double()
+    head, rest = x[..., :r], x[..., r:]
+    pairs = head.unflatten(-1, (r // 2, 2)) if interleaved else head.unflatten(-1, (2, r // 2)).transpose(-1, -2)
+    frequency = torch.tensor([base ** (-2 * i / r) for i in range(r // 2)], dtype=torch.float64)
+    turn = torch.polar(torch.ones((), dtype=torch.float64), position.double()[..., None, None] * frequency)
+    turned = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * turn)
+    turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
+    return torch.cat((turned, rest), -1)
+
+
+@INTERLEAVED
+@pytest.mark.parametrize("percent", [1.0, 0.5, 0.3])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_bshd_and_sbhd_against_complex_numbers(percent: float, interleaved: bool, dtype: torch.dtype) -> None:
+    rope = RotaryPositionEmbedding(20, percent, interleaved=interleaved)
+    freqs = rope(11)
+    assert freqs.shape == (11, 1, 1, int(20 * percent)) and freqs.dtype == torch.float32
+    t = torch.randn(3, 9, 2, 20).to(dtype)  # fewer tokens than angles
+    expected = by_complex_numbers(t, torch.arange(9).expand(3, 9), rope.dim, interleaved)
+    y = apply_rotary_pos_emb(t, freqs, "bshd", interleaved=interleaved)
+    assert y.dtype == dtype and torch.equal(y[..., rope.dim :], t[..., rope.dim :])
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=TOLERANCE[dtype] * 4)
+    across = apply_rotary_pos_emb(t.transpose(0, 1), freqs, "sbhd", interleaved=interleaved)
+    assert torch.equal(across.transpose(0, 1), y)
+
+
+def test_rotate_half_convention() -> None:
+    """As Llama's code writes it: q * cos + rotate_half(q) * sin."""
+    q = torch.randn(2, 7, 3, 16)  # [b, s, h, d]
+    inv_freq = 1.0 / (500000.0 ** (torch.arange(0, 16, 2, dtype=torch.int64).float() / 16))
+    angle = torch.arange(7).float()[:, None] * inv_freq
+    emb = torch.cat((angle, angle), dim=-1)[:, None]
+    half = torch.cat((-q[..., 8:], q[..., :8]), dim=-1)
+    ours = apply_rotary_pos_emb(q, RotaryPositionEmbedding(16, rotary_base=500000.0)(7), "bshd")
+    torch.testing.assert_close(ours, q * emb.cos() + half * emb.sin())
+
+
+@INTERLEAVED
+def test_gradient_is_the_turn_back(interleaved: bool) -> None:
+    freqs = RotaryPositionEmbedding(12, 0.7, interleaved=interleaved)(6)  # 8 of 12 channels
+    t = torch.randn(6, 2, 3, 12, requires_grad=True)
+    dy = torch.randn(6, 2, 3, 12)
+    y = apply_rotary_pos_emb(t, freqs, "sbhd", interleaved=interleaved)
+    (dt,) = torch.autograd.grad(y, t, dy)
+    expected = by_complex_numbers(dy.transpose(0, 1), -torch.arange(6).expand(2, 6), 8, interleaved).transpose(0, 1)
+    torch.testing.assert_close(dt.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(apply_rotary_pos_emb(y, -freqs, "sbhd", interleaved=interleaved), t)
+
+
+@INTERLEAVED
+@pytest.mark.parametrize("lengths", [[3, 5], [1], [4, 0, 2, 1], [0, 3]])
+def test_packed_sequences_start_at_position_zero(lengths: list[int], interleaved: bool) -> None:
+    freqs = RotaryPositionEmbedding(8, interleaved=interleaved)(5)
+    sequences = [torch.randn(n, 2, 8) for n in lengths]
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    padding = torch.randn(2, 2, 8)  # two tokens behind the last sequence
+    t = torch.cat([*sequences, padding]).requires_grad_()
+    y = apply_rotary_pos_emb(t, freqs, "thd", interleaved=interleaved, cu_seqlens=cu_seqlens)
+    alone = [apply_rotary_pos_emb(s[None], freqs, "bshd", interleaved=interleaved)[0] for s in sequences]
+    assert torch.equal(y[:-2], torch.cat(alone)) and y.isfinite().all()
+    y.sum().backward()
+    assert t.grad is not None and t.grad.isfinite().all()
+
+
+def test_start_positions() -> None:
+    freqs = RotaryPositionEmbedding(8)(12)
+    starts = torch.tensor([4, 0, 7])
+    t = torch.randn(3, 5, 2, 8)
+    y = apply_rotary_pos_emb(t, freqs, "bshd", starts)
+    for each, start in enumerate(starts.tolist()):
+        assert torch.equal(y[each], apply_rotary_pos_emb(t[each : each + 1], freqs[start:], "bshd")[0])
+    assert torch.equal(apply_rotary_pos_emb(t.transpose(0, 1), freqs, "sbhd", starts).transpose(0, 1), y)
+    cu_seqlens = torch.tensor([0, 5, 10, 15])
+    assert torch.equal(
+        apply_rotary_pos_emb(t.flatten(0, 1), freqs, "thd", starts, cu_seqlens=cu_seqlens), y.flatten(0, 1)
+    )
+
+
+def test_offset_continues_a_sequence() -> None:
+    rope = RotaryPositionEmbedding(8)
+    assert torch.equal(rope(3, offset=4), rope(7)[4:])
+
+
+def test_interpolation() -> None:
+    plain, factor = RotaryPositionEmbedding(8), RotaryPositionEmbedding(8, seq_len_interpolation_factor=4)
+    torch.testing.assert_close(factor(9), plain(9) / 4)
+    dynamic = RotaryPositionEmbedding(8, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=3)
+    torch.testing.assert_close(dynamic(6), plain(6) / 2)
+    torch.testing.assert_close(dynamic(12), plain(12) * (3 / 12))
+
+
+def test_scores_depend_on_distance_alone() -> None:
+    freqs = RotaryPositionEmbedding(16)(100)
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+
+    def score(i: int, j: int) -> Tensor:
+        turned = [apply_rotary_pos_emb(x, freqs[p : p + 1], "bshd") for x, p in zip((q, k), (i, j), strict=True)]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(score(7, 3), score(97, 93), rtol=1e-4, atol=1e-4)
+
+
+def test_angles_stay_fp32_and_follow_the_device() -> None:
+    rope = RotaryPositionEmbedding(64)
+    expected = rope(5)
+    assert torch.equal(rope.bfloat16()(5), expected) and not rope.state_dict()
+    meta = RotaryPositionEmbedding(64, device="meta")
+    assert meta(5).is_meta
+    assert torch.equal(meta.to_empty(device="cpu")(5), expected)
+
+
+@pytest.mark.gpu
+@INTERLEAVED
+def test_the_same_on_a_gpu(interleaved: bool) -> None:
+    rope = RotaryPositionEmbedding(64, interleaved=interleaved)
+    t = torch.randn(2, 130, 4, 64)
+    expected = by_complex_numbers(t, torch.arange(130).expand(2, 130), 64, interleaved)
+    y = apply_rotary_pos_emb(t.cuda(), rope.cuda()(130), "bshd", interleaved=interleaved)
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (5, 0, 3, 8), (5, 2, 0, 8)])
+def test_empty(shape: tuple[int, ...]) -> None:
+    assert apply_rotary_pos_emb(torch.randn(shape), RotaryPositionEmbedding(8)(5)).shape == shape
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_to_one_graph(packed: bool) -> None:
+    torch._dynamo.reset()
+    rope = RotaryPositionEmbedding(8)
+    cu_seqlens = torch.tensor([0, 3, 6], dtype=torch.int32)
+
+    def turn(t: Tensor) -> Tensor:
+        return apply_rotary_pos_emb(t, rope(t.shape[0]), "thd" if packed else "sbhd", cu_seqlens=options)
+
+    options: Any = cu_seqlens if packed else None
+    compiled = torch.compile(turn, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (6, 9):
+        t = torch.randn(length, 2, 8) if packed else torch.randn(length, 3, 2, 8)
+        torch.testing.assert_close(compiled(t), turn(t))
+
+
+def test_wrong_input_is_named() -> None:
+    freqs = RotaryPositionEmbedding(8)(5)
+    t = torch.randn(5, 2, 3, 8)
+    for message, arguments, keywords in (
+        ("'hdbs'", (t, freqs, "hdbs"), {}),
+        ("4 dims", (t[0], freqs), {}),
+        ("9 tokens but angles of 5", (torch.randn(9, 2, 3, 8), freqs), {}),
+        ("at most the 6 channels", (t[..., :6], freqs), {}),
+        ("freqs has shape", (t, freqs[:, 0]), {}),
+        ("need cu_seqlens", (t[0], freqs, "thd"), {}),
+        ("is for tensor_format='thd'", (t, freqs), {"cu_seqlens": torch.tensor([0, 5])}),
+        (r"each of 2 sequences", (t, freqs, "sbhd", torch.tensor([0, 1, 2])), {}),
+        ("torch.float32 of shape", (t[0], freqs, "thd"), {"cu_seqlens": torch.tensor([0.0, 5.0])}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply_rotary_pos_emb(*arguments, **keywords)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rotary_percent is 1\.5"):
+        RotaryPositionEmbedding(8, 1.5)
+    with pytest.raises(ValueError, match="7 channels"):
+        RotaryPositionEmbedding(7)
