@@ -9,7 +9,7 @@ operation computes on the values and quantizes the result into the same memory, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -90,8 +90,7 @@ def quantize_all_(
             )
     with torch.no_grad():
         _assign_all(targets, sources, amaxes)
-    for target in targets:
-        torch.autograd.graph.increment_version(target)
+    _count_writes(targets)
 
 
 def _assign_all(
@@ -246,32 +245,18 @@ class QuantizedTensor(torch.Tensor):
             ValueError: ``src`` has another shape.
             NotImplementedError: this is a range of rows of a larger tensor, which share a scale that would change.
         """
-        if src.shape != self.shape:
-            raise ValueError(f"a tensor of shape {tuple(self.shape)} cannot take values of shape {tuple(src.shape)}")
-        with torch.no_grad():
-            self._assign(src, amaxes)
-        torch.autograd.graph.increment_version(self)
+        quantize_all_([self], [src], amaxes=[amaxes])
         return self
 
-    def _assign(self, src: Tensor, amaxes: Amaxes | None = None) -> None:
-        if isinstance(src, QuantizedTensor) and self._same_form(src):
-            tensor_ops.store(self._operands, src._operands, self._outside)
-        else:
-            self._write(src._values() if isinstance(src, QuantizedTensor) else src.detach(), amaxes)
-        self.source_version = _version(src)
-
-    def _write(self, values: Tensor, amaxes: Amaxes | None = None) -> None:
-        """Quantizes values that broadcast to the logical shape."""
+    def _as_matrix(self, values: Tensor) -> Tensor:
+        """Values that broadcast to the logical shape, as the [M, K] that the operands are of."""
         values = values.to(self.device, values.dtype if values.dtype in _DTYPES else self.dtype).expand(self.shape)
         rows, cols = self._operands.any.shape
         if self.is_contiguous():
-            matrix = values.reshape(rows, cols)
-        else:
-            matrix = values.new_empty((rows, cols))
-            matrix.as_strided(self.shape, self.stride()).copy_(values)
-        fresh = tensor_ops.cast(matrix, self.quantizer, self.scale, self.amax_group, amaxes)
-        tensor_ops.store(self._operands, fresh, self._outside)
-        self.source_version = None
+            return values.reshape(rows, cols)
+        matrix = values.new_empty((rows, cols))
+        matrix.as_strided(self.shape, self.stride()).copy_(values)
+        return matrix
 
     def _same_form(self, other: QuantizedTensor) -> bool:
         """The operands of ``other`` can be copied as they are."""
@@ -282,6 +267,19 @@ class QuantizedTensor(torch.Tensor):
             and (self.shape, self.stride()) == (other.shape, other.stride())
             and all(theirs is not None for mine, theirs in zip(self._operands, other._operands, strict=True) if mine)
         )
+
+    def set_high_precision_init_val(self, values: Tensor) -> None:
+        """Keeps a copy of ``values`` on the CPU, for master weights to start from."""
+        self._high_precision_init_val = values.detach().cpu().clone()
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values before the first cast, on the CPU, if they were to be preserved and are still there."""
+        found: Tensor | None = self.__dict__.get("_high_precision_init_val")
+        return found
+
+    def clear_high_precision_init_val(self) -> None:
+        """Frees what :meth:`get_high_precision_init_val` gives."""
+        self.__dict__.pop("_high_precision_init_val", None)
 
     def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Drops operands that are not wanted, and fills a place again from the other where one serves both.
@@ -470,6 +468,12 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+def _count_writes(tensors: Iterable[Tensor]) -> None:
+    """Raises the versions, as autograd does itself for an operation on one tensor, but not for one on lists."""
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
 # ---- dispatch: one handler an operation, (func, args, kwargs) -> result ----
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -517,8 +521,10 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return values[id(t)]
 
     func(*tree_map_only(QuantizedTensor, value, args), **tree_map_only(QuantizedTensor, value, kwargs))
-    for t in {id(t): t for t in _written(func, args, kwargs) if isinstance(t, QuantizedTensor)}.values():
-        t._write(values[id(t)])
+    written = {id(t): t for t in _written(func, args, kwargs) if isinstance(t, QuantizedTensor)}
+    _write_all(list(written.values()), [values[each] for each in written])
+    if not isinstance(args[0], Tensor):
+        _count_writes(written.values())
     return args[0] if func._schema.returns else None
 
 
@@ -599,13 +605,18 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args[0]._assign(args[1])
+    _assign_all([args[0]], [args[1]])
     return args[0]
 
 
 def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for target, source in zip(*args[:2], strict=True):
-        target.copy_(source)
+    pairs = list(zip(*args[:2], strict=True))
+    quantized = [(target, source) for target, source in pairs if isinstance(target, QuantizedTensor)]
+    _assign_all([target for target, _ in quantized], [source for _, source in quantized])
+    _count_writes([target for target, _ in quantized])
+    for target, source in pairs:
+        if not isinstance(target, QuantizedTensor):
+            target.copy_(source)
 
 
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

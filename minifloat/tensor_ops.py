@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Amaxes, Quantizer
+from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 
 SLOTS = ("rowwise", "columnwise")
 BUFFERS = ("codes", "scale_inv", "amax")
@@ -44,39 +44,57 @@ def map_buffers(operand: Operand, function: Callable[[Tensor], Tensor]) -> Opera
 
 
 def cast(
-    x: Tensor, quantizer: Quantizer, scale: Tensor | None, group: dist.ProcessGroup | None, amaxes: Amaxes | None = None
-) -> Quantized:
-    """Quantizes ``x`` [M, K] with the given delayed ``scale``, its amaxes reduced over ``group``.
+    xs: Sequence[Tensor],
+    quantizers: Sequence[Quantizer],
+    scales: Sequence[Tensor | None],
+    groups: Sequence[dist.ProcessGroup | None],
+    amaxes: Sequence[Amaxes | None],
+) -> list[Quantized]:
+    """Quantizes many ``xs`` [M, K]: one launch a phase, and between the phases one all-reduce a group.
+
+    Args:
+        xs, quantizers: one quantizer a tensor.
+        scales: fp32 [1] for delayed scaling, else None.
+        groups: what the amaxes of each tensor are reduced over, or None. Ranks list the tensors of a group alike.
+        amaxes: what to cast with instead, already agreed on; None: the tensor's own.
 
     Raises:
-        ValueError: the quantizer takes a given scale and there is none.
+        ValueError: a quantizer takes a given scale and there is none.
     """
-    if amaxes is None:
-        given = [fmt.scale_rule == "given" for fmt, _ in quantizer.casts]
-        if any(given) and scale is None:
+    for quantizer, scale, known in zip(quantizers, scales, amaxes, strict=True):
+        if known is None and scale is None and any(fmt.scale_rule == "given" for fmt, _ in quantizer.casts):
             raise ValueError(
                 f"{quantizer.row_format.spec} casts with a delayed scale and none is known; pass an fp32 [1] as in "
                 "quantize(x, quantizer, scale=scale)"
             )
-        levels = _reduced(quantizer.amax(x), quantizer, group)
-        amaxes = tuple(scale if wants else level for wants, level in zip(given, levels, strict=True))
-    return quantizer.cast(x, amaxes)
+    levels = list(amaxes)
+    unknown = [i for i, known in enumerate(amaxes) if known is None]
+    found = find_amaxes([xs[i] for i in unknown], [quantizers[i] for i in unknown])
+    agreed = _reduced(found, [quantizers[i] for i in unknown], [groups[i] for i in unknown])
+    for i, own in zip(unknown, agreed, strict=True):
+        given = [fmt.scale_rule == "given" for fmt, _ in quantizers[i].casts]
+        levels[i] = tuple(scales[i] if wants else level for wants, level in zip(given, own, strict=True))
+    return cast_all(xs, quantizers, levels)
 
 
-def _reduced(amaxes: Amaxes, quantizer: Quantizer, group: dist.ProcessGroup | None) -> Amaxes:
-    """The largest of every rank's amaxes, in one all-reduce; those of single rows are a rank's own."""
-    shared = [
-        not (fmt.amax_per_row and dim == ROWWISE) and amax is not None
-        for amax, (fmt, dim) in zip(amaxes, quantizer.casts, strict=True)
-    ]
-    if group is None or not any(shared):
-        return amaxes
-    from torch.distributed import _functional_collectives as collectives  # slow to import, and seldom needed
+def _reduced(
+    amaxes: Sequence[Amaxes], quantizers: Sequence[Quantizer], groups: Sequence[dist.ProcessGroup | None]
+) -> list[Amaxes]:
+    """The largest of every rank's amaxes, in one all-reduce a group; those of single rows are a rank's own."""
+    result = [list(each) for each in amaxes]
+    pending: dict[dist.ProcessGroup, list[tuple[int, int, Tensor]]] = {}
+    for i, (quantizer, group) in enumerate(zip(quantizers, groups, strict=True)):
+        for j, ((fmt, dim), amax) in enumerate(zip(quantizer.casts, amaxes[i], strict=True)):
+            if group is not None and amax is not None and not (fmt.amax_per_row and dim == ROWWISE):
+                pending.setdefault(group, []).append((i, j, amax))
+    for group, entries in pending.items():
+        from torch.distributed import _functional_collectives as collectives  # slow to import, and seldom needed
 
-    pending = [amax for amax, wanted in zip(amaxes, shared, strict=True) if wanted and amax is not None]
-    reduced = collectives.wait_tensor(collectives.all_reduce(torch.cat(pending), "max", group))
-    parts = iter(reduced.split([amax.numel() for amax in pending]))
-    return tuple(next(parts) if wanted else amax for amax, wanted in zip(amaxes, shared, strict=True))
+        own = [amax for _, _, amax in entries]
+        reduced = collectives.wait_tensor(collectives.all_reduce(torch.cat(own), "max", group))
+        for (i, j, _), amax in zip(entries, reduced.split([amax.numel() for amax in own]), strict=True):
+            result[i][j] = amax
+    return [tuple(each) for each in result]
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:

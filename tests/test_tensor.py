@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minifloat import tensor_ops
 from minifloat.formats import IDENTITY, Format
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
-from minifloat.tensor import QuantizedTensor, quantize
+from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
 from tests.conftest import Pools
 
 NVFP4 = Format("e2m1", 16, scale_rule="two_level")
@@ -937,3 +940,137 @@ def test_amaxes_are_reduced_over_the_group(worker_pool: Pools) -> None:
     ):
         for usage, got in (("rowwise", rows), ("columnwise", columns)):
             assert same(got, quantize(full, quantizer_of(name, usage)).dequantize()), (name, usage)
+
+
+# ---- many tensors in one cast ----
+
+
+class CountOps(TorchDispatchMode):
+    """How often each operation of minifloat, or of a collective, is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def all_kinds() -> list[QuantizedTensor]:
+    """One tensor of every quantizer, of changing shapes, dtypes and usages, one of them transposed, one empty."""
+    shapes, usages = [WHOLE, BROKEN, UNEVEN, (1, 1), (3, 4, 16)], list(USAGES)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    made = [
+        make(name, usages[i % 3], shapes[i % 5], dtypes[i % 3])
+        for i, name in enumerate(QUANTIZERS)
+        if name != "chained"
+    ]
+    return [*made, make("chained", "both"), make("current").t(), make("mxfp8", "both", (0, 5))]
+
+
+def new_sources(targets: list[QuantizedTensor]) -> list[Tensor]:
+    """Sources of every dtype, some quantized in the same form, some in another."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    plain = [(torch.randn(t.shape) * 3).to(dtypes[i % 3]) for i, t in enumerate(targets)]
+    for i in range(0, len(plain) - 1, 4):
+        plain[i] = quantize(plain[i], targets[i].quantizer, scale=targets[i].scale)
+        plain[i + 1] = quantize(plain[i + 1], QUANTIZERS["mxfp8"])
+    return plain
+
+
+@pytest.mark.parametrize("write", ["quantize_all_", "_foreach_copy_"])
+def test_writing_many_is_writing_each(write: str) -> None:
+    targets = all_kinds()
+    wanted, sources = [copy.deepcopy(t) for t in targets], new_sources(targets)
+    addresses = [b.data_ptr() for t in targets for b in buffers(t).values()]
+    versions = [t._version for t in targets]
+    torch.manual_seed(3)
+    for t, source in zip(wanted, sources, strict=True):
+        t.quantize_(source)
+    torch.manual_seed(3)
+    if write == "quantize_all_":
+        quantize_all_(targets, sources)
+    else:
+        torch._foreach_copy_(targets, sources)
+    assert all(same_buffers(t, w) for t, w in zip(targets, wanted, strict=True))
+    assert [b.data_ptr() for t in targets for b in buffers(t).values()] == addresses
+    assert all(t._version > before for t, before in zip(targets, versions, strict=True))
+    assert [t.source_version for t in targets] == [source._version for source in sources]
+
+
+def test_foreach_copy_between_plain_and_quantized() -> None:
+    t, plain, values = make("mxfp8"), torch.zeros(3, 5), torch.randn(130, 70)
+    torch._foreach_copy_([t, plain], [values, make("current", shape=(3, 5)).fill_(2.0)])
+    assert same_buffers(t, make("mxfp8").quantize_(values)) and plain.eq(2).all()
+
+
+def test_many_tensors_take_one_launch_a_phase() -> None:
+    targets = [make(name) for name in ("current", "nvfp4", "block_tiles", "delayed", "current_e5m2")]
+    with CountOps() as counted:
+        quantize_all_(targets, [torch.randn(130, 70) for _ in targets])
+    assert counted.calls["minifloat::amax"] == counted.calls["minifloat::cast"] == 1
+    with CountOps() as counted:
+        quantize_all_([], [])
+    assert not counted.calls
+
+
+def test_a_foreach_operation_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast, lengths = tensor_ops.cast_all, []
+    monkeypatch.setattr(tensor_ops, "cast_all", lambda xs, *args: lengths.append(len(xs)) or cast(xs, *args))
+    targets = [make(name) for name in ("current", "nvfp4", "block_tiles")]
+    lengths.clear()
+    torch._foreach_mul_(targets, 2.0)
+    torch._foreach_copy_(targets, [torch.randn(130, 70) for _ in targets])
+    assert lengths == [3, 3]
+
+
+def test_a_mistake_among_many_writes_nothing() -> None:
+    targets = [make("current"), make("delayed"), make("mxfp8")]
+    before, good = [copy.deepcopy(t) for t in targets], [torch.randn(130, 70) for _ in targets]
+    with pytest.raises(ValueError, match=r"cannot take values of shape \(70,\) \(number 2 of 3\)"):
+        quantize_all_(targets, [*good[:2], torch.randn(70)])
+    with pytest.raises(ValueError, match="3 tensors cannot take the values of 2"):
+        quantize_all_(targets, good[:2])
+    targets[1].scale = None
+    with pytest.raises(ValueError, match="delayed scale"):
+        quantize_all_(targets, good)
+    targets[1].scale = before[1].scale
+    assert all(same_buffers(t, b) for t, b in zip(targets, before, strict=True))
+
+
+def test_many_with_agreed_amaxes() -> None:
+    targets, sources = [make("current"), make("nvfp4")], [torch.randn(130, 70), torch.randn(130, 70)]
+    agreed = (torch.tensor([9.0]),)
+    quantize_all_(targets, sources, amaxes=[agreed, None])
+    wanted = [make("current").quantize_(sources[0], amaxes=agreed), make("nvfp4").quantize_(sources[1])]
+    assert all(same_buffers(t, w) for t, w in zip(targets, wanted, strict=True))
+
+
+GROUPED = ("current", "nvfp4_hadamard", "mxfp8", "nvfp4_rows", "current_e5m2")
+
+
+def written_together(rank: int, world_size: int) -> tuple[list[Tensor], int]:
+    """Shards over one group, one tensor of no group and one of a group of this rank alone."""
+    alone = [torch.distributed.new_group([each]) for each in range(world_size)][rank]
+    groups = [torch.distributed.group.WORLD] * len(GROUPED) + [None, alone]
+    torch.manual_seed(0)
+    shards = [torch.randn(64, 64).chunk(world_size)[rank] for _ in groups]
+    targets = [
+        quantize(torch.zeros_like(x), QUANTIZERS[name], amax_group=group)
+        for name, group, x in zip((*GROUPED, "current", "current"), groups, shards, strict=True)
+    ]
+    with CountOps() as counted:
+        quantize_all_(targets, shards)
+    return [t.dequantize() for t in targets], sum(n for op, n in counted.calls.items() if "all_reduce" in op)
+
+
+def test_amaxes_of_many_are_reduced_in_one_call_a_group(worker_pool: Pools) -> None:
+    results = worker_pool(2).run(written_together)
+    torch.manual_seed(0)
+    for i, name in enumerate((*GROUPED, "current", "current")):
+        full = torch.randn(64, 64)
+        shards = [full] if i < len(GROUPED) else full.chunk(2)
+        wanted = torch.cat([quantize(x, QUANTIZERS[name]).dequantize() for x in shards])
+        assert same(torch.cat([values[i] for values, _ in results]), wanted), name
+    assert [calls for _, calls in results] == [2, 2]

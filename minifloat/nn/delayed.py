@@ -35,6 +35,11 @@ class AmaxHistory(nn.Module):
         self.scale.fill_(1.0)
         self.amax_history.zero_()
 
+    @torch.no_grad()
+    def drop_nonfinite(self) -> None:
+        """Clears infinite and NaN amaxes, which hold the scales where they are while they are in the history."""
+        self.amax_history.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
+
     def history(self, recipe: DelayedScaling, forward: bool) -> delayed.History:
         """The buffers under a recipe, cut or zero-padded at the end to its ``amax_history_len``."""
         length, wanted = self.amax_history.shape[0], recipe.amax_history_len

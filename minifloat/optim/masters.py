@@ -1,0 +1,156 @@
+"""The fp32 value of one low-precision parameter: whole, or as the parameter's own bf16 bits and 16 bits more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.tensor import QuantizedTensor
+
+KEYS = ("master", "remainder")
+"""What a state dict calls the two forms."""
+
+
+def is_low_precision(p: Tensor) -> bool:
+    """``p`` is quantized, bf16 or fp16: too coarse for an optimizer to step it."""
+    return isinstance(p, QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16)
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 ``values`` as the nearest bf16 and an int16 remainder, from which :func:`join` makes the same 32 bits.
+
+    The remainder is the distance between the two as bit patterns, ``values - (high << 16)``. Half-way cases are rounded
+    away from zero, by adding half a step to the bits: each bf16 then stands for 2^16 values, as many as an int16 has.
+    With ties to even an even bf16 would stand for 2^16 + 1, of which no 16 bits can tell all apart. A NaN becomes the
+    one quiet NaN.
+    """
+    bits = torch.where(values.isnan(), torch.nan, values).view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def join(high: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 values that :func:`split` took apart."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+class Master:
+    """The master weights of one parameter, in its shape and on its device.
+
+    Attributes:
+        param: the low-precision parameter.
+        values: fp32, what the inner optimizer steps; empty between steps where there is a remainder.
+        remainder: int16, which together with the parameter's own bf16 bits is the fp32 value; else None.
+    """
+
+    def __init__(self, param: Tensor, with_remainder: bool) -> None:
+        self.param = param
+        self.values = nn.Parameter(_initial_values(param))
+        self.remainder: Tensor | None = None
+        if with_remainder and param.dtype == torch.bfloat16 and not isinstance(param, QuantizedTensor):
+            high, self.remainder = split(self.values.detach())
+            with torch.no_grad():
+                param.copy_(high)
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """The parameter as it is now follows from these values."""
+        self._version = self.param._version
+
+    def load(self) -> None:
+        """Makes :attr:`values` whole."""
+        if self.remainder is not None and self.values.shape != self.param.shape:
+            self.values.data = join(self.param.detach(), self.remainder)
+
+    def rounded(self) -> Tensor:
+        """What is to be written to the parameter; a remainder is kept of it here."""
+        if self.remainder is None:
+            return self.values.detach()
+        high, remainder = split(self.values.detach())
+        self.remainder.copy_(remainder)
+        return high
+
+    def release(self) -> None:
+        """Frees :attr:`values` where a remainder replaces them."""
+        if self.remainder is not None:
+            self.values.data = self.values.new_empty(0)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Takes over what others wrote to the parameter; where it still holds the rounded master, that stays.
+
+        With a remainder there is nothing to do: the parameter's bits are the upper half of the value.
+        """
+        if self.remainder is not None or self.param._version == self._version:
+            return
+        now = _exact(self.param.detach())
+        self.values.copy_(torch.where(self._rounds_to(now), self.values, now))
+        self.mark_written()
+
+    def _rounds_to(self, now: Tensor) -> Tensor:
+        """Where the values round to ``now``, those of the parameter."""
+        held = self.param.detach()
+        scale = _scale_of_codes(held)
+        if scale is None:
+            return _exact(held.clone().copy_(self.values)) == now
+        # Known through its reciprocal, to an ulp or two: what either neighbour rounds to is taken for the same code.
+        same = torch.zeros_like(now, dtype=torch.bool)
+        for factor in (1 - 2**-22, 1.0, 1 + 2**-22):
+            rounded = held.clone()
+            rounded.scale = scale * factor  # type: ignore[attr-defined]
+            same |= (_exact(rounded.copy_(self.values)) - now).abs() <= now.abs() * 2**-18
+        return same
+
+    def state(self) -> dict[str, Tensor]:
+        """What a state dict keeps."""
+        if self.remainder is not None:
+            return {"remainder": self.remainder}
+        return {"master": self.values.detach()}
+
+    def check(self, saved: Mapping[str, Any], index: int) -> None:
+        """Raises a ValueError if :meth:`restore` could not take ``saved``, the state of parameter number ``index``."""
+        wanted, other = KEYS if self.remainder is None else KEYS[::-1]
+        if wanted not in saved:
+            raise ValueError(
+                f"the state of parameter {index} has a {other!r} where this optimizer keeps a {wanted!r}: make it with "
+                "the master= that the state was saved with"
+            )
+        if saved[wanted].shape != self.param.shape:
+            raise ValueError(
+                f"the {wanted} of parameter {index} is of shape {tuple(saved[wanted].shape)}, the parameter of "
+                f"{tuple(self.param.shape)}: the state dict belongs to another model"
+            )
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state` gave."""
+        if self.remainder is not None:
+            self.remainder.copy_(saved["remainder"])
+        else:
+            self.values.copy_(saved["master"])
+
+
+def _scale_of_codes(t: Tensor) -> Tensor | None:
+    """The delayed scale that ``t`` was cast with, which its ``scale`` has left behind since; None in other formats."""
+    operands = t._operands if isinstance(t, QuantizedTensor) else ()
+    for operand in operands:
+        if operand is not None and operand.format.scale_rule == "given" and operand.scale_inv is not None:
+            return operand.scale_inv.reciprocal()
+    return None
+
+
+def _exact(t: Tensor) -> Tensor:
+    return t.dequantize(torch.float32) if isinstance(t, QuantizedTensor) else t.float()
+
+
+@torch.no_grad()
+def _initial_values(param: Tensor) -> Tensor:
+    """The values before the first cast where the parameter has kept them, which it then forgets; else its own."""
+    kept = param.get_high_precision_init_val() if isinstance(param, QuantizedTensor) else None
+    if kept is None:
+        return _exact(param.detach())
+    param.clear_high_precision_init_val()  # type: ignore[attr-defined]
+    return kept.to(param.device, torch.float32, copy=True).reshape(param.shape)
