@@ -9,6 +9,7 @@
 ``README.md`` shows the rest; ``docs/architecture.md`` says how it is built.
 """
 
+from minifloat import optim
 from minifloat.autocast import autocast, get_default_recipe
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.formats import Format
@@ -81,6 +82,7 @@ __all__ = [
     "find_amaxes",
     "get_default_recipe",
     "linear_cross_entropy",
+    "optim",
     "prepare",
     "quantized_model_init",
     "revert",
