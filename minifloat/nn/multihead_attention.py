@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,12 +30,13 @@ class MultiheadAttention(nn.Module):
         hidden_size: width of X and Y.
         num_attention_heads: query heads. ``num_gqa_groups``: key and value heads, default as many.
         kv_channels: width of a head; default ``hidden_size / num_attention_heads``.
-        attention_dropout, attn_mask_type, window_size, softmax_scale, softcap, qkv_format, layer_number: as of
-            :class:`~minifloat.DotProductAttention`.
+        attention_dropout, attn_mask_type, window_size, bottom_right_diagonal, softmax_scale, softcap, qkv_format,
+            layer_number: as of :class:`~minifloat.DotProductAttention`.
         input_layernorm: normalize X first (``normalization``, ``layernorm_epsilon``, ``zero_centered_gamma``); the norm
             hands the linear codes.
         attention_type: ``"self"``, or ``"cross"``: keys and values come from ``encoder_output``.
-        fuse_qkv_params: one parameter ``weight`` rather than ``query_weight``, ``key_weight`` and ``value_weight``.
+        fuse_qkv_params: one parameter ``weight`` rather than ``query_weight``, ``key_weight`` and ``value_weight``;
+            ``fuse_wgrad_accumulation`` needs it.
         rotary_pos_interleaved: as ``interleaved`` of :class:`~minifloat.RotaryPositionEmbedding`.
         qk_norm_type: None, ``"RMSNorm"`` or ``"LayerNorm"``: normalizes each query and key head, with ``qk_norm_eps``,
             before or after the rotation (``qk_norm_before_rope``).
@@ -58,6 +61,7 @@ class MultiheadAttention(nn.Module):
         num_gqa_groups: int | None = None,
         attn_mask_type: MaskType = "causal",
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         softmax_scale: float | None = None,
         softcap: float | None = None,
         qkv_format: QKVFormat = "sbhd",
@@ -85,10 +89,9 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         _check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
-        if attention_type not in ("self", "cross"):
-            raise ValueError(f"MultiheadAttention: attention_type is {attention_type!r}; choose 'self' or 'cross'")
-        if return_layernorm_output and not input_layernorm:
-            raise ValueError("MultiheadAttention: return_layernorm_output=True needs input_layernorm=True")
+        _check_options(
+            attention_type, input_layernorm, return_layernorm_output, fuse_qkv_params, fuse_wgrad_accumulation
+        )
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.heads, self.groups, self.channels = num_attention_heads, groups, channels
         self.qkv_format = qkv_format
@@ -96,60 +99,41 @@ class MultiheadAttention(nn.Module):
         self.return_layernorm_output = return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
-        common: dict[str, Any] = {
+        linears: dict[str, Any] = {
             "bias": bias,
             "params_dtype": params_dtype,
             "device": device,
             "recipe": recipe,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         }
-
-        def named(part: str) -> str | None:
-            return f"{name}.{part}" if name else None
-
-        def reads_input(part: str, **heads: int) -> nn.Module:
-            """The linear that reads X, behind the norm if there is one."""
-            rows = {kind: count * channels for kind, count in heads.items()}
-            split = None if fuse_qkv_params or len(rows) == 1 else rows
-            options = common | {"parameters_split": split, "init_method": init_method, "name": named(part)}
-            if not input_layernorm:
-                return Linear(hidden_size, sum(rows.values()), **options)
-            return LayerNormLinear(
-                hidden_size,
-                sum(rows.values()),
-                layernorm_epsilon,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
-                return_layernorm_output=return_layernorm_output,
-                **options,
-            )
-
+        input_norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        options = linears | {"init_method": init_method}
+        projection = partial(_projection, hidden_size, channels, fuse_qkv_params, options)
+        norm = input_norm if input_layernorm else None
         if attention_type == "self":
-            self.qkv = reads_input("qkv", query=num_attention_heads, key=groups, value=groups)
+            heads = {"query": num_attention_heads, "key": groups, "value": groups}
+            self.qkv = projection(heads, norm, part_name(name, "qkv"))
         else:
-            self.query = reads_input("query", query=num_attention_heads)
-            rows = {"key": groups * channels, "value": groups * channels}
-            self.key_value = Linear(
-                hidden_size,
-                sum(rows.values()),
-                parameters_split=None if fuse_qkv_params else rows,
-                init_method=init_method,
-                name=named("key_value"),
-                **common,
-            )
+            self.query = projection({"query": num_attention_heads}, norm, part_name(name, "query"))
+            self.key_value = projection({"key": groups, "value": groups}, None, part_name(name, "key_value"))
         self.query_norm = self.key_norm = None
         if qk_norm_type is not None:
-            self.query_norm, self.key_norm = (
-                make_norm(qk_norm_type, channels, qk_norm_eps, False, params_dtype, device) for _ in range(2)
-            )
+            head_norm = partial(make_norm, qk_norm_type, channels, qk_norm_eps, False, params_dtype, device)
+            self.query_norm, self.key_norm = head_norm(), head_norm()
         self.core_attention = DotProductAttention(
             num_attention_heads,
             channels,
-            num_gqa_groups=groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
+            groups,
+            attention_dropout,
+            qkv_format,
+            attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
             softmax_scale=softmax_scale,
             softcap=softcap,
             layer_number=layer_number,
@@ -159,8 +143,8 @@ class MultiheadAttention(nn.Module):
             hidden_size,
             return_bias=return_bias,
             init_method=output_layer_init_method or init_method,
-            name=named("proj"),
-            **common,
+            name=part_name(name, "proj"),
+            **linears,
         )
 
     def forward(
@@ -177,6 +161,7 @@ class MultiheadAttention(nn.Module):
         core_attention_bias: Tensor | None = None,
         attn_mask_type: MaskType | None = None,
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
     ) -> Any:
         """X to Y, both [s, b, hidden_size], [b, s, hidden_size] or [tokens, hidden_size] as ``qkv_format`` says.
 
@@ -184,8 +169,8 @@ class MultiheadAttention(nn.Module):
             encoder_output: what keys and values are made of in cross attention.
             rotary_pos_emb: angles for :func:`~minifloat.apply_rotary_pos_emb`, or those of queries and of keys.
             checkpoint_core_attention: compute the attention product again in backward rather than keep its parts.
-            attention_mask, cu_seqlens_q, cu_seqlens_kv, core_attention_bias, attn_mask_type, window_size: as of
-                :meth:`DotProductAttention.forward`.
+            attention_mask, cu_seqlens_q, cu_seqlens_kv, core_attention_bias, attn_mask_type, window_size,
+                bottom_right_diagonal: as of :meth:`DotProductAttention.forward`.
 
         Returns:
             Y, or a tuple: Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
@@ -193,42 +178,44 @@ class MultiheadAttention(nn.Module):
         Raises:
             ValueError: ``encoder_output`` is missing, or given to self attention.
         """
+        self._check_encoder_output(encoder_output)
         (q, k, v), norm_output = self._query_key_value(hidden_states, encoder_output, is_first_microbatch)
-        q, k = self._positions(q, k, rotary_pos_emb, cu_seqlens_q, cu_seqlens_kv)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            context: Tensor = self.core_attention(
-                q, k, v, attention_mask, cu_seqlens_q, cu_seqlens_kv,
-                attn_mask_type=attn_mask_type, window_size=window_size, core_attention_bias=core_attention_bias,
-            )  # fmt: skip
-            return context
-
-        context = run_checkpointed(attend, q, k, v) if checkpoint_core_attention else attend(q, k, v)
-        y = self.proj(context, is_first_microbatch)
+        starts_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+        q, k = self._positions(q, k, rotary_pos_emb, cu_seqlens_q, starts_kv)
+        attend = partial(
+            self.core_attention,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            core_attention_bias=core_attention_bias,
+        )
+        run = partial(run_checkpointed, attend) if checkpoint_core_attention else attend
+        y = self.proj(run(q, k, v, attention_mask, cu_seqlens_q, cu_seqlens_kv), is_first_microbatch)
         outputs = (*(y if self.proj.return_bias else (y,)), *norm_output)
         return outputs if len(outputs) > 1 else y
 
     def _query_key_value(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Each [..., heads, channels]; and the norm's result, if it is wanted."""
+        results = (self.qkv if encoder_output is None else self.query)(x, is_first_microbatch)
+        projected, *norm_output = results if self.return_layernorm_output else (results,)
+        heads = projected.unflatten(-1, (-1, self.channels))
+        if encoder_output is None:
+            return heads.split((self.heads, self.groups, self.groups), -2), norm_output
+        key_value = self.key_value(encoder_output, is_first_microbatch).unflatten(-1, (-1, self.channels))
+        return (heads, *key_value.split(self.groups, -2)), norm_output
+
+    def extra_repr(self) -> str:
+        rotated = ", rotary_pos_interleaved=True" if self.rotary_pos_interleaved else ""
+        return f"attention_type={self.attention_type}" + rotated
+
+    def _check_encoder_output(self, encoder_output: Tensor | None) -> None:
         if (encoder_output is not None) != (self.attention_type == "cross"):
             raise ValueError(
                 f"MultiheadAttention(attention_type={self.attention_type!r}) "
                 + ("needs encoder_output" if encoder_output is None else "takes no encoder_output")
             )
-        if encoder_output is None:
-            results = self.qkv(x, is_first_microbatch)
-            projected, *norm_output = results if self.return_layernorm_output else (results,)
-        else:
-            results = self.query(x, is_first_microbatch)
-            query, *norm_output = results if self.return_layernorm_output else (results,)
-            key_value = self.key_value(encoder_output, is_first_microbatch)
-            heads = query.unflatten(-1, (self.heads, self.channels))
-            both = key_value.unflatten(-1, (2 * self.groups, self.channels)).split(self.groups, -2)
-            return (heads, *both), tuple(norm_output)
-        by_head = projected.unflatten(-1, (self.heads + 2 * self.groups, self.channels))
-        return by_head.split((self.heads, self.groups, self.groups), -2), tuple(norm_output)
 
     def _positions(
         self,
@@ -259,6 +246,28 @@ class MultiheadAttention(nn.Module):
         )
 
 
+def part_name(name: str | None, part: str) -> str | None:
+    """What recipes and errors call a part of a module; None if it has no name of its own."""
+    return f"{name}.{part}" if name else None
+
+
+def _projection(
+    hidden_size: int,
+    channels: int,
+    fused: bool,
+    options: dict[str, Any],
+    heads: Mapping[str, int],
+    norm: dict[str, Any] | None,
+    name: str | None,
+) -> Linear | LayerNormLinear:
+    """The linear that makes these heads, in as many parameters if not ``fused``; behind a norm of these options."""
+    rows = {kind: count * channels for kind, count in heads.items()}
+    options = options | {"parameters_split": None if fused or len(rows) == 1 else rows, "name": name}
+    if norm is None:
+        return Linear(hidden_size, sum(rows.values()), **options)
+    return LayerNormLinear(hidden_size, sum(rows.values()), **norm, **options)
+
+
 def _check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | None) -> None:
     if heads < 1 or groups < 1 or heads % groups:
         raise ValueError(
@@ -268,4 +277,20 @@ def _check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | N
         raise ValueError(
             f"MultiheadAttention: hidden_size={hidden_size} does not divide by {heads} heads; change one of them or "
             "give kv_channels, the width of a head"
+        )
+    if kv_channels is not None and kv_channels < 1:
+        raise ValueError(f"MultiheadAttention: kv_channels={kv_channels}; a head needs at least 1 channel")
+
+
+def _check_options(
+    attention_type: str, input_layernorm: bool, return_layernorm_output: bool, fused: bool, fuse_wgrad: bool
+) -> None:
+    if attention_type not in ("self", "cross"):
+        raise ValueError(f"MultiheadAttention: attention_type is {attention_type!r}; choose 'self' or 'cross'")
+    if return_layernorm_output and not input_layernorm:
+        raise ValueError("MultiheadAttention: return_layernorm_output=True needs input_layernorm=True")
+    if fuse_wgrad and not fused:
+        raise ValueError(
+            "MultiheadAttention: fuse_wgrad_accumulation=True needs fuse_qkv_params=True: query, key and value then "
+            "have one weight, and one main_grad"
         )

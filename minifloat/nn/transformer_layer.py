@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.layernorm_mlp import LayerNormMLP
-from minifloat.nn.multihead_attention import MultiheadAttention
+from minifloat.nn.multihead_attention import MultiheadAttention, part_name
+from minifloat.nn.parameters import InitMethod
+from minifloat.recipe import Recipe
 
 
 class TransformerLayer(nn.Module):
     """X + attention(norm(X)), to which MLP(norm(that)) is added; each result through dropout before it is added.
 
+    Its parts are ``self_attention``, in a decoder ``inter_attention``, ``layernorm_mlp`` and ``dropout``.
+
     Args:
-        hidden_size, num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, window_size, qk_norm_type,
-            qk_norm_eps, qk_norm_before_rope, fuse_qkv_params, rotary_pos_interleaved, softmax_scale, softcap: as
-            of :class:`~minifloat.MultiheadAttention`; ``self_attn_mask_type`` is its ``attn_mask_type``, and
-            ``attn_input_format`` its ``qkv_format``.
+        hidden_size, num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, window_size,
+            bottom_right_diagonal, softmax_scale, softcap, fuse_qkv_params, rotary_pos_interleaved, qk_norm_type,
+            qk_norm_eps, qk_norm_before_rope, layer_number: as of :class:`~minifloat.MultiheadAttention`, of which
+            ``self_attn_mask_type`` is the ``attn_mask_type`` and ``attn_input_format`` the ``qkv_format``.
         ffn_hidden_size, activation, activation_params: as of :class:`~minifloat.LayerNormMLP`; ``checkpoint_mlp`` is
             its ``checkpoint``.
         layernorm_epsilon, normalization, zero_centered_gamma, bias, init_method, output_layer_init_method,
-            params_dtype, device, recipe, name, fuse_wgrad_accumulation: of all parts.
-        hidden_dropout: of the results of attention and MLP.
+            params_dtype, device, recipe, fuse_wgrad_accumulation: of all parts.
+        hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
         layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` stands between the two, with
-            ``enc_dec_attn_mask_type``.
+            ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal``.
         parallel_attention_mlp: the MLP reads X too, not what attention made of it.
         apply_residual_connection_post_layernorm: results are added to what the norm gives, not to what it takes.
+        name: recipes and errors call the linears ``name.self_attention.qkv``, ``name.layernorm_mlp.fc1`` and so on.
 
     Raises:
         ValueError: an unknown layer type, parallel attention and MLP in a decoder, and as of the parts.
@@ -43,22 +51,38 @@ class TransformerLayer(nn.Module):
         hidden_dropout: float = 0.1,
         attention_dropout: float = 0.1,
         *,
-        layer_type: Literal["encoder", "decoder"] = "encoder",
+        kv_channels: int | None = None,
         self_attn_mask_type: MaskType = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         enc_dec_attn_mask_type: MaskType = "no_mask",
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
         attn_input_format: QKVFormat = "sbhd",
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        layer_type: Literal["encoder", "decoder"] = "encoder",
         parallel_attention_mlp: bool = False,
         apply_residual_connection_post_layernorm: bool = False,
-        activation: str = "gelu",
-        activation_params: dict[str, float] | None = None,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
-        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         checkpoint_mlp: bool = False,
-        name: str | None = None,
-        window_size: tuple[int, int] | None = None,
+        bias: bool = True,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        recipe: Recipe | str | None = None,
         layer_number: int | None = None,
-        **parts: Any,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         if layer_type not in ("encoder", "decoder"):
@@ -67,34 +91,53 @@ class TransformerLayer(nn.Module):
             raise ValueError("TransformerLayer: parallel_attention_mlp=True is for layer_type='encoder' only")
         self.parallel_attention_mlp = parallel_attention_mlp
         self.residual_post_layernorm = apply_residual_connection_post_layernorm
-        shared: dict[str, Any] = {
+        of_all: dict[str, Any] = {
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
-            "bias": bias,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
+            "bias": bias,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+            "device": device,
+            "recipe": recipe,
         }
-        of_all = ("init_method", "output_layer_init_method", "params_dtype", "device", "recipe")
-        shared |= {key: parts[key] for key in (*of_all, "fuse_wgrad_accumulation") if key in parts}
-
-        def attention(part: str, mask: MaskType, **options: Any) -> MultiheadAttention:
-            return MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                attention_dropout=attention_dropout,
-                layernorm_epsilon=layernorm_epsilon,
-                num_gqa_groups=num_gqa_groups,
-                attn_mask_type=mask,
-                qkv_format=attn_input_format,
-                input_layernorm=True,
-                layer_number=layer_number,
-                name=f"{name}.{part}" if name else None,
-                **(parts | shared | options),
-            )
-
-        self.self_attention = attention("self_attention", self_attn_mask_type, window_size=window_size)
+        attention = partial(
+            MultiheadAttention,
+            hidden_size,
+            num_attention_heads,
+            kv_channels,
+            attention_dropout,
+            layernorm_epsilon,
+            num_gqa_groups=num_gqa_groups,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            qkv_format=attn_input_format,
+            layer_number=layer_number,
+            input_layernorm=True,
+            fuse_qkv_params=fuse_qkv_params,
+            rotary_pos_interleaved=rotary_pos_interleaved,
+            qk_norm_type=qk_norm_type,
+            qk_norm_eps=qk_norm_eps,
+            qk_norm_before_rope=qk_norm_before_rope,
+            **of_all,
+        )
+        self.self_attention = attention(
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            name=part_name(name, "self_attention"),
+        )
         self.inter_attention = None
         if layer_type == "decoder":
-            self.inter_attention = attention("inter_attention", enc_dec_attn_mask_type, attention_type="cross")
+            self.inter_attention = attention(
+                attention_type="cross",
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                name=part_name(name, "inter_attention"),
+            )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
@@ -102,8 +145,8 @@ class TransformerLayer(nn.Module):
             activation=activation,
             activation_params=activation_params,
             checkpoint=checkpoint_mlp,
-            name=f"{name}.layernorm_mlp" if name else None,
-            **shared,
+            name=part_name(name, "layernorm_mlp"),
+            **of_all,
         )
         self.dropout = nn.Dropout(hidden_dropout)
 
@@ -132,32 +175,27 @@ class TransformerLayer(nn.Module):
             raise ValueError(
                 "TransformerLayer(layer_type='decoder') needs encoder_output"
                 if encoder_output is None
-                else "TransformerLayer(layer_type='encoder') takes no encoder_output"
+                else "TransformerLayer(layer_type='encoder') takes no encoder_output; use layer_type='decoder'"
             )
-        # Keys and values of self attention are as long as its queries.
-        cu_seqlens_own = cu_seqlens_kv if self.inter_attention is None else cu_seqlens_q
-        common: dict[str, Any] = {
-            "is_first_microbatch": is_first_microbatch,
-            "checkpoint_core_attention": checkpoint_core_attention,
-        }
-        attended = self.self_attention(
-            hidden_states,
-            attention_mask,
+        self_attention = partial(
+            self.self_attention,
+            is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention,
             rotary_pos_emb=rotary_pos_emb,
             cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_own,
+            cu_seqlens_kv=cu_seqlens_kv if self.inter_attention is None else cu_seqlens_q,
             core_attention_bias=core_attention_bias,
-            **common,
         )
-        x = self._add(hidden_states, attended)
+        x = self._add(hidden_states, self_attention(hidden_states, attention_mask))
         if self.inter_attention is not None:
             attended = self.inter_attention(
                 x,
                 enc_dec_attn_mask,
                 encoder_output,
+                is_first_microbatch=is_first_microbatch,
+                checkpoint_core_attention=checkpoint_core_attention,
                 cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_kv=cu_seqlens_kv,
-                **common,
             )
             x = self._add(x, attended)
         if not self.parallel_attention_mlp:
@@ -170,3 +208,9 @@ class TransformerLayer(nn.Module):
         y, residual = result if self.residual_post_layernorm else (result, x)
         added: Tensor = residual + self.dropout(y)
         return added
+
+    def extra_repr(self) -> str:
+        options = ["decoder" if self.inter_attention is not None else "encoder"]
+        options += ["parallel_attention_mlp=True"] if self.parallel_attention_mlp else []
+        options += ["apply_residual_connection_post_layernorm=True"] if self.residual_post_layernorm else []
+        return ", ".join(options)
