@@ -54,13 +54,16 @@ class LayerNormLinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Any:
-        produced = norm_value(x, gamma, beta, norm, call.input_quantizer(plan, x), return_value=return_norm)
+        rounded = return_norm or plan.backward_override == "high_precision"  # which backward reads, too
+        produced = norm_value(x, gamma, beta, norm, plan.input, return_value=rounded)
         n, w = quantize_operands(plan, call, ready, produced.value, weight)
         y, kept = multiply(plan, call, (produced.label(n), w), produced.value, weight, bias)
         ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm, plan, call, kept.layouts
         ctx.has_beta, ctx.weight = beta is not None, call.needs_parameter(weight)
-        ctx.save_for_backward(*kept.tensors, x, gamma, *produced.saved)
+        ctx.save_for_backward(*kept.tensors, *(x, gamma, *produced.saved) * call.needs_x)
         ctx.set_materialize_grads(False)
+        if return_norm and not call.needs_x:
+            ctx.mark_non_differentiable(produced.value)
         y = quantize_output(plan, call, y.reshape(*x.shape[:-1], weight.shape[0]))
         return (y, produced.value) if return_norm else y
 
@@ -69,19 +72,26 @@ class LayerNormLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None = None) -> tuple[Any, ...]:
         plan: LinearPlan = ctx.plan
         call: LinearCall = ctx.call
-        tensors, (x, gamma, *saved) = ctx.saved_tensors[:KEPT_TENSORS], ctx.saved_tensors[KEPT_TENSORS:]
+        saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
+        tensors, of_norm = saved[:KEPT_TENSORS], saved[KEPT_TENSORS:]
         dn = dw = db = dx = dgamma = dbeta = None
         if dy is not None:
             db = column_sum(dy) if call.needs_b else None
             kept = Kept.of(ctx.layouts, tensors)
             dn, dw = gradients(plan, call, kept, grad_operands(plan, call, dy), ctx.weight)
+            if call.use is not None:
+                call.use.backward_finished()
         if call.needs_x:
-            dn = add(None if dn is None else dn.reshape(x.shape), dn_returned)
-            if dn is not None:
-                dx, dgamma, dbeta = ctx.norm.gradients(dn, x, gamma, tuple(saved))
-        if call.use is not None:
-            call.use.backward_finished()
+            dx, dgamma, dbeta = norm_gradients(ctx.norm, dn, dn_returned, *of_norm)
         return None, None, None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw, db
+
+
+def norm_gradients(
+    norm: Norm, dn: Tensor | None, dn_returned: Tensor | None, x: Tensor, gamma: Tensor, *saved: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dX, dgamma and dbeta from the gradients of N, of which either may be missing: dgrad's and a returned N's."""
+    total = add(None if dn is None else dn.reshape(x.shape), dn_returned)
+    return (None, None, None) if total is None else norm.gradients(total, x, gamma, saved)
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.layernorm_linear import add
+from minifloat.functional.layernorm_linear import norm_gradients
 from minifloat.functional.linear import (
     KEPT_TENSORS,
     Kept,
@@ -17,7 +17,6 @@ from minifloat.functional.linear import (
     Ready,
     column_sum,
     grad_operands,
-    grad_quantizer,
     gradients,
     multiply,
     quantize_operands,
@@ -77,17 +76,20 @@ class LayerNormMLPFunction(torch.autograd.Function):
         b2: Tensor | None,
     ) -> Any:
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
-        n = norm_value(x, gamma, beta, mlp.norm, call1.input_quantizer(plan1, x), return_value=mlp.return_norm)
+        seen1, seen2 = (plan.backward_override == "high_precision" for plan in (plan1, plan2))  # backward reads N, A
+        n = norm_value(x, gamma, beta, mlp.norm, plan1.input, return_value=mlp.return_norm or seen1)
         n_operands, w1_operands = quantize_operands(plan1, call1, ready1, n.value, w1)
         h, kept1 = multiply(plan1, call1, (n.label(n_operands), w1_operands), n.value, w1, b1)
-        a = act_value(h, mlp.activation, call2.input_quantizer(plan2, h))
+        a = act_value(h, mlp.activation, plan2.input, return_value=seen2)
         a_operands, w2_operands = quantize_operands(plan2, call2, ready2, a.value, w2)
         y, kept2 = multiply(plan2, call2, (a.label(a_operands), w2_operands), a.value, w2, b2)
         ctx.mlp, ctx.layouts, ctx.has_beta = mlp, (kept1.layouts, kept2.layouts), beta is not None
         ctx.weights = call1.needs_parameter(w1), call2.needs_parameter(w2)
         h_kept = h if call2.needs_x else None
-        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, x, gamma, *n.saved)
+        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, *(x, gamma, *n.saved) * call1.needs_x)
         ctx.set_materialize_grads(False)
+        if mlp.return_norm and not call1.needs_x:
+            ctx.mark_non_differentiable(n.value)
         y = y.reshape(*x.shape[:-1], w2.shape[0])
         return (y, n.value) if mlp.return_norm else y
 
@@ -96,25 +98,25 @@ class LayerNormMLPFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None = None) -> tuple[Any, ...]:
         mlp: MLPCall = ctx.mlp
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
-        first, second, (h, x, gamma, *saved) = _thirds(ctx.saved_tensors)
+        first, second, (h, *of_norm) = _thirds(ctx.saved_tensors)
         dn = dw1 = db1 = dw2 = db2 = dx = dgamma = dbeta = None
         if dy is not None:
             db2 = column_sum(dy) if call2.needs_b else None
             kept2 = Kept.of(ctx.layouts[1], second)
             da, dw2 = gradients(plan2, call2, kept2, grad_operands(plan2, call2, dy), ctx.weights[1])
+            if call2.use is not None:
+                call2.use.backward_finished()
             if da is not None:
-                dh = dact_value(da, h, mlp.activation, grad_quantizer(plan1, call1))
+                rounded = plan1.backward_override is not None
+                dh = dact_value(da, h, mlp.activation, plan1.grad_output, return_value=rounded)
                 db1 = column_sum(dh.value) if call1.needs_b else None
                 kept1 = Kept.of(ctx.layouts[0], first)
                 dh_operands = dh.label(grad_operands(plan1, call1, dh.value))
                 dn, dw1 = gradients(plan1, call1, kept1, dh_operands, ctx.weights[0])
+                if call1.use is not None:
+                    call1.use.backward_finished()
         if call1.needs_x:
-            dn = add(None if dn is None else dn.reshape(x.shape), dn_returned)
-            if dn is not None:
-                dx, dgamma, dbeta = mlp.norm.gradients(dn, x, gamma, tuple(saved))
-        for call in (call2, call1):
-            if call.use is not None:
-                call.use.backward_finished()
+            dx, dgamma, dbeta = norm_gradients(mlp.norm, dn, dn_returned, *of_norm)
         return None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
 
 

@@ -52,8 +52,9 @@ class LinearCall:
         return weight if self.main_grad or self.wgrad_tasks is not None else None
 
     def keeps_input(self, plan: LinearPlan, x: Tensor) -> bool:
-        """Backward casts X again; an input that came quantized is its own original."""
-        return self.needs_w and plan.save_original_input and not isinstance(x, QuantizedTensor)
+        """Backward reads X as it came, or casts it again; an input that came quantized is its own original."""
+        original = plan.save_original_input or plan.backward_override == "high_precision"
+        return self.needs_w and original and not isinstance(x, QuantizedTensor)
 
     def input_quantizer(self, plan: LinearPlan, x: Tensor) -> Quantizer:
         """How X is quantized: columnwise too where that is what backward keeps."""

@@ -9,7 +9,7 @@ one kernel do both; everything else rounds to the dtype of the input first (``do
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -109,7 +109,10 @@ class Produced(NamedTuple):
         return Quantized(labelled, labelled if column is row else self._relabel(column))
 
     def _relabel(self, operand: Operand | None) -> Operand | None:
-        return operand if operand is None or operand.dtype == self.dtype else replace(operand, dtype=self.dtype)
+        if operand is None or operand.dtype == self.dtype:
+            return operand
+        o = operand  # spelled out: torch.compile of PyTorch 2.11 does not trace dataclasses.replace
+        return Operand(o.codes, o.scale_inv, o.amax, o.format, o.dim, o.shape, self.dtype)
 
 
 class Cast(NamedTuple):
@@ -129,7 +132,7 @@ class Cast(NamedTuple):
 def reads_fp32(quantizer: Quantizer) -> bool:
     """The cast of a producer reads its fp32 result: delayed scaling in each orientation that is wanted."""
     casts = quantizer.casts
-    return bool(casts) and not quantizer.chained and all(fmt.scale_rule == "given" for fmt, _ in casts)
+    return len(casts) > 0 and not quantizer.chained and all(fmt.scale_rule == "given" for fmt, _ in casts)
 
 
 def norm_value(

@@ -36,18 +36,28 @@ def make_norm(
 
 
 def runs_alone(*parts: nn.Module) -> bool:
-    """Some part is to be called as a module: it has hooks, or is not (or no longer) one of ours.
+    """Some part is to be called as a module: it has hooks, is not (or no longer) one of ours, or keeps its input.
 
     The fused function reads the parts' parameters and never calls them.
     """
     return any(
         type(part) not in (Linear, LayerNorm, RMSNorm)
+        or getattr(part, "save_original_input", False)
         or part._forward_hooks
         or part._forward_pre_hooks
         or part._backward_hooks
         or part._backward_pre_hooks
         for part in parts
     )
+
+
+def call_alone(
+    linear: nn.Module, x: Tensor, is_first_microbatch: bool | None, fp8_output: bool = False
+) -> tuple[Any, ...]:
+    """Y, and the bias if the linear returns it; what replaced a linear need not know options that are not used."""
+    options: dict[str, Any] = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+    outputs = linear(x, **options, **({"fp8_output": True} if fp8_output else {}))
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 class LayerNormLinear(nn.Module):
@@ -112,11 +122,10 @@ class LayerNormLinear(nn.Module):
         The tuple is Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
         ``is_first_microbatch`` and ``fp8_output`` are those of :class:`~minifloat.Linear`.
         """
-        recipe = self.linear.recipe_of_call()
-        if recipe is None or runs_alone(self.norm, self.linear):
+        recipe = None if runs_alone(self.norm, self.linear) else self.linear.recipe_of_call()
+        if recipe is None:
             n = self.norm(x)
-            y = self.linear(n, is_first_microbatch, fp8_output)
-            y, *rest = y if self.linear.return_bias else (y,)
+            y, *rest = call_alone(self.linear, n, is_first_microbatch, fp8_output)
         else:
             y, n = self._fused(x, recipe, is_first_microbatch, fp8_output)
             rest = [self.linear.bias_vector()] if self.linear.return_bias else []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minifloat.functional.activation import activate
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.functional.producers import Activation
-from minifloat.nn.layernorm_linear import make_norm, needs_gradient, runs_alone
+from minifloat.nn.layernorm_linear import call_alone, make_norm, needs_gradient, runs_alone
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod
 from minifloat.recipe import Recipe
@@ -106,13 +106,14 @@ class LayerNormMLP(nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _run(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor | None, ...]:
-        recipes = self.fc1.recipe_of_call(), self.fc2.recipe_of_call()
-        if recipes[0] is None or recipes[1] is None or runs_alone(self.norm, self.fc1, self.fc2):
+        alone = runs_alone(self.norm, self.fc1, self.fc2)
+        first, second = (None if alone else linear.recipe_of_call() for linear in (self.fc1, self.fc2))
+        if first is None or second is None:
             n = self.norm(x)
-            y = self.fc2(activate(self.fc1(n, is_first_microbatch), self.activation), is_first_microbatch)
-            y, *rest = y if self.fc2.return_bias else (y,)
+            (h,) = call_alone(self.fc1, n, is_first_microbatch)
+            y, *rest = call_alone(self.fc2, activate(h, self.activation), is_first_microbatch)
         else:
-            y, n = self._fused(x, (recipes[0], recipes[1]), is_first_microbatch)
+            y, n = self._fused(x, (first, second), is_first_microbatch)
             rest = [self.fc2.bias_vector()] if self.fc2.return_bias else []
         return (y, *rest, *([n] if self.return_layernorm_output else []))
 
@@ -144,9 +145,10 @@ class LayerNormMLP(nn.Module):
             part.reset_parameters()
 
     def backward_dw(self) -> None:
-        """As :meth:`Linear.backward_dw`, of fc2 and then of fc1."""
-        self.fc2.backward_dw()
-        self.fc1.backward_dw()
+        """As :meth:`Linear.backward_dw`, of fc2 and then of fc1; a frozen weight has no gradient to compute."""
+        for linear in (self.fc2, self.fc1):
+            if linear.weight.requires_grad:
+                linear.backward_dw()
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name}" + (", checkpoint=True" if self.checkpoint else "")
