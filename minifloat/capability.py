@@ -1,6 +1,8 @@
 """What runs where, and why: one table that the operations consult, ``minifloat doctor`` prints and the tests run.
 
 Every operation runs on every device: where nothing faster is known to give the same numerics, its reference does.
+Backends of the scaled product: ``native`` is a library's, ``emulated`` a bf16 product of operands written out without
+error, ``reference`` plain PyTorch with exact sums.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def _per_tensor(a: Format, b: Format, device: torch.device) -> Support:
         return False, "cuBLASLt has no E5M2 by E5M2 product"
     if capability >= (8, 9):
         return True, f"torch._scaled_mm (cuBLASLt, FP8 tensor cores of sm_{capability[0]}{capability[1]})"
-    return False, _without_tensor_cores(device, capability, "FP8 tensor cores (sm_89 and later)")
+    return False, _lacks(device, capability, "FP8 tensor cores (sm_89 and later)")
 
 
 def _block128(a: Format, b: Format, device: torch.device) -> Support:
@@ -66,12 +68,12 @@ def _block128(a: Format, b: Format, device: torch.device) -> Support:
         return True, "torch.nn.functional.scaled_mm (cuBLASLt block scaling, sm_90, CUDA 12.9 and later)"
     if capability[0] >= 10:
         return False, "sm_100 runs 128-block scaling as MXFP8, which has not been written or run"
-    return False, _without_tensor_cores(device, capability, "cuBLASLt's 128-block scaling (sm_90, CUDA 12.9)")
+    return False, _lacks(device, capability, "cuBLASLt's 128-block scaling (sm_90, CUDA 12.9)")
 
 
-def _without_tensor_cores(device: torch.device, capability: tuple[int, int], needed: str) -> str:
+def _lacks(device: torch.device, capability: tuple[int, int], needed: str) -> str:
     where = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type
-    return f"{where} has no {needed}: same numerics, emulated"
+    return f"{where} has no {needed}"
 
 
 def supports(a: Format, b: Format, device: torch.device) -> Support:
@@ -84,22 +86,44 @@ def supports(a: Format, b: Format, device: torch.device) -> Support:
         check = _block128
     else:
         capability, _ = _device_facts(device)
-        return False, _without_tensor_cores(device, capability, "product of these formats in a library that we call")
+        return False, _lacks(device, capability, "product of these formats in a library that we call")
     return check(a, b, device)
 
 
+def emulates(a: Format, b: Format, device: torch.device) -> Support:
+    """Whether bf16 tensor cores multiply these operands on ``device`` with exact products, and why or why not.
+
+    Not on a CPU, where the reference stays: its results are the definition, to the bit.
+    """
+    if any(fmt.block and fmt.scale_rule == "fp32" for fmt in (a, b)):
+        return False, "block scales that are no powers of two do not fit bf16"
+    capability, _ = _device_facts(device)
+    if capability >= (8, 0):
+        return True, "written out as bf16, without error, for tensor cores that sum in fp32"
+    return False, _lacks(device, capability, "bf16 tensor cores (NVIDIA sm_80 and later)")
+
+
 @cache
+def choose(a: Format, b: Format, device: torch.device) -> tuple[str, str]:
+    """What multiplies these operands, and why: ``"native"``, else ``"emulated"``, else ``"reference"``."""
+    native, reason = supports(a, b, device)
+    if native:
+        return "native", reason
+    emulated, manner = emulates(a, b, device)
+    if emulated:
+        return "emulated", f"{reason}: {manner}"
+    why = f"{reason}; {manner}" if device.type == "cuda" else reason
+    return "reference", f"{why}: same numerics, sums in float64"
+
+
 def backend(a: Format, b: Format, device: torch.device) -> str:
-    """``"native"`` or ``"reference"``: what multiplies these operands."""
-    return "native" if supports(a, b, device)[0] else "reference"
+    """``"native"``, ``"emulated"`` or ``"reference"``: what multiplies these operands."""
+    return choose(a, b, device)[0]
 
 
 def table(device: torch.device) -> list[Row]:
     """The whole table for a device."""
-    rows = []
-    for name, a, b in PAIRS:
-        native, reason = supports(a, b, device)
-        rows.append(Row("scaled product", name, "native" if native else "reference", reason))
+    rows = [Row("scaled product", name, *choose(a, b, device)) for name, a, b in PAIRS]
     casts = "plain PyTorch; kernels of our own are not written yet"
     rows.append(Row("amax, cast, dequantize", "all", "reference", casts))
     rows.append(Row("norm, activation", "all", "reference", casts))

@@ -364,6 +364,151 @@ def test_reference_is_within_fp32_accumulation(a_fmt: Format, b_fmt: Format) -> 
     model.assert_within(multiply("fprop", a, b), product, limit, "reference")
 
 
+# ---- Emulated: bf16 products, fp32 sums ------------------------------------------------------------------------------
+
+EMULATED = [pair for pair in [*PAIRS, (STRIP5, STRIP), (STRIP, STRIP5)] if not {STRIP32, TILE32} & set(pair)]
+EMULATED_CASES = [(gemm, *pair) for gemm in GEMMS for pair in EMULATED] + [("wgrad", *pair) for pair in ROTATED]
+FOR_EACH_EMULATED = pytest.mark.parametrize(
+    ("gemm", "a_fmt", "b_fmt"), EMULATED_CASES, ids=[f"{gemm}-{a.spec}-by-{b.spec}" for gemm, a, b in EMULATED_CASES]
+)
+
+
+def random_codes(
+    fmt: Format, along: int, shape: tuple[int, int], exponents: tuple[int, int], device: torch.device | str = "cpu"
+) -> Operand:
+    """Small integers as codes, under block scales 2^k with k of the range ``exponents``, amaxes of a power of two."""
+    if fmt.packed:  # codes 2, 4 and 6 are the integers 1, 2 and 4, 8 more is the sign
+        stored = [-(-size // 2) if dim == along % 2 else size for dim, size in enumerate(shape)]
+        halves = [torch.tensor([0, 2, 4, 6, 10, 12])[torch.randint(6, stored)] for _ in range(2)]
+        codes = (halves[0] | halves[1] << 4).byte()
+        if shape[along] % 2:
+            codes.select(along, -1).bitwise_and_(0xF)  # an odd tail is followed by a zero
+    else:
+        codes = torch.randint(-3, 4, shape).float().to(ELEMENTS[fmt.element].dtype).view(torch.uint8)
+    grid = [-(-size // block) for size, block in zip(shape, fmt.scale_block(along), strict=True)] if fmt.block else [1]
+    powers = torch.randint(exponents[0], exponents[1] + 1, grid)
+    scales = torch.exp2(powers.double()).float()
+    amax = None
+    if fmt.scale_rule == "e8m0":
+        scales = (powers + 127).byte()
+    elif fmt.scale_rule == "two_level":
+        scales = scales.to(torch.float8_e4m3fn).view(torch.uint8)
+        amax = torch.exp2(torch.randint(-3, 4, (shape[1 - along % 2],) if fmt.amax_per_row else (1,)).float())
+        amax = amax.to(device)
+    return Operand(codes.to(device), scales.to(device), amax, fmt, along, shape, torch.float32)
+
+
+@FOR_EACH_EMULATED
+def test_emulated_is_exact_on_integers(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
+    """Integers under powers of two: fp32 holds every partial sum, so emulated and reference have the same bits."""
+    for m, n, depth in [(17, 19, 300), (3, 5, 33), (1, 1, 1), (16, 8, 256)]:
+        a, b = (
+            random_codes(fmt, along, shape_along(size, depth, along), (-2, 2))
+            for fmt, along, size in zip((a_fmt, b_fmt), GEMMS[gemm], (m, n), strict=True)
+        )
+        for dtype in FLOATS:
+            assert torch.equal(multiply(gemm, a, b, dtype, backend="emulated"), multiply(gemm, a, b, dtype))
+
+
+@FOR_EACH_EMULATED
+def test_emulated_is_within_fp32_accumulation(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
+    """On random operands, aligned and ragged, what it is off the float64 product is what fp32 sums may be off."""
+    for size in SIZES:
+        a, b = operands(gemm, a_fmt, b_fmt, size)
+        a64, b64 = (model.values(x, along) for x, along in zip((a, b), GEMMS[gemm], strict=True))
+        for bias in (None, torch.randn(size[1])):
+            product = model.product(a64, b64, None if bias is None else bias.double().numpy())
+            y = multiply(gemm, a, b, bias=bias, backend="emulated")
+            model.assert_within(y, product, model.bound(product, torch.float32), f"{size} bias={bias is not None}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=ids)
+@pytest.mark.parametrize("pair", [(STRIP, TILE), (MX, MX), (NV, NV_TILE), (NV_ROWS, NV)], ids=lambda pair: pair[0].spec)
+def test_emulated_rounds_once_to_the_output_dtype(pair: tuple[Format, Format], dtype: torch.dtype) -> None:
+    """Output dtype: the fp32 result plus the bias, in fp32, rounded once."""
+    a, b = operands("fprop", *pair, (17, 19, 300), normal)
+    bias = torch.randn(19)
+    exact = multiply("fprop", a, b, backend="emulated")
+    assert torch.equal(multiply("fprop", a, b, dtype, backend="emulated"), exact.to(dtype))
+    biased = multiply("fprop", a, b, dtype, bias, backend="emulated")
+    assert torch.equal(biased, (exact + bias.to(dtype).float()).to(dtype))
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("pair", [(MX, MX), (MX5, MX), (NV, NV_TILE)], ids=lambda pair: pair[0].spec)
+def test_emulated_empty_product_is_zero_or_the_bias(gemm: str, pair: tuple[Format, Format]) -> None:
+    """M, N or K = 0: an empty result, or zeros, or the bias."""
+    for size in [(0, 5, 32), (4, 0, 32), (4, 5, 0)]:
+        a, b = operands(gemm, *pair, size)
+        bias = torch.randn(size[1])
+        assert torch.equal(multiply(gemm, a, b, backend="emulated"), torch.zeros(size[:2]))
+        assert torch.equal(multiply(gemm, a, b, bias=bias, backend="emulated"), bias.expand(size[:2]))
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("pair", [(MX, MX), (MX, MX_TILE), (MX5, MX), (STRIP, TILE)], ids=lambda pair: pair[0].spec)
+@pytest.mark.parametrize("exponents", [(-127, -127), (-127, -117), (110, 118), (124, 127), (-127, -20)], ids=str)
+def test_emulated_scales_at_the_ends_of_their_range(
+    gemm: str, pair: tuple[Format, Format], exponents: tuple[int, int]
+) -> None:
+    """Scales that would leave bf16's range, from 2^-127 to 2^127, give what the reference gives; 2^107 apart too.
+
+    The other operand's scales are the inverse, so that the result is of ordinary size.
+    """
+    inverse = (-min(exponents[1], 126), -min(exponents[1], 126))
+    a, b = (
+        random_codes(fmt, along, shape_along(size, 70, along), k)
+        for fmt, along, size, k in zip(pair, GEMMS[gemm], (9, 11), (exponents, inverse), strict=True)
+    )
+    if exponents == (-127, -20):  # sums of numbers so far apart are rounded
+        product = model.product(*(model.values(x, along) for x, along in zip((a, b), GEMMS[gemm], strict=True)))
+        y = multiply(gemm, a, b, backend="emulated")
+        model.assert_within(y, product, model.bound(product, torch.float32), str(exponents))
+    else:
+        y = multiply(gemm, a, b, backend="emulated")
+        assert torch.equal(y, multiply(gemm, a, b)) and y.isfinite().all() and y.count_nonzero() > 0
+
+
+def test_emulated_flushes_what_is_2_to_the_124_below_its_row() -> None:
+    """Under a scale 2^k below its row's largest, a code c is exact while c 2^-k is a multiple of 2^-133, else flushed.
+
+    The largest scale stands over zeros, so nothing hides the loss; a row without such a scale loses nothing.
+    """
+    a, b = cast(torch.zeros(2, 64), MX, ROWWISE), cast(torch.eye(64), MX, ROWWISE)
+    codes = torch.zeros(2, 64, dtype=torch.uint8)
+    codes[:, 32] = 0x01  # 2^-9
+    codes[:, 33] = 0x38  # 1
+    for below, smallest in [(124, 2.0**-9), (125, 0.0), (133, 0.0)]:
+        scales = torch.tensor([[227, 227 - below], [0, 227 - below]], dtype=torch.uint8)  # 227 is 2^100
+        a = replace(a, codes=codes, scale_inv=scales)
+        y = multiply("fprop", a, b, backend="emulated") * 2.0 ** (below - 100)
+        assert y[0, 32] == smallest and y[0, 33] == 1.0, below
+        assert y[1, 32] == 2.0**-9 and y[1, 33] == 1.0, below
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("fmt", [STRIP, MX, MX5, NV], ids=ids)
+def test_emulated_nan_scale_reaches_its_row_only(fmt: Format, gemm: str) -> None:
+    """NaN as the scale of one strip (E8M0: code 255) makes its row NaN; other rows keep their bits."""
+    a, b = operands(gemm, fmt, fmt, (9, 11, 150), normal)
+    clean = multiply(gemm, a, b, backend="emulated")
+    assert a.scale_inv is not None
+    scales = a.scale_inv.clone()
+    strip = scales[4] if GEMMS[gemm][0] == ROWWISE else scales[:, 4]
+    strip[1] = {"pow2": float("nan"), "e8m0": 255, "two_level": 0x7F}[fmt.scale_rule]
+    dirty = multiply(gemm, replace(a, scale_inv=scales), b, backend="emulated")
+    others = torch.arange(9) != 4
+    assert torch.equal(dirty[others], clean[others]) and dirty[4].isnan().all()
+
+
+def test_emulated_is_not_for_fp32_block_scales() -> None:
+    """Block scales that are any fp32 number do not fit bf16: the table leaves them to the reference."""
+    for a, b in [(STRIP32, TILE32), (STRIP32, STRIP), (NV, STRIP32)]:
+        emulated, reason = capability.emulates(a, b, torch.device("cpu"))
+        assert not emulated and "powers of two" in reason
+    assert capability.backend(MX, MX, torch.device("cpu")) == "reference"
+
+
 # ---- Which backend --------------------------------------------------------------------------------------------------
 
 ON_CPU = {"FP8 per tensor": "native", "FP8 per tensor, E5M2 gradient": "native"}
@@ -371,16 +516,17 @@ ON_CPU = {"FP8 per tensor": "native", "FP8 per tensor, E5M2 gradient": "native"}
 
 @pytest.mark.parametrize(("name", "a_fmt", "b_fmt"), capability.PAIRS, ids=[name for name, _, _ in capability.PAIRS])
 def test_backend_is_that_of_the_capability_table(name: str, a_fmt: Format, b_fmt: Format, device: torch.device) -> None:
-    """What runs is what ``supports``, ``backend`` and ``table`` say, and on a CPU what is written here."""
+    """What runs is what ``supports``, ``emulates`` and ``table`` say, and on a CPU what is written here."""
     a, b = operands("fprop", a_fmt, b_fmt, (16, 32, 256), device=device)
-    supported, reason = capability.supports(a_fmt, b_fmt, a.codes.device)
+    native, reason = capability.supports(a_fmt, b_fmt, a.codes.device)
+    emulated, _ = capability.emulates(a_fmt, b_fmt, a.codes.device)
     chosen = capability.backend(a_fmt, b_fmt, a.codes.device)
     rows = {row.formats: row for row in capability.table(a.codes.device) if row.operation == "scaled product"}
     with count_gemms() as counts:
         call("fprop", a, b)
     assert counts == {Gemm("fprop", a_fmt.spec, b_fmt.spec, chosen): 1}
-    assert chosen == ("native" if supported else "reference") == rows[name].backend
-    assert reason and rows[name].reason == reason
+    assert chosen == ("native" if native else "emulated" if emulated else "reference") == rows[name].backend
+    assert reason and reason in rows[name].reason
     if device.type == "cpu":
         assert chosen == ON_CPU.get(name, "reference")
 
@@ -468,6 +614,8 @@ def _poison_cases() -> Iterator[tuple[str, str, Format, Format, str]]:
                 continue
             yield "reference", "fprop", a, b, kind
             yield "reference", "dgrad", a, b, kind
+            yield "emulated", "fprop", a, b, kind
+            yield "emulated", "dgrad", a, b, kind
             if capability.supports(a, b, torch.device("cpu"))[0]:
                 yield "native", "fprop", a, b, kind
 
@@ -751,3 +899,54 @@ def test_gpu_poisoned_code_reaches_its_row_only(a_fmt: Format, b_fmt: Format) ->
     dirty = multiply("fprop", replace(a, codes=codes), b, backend="native")
     others = torch.arange(129, device="cuda") != 4
     assert torch.equal(dirty[others], clean[others]) and dirty[4].isnan().all()
+
+
+EMULATED_ON_A_GPU = [
+    ("fprop", MX, MX), ("dgrad", MX5, MX), ("wgrad", MX, MX), ("fprop", MX, MX_TILE), ("dgrad", MX, MX_TILE),
+    ("fprop", NV, NV_TILE), ("dgrad", NV_46, NV_46_TILE), ("wgrad", NV_ROTATED, NV_ROTATED),
+    ("fprop", NV_ROWS, NV_TILE), ("dgrad", E4, NV_TILE), ("fprop", E5, E5), ("wgrad", STRIP, MX),
+    ("fprop", STRIP5, TILE), ("wgrad", STRIP5, STRIP),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("gemm", "a_fmt", "b_fmt"), EMULATED_ON_A_GPU, ids=ids)
+def test_gpu_emulated_is_exact_on_integers(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
+    """Integers under powers of two: the tensor cores' fp32 sums are exact, so the reference's bits come out."""
+    for rows in GPU_ROWS:
+        for n, depth in GPU_SIDES:
+            a, b = (
+                random_codes(fmt, along, shape_along(size, depth, along), (-2, 2), "cuda")
+                for fmt, along, size in zip((a_fmt, b_fmt), GEMMS[gemm], (rows, n), strict=True)
+            )
+            for dtype in FLOATS:
+                for bias in (None, torch.randint(-7, 8, (n,), device="cuda").to(dtype)):
+                    y = multiply(gemm, a, b, dtype, bias, backend="emulated")
+                    assert torch.equal(y, multiply(gemm, a, b, dtype, bias)), (rows, n, depth, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("gemm", "a_fmt", "b_fmt"), EMULATED_ON_A_GPU, ids=ids)
+def test_gpu_emulated_is_within_its_bound(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
+    """Sums in fp32 that the tensor cores may cut off, not round: up to 2^-22 of the magnitude for each addition.
+
+    A tensor core aligns the products of a step and the sum so far to the largest of them and keeps at least 24 bits.
+    """
+    for rows in GPU_ROWS:
+        for n, depth in GPU_SIDES:
+            a, b = operands(gemm, a_fmt, b_fmt, (rows, n, depth), heavy_tailed, "cuda")
+            product = model.product(*(model.values(x, along) for x, along in zip((a, b), GEMMS[gemm], strict=True)))
+            y = multiply(gemm, a, b, backend="emulated")
+            model.assert_within(y, product, (depth + 16) * 2.0**-22 * product.magnitude + 1e-38, str((rows, n, depth)))
+            assert torch.equal(multiply(gemm, a, b, torch.bfloat16, backend="emulated"), y.bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponents", [(-127, -117), (110, 118), (124, 127)], ids=str)
+def test_gpu_emulated_scales_at_the_ends_of_their_range(exponents: tuple[int, int]) -> None:
+    """Block scales that bf16 could not hold times their codes: the reference's bits."""
+    inverse = (-min(exponents[1], 126), -min(exponents[1], 126))
+    a = random_codes(MX, ROWWISE, (129, 256), exponents, "cuda")
+    b = random_codes(MX, ROWWISE, (72, 256), inverse, "cuda")
+    y = multiply("fprop", a, b, backend="emulated")
+    assert torch.equal(y, multiply("fprop", a, b)) and y.isfinite().all() and y.count_nonzero() > 0

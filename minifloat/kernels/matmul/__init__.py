@@ -13,7 +13,7 @@ from torch import Tensor
 from minifloat import capability
 from minifloat.formats import Format, parse
 from minifloat.kernels.library import register
-from minifloat.kernels.matmul import native, reference
+from minifloat.kernels.matmul import emulated, native, reference
 
 
 class Gemm(NamedTuple):
@@ -74,6 +74,8 @@ def _scaled_mm(
         return _finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
     if chosen == "reference":
         return _finish(_reference(left, right), bias, out_dtype)
+    if chosen == "emulated":
+        return _finish(_emulated(left, right), bias, out_dtype)
     if left.format.block == 0:
         return _native_per_tensor(left, right, out_dtype, bias, fast_accum)
     return _native_block(left, right, out_dtype, bias)
@@ -89,6 +91,11 @@ def _reference(a: _Matrix, b: _Matrix) -> Tensor:
     left, right = reference.spread(*a, segment=segment), reference.spread(*b, segment=segment)
     split = (a.format.element == "e5m2", b.format.element == "e5m2")
     return reference.scaled_product(left, right, segment, split) * reference.tensor_factor(left, right)
+
+
+def _emulated(a: _Matrix, b: _Matrix) -> Tensor:
+    left, right = emulated.spread(*a), emulated.spread(*b)
+    return emulated.product(left, right) * reference.tensor_factor(left, right)
 
 
 def _native_per_tensor(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:

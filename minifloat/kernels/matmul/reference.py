@@ -24,8 +24,8 @@ from minifloat.kernels.quantize.reference import decode, e8m0_value, look_up
 class Values(NamedTuple):
     """An operand spread out for the product, contracted dim last.
 
-    ``codes``: float64 [outer, contracted]. ``scales``: fp32 [outer, segments], or None where no segment has its own.
-    ``factor``: fp32 [1] or [outer], for the whole contraction, over ``divisor``.
+    ``codes``: [outer, contracted], float64, or bf16 for the emulated product. ``scales``: fp32 [outer, segments], or
+    None where no segment has its own. ``factor``: fp32 [1] or [outer], for the whole contraction, over ``divisor``.
     """
 
     codes: Tensor
@@ -101,8 +101,8 @@ def spread(
     codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, along: int, outer: int, segment: int
 ) -> Values:
     """An operand cast along ``dim``, contracted along ``along``, ``outer`` elements wide in the other dim."""
-    contracted = _contracted(codes, fmt, dim, along)
-    shape = torch.Size((outer, contracted) if along == ROWWISE else (contracted, outer))
+    length = contracted_length(codes, fmt, dim, along)
+    shape = torch.Size((outer, length) if along == ROWWISE else (length, outer))
     values = decode(codes, fmt, dim, shape, torch.float64)
     scales: Tensor | None = None
     factor, divisor = scale_inv, 1.0
@@ -122,7 +122,7 @@ def spread(
     return Values(values if along == ROWWISE else values.t(), scales, factor, divisor)
 
 
-def _contracted(codes: Tensor, fmt: Format, dim: int, along: int) -> int:
+def contracted_length(codes: Tensor, fmt: Format, dim: int, along: int) -> int:
     """Length of the contracted dim as it is stored: a packed one may end with a zero code, which adds nothing."""
     length = codes.shape[1] if along == ROWWISE else codes.shape[0]
     return length * 2 if fmt.packed and dim == along else length
