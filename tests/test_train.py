@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from minifloat import Linear
-from minifloat.cli import build
 from minifloat.cli.train import MAX_GAP, MAX_GRADIENT_GAP
 from minifloat.functional import Gemm
 from minifloat.kernels import matmul
@@ -24,22 +22,15 @@ from minifloat.recipe import NAMES, named
 from minifloat.train import data, report
 from minifloat.train.loop import Metrics, Run, TrainConfig, train
 from minifloat.train.model import MODELS, Transformer, rope_tables, rotate
+from tests.micro_training import CPU, MICRO, invoke, micro_model, write_texts
 
-MICRO = MODELS["micro"]
-CPU = torch.device("cpu")
 EXPECTED = {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e4m3"), "wgrad": ("e5m2", "e4m3")}
-
-
-def micro_model(recipe: str | None = None, seed: int = 0) -> Transformer:
-    chosen = None if recipe is None else named(recipe)
-    return Transformer(MICRO, partial(Linear, bias=False, recipe=chosen), seed=seed)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Text with a structure that a micro model learns in a few steps, in two files, beside files to be skipped."""
-    (tmp_path / "b.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    (tmp_path / "a.txt").write_text("def double(number):\n    return 2 * number\n" * 400)
+    write_texts(tmp_path)
     (tmp_path / "image.bin").write_bytes(b"\x89\0\0\0" * 100)
     for skipped in (".git", "__pycache__", "tests"):
         (tmp_path / skipped).mkdir()
@@ -77,24 +68,26 @@ def test_load_is_sorted_and_skips_binaries_and_hidden_folders(folder: Path) -> N
 
 def test_split_is_disjoint_and_whole() -> None:
     text = bytes(range(256)) * 1000
-    train_text, held_out = data.split(text)
+    train_text, held_out = data.split(torch.tensor(list(text), dtype=torch.uint8))
     chunk = len(text) // data.HELD_OUT_EVERY
     assert bytes(held_out.tolist()) == text[-chunk:]
     assert bytes(train_text.tolist()) == text[:-chunk]
-    long_train, long_held_out = data.split(bytes(data.CHUNK) * 19 + b"\1" * data.CHUNK + bytes(100))
+    long = torch.zeros(data.CHUNK * 20 + 100, dtype=torch.uint8)
+    long[data.CHUNK * 19 : data.CHUNK * 20] = 1
+    long_train, long_held_out = data.split(long)
     assert long_held_out.unique().tolist() == [1] and long_train.unique().tolist() == [0]
     assert (len(long_train), len(long_held_out)) == (data.CHUNK * 19 + 100, data.CHUNK)
 
 
 @pytest.mark.parametrize("size", [1, 19, 21, 39, 100, 2011])
 def test_split_of_any_size_loses_no_byte(size: int) -> None:
-    train_text, held_out = data.split(b"x" * size)
+    train_text, held_out = data.split(torch.ones(size, dtype=torch.uint8))
     assert len(train_text) + len(held_out) == size and (len(held_out) > 0) == (size >= 20)
 
 
 def test_batches_repeat_with_the_seed_and_targets_follow_inputs() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    first, again, other = (data.batches(text, 8, 16, seed) for seed in (1, 1, 2))
+    first, again, other = (data.Batches(text, 8, 16, seed) for seed in (1, 1, 2))
     for _ in range(3):
         inputs, targets = next(first)
         assert torch.equal(inputs, next(again)[0])
@@ -104,7 +97,7 @@ def test_batches_repeat_with_the_seed_and_targets_follow_inputs() -> None:
 
 def test_batches_of_the_shortest_text() -> None:
     text = torch.arange(17, dtype=torch.uint8)
-    inputs, targets = next(data.batches(text, 2, 16, 0))
+    inputs, targets = next(data.Batches(text, 2, 16, 0))
     assert torch.equal(inputs, torch.arange(16).expand(2, 16)) and int(targets[0, -1]) == 16
     assert len(data.fixed_batches(text, 2, 16, 3)) == 1
 
@@ -172,7 +165,7 @@ def test_logits_are_causal(device: torch.device) -> None:
 def test_a_shorter_sequence_runs_and_a_longer_one_is_refused() -> None:
     model = micro_model()
     assert model(torch.zeros(1, 7, dtype=torch.int64)).shape == (1, 7, 256)
-    with pytest.raises(ValueError, match="65 bytes in a sequence exceed the model's context of 64"):
+    with pytest.raises(ValueError, match="65 tokens in a sequence exceed the model's context of 64"):
         model(torch.zeros(1, 65, dtype=torch.int64))
 
 
@@ -314,13 +307,6 @@ def test_report_has_every_field() -> None:
 
 
 # Command
-
-
-def invoke(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(build(), [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
 
 
 def micro_command(folder: Path, out: Path, *more: object) -> tuple[int, str]:

@@ -25,11 +25,13 @@ def build() -> typer.Typer:
     """The application with all its commands."""
     import typer
 
-    from minifloat.cli import doctor, train
+    from minifloat.cli import doctor, generate, study, train
 
     app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_about)
     app.command("train")(train.train)
+    app.command("generate")(generate.generate)
+    app.command("study")(study.study)
     app.command("doctor")(doctor.doctor)
     return app
 

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 import typer
 
 from minifloat import Linear
 from minifloat.cli import choose_device, device_name, user_errors
+from minifloat.cli.observe import observers, tensorboard_class
+from minifloat.cli.resume import checkpoint_folder, choose, resume_command
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
-from minifloat.train.loop import Metrics, Run, TrainConfig
+from minifloat.train.checkpoint import TOKENIZER, Checkpoint, Checkpoints
+from minifloat.train.interrupt import signals_noted
+from minifloat.train.loop import Interrupted, Run, TrainConfig
 from minifloat.train.loop import train as train_model
 from minifloat.train.model import MODELS, ModelConfig, Transformer
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 BF16 = "bf16"  # the name of no recipe: the same model and the same bf16 activations, nothing quantized
 
@@ -46,11 +45,29 @@ class Job:
     corpus: data.Corpus
     device: torch.device
     out: Path
+    save_every: int | None = None
+    keep: int = 2
+    starts: dict[str, Checkpoint] = field(default_factory=dict)  # by name; what each run continues from
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            self.checkpoints(name)  # raises ValueError now for what would not work later
+
+    def checkpoints(self, name: str) -> Checkpoints:
+        """Where the run of that name saves; its settings are what a run that continues it must have too."""
+        told = {"recipe": name, "model": asdict(self.model), "text": self.corpus.fingerprint, "unit": self.corpus.unit}
+        files = {} if self.corpus.tokenizer is None else {TOKENIZER: self.corpus.tokenizer}
+        folder, settings = checkpoint_folder(self.out, name), told | self.config.settings()
+        return Checkpoints(folder, settings, self.save_every, self.keep, self.starts.get(name), files)
 
 
 def train(
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="text files or folders; default: Python's standard-library sources")
+        list[Path] | None,
+        typer.Argument(
+            help="text files or folders, or one packed token file (.npy, .bin); default: Python's standard library"
+        ),
     ] = None,
     recipe: Annotated[str, typer.Option(help=f"one of {', '.join(NAMES)} or {BF16}")] = "current",
     against: Annotated[
@@ -62,31 +79,43 @@ def train(
     learning_rate: Annotated[float | None, typer.Option(help="the peak; default: by the model's width")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     seed: Annotated[int, typer.Option(help="of the initial weights and of the batches")] = 0,
-    out: Annotated[Path | None, typer.Option(help="results; default: runs/RECIPE-TIME")] = None,
+    out: Annotated[Path | None, typer.Option(help="results and checkpoints; default: runs/RECIPE-TIME")] = None,
+    save_every: Annotated[int | None, typer.Option(help="steps between checkpoints; default: at the end only")] = None,
+    keep: Annotated[int, typer.Option(help="how many checkpoints of a run stay")] = 2,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the last checkpoints in --out")] = False,
+    resume_from: Annotated[
+        Path | None, typer.Option(help="continue from this checkpoint, or from the last ones of another --out")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json of the tokenizers library; else bytes")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="of a token file; default: the tokenizer's")] = None,
+    token_dtype: Annotated[str, typer.Option(help="of a .bin token file: uint16 or uint32")] = "uint16",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write TensorBoard's files too")] = False,
     max_gap: Annotated[
         float | None,
         typer.Option(help=f"largest relative gap of the losses; default {MAX_GAP}, 4-bit {MAX_GAP_4BIT}; inf: any"),
     ] = None,
     max_gradient_gap: Annotated[float, typer.Option(help="the same of the first gradient norms")] = MAX_GRADIENT_GAP,
 ) -> None:
-    """Train a small Llama-style byte-level language model on real text in low precision.
+    """Train a small Llama-style language model on real text in low precision, of bytes or of a tokenizer's tokens.
 
-    Writes metrics.jsonl, loss.png and report.md. Fails when a linear ran in other formats than its recipe's and, where
-    there is a second recipe to compare with, when the losses are too far apart.
+    Writes metrics.jsonl, loss.png, report.md and checkpoints. Fails when a linear ran in other formats than its
+    recipe's and, where there is a second recipe to compare with, when the losses are too far apart. Ctrl-C saves a
+    checkpoint after the step in progress; on a CPU a run that was stopped has the losses of one that was not.
     """
     with user_errors():
         names = (recipe,) if against is None else (recipe, against)
         sizes = check_names(names, model)
         # The best rate of Adam falls with the width.
         config = TrainConfig(steps, batch_size, learning_rate or 3e-3 * 128 / sizes.dim, seed)
-        corpus = data.load(paths or (), least=sizes.context + 1)
-        folder = out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-        job = Job(names, sizes, config, corpus, choose_device(device), folder)
-    try:
-        runs = execute(job)
-    except FloatingPointError as error:
-        typer.echo(f"FAILED: {error}", err=True)
-        raise typer.Exit(1) from error
+        corpus = data.load(
+            paths or (), least=sizes.context + 1, tokenizer=tokenizer, vocabulary=vocabulary, token_dtype=token_dtype
+        )
+        sizes = replace(sizes, vocabulary=corpus.vocabulary)
+        if tensorboard:
+            tensorboard_class()  # now, not after the first step
+        folder, starts = choose(names, out, resume, resume_from)
+        job = Job(names, sizes, config, corpus, choose_device(device), folder, save_every, keep, starts, tensorboard)
+    runs = run_or_stop(job)
     limit = default_gap(recipe) if max_gap is None else max_gap
     if not conclude(job, runs, limit, max_gradient_gap):
         raise typer.Exit(1)
@@ -95,13 +124,18 @@ def train(
 def check_names(names: tuple[str, ...], model: str) -> ModelConfig:
     """The named model's sizes; raises ValueError for a recipe or a model that does not exist."""
     for name in names:
-        if name not in (*NAMES, BF16):
-            raise ValueError(f"there is no recipe {name!r}; choose from {', '.join((*NAMES, BF16))}")
+        check_recipe(name)
     if len(set(names)) < len(names):
         raise ValueError(f"--against {names[1]} compares {names[0]} with itself; choose another recipe")
     if model not in MODELS:
         raise ValueError(f"there is no model {model!r}; choose from {', '.join(MODELS)}")
     return MODELS[model]
+
+
+def check_recipe(name: str) -> None:
+    """Raises ValueError for a recipe that does not exist."""
+    if name not in (*NAMES, BF16):
+        raise ValueError(f"there is no recipe {name!r}; choose from {', '.join((*NAMES, BF16))}")
 
 
 def recipe_of(name: str) -> Recipe | None:
@@ -116,63 +150,59 @@ def default_gap(name: str) -> float:
     return MAX_GAP_4BIT if any("e2m1" in spec for spec in formats) else MAX_GAP
 
 
-def execute(job: Job) -> list[Run]:
-    """Trains each of the job's models in turn, the recipe's first, and streams their metrics to metrics.jsonl."""
+def run_or_stop(job: Job) -> list[Run]:
+    """Trains; ends the command, and says how to go on, where a signal or a number that is not finite stops it."""
+    with signals_noted() as signal_that_came:
+        try:
+            return execute(job, signal_that_came)
+        except Interrupted as stopped:
+            typer.echo(f"{stopped}\ncontinue with: {resume_command(sys.argv[1:], job.out)}", err=True)
+            raise typer.Exit(128 + (signal_that_came() or signal.SIGINT)) from stopped
+        except FloatingPointError as error:
+            typer.echo(f"FAILED: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
+    """Trains each of the job's models in turn, the recipe's first, until `stop` answers true."""
     job.out.mkdir(parents=True, exist_ok=True)
     runs = []
-    with (job.out / "metrics.jsonl").open("w") as file, progress_bar() as progress:
+    with observers(job.out, job.config.steps, job.corpus.unit, job.tensorboard) as observer:
         for name in job.names:
             linear = partial(Linear, bias=False, recipe=recipe_of(name))
             model = Transformer(job.model, linear, seed=job.config.seed)
-            observe = observer(name, job.config.steps, file, progress)
-            runs.append(train_model(name, model, job.model.context, job.corpus, job.config, job.device, observe))
+            runs.append(
+                train_model(
+                    name, model, job.model.context, job.corpus, job.config, job.device, observer(name),
+                    checkpoints=job.checkpoints(name), stop=stop,
+                )
+            )  # fmt: skip
     return runs
-
-
-def observer(name: str, steps: int, file: IO[str], progress: Progress) -> Callable[[Metrics], None]:
-    """What to do with a step's metrics: a line of JSON, a moved bar and, after an evaluation, a printed line."""
-    task = progress.add_task(name, total=steps, status="")
-
-    def observe(metrics: Metrics) -> None:
-        file.write(json.dumps({"run": name, **asdict(metrics)}) + "\n")
-        file.flush()
-        progress.update(task, advance=1, status=f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s")
-        if metrics.validation_loss is not None:
-            progress.console.print(f"{name}: step {metrics.step}, validation loss {metrics.validation_loss:.4f}")
-
-    return observe
-
-
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """One bar for each run: its steps, loss, tokens (bytes) a second and the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    status, name = TextColumn("{task.fields[status]}"), TextColumn("{task.description}")
-    with Progress(name, BarColumn(), MofNCompleteColumn(), status, TimeRemainingColumn()) as progress:
-        yield progress
 
 
 def conclude(job: Job, runs: list[Run], max_gap: float, max_gradient_gap: float) -> bool:
     """Checks the runs, writes loss.png and report.md and prints the outcome; true when all checks passed."""
-    entropy = data.unigram_entropy(job.corpus.train, job.corpus.validation)
+    unit = job.corpus.unit
+    entropy = data.unigram_entropy(job.corpus.train, job.corpus.validation, job.corpus.vocabulary)
     comparison = report.compare(*runs) if len(runs) == 2 else None
     problems = [problem for run in runs for problem in gemm_problems(job, run)]
     if comparison is not None:
         problems += report.check_loss(runs[0].name, comparison, max_gap, max_gradient_gap)
-    report.plot(runs, entropy, job.out / "loss.png")
-    text = report.render(runs, facts(job, runs), entropy, comparison, problems)
+    report.plot(runs, entropy, job.out / "loss.png", unit)
+    text = report.render(runs, facts(job, runs), entropy, comparison, problems, unit)
     (job.out / "report.md").write_text(text)
     for run in runs:
         typer.echo(
-            f"{run.name}: validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {entropy:.4f}), "
-            f"{run.tokens_per_second:,.0f} tokens/s"
+            f"{run.name}: validation loss {run.validation_loss:.4f} nats/{unit} (unigram entropy {entropy:.4f}), "
+            f"{run.tokens_per_second:,.0f} {unit}s/s"
         )
     if comparison is not None:
-        typer.echo(report.describe(runs, comparison))
+        typer.echo(report.describe(runs, comparison, unit))
     for problem in problems:
         typer.echo(f"FAILED: {problem}", err=True)
     typer.echo(f"report: {job.out / 'report.md'}")
+    for run in runs:
+        typer.echo(f"model: {checkpoint_folder(job.out, run.name)}")
     return not problems
 
 
@@ -193,6 +223,7 @@ def facts(job: Job, runs: list[Run]) -> dict[str, str]:
         "training": f"{config}",
         "text": job.corpus.source,
         "device": device_name(job.device),
+        **{f"{name} continued from": f"step {start.step}, {start.path}" for name, start in job.starts.items()},
         "peak memory": "of each run" if job.device.type == "cuda" else "of the process up to each run's end",
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
         "high precision": "the embedding, the norms, the attention product and the output head, in every recipe",

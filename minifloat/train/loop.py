@@ -3,93 +3,24 @@
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minifloat.functional import Gemm, count_gemms
-from minifloat.train.data import Corpus, batches, fixed_batches
+from minifloat.functional import count_gemms
+from minifloat.train.checkpoint import Checkpoints
+from minifloat.train.data import Batches, Corpus, fixed_batches
+from minifloat.train.nonfinite import find_non_finite
+from minifloat.train.run import Interrupted, Metrics, NonFiniteError, Run, TrainConfig
+from minifloat.train.state import TrainState, own_random_numbers
+
+__all__ = ["Interrupted", "Metrics", "NonFiniteError", "Run", "TrainConfig", "evaluate", "train", "train_step"]
 
 Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How long and how a model is trained."""
-
-    steps: int
-    batch_size: int = 16
-    learning_rate: float = 3e-3
-    seed: int = 0
-    warmup: float = 0.1  # the fraction of the steps over which the learning rate rises
-    weight_decay: float = 0.1
-    clip: float = 1.0  # the largest gradient norm
-    evaluations: int = 5
-    evaluation_batches: int = 8
-    dtype: torch.dtype = torch.bfloat16  # of the activations; parameters and optimizer state are fp32
-    # A power of two changes no rounding but keeps gradients of a mean over many tokens from vanishing where a scale
-    # does not follow them: delayed scaling starts at 1, and finds its scales one layer a step if they vanish.
-    loss_scale: float = 2.0**16
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "evaluations", "evaluation_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; choose at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"the learning rate is {self.learning_rate}; choose a positive one, such as 3e-3")
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step (from 1): a linear rise, then a cosine down to a tenth."""
-        warmup = max(1, round(self.warmup * self.steps))
-        if step <= warmup:
-            return self.learning_rate * step / warmup
-        progress = (step - warmup) / max(1, self.steps - warmup)
-        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-    def evaluates(self, step: int) -> bool:
-        return step == self.steps or step % max(1, self.steps // self.evaluations) == 0
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """One step: losses in nats a byte, time in seconds, rates in bytes a second."""
-
-    step: int
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    seconds: float
-    tokens_per_second: float
-    validation_loss: float | None = None
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run. `gemms` counts the training steps, not the evaluations."""
-
-    name: str
-    history: tuple[Metrics, ...]
-    gemms: Counter[Gemm]
-    peak_bytes: int | None
-    parameters: int
-
-    @property
-    def validation_loss(self) -> float:
-        loss = self.history[-1].validation_loss
-        assert loss is not None, "the last step is always evaluated"
-        return loss
-
-    @property
-    def tokens_per_second(self) -> float:
-        """The median over the steps, which leaves out the first steps' compilation."""
-        return statistics.median(metrics.tokens_per_second for metrics in self.history)
 
 
 def train(
@@ -100,37 +31,93 @@ def train(
     config: TrainConfig,
     device: torch.device,
     observe: Callable[[Metrics], None] = lambda _: None,
+    *,
+    checkpoints: Checkpoints | None = None,
+    stop: Callable[[], object] = lambda: False,
 ) -> Run:
     """Trains `model` (moved to `device`) and hands each step's metrics to `observe`.
 
-    Runs of equal `corpus`, `config` and `context` see the same batches. Raises FloatingPointError, naming the step,
-    when the loss or the gradient is not finite.
+    Runs of equal `corpus`, `config` and `context` see the same batches, and all their random numbers come from
+    `config.seed`. A run that continues from `checkpoints.start` hands the earlier steps' metrics to `observe` too.
+
+    Raises:
+        NonFiniteError: the loss or the gradient of a step is not finite; names the step and the layer. Parameters and
+            optimizer stay as they were before the step, and are saved where `checkpoints` says. Or a validation loss
+            is not finite; the step before it is then not saved.
+        Interrupted: `stop` answered true after a step; the state is saved.
+        ValueError: `checkpoints.start` does not fit.
     """
     model.to(device).train()
-    optimizer = make_optimizer(model, config)
-    stream = batches(corpus.train, config.batch_size, context, config.seed)
-    held_out = fixed_batches(corpus.validation, config.batch_size, context, config.evaluation_batches)
-    gemms: Counter[Gemm] = Counter()
-    history = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for step in range(1, config.steps + 1):
-        start = time.perf_counter()
-        rate = config.rate(step)
-        with count_gemms() as counts:
-            loss, norm = train_step(model, optimizer, next(stream), rate, config, device)
-        gemms.update(counts)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise FloatingPointError(
-                f"{name}: step {step} has loss {loss} and gradient norm {norm}; the run stops here"
-            )
-        seconds = time.perf_counter() - start
-        validation = evaluate(model, held_out, config, device) if config.evaluates(step) else None
-        tokens = config.batch_size * context / seconds
-        history.append(Metrics(step, loss, norm, rate, seconds, tokens, validation))
-        observe(history[-1])
+    with own_random_numbers(config.seed, device):
+        stream = Batches(corpus.train, config.batch_size, context, config.seed)
+        held_out = fixed_batches(corpus.validation, config.batch_size, context, config.evaluation_batches)
+        state = TrainState(model, make_optimizer(model, config), stream, device)
+        if checkpoints is not None and checkpoints.start is not None:
+            state.load(checkpoints.start)
+        for metrics in state.history:
+            observe(metrics)
+        while state.step < config.steps:
+            metrics = advance(name, state, config, held_out, context, checkpoints)
+            observe(metrics)
+            stopped = state.step < config.steps and stop()
+            saved = None
+            if checkpoints is not None and (stopped or checkpoints.due(state.step, config.steps)):
+                saved = state.save(checkpoints, peak_memory(state))
+            if stopped:
+                raise Interrupted(name, state.step, saved)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Run(name, tuple(history), gemms, peak_memory(device), parameters)
+    return Run(name, tuple(state.history), state.gemms, peak_memory(state), parameters)
+
+
+def advance(
+    name: str,
+    state: TrainState,
+    config: TrainConfig,
+    held_out: list[Batch],
+    context: int,
+    checkpoints: Checkpoints | None,
+) -> Metrics:
+    """One step, evaluated where its turn has come, added to the history; raises NonFiniteError."""
+    start = time.perf_counter()
+    step, rate = state.step + 1, config.rate(state.step + 1)
+    state.mark()
+    batch = next(state.stream)
+    with count_gemms() as counts:
+        loss, norm = train_step(state.model, state.optimizer, batch, rate, config, state.device)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise NonFiniteError(
+            f"{name}: step {step} has loss {loss} and gradient norm {norm}: {explain(state, batch, config)}; "
+            f"{keep_last_good(state, checkpoints)}"
+        )
+    seconds = time.perf_counter() - start
+    validation = evaluate(state.model, held_out, config, state.device) if config.evaluates(step) else None
+    if validation is not None and not math.isfinite(validation):
+        where = find_non_finite(state.model.eval(), lambda: batch_loss(state.model, held_out[0], config, state.device))
+        raise NonFiniteError(f"{name}: after step {step} the validation loss is {validation}: {where}")
+    state.gemms.update(counts)
+    state.history.append(Metrics(step, loss, norm, rate, seconds, config.batch_size * context / seconds, validation))
+    return state.history[-1]
+
+
+def explain(state: TrainState, batch: Batch, config: TrainConfig) -> str:
+    """What was not finite first in the step that has just failed; the state is then as before that step."""
+    state.rewind()
+    where = find_non_finite(
+        state.model, lambda: batch_loss(state.model, batch, config, state.device) * config.loss_scale
+    )
+    state.rewind()
+    return where
+
+
+def keep_last_good(state: TrainState, checkpoints: Checkpoints | None) -> str:
+    """Saves the state if it is any good and says where."""
+    if checkpoints is None or state.step == 0:
+        return "the run stops here"
+    if not all(bool(parameter.isfinite().all()) for parameter in state.model.parameters()):
+        return "nothing is saved, because parameters are not finite either"
+    return f"the state after step {state.step} is saved in {state.save(checkpoints, peak_memory(state))}"
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -151,7 +138,8 @@ def train_step(
 ) -> tuple[float, float]:
     """One update at learning rate `rate`; returns the loss and the gradient norm before clipping.
 
-    Reading the two numbers waits for the device, which is also what makes the step's time true.
+    Parameters and optimizer do not change when one of the two is not finite. Reading them waits for the device, which
+    is also what makes the step's time true: the optimizer's part shows in the next step's.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -160,14 +148,15 @@ def train_step(
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     value, norm_value = torch.stack((loss.detach(), norm)).tolist()
+    if math.isfinite(value) and math.isfinite(norm_value):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     return value, norm_value
 
 
 def batch_loss(model: nn.Module, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:
-    """The mean cross entropy in nats a byte, fp32 scalar."""
+    """The mean cross entropy in nats a token, fp32 scalar."""
     inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in batch)
     with torch.autocast(device.type, dtype=config.dtype, enabled=config.dtype != torch.float32):
         logits_BTV = model(inputs_BT)
@@ -184,13 +173,13 @@ def evaluate(model: nn.Module, held_out: list[Batch], config: TrainConfig, devic
     return float((losses * sizes).sum() / sizes.sum())
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes: on CUDA the run's largest allocation, on a CPU the largest resident size of the process so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type != "cpu" or sys.platform == "win32":
+def peak_memory(state: TrainState) -> int | None:
+    """Bytes: on CUDA the run's largest allocation, on a CPU the largest resident size of its processes so far."""
+    if state.device.type == "cuda":
+        return max(state.peak_bytes, torch.cuda.max_memory_allocated(state.device))
+    if state.device.type != "cpu" or sys.platform == "win32":
         return None
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # Linux counts kilobytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return max(state.peak_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -1,10 +1,10 @@
-"""A Llama-style byte-level language model whose linear layers come from a factory.
+"""A Llama-style language model whose linear layers come from a factory.
 
 RMSNorm, rotary positions (RoPE), grouped-query attention through PyTorch's SDPA and a SwiGLU MLP. The linears inside
 the blocks are what a recipe quantizes. The embedding, the norms, the attention product and the output head stay in high
 precision: the first and the last layer carry few of the FLOPs and most of the sensitivity.
 
-Shape suffixes: B batch, T time (bytes), D model width, H query heads, G key/value heads, E head width, F MLP width,
+Shape suffixes: B batch, T time (tokens), D model width, H query heads, G key/value heads, E head width, F MLP width,
 V vocabulary.
 """
 
@@ -129,7 +129,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes [B, T] (int64) to next-byte logits [B, T, V]; T is at most `config.context`.
+    """Tokens [B, T] (int64) to next-token logits [B, T, V]; T is at most `config.context`.
 
     `linear` makes each linear inside the blocks. `seed` decides every initial value, whatever the recipe, so that two
     models of one config and seed start equal.
@@ -160,12 +160,12 @@ class Transformer(nn.Module):
                 scale = depth_scale if name.endswith(("attention.output", "mlp.down")) else 1.0
                 module.weight.normal_(std=scale * module.in_features**-0.5, generator=generator)
 
-    def forward(self, bytes_BT: Tensor) -> Tensor:
-        length = bytes_BT.shape[1]
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        length = tokens_BT.shape[1]
         if length > self.config.context:
-            raise ValueError(f"{length} bytes in a sequence exceed the model's context of {self.config.context}")
+            raise ValueError(f"{length} tokens in a sequence exceed the model's context of {self.config.context}")
         cos_TE, sin_TE = self.get_buffer("cos_TE")[:length], self.get_buffer("sin_TE")[:length]
-        x_BTD = self.embedding(bytes_BT)
+        x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, cos_TE, sin_TE)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minifloat.functional import Gemm
-from minifloat.train.loop import Run
+from minifloat.train.run import Run
 
 MIB = 2**20
-
-
 EARLY = 5  # steps
 
 
@@ -21,9 +19,10 @@ EARLY = 5  # steps
 class Comparison:
     """How far the recipe's run is from its high-precision twin, which saw the same batches from the same start.
 
-    `gap` is the difference of the final validation losses in nats a byte. `gradient_gap` is the median over the first
-    `EARLY` steps, before the two have gone their own ways, of |gradient norm / twin's - 1|. A scale that is off by two
-    moves it by tens of percent, where training around the fault can leave less than one percent in the loss.
+    `gap` is the difference of the final validation losses in nats a token (of bytes, a byte). `gradient_gap` is the
+    median over the first `EARLY` steps, before the two have gone their own ways, of |gradient norm / twin's - 1|. A
+    scale that is off by two moves it by tens of percent, where training around the fault can leave less than one
+    percent in the loss.
     """
 
     gap: float
@@ -75,7 +74,7 @@ def check_loss(name: str, comparison: Comparison, max_gap: float, max_gradient_g
     return problems
 
 
-def plot(runs: Sequence[Run], entropy: float, path: Path) -> None:
+def plot(runs: Sequence[Run], entropy: float, path: Path, unit: str = "byte") -> None:
     """Writes the training (thin) and validation (marked) losses of all runs and the unigram entropy (dashed)."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
@@ -88,7 +87,7 @@ def plot(runs: Sequence[Run], entropy: float, path: Path) -> None:
         axes.plot([m.step for m in run.history], [m.loss for m in run.history], color=color, alpha=0.35, linewidth=1)
         axes.plot(list(evaluated), list(evaluated.values()), color=color, linestyle=dash, marker="o", label=label)
     axes.axhline(entropy, color="gray", linestyle="--", linewidth=1, label=f"unigram entropy {entropy:.4f}")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="thin: training, marked: validation")
+    axes.set(xlabel="step", ylabel=f"loss (nats per {unit})", title="thin: training, marked: validation")
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -99,19 +98,20 @@ def render(
     entropy: float,
     comparison: Comparison | None,
     problems: Sequence[str],
+    unit: str = "byte",
 ) -> str:
-    """The report as Markdown; `facts` are the lines that say what was run where."""
+    """The report as Markdown; `facts` are the lines that say what was run where, `unit` what losses are per."""
     lines = ["# minifloat train", "", "**FAILED**" if problems else "**passed**", ""]
     lines += [f"- {problem}" for problem in problems] + [""] * bool(problems)
     lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += ["", "## Losses (nats per byte)", "", "![losses](loss.png)", ""]
+    lines += ["", f"## Losses (nats per {unit})", "", "![losses](loss.png)", ""]
     lines += _table(
-        ("run", "first loss", "last loss", "validation loss", "tokens/s", "peak memory"),
+        ("run", "first loss", "last loss", "validation loss", f"{unit}s/s", "peak memory"),
         [_summary(run) for run in runs],
     )
     lines += ["", f"Unigram entropy of the held-out text: {entropy:.4f}", ""]
     if comparison is not None:
-        lines += [f"Gap: {describe(runs, comparison)}", ""]
+        lines += [f"Gap: {describe(runs, comparison, unit)}", ""]
     lines += ["## Executed GEMMs of the linears, by operand format", ""]
     lines += _table(
         ("run", "gemm", "a", "b", "backend", "count"),
@@ -120,10 +120,10 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-def describe(runs: Sequence[Run], comparison: Comparison) -> str:
+def describe(runs: Sequence[Run], comparison: Comparison, unit: str = "byte") -> str:
     """One line that says how far the first run is from the second."""
     return (
-        f"validation loss of {runs[0].name} - {runs[1].name} = {comparison.gap:+.4f} nats/byte "
+        f"validation loss of {runs[0].name} - {runs[1].name} = {comparison.gap:+.4f} nats/{unit} "
         f"({comparison.relative_gap:+.2%}); their first gradient norms differ by {comparison.gradient_gap:.2%}"
     )
 

@@ -1,0 +1,78 @@
+"""Where a `minifloat train` continues from, and where its results go."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from minifloat.train.checkpoint import PLAIN, Checkpoint, latest
+
+RUNS = Path("runs")
+
+
+def checkpoint_folder(out: Path, name: str) -> Path:
+    """Where the run of that recipe has its checkpoints."""
+    return out / "checkpoints" / name
+
+
+def choose(
+    names: Sequence[str], out: Path | None, resume: bool, resume_from: Path | None
+) -> tuple[Path, dict[str, Checkpoint]]:
+    """The folder for the results, and what each of the named runs continues from; nothing if it starts anew.
+
+    Raises ValueError when there is nothing to continue from.
+    """
+    if resume_from is not None:
+        if resume:
+            raise ValueError("--resume continues from --out, --resume-from from its own path; give one of them")
+        if (resume_from / PLAIN).exists() or not (resume_from / "checkpoints").is_dir():
+            return out or _new_folder(names[0]), _with_siblings(names, Checkpoint.read(resume_from))
+        return out or resume_from, _newest(names, resume_from)
+    if resume:
+        folder = out or _last_folder(names[0])
+        return folder, _newest(names, folder)
+    return out or _new_folder(names[0]), {}
+
+
+def resume_command(arguments: Sequence[str], out: Path) -> str:
+    """The command line that continues: these arguments, but from `out`."""
+    kept, skipped = [], False
+    for argument in arguments:
+        option, _, value = argument.partition("=")
+        if not skipped and option not in ("--out", "--resume", "--resume-from"):
+            kept.append(argument)
+        skipped = not skipped and option in ("--out", "--resume-from") and not value
+    return f"minifloat {shlex.join([*kept, '--out', str(out), '--resume'])}"
+
+
+def _new_folder(name: str) -> Path:
+    return RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _last_folder(name: str) -> Path:
+    folders = sorted(path.parent for path in RUNS.glob(f"{name}-*/checkpoints"))
+    if not folders:
+        raise ValueError(f"no folder {RUNS / name}-* has checkpoints to continue from; name one with --out")
+    return folders[-1]
+
+
+def _newest(names: Sequence[str], out: Path) -> dict[str, Checkpoint]:
+    found = {name: latest(checkpoint_folder(out, name)) for name in names}
+    starts = {name: checkpoint for name, checkpoint in found.items() if checkpoint is not None}
+    if not starts:
+        raise ValueError(
+            f"{out} has no complete checkpoint of {' or '.join(names)} to continue from; check --out and --recipe, or "
+            "start anew without --resume"
+        )
+    return starts
+
+
+def _with_siblings(names: Sequence[str], given: Checkpoint) -> dict[str, Checkpoint]:
+    """The given checkpoint for its own run, and for the others the newest beside it."""
+    recipe = given.settings["recipe"]
+    if recipe not in names:
+        raise ValueError(f"{given.path} is of --recipe {recipe}, this command has {' and '.join(names)}")
+    others = {name: latest(given.path.parent.parent / name) for name in names if name != recipe}
+    return {recipe: given} | {name: checkpoint for name, checkpoint in others.items() if checkpoint is not None}

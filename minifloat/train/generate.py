@@ -1,0 +1,125 @@
+"""Text from a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minifloat import Linear
+from minifloat.nn.delayed import AmaxHistory
+from minifloat.recipe import Recipe
+from minifloat.train.checkpoint import TOKENIZER, Checkpoint
+from minifloat.train.model import ModelConfig, Transformer
+from minifloat.train.tokens import load_tokenizer
+
+
+class Codec:
+    """Text to tokens and back, as the checkpoint's training had them: bytes, or a tokenizer's.
+
+    `tokenizer` (a JSON file) is for checkpoints of packed token files, which have none of their own. Raises
+    ValueError when there is none and when its vocabulary is larger than the model's.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Path | None = None) -> None:
+        own = checkpoint.path / TOKENIZER
+        chosen = own if tokenizer is None and own.exists() else tokenizer
+        self._tokenizer = None if chosen is None else load_tokenizer(chosen)
+        vocabulary = checkpoint.settings["model"]["vocabulary"]
+        if self._tokenizer is None and checkpoint.settings["unit"] != "byte":
+            raise ValueError(f"{checkpoint.path} was trained on tokens without a tokenizer; give --tokenizer")
+        if self._tokenizer is not None and self._tokenizer.get_vocab_size() > vocabulary:
+            size = self._tokenizer.get_vocab_size()
+            raise ValueError(f"the tokenizer has {size} tokens, the model {vocabulary}; give its own --tokenizer")
+
+    def encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            return list(text.encode())
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """Bytes that are no UTF-8 become the replacement character."""
+        if self._tokenizer is None:
+            return bytes(tokens).decode("utf-8", errors="replace")
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+
+def load_model(checkpoint: Checkpoint, recipe: Recipe | None, device: torch.device) -> Transformer:
+    """The checkpoint's model, whose linears compute in `recipe`; delayed scaling's buffers come along if it has them.
+
+    Raises ValueError when the weights are of another model.
+    """
+    config = ModelConfig(**checkpoint.settings["model"])
+    model = Transformer(config, partial(Linear, bias=False, recipe=recipe))
+    state = checkpoint.model_state()
+    histories = {name for name, module in model.named_modules() if isinstance(module, AmaxHistory)}
+    of_scaling = {name for name in state if name.endswith((".scale", ".amax_history"))}
+    unused = {name for name in of_scaling if name.rpartition(".")[0] not in histories}
+    try:
+        model.load_state_dict({name: tensor for name, tensor in state.items() if name not in unused})
+    except RuntimeError as error:
+        raise ValueError(f"{checkpoint.path} does not fit its own settings: {error}") from error
+    return model.to(device).eval()
+
+
+def generate(
+    model: nn.Module,
+    prompt: list[int],
+    count: int,
+    *,
+    context: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[int]:
+    """Gives `count` tokens that follow `prompt`, each drawn from softmax(logits / temperature).
+
+    The model sees at most the latest `context` tokens. `temperature` 0 takes the most likely token, `top_k` leaves only
+    so many most likely ones. Equal seeds give equal tokens. `dtype` is that of the activations.
+
+    Raises:
+        ValueError: the prompt is empty, or a number is out of its range.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token")
+    if not temperature >= 0:
+        raise ValueError(f"the temperature is {temperature}; choose 0 (the most likely token) or more")
+    if count < 0 or (top_k is not None and top_k < 1):
+        raise ValueError(f"tokens is {count}, top_k {top_k}; choose at least 0 and 1")
+    return _continue(model, list(prompt), count, context, temperature, top_k, seed, dtype)
+
+
+def _continue(
+    model: nn.Module,
+    tokens: list[int],
+    count: int,
+    context: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    dtype: torch.dtype,
+) -> Iterator[int]:
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        window = torch.tensor([tokens[-context:]], device=device)
+        with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            logits_V = model(window)[0, -1]
+        tokens.append(draw(logits_V.double().cpu(), temperature, top_k, generator))
+        yield tokens[-1]
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """One token, of float64 logits [V] on the CPU, so that the choice does not depend on the device's sampling."""
+    if temperature == 0:
+        return int(logits.argmax())
+    best = logits.topk(min(top_k or len(logits), len(logits)))
+    # Differences from the largest: a small temperature then overflows to -inf, never to inf.
+    probabilities = ((best.values - best.values[0]) / temperature).softmax(0)
+    return int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,0 +1,103 @@
+"""What a training is told, what each of its steps reports, and what it leaves."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minifloat.functional import Gemm
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how a model is trained."""
+
+    steps: int
+    batch_size: int = 16
+    learning_rate: float = 3e-3
+    seed: int = 0
+    warmup: float = 0.1  # the fraction of the steps over which the learning rate rises
+    weight_decay: float = 0.1
+    clip: float = 1.0  # the largest gradient norm
+    evaluations: int = 5
+    evaluation_batches: int = 8
+    dtype: torch.dtype = torch.bfloat16  # of the activations; parameters and optimizer state are fp32
+    # A power of two changes no rounding but keeps gradients of a mean over many tokens from vanishing where a scale
+    # does not follow them: delayed scaling starts at 1, and finds its scales one layer a step if they vanish.
+    loss_scale: float = 2.0**16
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "evaluations", "evaluation_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; choose at least 1")
+        if not self.learning_rate > 0:
+            raise ValueError(f"the learning rate is {self.learning_rate}; choose a positive one, such as 3e-3")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step (from 1): a linear rise, then a cosine down to a tenth."""
+        warmup = max(1, round(self.warmup * self.steps))
+        if step <= warmup:
+            return self.learning_rate * step / warmup
+        progress = (step - warmup) / max(1, self.steps - warmup)
+        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+    def evaluates(self, step: int) -> bool:
+        return step == self.steps or step % max(1, self.steps // self.evaluations) == 0
+
+    def settings(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One step: losses in nats a token (of bytes, a byte), time in seconds, rates in tokens a second."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    tokens_per_second: float
+    validation_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. `gemms` counts the training steps, not the evaluations."""
+
+    name: str
+    history: tuple[Metrics, ...]
+    gemms: Counter[Gemm]
+    peak_bytes: int | None
+    parameters: int
+
+    @property
+    def validation_loss(self) -> float:
+        loss = self.history[-1].validation_loss
+        assert loss is not None, "the last step is always evaluated"
+        return loss
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median over the steps, which leaves out the first steps' compilation."""
+        return statistics.median(metrics.tokens_per_second for metrics in self.history)
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or a gradient was not finite; the message names the step and the layer."""
+
+
+class Interrupted(Exception):  # noqa: N818  # no error: it was asked for
+    """A training stopped after `step`, as it was told to; `checkpoint` is where it can go on from, if it saves any."""
+
+    def __init__(self, name: str, step: int, checkpoint: Path | None) -> None:
+        saved = "nothing was saved" if checkpoint is None else f"saved in {checkpoint}"
+        super().__init__(f"{name}: stopped after step {step}, {saved}")
+        self.name, self.step, self.checkpoint = name, step, checkpoint

@@ -1,0 +1,135 @@
+"""All that a training changes: what a checkpoint holds, and how one step is taken back."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.functional import Gemm
+from minifloat.nn.delayed import AmaxHistory
+from minifloat.train.checkpoint import Checkpoint, Checkpoints
+from minifloat.train.data import Batches
+from minifloat.train.run import Metrics
+
+
+@dataclass
+class TrainState:
+    """A training between two steps. It draws its random numbers from PyTorch's generators of the CPU and `device`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    stream: Batches
+    device: torch.device
+    history: list[Metrics] = field(default_factory=list)
+    gemms: Counter[Gemm] = field(default_factory=Counter)
+    peak_bytes: int = 0  # of the processes before this one
+
+    def __post_init__(self) -> None:
+        self._delayed = [module for module in self.model.modules() if isinstance(module, AmaxHistory)]
+        self.mark()
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return len(self.history)
+
+    def save(self, checkpoints: Checkpoints, peak_bytes: int | None) -> Path:
+        training = self._optimizer_tensors() | self._random() | {"history": history_tensor(self.history)}
+        gemms = [[*key, count] for key, count in sorted(self.gemms.items())]
+        values = {"gemms": gemms, "peak_bytes": peak_bytes or 0}
+        return checkpoints.save(self.step, self.model.state_dict(), training, values)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Raises ValueError when the files are not of this model."""
+        training = checkpoint.training_state()
+        try:
+            self.model.load_state_dict(checkpoint.model_state())
+            self._load_optimizer(training)
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
+        self._set_random(training)
+        self.history = read_history(training["history"])
+        self.gemms = Counter({Gemm(*key): count for *key, count in checkpoint.values["gemms"]})
+        self.peak_bytes = checkpoint.values["peak_bytes"]
+
+    def mark(self) -> None:
+        """Remembers what a step changes before the optimizer: random numbers, data, delayed scaling's buffers."""
+        buffers = [buffer.flatten() for buffer in self._buffers()]
+        self._marked = self._random(), torch.cat(buffers) if buffers else None
+
+    def rewind(self) -> None:
+        """Takes back, since `mark`, all but parameters and the optimizer's state."""
+        random, buffers = self._marked
+        self._set_random(random)
+        if buffers is not None:
+            current = list(self._buffers())
+            for buffer, before in zip(current, buffers.split([b.numel() for b in current]), strict=True):
+                buffer.copy_(before.view_as(buffer))
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _buffers(self) -> Iterator[Tensor]:
+        return (buffer for module in self._delayed for buffer in (module.scale, module.amax_history))
+
+    def _random(self) -> dict[str, Tensor]:
+        states = {"random/cpu": torch.get_rng_state(), "random/batches": self.stream.generator.get_state()}
+        if self.device.type == "cuda":
+            states["random/cuda"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def _set_random(self, states: dict[str, Tensor]) -> None:
+        torch.set_rng_state(states["random/cpu"])
+        self.stream.generator.set_state(states["random/batches"])
+        if self.device.type == "cuda" and "random/cuda" in states:  # a run may continue on another device
+            torch.cuda.set_rng_state(states["random/cuda"], self.device)
+
+    def _parameter_names(self) -> list[str]:
+        """By the optimizer's numbers."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        names, states = self._parameter_names(), self.optimizer.state_dict()["state"]
+        return {f"optimizer/{names[i]}/{key}": value for i, state in states.items() for key, value in state.items()}
+
+    def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        states: dict[int, dict[str, Tensor]] = {}
+        for i, name in enumerate(self._parameter_names()):
+            prefix = f"optimizer/{name}/"
+            states[i] = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
+
+
+@contextmanager
+def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, PyTorch's generators of the CPU and `device` start from `seed`; afterwards they are as they were."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def history_tensor(history: list[Metrics]) -> Tensor:
+    """float64 [steps, fields]; NaN where nothing was measured."""
+    rows = [[math.nan if value is None else float(value) for value in astuple(metrics)] for metrics in history]
+    return torch.tensor(rows, dtype=torch.float64).view(len(rows), len(fields(Metrics)))
+
+
+def read_history(rows: Tensor) -> list[Metrics]:
+    """The inverse of `history_tensor`."""
+    names = [each.name for each in fields(Metrics)]
+    records: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows.tolist()]
+    for record in records:
+        record["step"] = int(record["step"])
+        record["validation_loss"] = None if math.isnan(record["validation_loss"]) else record["validation_loss"]
+    return [Metrics(**record) for record in records]
