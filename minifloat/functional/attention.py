@@ -92,9 +92,13 @@ def by_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: 
             q, k, v, is_causal=mask.kind == "causal", dropout_p=dropout, scale=scale, enable_gqa=_grouped(q, k)
         )
     kept = mask.dense(q.shape[0], q.shape[2], k.shape[2], q.device)
+    # What kernels make of a row that sees nothing differs: it sees everything here, and gives 0 in the end.
+    blind = ~kept.any(-1, keepdim=True)
+    kept = kept | blind
     tensor = kept if mask.bias is None else mask.bias.to(q.dtype).masked_fill(~kept, float("-inf"))
     k, v = _repeated(q, k), _repeated(q, v)  # the kernels that take a tensor do not share heads
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=tensor, dropout_p=dropout, scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=tensor, dropout_p=dropout, scale=scale)
+    return out.masked_fill(blind, 0)
 
 
 def by_math(
@@ -119,7 +123,7 @@ def by_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: 
     """FlexAttention, compiled on a GPU: blocks that the mask leaves empty are not computed."""
     from torch.nn.attention import flex_attention as flex
 
-    score_mod = None if softcap is None else _softcap(softcap)
+    score_mod = None if softcap is None else _softcap(softcap, q.device)
     run: Any = (
         _compiled(flex.flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex.flex_attention
     )
@@ -129,7 +133,9 @@ def by_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: 
     return out
 
 
-def _softcap(cap: float) -> Any:
+def _softcap(softcap: float, device: torch.device) -> Any:
+    cap = torch.full((), softcap, device=device)  # a tensor: a compiler takes a second number for a symbol
+
     def soft(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
