@@ -125,10 +125,10 @@ class Use:
     Args:
         states: what keeps the forward and the backward history.
         recipe: their recipe.
-        records: whether amaxes are recorded; scales are read in any case.
-        backward: whether this forward will have a backward.
+        records: whether the forward records its amaxes; scales are read in any case.
+        backward: whether there will be a backward that records its own.
         context: the innermost ``autocast``; None outside of any, where the module is a region of its own.
-        scale: what a recomputation reads in place of the forward scales, which have moved on; it records nothing.
+        scale: what a recomputation reads in place of the forward scales, which have moved on.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class Use:
     ) -> None:
         forward, backward_history = states[0].history(recipe, True), states[1].history(recipe, False)
         self.histories = forward if scale is None else forward._replace(scale=scale), backward_history
-        self.records = records = records and scale is None
+        self.records = records, backward
         self.region = None if context is None else context.region
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
         self.first = self.opens = True
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
-        if self.region is not None and records and backward:
+        if self.region is not None and backward:
             self.first = states[1].region is not self.region
             states[1].region = self.region
             if self.group is not None:
@@ -157,11 +157,13 @@ class Use:
 
     def forward_finished(self) -> None:
         """Updates the forward history now if no ``autocast`` will do it at its end."""
-        if self.region is None and self.records:
+        if self.region is None and self.records[0]:
             delayed.update([self.histories[0]], self.group)
 
     def backward_finished(self) -> None:
         """Updates what the end of this backward completes."""
+        if not self.records[1]:
+            return
         if self.region is None or self.group is None:
             if self.first:
                 delayed.update([self.histories[1]], self.group)

@@ -5,14 +5,19 @@ Every linear says what it is about to compute under (:func:`follow`). Inside a c
 amaxes that were recorded are not recorded again. :func:`checkpoint` brings the surrounding ``autocast`` back too. Under
 plain ``torch.utils.checkpoint`` nobody does: layers with a recipe of their own need no help, others raise.
 
-A compiled graph recomputes operations and not modules: nothing here concerns it.
+Which region of PyTorch's own checkpoint a linear is in, PyTorch does not say: ``_frame_of`` and ``_reentrant_regions``
+look for it where PyTorch keeps it, and a test holds them to that.
+
+A compiled graph recomputes operations and not modules: nothing here reaches it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -34,30 +39,58 @@ class Step(NamedTuple):
     scale: Tensor | None
 
 
+class Pass(NamedTuple):
+    """What a forward is to delayed scaling.
+
+    Args:
+        scale: the forward scales to read, fp32 [slots]; None: the layer's own, as they are now.
+        forward: its amaxes are recorded.
+        backward: those of its backward are.
+    """
+
+    scale: Tensor | None
+    forward: bool
+    backward: bool
+
+
 class Tape:
     """The steps of one checkpointed region in their order, and the ``autocast`` contexts around it."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.contexts: list[autocast] = surrounding_contexts()
-        self._played: dict[int, int] = {}
+        self._recomputation: object = None
+        self._position = 0
 
-    def next(self, recomputation: int) -> Step | None:
-        """The next step of the recomputation of that number; None after the last."""
-        position = self._played.get(recomputation, 0)
-        self._played[recomputation] = position + 1
-        return self.steps[position] if position < len(self.steps) else None
+    def next(self, recomputation: object) -> Step | None:
+        """The next step of this recomputation, a new one starting over; None after the last."""
+        if self._recomputation != recomputation:
+            self._recomputation, self._position = recomputation, 0
+        self._position += 1
+        return self.steps[self._position - 1] if self._position <= len(self.steps) else None
 
-    def rewind(self, recomputation: int) -> None:
-        self._played.pop(recomputation, None)
+
+_ORDINARY = Pass(None, True, True)
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_graph_task = torch._C._current_graph_task_id
+
+
+class _Playing(NamedTuple):
+    """A tape that a recomputation plays."""
+
+    tape: Tape
+    recomputation: object
+
+    def next(self) -> Step | None:
+        return self.tape.next(self.recomputation)
 
 
 class _Local(threading.local):
-    """Of this thread: the tapes that are written to, and those that are played, innermost last."""
+    """Of this thread: the tapes that are written to, and what is played, innermost last."""
 
     def __init__(self) -> None:
         self.recording: list[Tape] = []
-        self.playing: list[Tape] = []
+        self.playing: list[_Playing] = []
 
 
 _local = _Local()
@@ -72,24 +105,33 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     the forward, reads the forward's delayed scales and records no amax twice. Stochastic rounding draws the same bits
     unless ``preserve_rng_state=False``.
 
+    Compiled code, around the checkpoint or inside of it, is exact under every recipe but delayed scaling: a graph that
+    is run again reads the scales after the step has updated them. Leave such parts uncompiled.
+
     Raises:
         ValueError: ``use_reentrant=True``.
+        RuntimeError: the checkpoint of a module with delayed scaling is being compiled.
     """
     if use_reentrant:
         raise ValueError("minifloat.checkpoint is the non-reentrant form only; leave out use_reentrant=True")
     if not torch.compiler.is_compiling():
         kwargs["context_fn"] = checkpoint_context_fn
+    elif isinstance(function, torch.nn.Module) and any(hasattr(each, "amax_history") for each in function.modules()):
+        raise RuntimeError(
+            "a compiled graph recomputes delayed scaling's casts with scales that have moved on; leave the "
+            "checkpointed module uncompiled, with torch.compiler.disable, or use another recipe"
+        )
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)``: makes it exact, too."""
     tape = Tape()
-    return _record(tape), _Replay(tape)
+    return _record(tape, _hooked()), _Replay(tape)
 
 
-def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, label: str) -> Step | None:
-    """Called by each linear in each eager forward: notes what it computes under, or says what it computed under.
+def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, label: str) -> Pass:
+    """Called by each linear in each eager forward: notes what it computes under, and says what it did if it is again.
 
     Args:
         recipe: the recipe in force.
@@ -97,51 +139,46 @@ def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, l
         before: the recipe of the linear's latest forward.
         label: what errors call the linear.
 
-    Returns:
-        The step to repeat in a recomputation, else None.
-
     Raises:
         RuntimeError: a recomputation that cannot be what the forward was.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    frame, in_recomputation = (None, False) if hooks is None else _frame_of(hooks[0])
-    step = _played_step(frame, in_recomputation)
-    if step is None and torch._C._current_graph_task_id() != -1:
-        nested = in_recomputation or frame is not None
-        _check_unknown(recipe, scale, before, nested, label)
+    grad = torch.is_grad_enabled()
+    in_backward = _graph_task() != -1
+    if grad and not in_backward and _top_hooks(True) is None and not _local.recording and not _local.playing:
+        return _ORDINARY
+    hooked = _hooked()
+    regions, rerun = ([], None) if grad and not in_backward else _reentrant()
+    playing = _local.playing[-1] if _local.playing else hooked.playing or rerun
+    step = None if playing is None else playing.next()
     if step is not None and step.recipe != recipe:
         raise _different(step.recipe, recipe, label)
-    tapes = list(_local.recording)
-    if frame is not None and not in_recomputation:
-        tapes.append(_plain.setdefault(frame, Tape()))
+    if step is None and in_backward:
+        _check_unknown(recipe, scale, before, hooked.hooks, label)
+    if scale is not None and any(tape.contexts for tape in regions):
+        raise RuntimeError(
+            f"{label} has delayed scaling in a reentrant checkpoint inside autocast, whose recomputation would record "
+            "amaxes elsewhere; use minifloat.checkpoint"
+        )
+    tapes = [*_local.recording, *hooked.recording, *regions]
     if tapes:
         noted = step or Step(recipe, None if scale is None else scale.clone())
         for tape in tapes:
             tape.steps.append(noted)
-    return step
-
-
-def _played_step(frame: Any, in_recomputation: bool) -> Step | None:
-    if _local.playing:
-        return _local.playing[-1].next(0)
-    if in_recomputation and frame in _plain:
-        return _plain[frame].next(torch._C._current_graph_task_id())
-    return None
+    if step is not None:
+        return Pass(step.scale, False, grad and playing is rerun)
+    return Pass(None, grad or bool(regions), grad)
 
 
 def _check_unknown(
-    recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, nested: bool, label: str
+    recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, hidden: bool, label: str
 ) -> None:
-    """A forward inside backward that no tape knows: torch's reentrant checkpoint, or one inside another.
-
-    The former's first forward ran without gradients, so that nothing was recorded and no scale has moved on.
-    """
+    """A forward inside backward that no tape knows: a checkpoint of somebody's own, or one that other hooks hide."""
     if recipe is None and before is not None:
         raise _different(before, None, label)
-    if nested and scale is not None:
+    if hidden and scale is not None:
         raise RuntimeError(
-            f"{label} has delayed scaling inside nested torch.utils.checkpoint calls, whose recomputation cannot know "
-            "the scales of the forward; use minifloat.checkpoint"
+            f"{label} has delayed scaling inside torch.utils.checkpoint with another one, or other saved-tensor hooks, "
+            "inside of it: the recomputation cannot know the scales of the forward; use minifloat.checkpoint"
         )
 
 
@@ -150,6 +187,29 @@ def _different(first: Recipe | None, now: Recipe | None, label: str) -> RuntimeE
         f"{label} ran under {_name(first)} and is recomputed under {_name(now)}: torch.utils.checkpoint does not bring "
         "autocast back; use minifloat.checkpoint, or pass it context_fn=minifloat.checkpoint_context_fn"
     )
+
+
+# ---- which checkpoint a forward is in: what PyTorch knows and does not say ----
+
+
+class _Hooked(NamedTuple):
+    """What the innermost saved-tensor hooks tell of PyTorch's checkpoint without reentrance."""
+
+    hooks: bool
+    recording: tuple[Tape, ...] = ()
+    playing: _Playing | None = None
+
+
+def _hooked() -> _Hooked:
+    hooks = _top_hooks(True)
+    if hooks is None:
+        return _Hooked(False)
+    frame, again = _frame_of(hooks[0])
+    if frame is None:
+        return _Hooked(True)
+    if not again:
+        return _Hooked(True, recording=(_plain.setdefault(frame, Tape()),))
+    return _Hooked(True, playing=_Playing(_plain[frame], hooks[0]) if frame in _plain else None)
 
 
 def _frame_of(hook: Any, depth: int = 2) -> tuple[Any, bool]:
@@ -171,13 +231,44 @@ def _frame_of(hook: Any, depth: int = 2) -> tuple[Any, bool]:
     return None, False
 
 
+def _reentrant() -> tuple[list[Tape], _Playing | None]:
+    """The tapes of reentrant checkpoints whose first forward this is, and what the innermost recomputation plays.
+
+    That first forward runs without gradients like any evaluation: only the stack tells them apart. It is none if no
+    backward can follow.
+    """
+    tapes: list[Tape] = []
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if caller.f_code is _REENTRANT_FORWARD:
+            ctx = caller.f_locals["ctx"]
+            if ctx.next_functions:
+                tapes.append(ctx.__dict__.setdefault("_minifloat_tape", Tape()))
+        elif caller.f_code is _REENTRANT_BACKWARD:
+            tape = caller.f_locals["ctx"].__dict__.get("_minifloat_tape")
+            return tapes, None if tape is None else _Playing(tape, _graph_task())
+        caller = caller.f_back
+    return tapes, None
+
+
+_REENTRANT_FORWARD = torch_checkpoint.CheckpointFunction.forward.__code__
+_REENTRANT_BACKWARD = torch_checkpoint.CheckpointFunction.backward.__code__
+
+
+# ---- contexts of minifloat's own ----
+
+
 @contextmanager
-def _record(tape: Tape) -> Iterator[None]:
-    _local.recording.append(tape)
+def _record(tape: Tape, around: _Hooked) -> Iterator[None]:
+    """Writes ``tape``, and what a checkpoint of PyTorch around this one would write or play: our hooks hide its own."""
+    tapes, playing = [*around.recording, tape], [around.playing] if around.playing else []
+    _local.recording += tapes
+    _local.playing += playing
     try:
         yield
     finally:
-        _local.recording.pop()
+        del _local.recording[len(_local.recording) - len(tapes) :]
+        del _local.playing[len(_local.playing) - len(playing) :]
 
 
 class _Replay(AbstractContextManager[None]):
@@ -187,9 +278,8 @@ class _Replay(AbstractContextManager[None]):
         self.tape = tape
 
     def __enter__(self) -> None:
-        self.tape.rewind(0)
         self.outside = restore_contexts(self.tape.contexts)
-        _local.playing.append(self.tape)
+        _local.playing.append(_Playing(self.tape, object()))
 
     def __exit__(self, *error: object) -> None:
         _local.playing.pop()

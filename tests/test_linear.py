@@ -1345,3 +1345,129 @@ def test_calibration_leaves_a_layer_without_recipe_alone() -> None:
         custom(x)
     assert set(none.state_dict()) == {"weight", "bias"}
     assert custom.forward_scaling.amax_history[-1, 0] == x.abs().max()
+
+
+# ---- How the parameters are kept and start --------------------------------------------------------------------------
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@pytest.mark.parametrize("bias", [True, False])
+def test_return_bias(bias: bool, recipe: Recipe | None) -> None:
+    """The bias is handed back, not added, and gets a gradient from what the caller does with it."""
+    layer = Linear(37, 21, bias=bias, recipe=recipe, return_bias=True)
+    twin = copy.deepcopy(layer)
+    twin.return_bias = False
+    twin.bias = None
+    x = torch.randn(5, 37)
+    y, b = layer(x)
+    assert torch.equal(y, twin(x))
+    assert b is layer.bias
+    if bias:
+        (y + b).sum().backward()
+        assert torch.equal(layer.bias.grad, torch.full((21,), 5.0))  # type: ignore[arg-type]
+
+
+SPLIT = {"query": 16, "key": 0, "value": 5}
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_split(bias: bool, recipe: Recipe | None) -> None:
+    """Several parameters, one product: the start, the output and the gradients of the unsplit layer."""
+    torch.manual_seed(3)
+    whole = Linear(37, 21, bias=bias, recipe=recipe)
+    torch.manual_seed(3)
+    layer = Linear(37, 21, bias=bias, recipe=recipe, parameters_split=SPLIT)
+    kinds = ("weight", "bias") if bias else ("weight",)
+    names = [f"{name}_{kind}" for kind in kinds for name in SPLIT]
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert torch.equal(torch.cat([layer.query_weight, layer.value_weight]), whole.weight)
+    assert not hasattr(layer, "weight") and layer.has_bias == bias and "parameters_split" in repr(layer)
+    x, dy = torch.randn(5, 37), torch.randn(5, 21)
+    grads = []
+    for each in (whole, layer):
+        z = x.clone().requires_grad_()
+        y = each(z)
+        torch.manual_seed(1)
+        y.backward(dy)
+        grads.append([y.detach(), z.grad])
+    grads[0] += [getattr(whole, kind).grad for kind in kinds]
+    grads[1] += [torch.cat([getattr(layer, f"{name}_{kind}").grad for name in SPLIT]) for kind in kinds]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    again = Linear(37, 21, bias=bias, recipe=recipe, parameters_split=SPLIT)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again.value_weight, layer.value_weight)
+    copied = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(copied.query_weight, layer.query_weight)
+
+
+def test_parameters_split_over_microbatches() -> None:
+    """A kept weight follows a write to any of its parts."""
+    layer = Linear(37, 21, recipe="current", parameters_split=SPLIT)
+    x = torch.randn(5, 37)
+    first = layer(x, is_first_microbatch=True)
+    assert torch.equal(layer(x, is_first_microbatch=False), first)
+    with torch.no_grad():
+        layer.value_weight.mul_(2)
+    assert torch.equal(layer(x, is_first_microbatch=False), layer(x))
+
+
+@pytest.mark.parametrize("sizes", [{"a": 20}, {"a": 22}, {"a": 22, "b": -1}, {}])
+def test_rows_that_do_not_add_up(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"parameters_split .* must add up to out_features=21"):
+        Linear(37, 21, parameters_split=sizes)
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+        with pytest.raises(ValueError, match=option):
+            Linear(37, 21, parameters_split=SPLIT, **{option: True})
+
+
+@pytest.mark.parametrize("split", [None, SPLIT])
+def test_init_method(split: dict[str, int] | None) -> None:
+    """It fills the whole weight before it is split; the bias starts as zeros. Once more in reset_parameters."""
+
+    def init(weight: Tensor) -> None:
+        nn.init.normal_(weight, std=0.02)
+
+    torch.manual_seed(3)
+    layer = Linear(37, 21, init_method=init, parameters_split=split)
+    torch.manual_seed(3)
+    assert torch.equal(layer.weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
+    bias = layer.bias_vector()
+    assert bias is not None and not bias.any()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(9)
+    layer.reset_parameters()
+    bias = layer.bias_vector()
+    assert float(layer.weight_matrix().detach().abs().max()) < 1 and bias is not None and not bias.any()
+
+
+def test_default_init_is_that_of_torch() -> None:
+    torch.manual_seed(3)
+    layer = Linear(37, 21)
+    torch.manual_seed(3)
+    plain = nn.Linear(37, 21)
+    assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)
+    assert Linear(37, 21, params_dtype=BF16).weight.dtype == BF16
+    assert Linear(37, 21, dtype=FP16, params_dtype=BF16).bias.dtype == BF16
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@pytest.mark.parametrize("split", [None, SPLIT])
+def test_meta_then_memory(split: dict[str, int] | None, recipe: Recipe | None) -> None:
+    """Made without memory, then given some and initialized: the layer that was made with memory."""
+    layer = Linear(37, 21, recipe=recipe, parameters_split=split, device="meta")
+    assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
+    layer.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    twin = Linear(37, 21, recipe=recipe, parameters_split=split)
+    assert layer.state_dict().keys() == twin.state_dict().keys()
+    if split is None:
+        assert torch.equal(layer.weight, twin.weight)
+        assert torch.equal(layer.bias, twin.bias)
+    for a, b in zip(layer.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(a, b)
+    x = torch.randn(5, 37)
+    assert layer(x).isfinite().all()

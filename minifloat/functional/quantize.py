@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from minifloat.autocast import Use
@@ -28,13 +29,16 @@ def quantize(
     measured is recorded there.
     """
     xs = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in xs]
-    levels = find_amaxes(xs, quantizers)
     scales = [delayed_scale(use, kind) for kind in kinds]
     if input_scale is not None:
         scales[kinds.index("input")] = input_scale
-    amaxes = [_with_scale(q, level, scale) for q, level, scale in zip(quantizers, levels, scales, strict=True)]
-    results = cast_all(xs, quantizers, amaxes)
-    if use is not None and use.records:
+    if torch.compiler.is_compiling():  # each by itself: siblings' casts of one input are common subexpressions then
+        results = [cast_with(x, q, scale) for x, q, scale in zip(xs, quantizers, scales, strict=True)]
+    else:
+        levels = find_amaxes(xs, quantizers)
+        amaxes = [_with_scale(q, level, scale) for q, level, scale in zip(quantizers, levels, scales, strict=True)]
+        results = cast_all(xs, quantizers, amaxes)
+    if use is not None:
         for result, kind in zip(results, kinds, strict=True):
             record(use, kind, result)
     return results
@@ -65,10 +69,10 @@ def _with_scale(quantizer: Quantizer, levels: Amaxes, scale: Tensor | None) -> A
 
 
 def record(use: Use, kind: str, result: Quantized) -> None:
-    """Records the amax that a delayed cast measured of the tensor that the layer knows as ``kind``."""
-    for operand in result:
+    """Records the amax that a delayed cast measured of the tensor that the layer knows as ``kind``, if at all."""
+    direction, slot = _slot(kind)
+    for operand in result if use.records[direction] else ():
         if operand is not None and operand.format.scale_rule == "given" and operand.amax is not None:
-            direction, slot = _slot(kind)
             delayed.record(use.histories[direction].amax_history, [slot], [operand.amax])
             return
 

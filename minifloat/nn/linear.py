@@ -230,11 +230,13 @@ class Linear(LinearState):
         self._wgrad_hooks.append(hook)
 
     def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}"
+        split = "" if self.parameters_split is None else f", parameters_split={self.parameters_split}"
         recipe, own = self.recipe_in_force(), self.recipe is not None
         in_force = (
             "" if recipe is None and not own else f", recipe={'none' if recipe is None else type(recipe).__name__}"
         )
-        return super().extra_repr() + in_force + (" (autocast)" if recipe is not None and not own else "")
+        return sizes + split + in_force + (" (autocast)" if recipe is not None and not own else "")
 
     # ---- one call ----
 
@@ -261,7 +263,7 @@ class Linear(LinearState):
             needs_w=needs_w,
             needs_b=needs_b,
             dtype=dtype,
-            use=self._use(plan, grad, needs_x or needs_w or needs_b),
+            use=self._use(plan, needs_x or needs_w or needs_b),
             quantize_output=fp8_output,
             quantize_grad_input=fp8_grad,
             main_grad=main_grad,
@@ -269,22 +271,22 @@ class Linear(LinearState):
             wgrad_tasks=self._wgrad_tasks if self.delay_wgrad_compute else None,
         )
 
-    def _use(self, plan: LinearPlan, records: bool, backward: bool) -> Use | None:
+    def _use(self, plan: LinearPlan, backward: bool) -> Use | None:
         """Where delayed scaling keeps its state; in a recomputation, what it was in the forward."""
         scale = None if plan.delayed is None else self.forward_scaling.scale
-        step = self._follow(self.recipe_in_force(), scale)
+        run = self._follow(self.recipe_in_force(), scale)
         if plan.delayed is None:
             return None
-        replayed = None if step is None else step.scale
         states = self.forward_scaling, self.backward_scaling
-        return Use(states, plan.delayed, records, backward, current(), replayed)
+        return Use(states, plan.delayed, run.forward, run.backward and backward, current(), run.scale)
 
-    def _follow(self, recipe: Recipe | None, scale: Tensor | None) -> recompute.Step | None:
+    def _follow(self, recipe: Recipe | None, scale: Tensor | None) -> recompute.Pass:
         if torch.compiler.is_compiling():
-            return None
-        step = recompute.follow(recipe, scale, self._ran_under, self.label)
+            grad = torch.is_grad_enabled()
+            return recompute.Pass(None, grad, grad)
+        run = recompute.follow(recipe, scale, self._ran_under, self.label)
         self._ran_under = recipe
-        return step
+        return run
 
     def _ready_weight(
         self, plan: LinearPlan, call: LinearCall, weight: Tensor, is_first_microbatch: bool | None
@@ -311,21 +313,21 @@ class Linear(LinearState):
         """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
         if use is None:
             return
-        if use.records:
-            record(use, "weight", operands)
+        record(use, "weight", operands)
         if not torch.compiler.is_compiling():
             self._bind_scale(weight)
 
     def _high_precision(self, x: Tensor) -> Any:
-        self._follow(None, None)
         weight, bias = self.weight_matrix(), self.bias_vector()
         context = current()
-        if context is not None and context.calibrating and self.recipe is None:
-            plan = self.plan(context.recipe)
-            if plan.delayed is not None:
-                states = self.forward_scaling, self.backward_scaling
-                use = Use(states, plan.delayed, True, False, context)
-                calibrate([x.detach(), weight.detach()], ["input", "weight"], use)
+        calibrates = context is not None and context.calibrating and self.recipe is None
+        plan = self.plan(context.recipe) if calibrates and context is not None else None
+        scale = None if plan is None or plan.delayed is None else self.forward_scaling.scale
+        run = self._follow(None, scale)
+        if plan is not None and plan.delayed is not None and run.scale is None:
+            states = self.forward_scaling, self.backward_scaling
+            use = Use(states, plan.delayed, True, False, context)
+            calibrate([x.detach(), weight.detach()], ["input", "weight"], use)
         matmul.record("fprop", "identity", "identity", "torch")
         return (F.linear(x, weight), bias) if self.return_bias else F.linear(x, weight, bias)
 

@@ -37,6 +37,7 @@ class LinearState(nn.Linear):
     _latest_plan: tuple[Recipe, LinearPlan] | None
     _custom_plans: list[tuple[Recipe, LinearPlan]]
     _ran_under: Recipe | None
+    _weight_margin: int
 
     def set_up(self, recipe: Recipe | str | None, name: str) -> None:
         """Everything that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
@@ -56,6 +57,7 @@ class LinearState(nn.Linear):
             "_latest_plan": None,
             "_custom_plans": [],
             "_ran_under": None,
+            "_weight_margin": 0,
         }
         self.__dict__.update(state)  # nn.Module.__init__ may not have run yet
 
@@ -144,11 +146,12 @@ class LinearState(nn.Linear):
         fmt = parameters.given_format(plan.weight)
         if not plan.weight.quantized:
             return
+        self._weight_margin = 0 if plan.delayed is None else plan.delayed.margin
         for name in self.weight_names:
             values = getattr(self, name)
             scale = None if fmt is None else self._weight_scale()
             if scale is not None and fmt is not None:
-                parameters.set_scale(scale, values, fmt, plan.delayed.margin if plan.delayed is not None else 0)
+                parameters.set_scale(scale, values, fmt, self._weight_margin)
             quantized = parameters.quantized_parameter(
                 values, plan.weight, scale, init.preserve_high_precision_init_val
             )
@@ -168,11 +171,14 @@ class LinearState(nn.Linear):
             return
         weight.scale = self._weight_scale()
         if values is not None:
-            parameters.set_scale(weight.scale, values, fmt, self._margin())
+            parameters.set_scale(weight.scale, values, fmt, self._weight_margin)
 
-    def _margin(self) -> int:
-        plan = None if self._latest_plan is None else self._latest_plan[1]
-        return 0 if plan is None or plan.delayed is None else plan.delayed.margin
+    def _bind_scales(self) -> None:
+        """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
+        for name in self.weight_names:
+            weight = getattr(self, name)
+            if isinstance(weight, QuantizedTensor):
+                self._bind_scale(weight)
 
     # ---- delayed scaling ----
 
@@ -198,12 +204,19 @@ class LinearState(nn.Linear):
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
         return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": []}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._bind_scales()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.invalidate()  # module.to() and the like write through .data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._bind_scales()
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         # A layer that gets its recipe from autocast has no histories before its first step: the checkpoint brings them.
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             saved = state_dict.get(f"{prefix}{name}.amax_history")
@@ -214,4 +227,6 @@ class LinearState(nn.Linear):
             weight, saved = getattr(self, name), state_dict.get(prefix + name)
             if isinstance(weight, QuantizedTensor) and saved is not None and not isinstance(saved, QuantizedTensor):
                 self._bind_scale(weight, saved.to(weight.device))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        if not local_metadata.get("assign_to_params_buffers"):  # there the histories are replaced after the weight
+            self._bind_scales()

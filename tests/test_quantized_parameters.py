@@ -1,0 +1,653 @@
+"""Weights that are kept quantized: how they start, what is computed on them, who writes them, how they are saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minifloat import CustomRecipe, DelayedScaling, Linear, Quantizer, Recipe, autocast, quantized_model_init
+from minifloat.formats import Format
+from minifloat.functional import count_gemms
+from minifloat.recipe import QuantizerRole, named
+from minifloat.tensor import QuantizedTensor, quantize
+
+IN, OUT = 40, 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices here are so small that a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def hybrid_weights(role: QuantizerRole) -> Quantizer:
+    """Weights in blocks of 32 one way, NVFP4 the other."""
+    four = Quantizer(Format("e2m1", 16, scale_rule="two_level"))
+    eight = Quantizer(Format("e4m3", 32, scale_rule="e8m0"))
+    if role.tensor_type in ("input", "weight"):
+        return Quantizer.hybrid(rowwise_quantizer=eight, columnwise_quantizer=four)
+    return four
+
+
+DELAYED = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+RECIPES: dict[str, Recipe] = {
+    "delayed": DELAYED,
+    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")},
+    "custom": CustomRecipe(hybrid_weights),
+}
+each_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def quantized_linear(recipe: Recipe, seed: int = 0, own: bool = False, **options: Any) -> Linear:
+    torch.manual_seed(seed)
+    with quantized_model_init(recipe=recipe):
+        return Linear(IN, OUT, recipe=recipe if own else None, **options)
+
+
+def plain_linear(seed: int = 0, **options: Any) -> Linear:
+    torch.manual_seed(seed)
+    return Linear(IN, OUT, **options)
+
+
+def scale_of(values: Tensor, margin: int = 0) -> Tensor:
+    """Delayed scaling's scale of these very values."""
+    return torch.full((1,), 448.0 * 2.0**-margin) / values.detach().abs().max().float()
+
+
+def cast(values: Tensor, recipe: Recipe, scale: Tensor | None = None) -> QuantizedTensor:
+    quantizer = Linear(values.shape[1], values.shape[0]).plan(recipe).weight
+    given = quantizer.row_format.scale_rule == "given"
+    return quantize(values, quantizer, scale=(scale_of(values) if scale is None else scale) if given else None)
+
+
+def qweight(layer: Linear) -> QuantizedTensor:
+    assert isinstance(layer.weight, QuantizedTensor) and isinstance(layer.weight, nn.Parameter)
+    return layer.weight
+
+
+def values(weight: Tensor) -> Tensor:
+    assert isinstance(weight, QuantizedTensor)
+    return weight.detach().dequantize()
+
+
+def batch(seed: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, IN, generator=generator), torch.randn(6, OUT, generator=generator)
+
+
+def step(layer: Linear, around: Any, seed: int = 5, backward_around: Any = None) -> list[Tensor]:
+    """Output and gradients."""
+    layer.zero_grad()
+    x, dy = batch(seed)
+    x.requires_grad_()
+    with around:
+        y = layer(x)
+    torch.manual_seed(1)
+    with backward_around or nullcontext():
+        y.backward(dy)
+    assert x.grad is not None and layer.weight.grad is not None
+    return [y.detach(), x.grad, layer.weight.grad, *([] if layer.bias is None else [layer.bias.grad])]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert type(a) is Tensor and torch.equal(a, b), number
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_initial_values(name: str, dtype: torch.dtype) -> None:
+    """The cast of what the high-precision layer starts with, and the same random numbers afterwards."""
+    layer = quantized_linear(RECIPES[name], dtype=dtype)
+    after = torch.rand(1)
+    twin = plain_linear(dtype=dtype)
+    assert torch.equal(after, torch.rand(1))
+    assert torch.equal(values(layer.weight), cast(twin.weight, RECIPES[name]).dequantize())
+    assert torch.equal(layer.bias, twin.bias) and type(layer.bias) is nn.Parameter
+    assert qweight(layer).dtype == dtype and layer.weight.requires_grad
+    plan = layer.plan(RECIPES[name])
+    assert qweight(layer).quantizer.row_format == plan.weight.row_format
+    assert qweight(layer).get_high_precision_init_val() is None
+
+
+def test_preserved_initial_values() -> None:
+    with quantized_model_init(recipe="current", preserve_high_precision_init_val=True):
+        torch.manual_seed(0)
+        layer = Linear(IN, OUT)
+    kept = qweight(layer).get_high_precision_init_val()
+    assert kept is not None and torch.equal(kept, plain_linear().weight) and kept.device.type == "cpu"
+    qweight(layer).clear_high_precision_init_val()
+    assert qweight(layer).get_high_precision_init_val() is None
+
+
+def test_which_modules() -> None:
+    """Switched off inside another context, and not where the layer's recipe is none or leaves weights alone."""
+    weights_stay = CustomRecipe(lambda role: Quantizer.identity())
+    with quantized_model_init(recipe="mxfp8"):
+        with quantized_model_init(enabled=False):
+            off = Linear(IN, OUT)
+        none, norm, on = Linear(IN, OUT, recipe="none"), nn.LayerNorm(8), Linear(IN, OUT)
+    with quantized_model_init(recipe=weights_stay):
+        stays = Linear(IN, OUT)
+    assert all(type(m.weight) is nn.Parameter for m in (off, none, norm, stays, Linear(IN, OUT)))
+    assert isinstance(on.weight, QuantizedTensor)
+    with pytest.raises(ValueError, match="fp7"), quantized_model_init(recipe="fp7"):
+        pass
+    with quantized_model_init(recipe="mxfp8"), pytest.raises(ValueError, match="float64"):
+        Linear(IN, OUT, dtype=torch.float64)
+
+
+# ---- what is computed ------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+@pytest.mark.parametrize("torch_autocast", [False, True])
+def test_without_recipe(name: str, torch_autocast: bool) -> None:
+    """``F.linear`` on the dequantized weight, to the bit, gradients too."""
+    layer = quantized_linear(RECIPES[name])
+    reference = nn.Linear(IN, OUT)
+    with torch.no_grad():
+        reference.weight.copy_(values(layer.weight))
+        reference.bias.copy_(layer.bias)
+    around = torch.autocast("cpu", torch.bfloat16) if torch_autocast else nullcontext()
+    x, dy = batch()
+    x.requires_grad_()
+    with around:
+        y = F.linear(x, reference.weight, reference.bias)
+    y.backward(dy.to(y.dtype))
+    expected = [y.detach(), x.grad, reference.weight.grad, reference.bias.grad]
+    x = x.detach().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16) if torch_autocast else nullcontext():
+        z = layer(x)
+    z.backward(dy.to(z.dtype))
+    assert_same([z.detach(), x.grad, layer.weight.grad, layer.bias.grad], expected)  # type: ignore[list-item]
+
+
+@each_recipe
+def test_under_its_recipe(name: str) -> None:
+    """As a layer that casts its weight: the same operands, which are not cast again."""
+    recipe = RECIPES[name]
+    layer, twin = quantized_linear(recipe), plain_linear()
+    if name == "delayed":
+        twin.plan(recipe)
+        twin.forward_scaling.scale[1:2] = scale_of(twin.weight)
+    assert_same(step(layer, autocast(recipe=recipe)), step(twin, autocast(recipe=recipe)))
+
+
+@each_recipe
+@pytest.mark.parametrize("other", RECIPES)
+def test_under_another_recipe(name: str, other: str) -> None:
+    """The operand itself where the GEMMs can take it, else a cast of its value; the gradients are those of either."""
+    layer, recipe = quantized_linear(RECIPES[name]), RECIPES[other]
+    before = values(layer.weight).clone()
+    with count_gemms() as gemms:
+        found = step(layer, autocast(recipe=recipe))
+    formats = {g.gemm: g.b for g in gemms}
+    own, wanted = (layer.plan(r).weight for r in (RECIPES[name], recipe))
+    pairs = name == other or {name, other} == {"delayed", "current"}
+    used = own if pairs else wanted
+    assert formats["fprop"] == used.row_format.spec
+    assert formats["dgrad"] == used.format(0).spec
+    assert torch.equal(values(layer.weight), before)
+    twin = plain_linear()
+    with torch.no_grad():
+        twin.weight.copy_(before)
+        twin.bias.copy_(layer.bias)
+    if pairs:
+        twin.weight = nn.Parameter(cast(plain_linear().weight, RECIPES[name]))
+    elif other == "delayed":
+        twin.plan(recipe)
+    assert_same(found, step(twin, autocast(recipe=recipe)))
+
+
+@each_recipe
+@pytest.mark.parametrize("forward", [True, False])
+def test_forward_and_backward_inside_and_outside(name: str, forward: bool) -> None:
+    """Where backward runs does not matter."""
+    recipe = RECIPES[name]
+    around: Callable[[], Any] = (lambda: autocast(recipe=recipe)) if forward else nullcontext
+    results = [
+        step(quantized_linear(recipe), around(), backward_around=inside)
+        for inside in (None, autocast(recipe=recipe), autocast(recipe="current"), autocast(enabled=False))
+    ]
+    for found in results[1:]:
+        assert_same(found, results[0])
+
+
+@each_recipe
+def test_own_recipe_of_the_layer(name: str) -> None:
+    layer = quantized_linear(RECIPES[name], own=True)
+    assert_same(step(layer, nullcontext()), step(quantized_linear(RECIPES[name]), autocast(recipe=RECIPES[name])))
+
+
+@each_recipe
+def test_frozen_and_evaluation(name: str) -> None:
+    layer = quantized_linear(RECIPES[name])
+    layer.requires_grad_(False)
+    x = batch()[0].requires_grad_()
+    with autocast(recipe=RECIPES[name]):
+        y = layer(x)
+    y.sum().backward()
+    assert x.grad is not None and layer.weight.grad is None
+    with torch.no_grad(), autocast(recipe=RECIPES[name]):
+        evaluated = layer(x)  # delayed scaling has a scale for x by now
+        assert torch.equal(evaluated, y) or name == "delayed"
+    with torch.inference_mode(), autocast(recipe=RECIPES[name]):
+        assert torch.equal(layer(x), evaluated)
+    with torch.no_grad():
+        assert torch.equal(layer(x), F.linear(x, values(layer.weight), layer.bias))
+
+
+@each_recipe
+def test_microbatches(name: str) -> None:
+    """The kept weight is the parameter itself, and follows its writes."""
+    recipe = RECIPES[name]
+    layer = quantized_linear(recipe)
+    x, _ = batch()
+    for other in (recipe, RECIPES["mxfp8"]):
+        with autocast(recipe=other):
+            y = layer(x)
+            assert torch.equal(layer(x, is_first_microbatch=True), y)
+            assert torch.equal(layer(x, is_first_microbatch=False), y)
+        with torch.no_grad():
+            layer.weight.mul_(-0.5)
+        with autocast(recipe=other):
+            z = layer(x, is_first_microbatch=False)
+            assert torch.equal(z, layer(x)) and not torch.equal(z, y)
+
+
+@each_recipe
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_split(name: str, bias: bool) -> None:
+    """Each part is quantized by itself; the layer multiplies their values as one."""
+    recipe = RECIPES[name]
+    layer = quantized_linear(recipe, parameters_split={"query": 16, "rest": OUT - 16}, bias=bias)
+    whole = plain_linear(bias=bias).weight
+    assert torch.equal(values(layer.query_weight), cast(whole[:16], recipe).dequantize())
+    x, dy = batch()
+    for around in (nullcontext(), autocast(recipe=recipe)):
+        layer.zero_grad()
+        with around:
+            y = layer(x)
+        torch.manual_seed(1)
+        y.backward(dy)
+        twin = plain_linear(bias=bias)
+        with torch.no_grad():
+            twin.weight.copy_(torch.cat([values(layer.query_weight), values(layer.rest_weight)]))
+        if name == "delayed":
+            twin.plan(recipe)
+            twin.forward_scaling.scale.copy_(initial_scale(recipe, twin))
+        with autocast(recipe=recipe) if around.__class__ is autocast else nullcontext():
+            z = twin(x)
+        torch.manual_seed(1)
+        z.backward(dy)
+        if name != "delayed" or around.__class__ is not autocast:
+            assert torch.equal(y, z)
+            assert twin.weight.grad is not None
+            assert torch.equal(torch.cat([layer.query_weight.grad, layer.rest_weight.grad]), twin.weight.grad)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    before = values(layer.rest_weight).clone()
+    optimizer.step()
+    assert not torch.equal(values(layer.rest_weight), before)
+
+
+def initial_scale(recipe: Recipe, layer: Linear) -> Tensor:
+    scale = torch.ones(3)
+    scale[1:2] = scale_of(layer.weight)
+    return scale
+
+
+# ---- writes ----------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4", "custom"])
+def test_optimizers(name: str, optimizer: str) -> None:
+    """The values after a step are the cast of what the optimizer makes of the values before it.
+
+    Optimizers that write in several operations cast after each of them, so that those are compared with a fused step
+    within a few units in the last place of the format.
+    """
+    recipe = RECIPES[name]
+    layer = quantized_linear(recipe)
+    step(layer, autocast(recipe=recipe))
+    reference = nn.Parameter(values(layer.weight).clone())
+    reference.grad = layer.weight.grad.clone()  # type: ignore[union-attr]
+    OPTIMIZERS[optimizer]([reference]).step()
+    own = OPTIMIZERS[optimizer](layer.parameters())
+    own.step()
+    state = own.state[layer.weight]
+    assert all(type(t) is Tensor for t in state.values() if isinstance(t, Tensor))
+    expected = cast(reference.detach(), recipe).dequantize()
+    if optimizer.startswith("sgd") or optimizer.endswith("fused"):
+        assert torch.equal(values(layer.weight), expected)
+    else:
+        unit = expected.abs().max() * (0.5 if name in ("nvfp4", "custom") else 0.15)
+        assert (values(layer.weight) - expected).abs().max() <= unit
+    assert isinstance(layer.weight, nn.Parameter) and layer.weight.is_leaf
+
+
+@each_recipe
+@pytest.mark.parametrize("optimizer", ["sgd foreach", "adamw fused"])
+def test_training_follows_the_values(name: str, optimizer: str) -> None:
+    """Ten steps on a linear problem lower the loss."""
+    recipe = RECIPES[name]
+    layer = quantized_linear(recipe, own=True)
+    x, target = torch.randn(64, IN), torch.randn(64, OUT)
+    own = OPTIMIZERS[optimizer](layer.parameters())
+    losses = []
+    for _ in range(12):
+        loss = F.mse_loss(layer(x), target)
+        own.zero_grad()
+        loss.backward()
+        own.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+# ---- delayed scaling -------------------------------------------------------------------------------------------------
+
+
+def test_delayed_scaling_by_hand() -> None:
+    """The operand's amax is recorded where it is used, and a write casts with the scale that earlier amaxes gave."""
+    layer = quantized_linear(DELAYED)
+    history, scale = torch.zeros(4), scale_of(plain_linear().weight)
+    optimizer = torch.optim.SGD([layer.weight], lr=1.0)
+    held = plain_linear().weight.detach().clone()
+    amax = held.abs().max()
+    for number in range(6):
+        assert torch.equal(layer.forward_scaling.scale[1:2], scale), number
+        step(layer, autocast(recipe=DELAYED), seed=number)
+        history = torch.cat([history[1:], amax.reshape(1)])
+        history[0] = 0
+        scale = torch.full((1,), 448.0) / amax
+        assert torch.equal(layer.forward_scaling.amax_history[:, 1], history), number
+        assert torch.equal(layer.forward_scaling.scale[1:2], scale), number
+        with torch.no_grad():
+            fresh = values(layer.weight) - layer.weight.grad  # type: ignore[operator]
+        optimizer.step()
+        amax = fresh.abs().max()
+        held = (fresh * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale.reciprocal()
+        assert torch.equal(values(layer.weight), held), number
+
+
+COPIES: dict[str, Callable[[Linear], Linear]] = {
+    "to": lambda layer: layer.to(torch.bfloat16).to(torch.float32),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "to_empty": lambda layer: layer.to_empty(device="cpu").requires_grad_(),
+    "load": lambda layer: loaded(quantized_linear(DELAYED, seed=9), layer.state_dict()),
+    "file": lambda layer: loaded(quantized_linear(DELAYED, seed=9), through_file(layer.state_dict())),
+    "assign": lambda layer: loaded(quantized_linear(DELAYED, seed=9), copy.deepcopy(layer.state_dict()), assign=True),
+}
+
+
+def loaded(layer: Linear, state: dict[str, Any], **options: Any) -> Linear:
+    layer.load_state_dict(state, **options)
+    return layer
+
+
+def through_file(state: Any) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("how", [how for how in COPIES if how != "to_empty"])
+def test_the_scale_stays_the_layers(how: str) -> None:
+    """After a copy, a move or a load the weight is cast with the delayed scale of the layer that it is in."""
+    layer = quantized_linear(DELAYED)
+    twin = copy.deepcopy(layer)
+    for number in range(2):
+        step(layer, autocast(recipe=DELAYED), seed=number)
+        step(twin, autocast(recipe=DELAYED), seed=number)
+    moved = COPIES[how](layer)
+    with torch.no_grad():
+        twin.bias.copy_(moved.bias)  # rounded by "to"
+    assert torch.equal(values(moved.weight), values(twin.weight))
+    for number in range(2, 5):
+        assert_same(step(moved, autocast(recipe=DELAYED), number), step(twin, autocast(recipe=DELAYED), number))
+        scale = qweight(moved).scale
+        assert scale is not None and scale.data_ptr() == moved.forward_scaling.scale[1:2].data_ptr()
+        for each in (moved, twin):
+            with torch.no_grad():
+                each.weight.mul_(1.5)
+        assert torch.equal(values(moved.weight), values(twin.weight)), number
+
+
+@pytest.mark.parametrize("how", [how for how in COPIES if how != "to_empty"])
+def test_the_scale_is_right_before_the_next_forward(how: str) -> None:
+    """An optimizer that steps at once after a load writes with the layer's scale."""
+    layer = quantized_linear(DELAYED)
+    twin = copy.deepcopy(layer)
+    for each in (layer, twin):
+        step(each, autocast(recipe=DELAYED))
+        with torch.no_grad():
+            each.forward_scaling.scale.mul_(0.5)
+    moved = COPIES[how](layer)
+    scale = qweight(moved).scale
+    if how != "assign":  # assigned buffers come after the weight; the next forward binds it
+        assert scale is not None and scale.data_ptr() == moved.forward_scaling.scale[1:2].data_ptr()
+    for each in (moved, twin):
+        with torch.no_grad():
+            each.weight.mul_(1.5)
+    assert torch.equal(values(moved.weight), values(twin.weight))
+
+
+@each_recipe
+@pytest.mark.parametrize("strict", [True, False])
+def test_loading_high_precision(name: str, strict: bool) -> None:
+    """Values a thousand times as large are not clipped: they come with a scale of their own."""
+    layer, source = quantized_linear(RECIPES[name]), plain_linear(seed=7)
+    step(layer, autocast(recipe=RECIPES[name]))
+    with torch.no_grad():
+        source.weight.mul_(1000)
+    layer.load_state_dict(source.state_dict(), strict=strict)
+    assert torch.equal(values(layer.weight), cast(source.weight, RECIPES[name]).dequantize())
+    assert torch.equal(layer.bias, source.bias)
+    assert values(layer.weight).abs().max() > 0.9 * source.weight.abs().max()
+
+
+@pytest.mark.parametrize("other", ["current", "mxfp8"])
+def test_a_delayed_weight_under_another_recipe(other: str) -> None:
+    """It is computed on as it is, and its scale and history stay."""
+    layer = quantized_linear(DELAYED)
+    before = [buffer.clone() for buffer in layer.buffers()]
+    step(layer, autocast(recipe=other))
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True))
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    expected = (plain_linear().weight.detach() * scale_of(plain_linear().weight)).to(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(
+        values(layer.weight), expected / scale_of(plain_linear().weight) * 0.5, rtol=0.07, atol=1e-4
+    )
+
+
+def test_a_current_weight_under_delayed_scaling() -> None:
+    """The recipe has a scale and a history for the weight, which a weight that is not cast leaves alone."""
+    layer = quantized_linear(RECIPES["current"])
+    for number in range(2):
+        step(layer, autocast(recipe=DELAYED), number)
+    assert layer.forward_scaling.scale[1] == 1 and not layer.forward_scaling.amax_history[:, 1].any()
+    assert layer.forward_scaling.scale[0] != 1
+    assert qweight(layer).scale is None
+
+
+def test_margin() -> None:
+    recipe = DelayedScaling(margin=2)
+    layer = quantized_linear(recipe)
+    assert torch.equal(layer.forward_scaling.scale[1:2], scale_of(plain_linear().weight, 2))
+    source = plain_linear(seed=3)
+    layer.load_state_dict(source.state_dict())
+    assert torch.equal(layer.forward_scaling.scale[1:2], scale_of(source.weight, 2))
+    with autocast(recipe="current"):
+        layer(batch()[0])
+    layer.load_state_dict(plain_linear(seed=4).state_dict())
+    assert torch.equal(layer.forward_scaling.scale[1:2], scale_of(plain_linear(seed=4).weight, 2))
+
+
+# ---- copies and checkpoints ------------------------------------------------------------------------------------------
+
+
+@each_recipe
+@pytest.mark.parametrize("file", [False, True])
+def test_state_dict(name: str, file: bool) -> None:
+    """Quantized into quantized is a copy of the bytes; a high-precision layer takes the values."""
+    layer = quantized_linear(RECIPES[name])
+    state = layer.state_dict()
+    assert isinstance(state["weight"], QuantizedTensor)
+    twin = loaded(quantized_linear(RECIPES[name], seed=4), through_file(state) if file else state)
+    for mine, theirs in zip(qweight(layer)._buffers().values(), qweight(twin)._buffers().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    plain = Linear(IN, OUT)
+    plain.load_state_dict(state)
+    assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, values(layer.weight))
+
+
+@each_recipe
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "to"])
+def test_copies(name: str, how: str) -> None:
+    layer = quantized_linear(RECIPES[name], own=name != "custom")
+    if how == "pickle" and name == "custom":
+        layer.recipe = None
+        layer._latest_plan, layer._custom_plans = None, []
+    before = values(layer.weight).clone()
+    twin = COPIES[how](layer)
+    assert isinstance(twin.weight, QuantizedTensor) and isinstance(twin.weight, nn.Parameter)
+    if how != "to":
+        assert torch.equal(values(twin.weight), before)
+        with torch.no_grad():
+            twin.weight.zero_()
+        assert torch.equal(values(layer.weight), before)
+    else:
+        torch.testing.assert_close(values(twin.weight), before, rtol=2**-7, atol=0)
+
+
+@each_recipe
+def test_cast_of_the_module(name: str) -> None:
+    """``module.to(dtype)`` keeps the codes and changes what they dequantize to."""
+    layer = quantized_linear(RECIPES[name])
+    codes = qweight(layer).operands.any.codes.clone()
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16 and torch.equal(qweight(layer).operands.any.codes, codes)
+    x, dy = batch()
+    with autocast(recipe=RECIPES[name]):
+        y = layer(x.bfloat16())
+    y.backward(dy.bfloat16())
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.bfloat16
+
+
+@each_recipe
+@pytest.mark.parametrize("own", [False, True])
+def test_meta(name: str, own: bool) -> None:
+    """Made on the meta device, given memory, initialized: the values of a layer made on the CPU."""
+    layer = quantized_linear(RECIPES[name], own=own, device="meta")
+    assert isinstance(layer.weight, QuantizedTensor) and layer.weight.is_meta
+    layer.to_empty(device="cpu")
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    twin = quantized_linear(RECIPES[name], own=own)
+    assert torch.equal(values(layer.weight), values(twin.weight)) and torch.equal(layer.bias, twin.bias)
+    around = nullcontext() if own else autocast(recipe=RECIPES[name])
+    assert_same(step(layer, around), step(twin, nullcontext() if own else autocast(recipe=RECIPES[name])))
+    for a, b in zip(layer.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- tied embeddings -------------------------------------------------------------------------------------------------
+
+
+@each_recipe
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw foreach"])
+def test_tied_embedding(name: str, quantized: bool, optimizer: str) -> None:
+    """One parameter looks up rows and is multiplied: both gradients add up in it, and it is written once."""
+    recipe = RECIPES[name]
+    with quantized_model_init(enabled=quantized, recipe=recipe):
+        torch.manual_seed(0)
+        head = Linear(IN, OUT, bias=False)
+    embedding = nn.Embedding(OUT, IN)
+    embedding.weight = head.weight
+    tokens = torch.tensor([[1, 5, 5], [0, 23, 7]])
+    rows = values(head.weight) if quantized else head.weight.detach()
+    assert torch.equal(embedding(tokens), rows[tokens])
+    with autocast(recipe=recipe):
+        y = head(torch.tanh(embedding(tokens)))
+    torch.manual_seed(1)
+    y.square().sum().backward()
+
+    twin = copy.deepcopy(head)
+    twin.zero_grad()
+    for buffer in twin.modules():
+        if hasattr(buffer, "amax_history"):
+            buffer.reset_parameters()  # type: ignore[operator]
+    if name == "delayed" and quantized:
+        twin.forward_scaling.scale[1:2] = qweight(quantized_linear(recipe, bias=False)).scale
+    looked_up = rows.clone().requires_grad_()
+    with autocast(recipe=recipe):
+        z = twin(torch.tanh(F.embedding(tokens, looked_up)))
+    torch.manual_seed(1)
+    z.square().sum().backward()
+    assert torch.equal(y, z)
+    torch.testing.assert_close(head.weight.grad, twin.weight.grad + looked_up.grad)  # type: ignore[operator]
+    before = values(head.weight).clone() if quantized else head.weight.detach().clone()
+    OPTIMIZERS[optimizer]([*{*embedding.parameters(), *head.parameters()}]).step()
+    assert embedding.weight is head.weight
+    after = values(head.weight) if quantized else head.weight
+    assert not torch.equal(after, before) and torch.equal(embedding(tokens), after[tokens])
+    assert len(list(nn.ModuleList([embedding, head]).parameters())) == 1
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8", "nvfp4"])
+def test_compiled(name: str, own: bool) -> None:
+    """One graph, forward and backward, equal to the layer without compilation, over writes of an optimizer."""
+    torch._dynamo.reset()
+    recipe = RECIPES[name]
+    layer, twin = quantized_linear(recipe, own=own), quantized_linear(recipe, own=own)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for number in range(3):
+        results = []
+        for each, run in ((layer, layer), (twin, compiled)):
+            each.zero_grad()
+            x, dy = batch(number)
+            x.requires_grad_()
+            torch.manual_seed(number)
+            with nullcontext() if own else autocast(recipe=recipe):
+                y = run(x)
+            y.backward(dy)
+            results.append([y.detach(), x.grad, each.weight.grad, *each.buffers()])
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+        assert_same(results[1], results[0])
+        assert torch.equal(values(layer.weight), values(twin.weight))
+    torch._dynamo.reset()

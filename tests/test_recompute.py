@@ -1,0 +1,525 @@
+"""Activation checkpointing changes nothing: outputs, gradients and delayed scaling's state are those of a run without.
+
+Each way of recomputing runs beside the same steps without one, and everything is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+
+import minifloat
+from minifloat import CustomRecipe, DelayedScaling, Linear, Quantizer, Recipe, autocast, prepare, recompute
+from minifloat.formats import Format
+from minifloat.functional import count_gemms
+from minifloat.recipe import QuantizerRole, named
+
+IN, HIDDEN = 24, 40
+Way = Callable[..., Any]
+
+
+def stochastic_inputs(role: QuantizerRole) -> Quantizer:
+    """Inputs too round at random, so that the recomputation has to draw the same bits."""
+    return Quantizer(Format("e2m1", 16, scale_rule="two_level", rounding="stochastic"))
+
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent"),
+    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")},
+    "stochastic": CustomRecipe(stochastic_inputs),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices here are so small that a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def without(function: Way, *args: Any) -> Any:
+    """No recomputation: the reference."""
+    return function(*args)
+
+
+def ours(function: Way, *args: Any, **kwargs: Any) -> Any:
+    return minifloat.checkpoint(function, *args, **kwargs)
+
+
+def with_contexts(function: Way, *args: Any) -> Any:
+    context_fn = minifloat.checkpoint_context_fn
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+
+
+def plain(function: Way, *args: Any, **kwargs: Any) -> Any:
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def reentrant(function: Way, *args: Any) -> Any:
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=True)
+
+
+class Block(nn.Module):
+    """Two layers, used ``uses`` times, around something that PyTorch saves for itself."""
+
+    def __init__(self, recipe: Recipe | None, uses: int = 1) -> None:
+        super().__init__()
+        self.up = Linear(IN, HIDDEN, recipe=recipe, name="up")
+        self.down = Linear(HIDDEN, IN, recipe=recipe, name="down")
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            x = self.down(torch.tanh(self.up(x)) * 3)
+        return x
+
+
+def twins(recipe: Recipe, own: bool, uses: int = 1) -> tuple[nn.Sequential, nn.Sequential]:
+    """Two equal models; under autocast both get the very same recipe."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(recipe if own else None, uses), Block(recipe if own else None, uses))
+    pair = model, copy.deepcopy(model)
+    for each in pair:
+        if not own:
+            prepare(each, recipe)
+    return pair
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(7, IN, generator=generator) * (step + 1)).requires_grad_()
+
+
+def run_model(model: nn.Sequential, x: Tensor, way: Way) -> Tensor:
+    for block in model:
+        x = way(block, x)
+    return x
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """As CUDA's backward, which no context of the caller reaches."""
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+def train(
+    model: nn.Sequential,
+    way: Way,
+    around: Callable[[], Any] = contextlib.nullcontext,
+    order: str = "f0 b0 f1 b1 f2 b2",
+    backward: Callable[[Callable[[], None]], None] = lambda work: work(),
+) -> list[Tensor]:
+    """Forwards and backwards in the given order; all outputs, input gradients, gradients and buffers."""
+    results: list[Tensor] = []
+    outputs: dict[str, tuple[Tensor, Tensor]] = {}
+    for what in order.split():
+        number = what[1:]
+        torch.manual_seed(int(number))
+        if what[0] == "f":
+            x = batch(int(number))
+            with around():
+                outputs[number] = x, run_model(model, x, way)
+            results.append(outputs[number][1].detach().clone())
+        else:
+            x, y = outputs[number]
+            backward(lambda: (y * (int(number) + 1)).square().sum().backward())  # noqa: B023
+            assert x.grad is not None
+            results.append(x.grad.clone())
+    assert all(p.grad is not None for p in model.parameters())
+    results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*results, *(buffer.clone() for buffer in model.buffers())]
+
+
+def assert_same(expected: list[Any], found: list[Any]) -> None:
+    assert len(expected) == len(found)
+    for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert torch.equal(a, b), f"number {number} of {len(expected)}, of shape {tuple(a.shape)}"
+
+
+ORDERS = ["f0 f1 b0 b1 f2 b2", "f0 f1 b1 b0 f2 b2"]
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", [plain, reentrant, ours])
+@pytest.mark.parametrize("name", ["delayed", "stochastic"])
+def test_own_recipe(name: str, way: Way, order: str, uses: int) -> None:
+    """PyTorch's own checkpoint is exact for layers that have their recipe, with microbatches in flight as well."""
+    first, second = twins(RECIPES[name], own=True, uses=uses)
+    assert_same(train(first, without, order=order), train(second, way, order=order))
+
+
+@pytest.mark.parametrize("way", [plain, reentrant, ours])
+@pytest.mark.parametrize("name", RECIPES)
+def test_threaded_backward_of_own_recipes(name: str, way: Way) -> None:
+    first, second = twins(RECIPES[name], own=True)
+    assert_same(train(first, without, backward=in_thread), train(second, way, backward=in_thread))
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("way", [ours, with_contexts])
+@pytest.mark.parametrize("name", RECIPES)
+def test_autocast(name: str, way: Way, threaded: bool) -> None:
+    """The recomputation runs under the autocast of the forward, also in backward's own thread."""
+    first, second = twins(RECIPES[name], own=False, uses=2)
+    run: Any = in_thread if threaded else lambda work: work()
+    around = lambda: autocast(recipe=RECIPES[name])  # noqa: E731
+    order = ORDERS[threaded]
+    assert_same(train(first, without, around, order, run), train(second, way, around, order, run))
+
+
+def step_inside(model: nn.Sequential, way: Way, recipe: Recipe) -> list[Any]:
+    """Backward inside of the region of its forward, or of an equal one."""
+    results: list[Any] = []
+    for number in range(3):
+        x = batch(number)
+        torch.manual_seed(number)
+        with autocast(recipe=recipe):
+            y = run_model(model, x, way)
+            if number != 1:
+                y.square().sum().backward()
+        if number == 1:
+            with autocast(recipe=copy.copy(recipe) if isinstance(recipe, DelayedScaling) else recipe):
+                y.square().sum().backward()
+        results += [y.detach(), x.grad]
+    return [*results, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("way", [ours, plain])
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_inside_of_autocast(name: str, way: Way) -> None:
+    first, second = twins(RECIPES[name], own=False)
+    assert_same(step_inside(first, without, RECIPES[name]), step_inside(second, way, RECIPES[name]))
+
+
+@pytest.mark.parametrize("way", [plain, reentrant])
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
+def test_recomputation_outside_of_autocast_raises(name: str, way: Way) -> None:
+    """Never bf16 in silence: the error names the layer and what to use."""
+    model, _ = twins(RECIPES[name], own=False)
+    with autocast(recipe=RECIPES[name]):
+        y = run_model(model, batch(0), way)
+    with pytest.raises(RuntimeError, match=r"Linear 'up' ran under .* no recipe.*minifloat\.checkpoint"):
+        y.sum().backward()
+    with autocast(recipe=RECIPES[name]):
+        y = run_model(model, batch(0), way)
+    other = "mxfp8" if name == "current" else "current"
+    with autocast(recipe=other), pytest.raises(RuntimeError, match=r"ran under .* is recomputed under"):
+        y.sum().backward()
+    assert not recompute._local.recording and not recompute._local.playing
+
+
+def test_delayed_scaling_outside_of_autocast_raises() -> None:
+    model, _ = twins(RECIPES["delayed"], own=False)
+    with autocast(recipe=RECIPES["delayed"]):
+        y = run_model(model, batch(0), plain)
+    with pytest.raises(RuntimeError, match=r"minifloat\.checkpoint"):
+        y.sum().backward()
+    with (
+        autocast(recipe=RECIPES["delayed"]),
+        pytest.raises(RuntimeError, match=r"reentrant.*use minifloat\.checkpoint"),
+    ):
+        run_model(model, batch(0), reentrant)
+
+
+# ---- nested ----
+
+
+def nested(outer: Way, inner: Way) -> Way:
+    """Checkpoints the two layers of a block inside of a checkpoint of the block."""
+
+    def way(block: Block, x: Tensor) -> Any:
+        def body(x: Tensor) -> Any:
+            return inner(block.down, torch.tanh(inner(block.up, x)) * 3)
+
+        return outer(body, x)
+
+    return way
+
+
+PAIRS = [(ours, ours), (ours, plain), (plain, ours), (ours, reentrant), (reentrant, reentrant), (plain, with_contexts)]
+
+
+@pytest.mark.parametrize(("outer", "inner"), PAIRS)
+@pytest.mark.parametrize("name", ["delayed", "stochastic"])
+def test_nested_own(name: str, outer: Way, inner: Way) -> None:
+    first, second = twins(RECIPES[name], own=True)
+    assert_same(train(first, without, order=ORDERS[1]), train(second, nested(outer, inner), order=ORDERS[1]))
+
+
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_nested_autocast(name: str) -> None:
+    first, second = twins(RECIPES[name], own=False)
+    around = lambda: autocast(recipe=RECIPES[name])  # noqa: E731
+    assert_same(train(first, without, around, ORDERS[1]), train(second, nested(ours, ours), around, ORDERS[1]))
+
+
+def test_nested_plain() -> None:
+    """Exact without state; with delayed scaling it raises and says what to use."""
+    first, second = twins(RECIPES["nvfp4"], own=True)
+    assert_same(train(first, without), train(second, nested(plain, plain)))
+    model, _ = twins(RECIPES["delayed"], own=True)
+    y = run_model(model, batch(0), nested(plain, plain))
+    with pytest.raises(RuntimeError, match=r"Linear '\w+' has delayed scaling .*use minifloat\.checkpoint"):
+        y.sum().backward()
+
+
+# ---- options, and what counts once ----
+
+
+@pytest.mark.parametrize(
+    "options", [{"early_stop": False}, {"determinism_check": "none"}, {"preserve_rng_state": False}]
+)
+@pytest.mark.parametrize("checkpoint", [ours, plain])
+def test_options(checkpoint: Way, options: dict[str, Any]) -> None:
+    first, second = twins(RECIPES["delayed"], own=True, uses=2)
+    found = train(second, lambda f, x: checkpoint(f, x, **options), order=ORDERS[0])
+    assert_same(train(first, without, order=ORDERS[0]), found)
+
+
+def test_other_arguments() -> None:
+    """Keyword arguments reach the function; the reentrant form is refused."""
+    layer, x = Linear(IN, 8, recipe="delayed"), batch(0)
+    minifloat.checkpoint(layer, x, fp8_grad=False).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(ValueError, match="use_reentrant"):
+        minifloat.checkpoint(layer, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("way", [plain, ours, reentrant])
+def test_two_backwards(way: Way) -> None:
+    """A retained graph is recomputed for each backward, with the same scales."""
+    results: list[list[Any]] = []
+    for model, how in zip(twins(RECIPES["delayed"], own=True, uses=2), (without, way), strict=True):
+        x = batch(0)
+        y = run_model(model, x, how)
+        run_model(model, batch(1), without).sum().backward()
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert_same(*results)
+
+
+def test_saved_tensors_read_outside_of_backward() -> None:
+    """PyTorch recomputes for a look at grad_fn's saved tensors too, as often as somebody looks."""
+    results: list[list[Any]] = []
+    for model, way in zip(twins(RECIPES["delayed"], own=True), (without, plain), strict=True):
+        for _ in range(2):
+            x = batch(0)
+            y = run_model(model, x, way)
+            for _ in range(2):
+                y.grad_fn.saved_tensors  # type: ignore[union-attr]  # noqa: B018
+            y.sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("way", [plain, ours, reentrant])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_evaluation_changes_nothing(context: Callable[[], Any], way: Way) -> None:
+    model, _ = twins(RECIPES["delayed"], own=True)
+    run_model(model, batch(0), without).sum().backward()
+    before = [buffer.clone() for buffer in model.buffers()]
+    with context():
+        assert torch.equal(run_model(model, batch(1), way), run_model(model, batch(1), without))
+    assert_same(before, list(model.buffers()))
+
+
+@pytest.mark.parametrize("way", [ours, with_contexts, plain])
+def test_calibration_counts_once(way: Way) -> None:
+    """What calibration has recorded is not recorded again in the middle of a later step."""
+    results: list[list[Any]] = []
+    for how in (without, way):
+        torch.manual_seed(3)
+        model = nn.Sequential(Block(None), Block(None))
+        for number in range(2):
+            x = batch(number)
+            with autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
+                y = run_model(model, x, how)
+            y.sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert len(results[0]) == 9 + 4 * 4
+    assert_same(*results)
+
+
+def test_recipes_that_take_turns() -> None:
+    """Forwards under different recipes, recomputed afterwards, each under its own."""
+    recipes = [RECIPES["mxfp8"], RECIPES["delayed"], RECIPES["current"]]
+    results: list[list[Any]] = []
+    for model, way in zip(twins(RECIPES["delayed"], own=False), (without, ours), strict=True):
+        outputs, inputs = [], [batch(number) for number in range(4)]
+        for x, recipe in zip(inputs, recipes, strict=False):
+            with autocast(recipe=recipe):
+                outputs.append(run_model(model, x, way))
+        outputs.append(run_model(model, inputs[3], way))
+        with count_gemms() as gemms:
+            for y in outputs:
+                y.square().sum().backward()
+        assert len({gemm.a for gemm in gemms if gemm.gemm == "dgrad"}) == 3
+        results.append([*(x.grad for x in inputs), *(p.grad for p in model.parameters()), *model.buffers()])
+    assert_same(*results)
+
+
+def test_amaxes_count_once() -> None:
+    """The histories hold the amaxes of each step once, in their order."""
+    model, _ = twins(RECIPES["delayed"], own=True)
+    for number in range(3):
+        run_model(model, batch(number), ours).sum().backward()
+    history = model[0].up.forward_scaling.amax_history  # type: ignore[union-attr]
+    assert torch.equal(history[1:, 0], torch.stack([batch(number).abs().max() for number in (1, 2)]))  # type: ignore[index]
+    assert history[0, 0] == 0  # type: ignore[index]
+
+
+# ---- hooks on saved tensors ----
+
+
+def offloaded(function: Way, *args: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return function(*args)
+
+
+def offloaded_inside(checkpoint: Way) -> Way:
+    return lambda function, *args: checkpoint(lambda *inner: offloaded(function, *inner), *args)
+
+
+def offloaded_outside(checkpoint: Way) -> Way:
+    return lambda function, *args: offloaded(lambda *inner: checkpoint(function, *inner), *args)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_save_on_cpu(name: str) -> None:
+    """Operands go through PyTorch's hooks and come back as they were."""
+    around = lambda: autocast(recipe=RECIPES[name])  # noqa: E731
+    expected = train(twins(RECIPES[name], own=False)[0], without, around, ORDERS[1])
+    for way in (offloaded, offloaded_inside(ours), offloaded_outside(ours)):
+        assert_same(expected, train(twins(RECIPES[name], own=False)[0], way, around, ORDERS[1]))
+
+
+@pytest.mark.parametrize("way", [offloaded_outside(plain), offloaded_outside(reentrant), offloaded_inside(plain)])
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_save_on_cpu_and_the_checkpoint_of_torch(name: str, way: Way) -> None:
+    first, second = twins(RECIPES[name], own=True)
+    assert_same(train(first, without, order=ORDERS[1]), train(second, way, order=ORDERS[1]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_saved_tensor_passes_the_hooks(name: str) -> None:
+    """What a layer keeps for backward is all in tensors that hooks see: copies of them do."""
+    first, second = twins(RECIPES[name], own=True)
+
+    def way(function: Way, *args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+            return function(*args)
+
+    assert_same(train(first, without), train(second, way))
+
+
+# ---- what PyTorch does not promise ----
+
+
+def test_pytorch_keeps_its_frames_where_we_look() -> None:
+    """If this fails, a new PyTorch keeps the frame of a checkpoint elsewhere: ``recompute._frame_of`` has to follow."""
+    seen: list[tuple[bool, bool]] = []
+
+    def look(x: Tensor) -> Tensor:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        frame, again = recompute._frame_of(hooks[0])
+        seen.append((isinstance(frame, torch_checkpoint._CheckpointFrame), again))
+        return x.sin() * 2
+
+    plain(look, batch(0)).sum().backward()
+    assert seen == [(True, False), (True, True)]
+    with torch.autograd.graph.save_on_cpu():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert recompute._frame_of(hooks[0]) == (None, False)
+
+
+def test_pytorch_keeps_its_reentrant_state_where_we_look() -> None:
+    """The same of the reentrant checkpoint: ``recompute._reentrant``."""
+    seen: list[tuple[int, bool]] = []
+
+    def look(x: Tensor) -> Tensor:
+        tapes, playing = recompute._reentrant()
+        seen.append((len(tapes), playing is not None))
+        return x.sin() * 2
+
+    reentrant(look, batch(0)).sum().backward()
+    with torch.no_grad():
+        reentrant(look, batch(0))
+    assert seen == [(1, False), (0, True), (0, False)]
+
+
+def test_a_layer_in_a_hook_of_backward() -> None:
+    """A forward inside of backward that recomputes nothing is an ordinary one."""
+    layer, other = Linear(IN, IN, recipe="delayed"), Linear(IN, IN, recipe="delayed")
+    expected = copy.deepcopy(other)
+    y = layer(batch(0))
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad():
+            other(grad)
+
+    y.register_hook(hook)
+    y.sum().backward()
+    expected(torch.ones(7, IN))
+    assert_same(list(expected.buffers()), list(other.buffers()))
+
+
+# ---- torch.compile ----
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(
+    ("name", "own", "inside"), [("current", True, False), ("mxfp8", False, False), ("current", True, True)]
+)
+def test_compiled(name: str, own: bool, inside: bool) -> None:
+    """A checkpoint in a compiled function, or the reverse, is exact without state."""
+    first, second = twins(RECIPES[name], own)
+    around: Any = contextlib.nullcontext if own else lambda: autocast(recipe=RECIPES[name])
+    expected = train(first, without, around)
+
+    def way(block: Block, x: Tensor) -> Any:
+        if inside:
+            return ours(torch.compile(block, backend="aot_eager"), x)
+        return torch.compile(lambda x: ours(block, x), fullgraph=True, backend="aot_eager")(x)
+
+    for a, b in zip(expected, train(second, way, around), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_checkpoint_of_delayed_scaling_is_refused() -> None:
+    """The graph would recompute with the scales of the next step."""
+    model, _ = twins(RECIPES["delayed"], own=True)
+    compiled = torch.compile(lambda x: ours(model[0], x), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="leave the checkpointed module uncompiled"):
+        compiled(batch(0))

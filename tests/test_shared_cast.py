@@ -1,0 +1,178 @@
+"""Siblings that are given one input share one cast of it, and nothing else is shared or kept."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minifloat import Linear
+from minifloat.functional import shared_cast
+
+SHARING = ["current", "block", "mxfp8"]
+
+
+class Casts(TorchDispatchMode):
+    """Counts tensors that are cast, by their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.minifloat.cast.default:
+            self.shapes.update(tuple(x.shape) for x in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def siblings(recipe: str, number: int = 3) -> nn.ModuleList:
+    return nn.ModuleList(Linear(32, 16 + i, recipe=recipe) for i in range(number))
+
+
+def casts_of(x: Tensor, layers: nn.ModuleList) -> int:
+    with Casts() as casts:
+        for layer in layers:
+            layer(x)
+    return casts.shapes[tuple(x.shape)]
+
+
+def alone(layer: nn.Module, x: Tensor) -> Tensor:
+    """The layer's output with nothing to share."""
+    shared_cast._local.latest = None
+    y: Tensor = layer(x.clone())
+    return y
+
+
+@pytest.mark.parametrize("name", [*SHARING, "delayed", "nvfp4"])
+def test_one_cast_for_three(name: str) -> None:
+    """Outputs and gradients are those of layers that each cast for themselves; NVFP4's input is not random."""
+    layers = siblings(name)
+    expected = casts_of(torch.randn(5, 32), layers[:1])
+    x = torch.randn(5, 32, requires_grad=True)
+    assert casts_of(x, layers) == expected * (3 if name == "delayed" else 1)
+    if name == "delayed":
+        return
+    torch.manual_seed(1)
+    ys = [layer(x) for layer in layers]
+    sum(y.square().sum() for y in ys).backward()  # type: ignore[union-attr]
+    found = [x.grad, *(layer.weight.grad for layer in layers)]
+    layers.zero_grad()
+    z = x.detach().clone().requires_grad_()
+    torch.manual_seed(1)
+    outs = []
+    for layer in layers:
+        shared_cast._local.latest = None
+        outs.append(layer(z))
+    sum(y.square().sum() for y in outs).backward()  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(ys, outs, strict=True))
+    for a, b in zip(found, [z.grad, *(layer.weight.grad for layer in layers)], strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_released_with_the_input(name: str) -> None:
+    """The operands live no longer than the input."""
+    layer = Linear(32, 16, recipe=name)
+    x = torch.randn(5, 32)
+    with torch.no_grad():
+        layer(x)
+    latest = shared_cast._local.latest
+    assert latest is not None
+    codes = weakref.ref(latest.operands.any.codes)
+    del latest
+    del x
+    gc.collect()
+    assert shared_cast._local.latest is None and codes() is None
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_not_after_a_write(name: str) -> None:
+    first, second = siblings(name, 2)
+    x = torch.randn(5, 32)
+    first(x)
+    x.mul_(-2)
+    assert torch.equal(second(x), alone(second, x))
+
+
+def test_not_for_another_tensor_dtype_or_recipe() -> None:
+    first, second = siblings("current", 2)
+    x = torch.randn(5, 32)
+    first(x)
+    assert torch.equal(second(x.clone()), alone(second, x))
+    other = Linear(32, 16, recipe="mxfp8")
+    first(x)
+    assert torch.equal(other(x), alone(other, x))
+    first(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = second(x)
+        assert y.dtype == torch.bfloat16 and torch.equal(y, alone(second, x))
+
+
+def test_not_across_threads() -> None:
+    first, second = siblings("current", 2)
+    x = torch.randn(5, 32)
+    first(x)
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(casts_of(x, nn.ModuleList([second]))))
+    thread.start()
+    thread.join()
+    assert seen[0] > 0
+
+
+def test_not_for_inference_tensors() -> None:
+    """They count no writes."""
+    first, second = siblings("current", 2)
+    with torch.inference_mode():
+        x = torch.randn(5, 32)
+        first(x)
+        x.mul_(-2)
+        assert torch.equal(second(x), alone(second, x))
+
+
+def test_evaluation_then_training() -> None:
+    """A forward that needs no columnwise operand leaves one that training does not take."""
+    first, second = siblings("mxfp8", 2)
+    x = torch.randn(5, 32)
+    with torch.no_grad():
+        first(x)
+    second(x).sum().backward()
+    found = second.weight.grad
+    second.zero_grad()
+    alone(second, x).sum().backward()
+    assert torch.equal(found, second.weight.grad)
+
+
+def test_original_input_is_not_kept_twice() -> None:
+    layer = Linear(32, 16, recipe="current", save_original_input=True)
+    shared_cast._local.latest = None
+    layer(torch.randn(5, 32, requires_grad=True))
+    assert shared_cast._local.latest is None
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_one_cast_in_a_compiled_graph(name: str) -> None:
+    """There the casts of one tensor are common subexpressions."""
+    layers, forward = siblings(name), []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        casts = [node for node in graph.graph.nodes if node.target is torch.ops.minifloat.cast.default]
+        forward.append(len(casts))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(lambda x: [layer(x) for layer in layers], fullgraph=True, backend=backend)
+    x = torch.randn(5, 32)
+    ys = compiled(x)
+    torch._dynamo.reset()
+    assert forward[0] == 1 + len(layers)
+    assert all(torch.equal(y, alone(layer, x)) for y, layer in zip(ys, layers, strict=True))
