@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The entry point."""
-    missing = [name for name in ("typer", "rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("typer", "rich", "matplotlib", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"the minifloat command needs {', '.join(missing)}; get them with: pip install minifloat[train]")
     build()()
