@@ -115,7 +115,7 @@ def make_plan(
     sizes = MODELS[model]
     corpus = data.load(paths, least=sizes.context + 1)
     devices = all_devices(choose_device(device))
-    rate = learning_rate or 3e-3 * 128 / sizes.dim  # as `minifloat train`: the best rate of Adam falls with the width
+    rate = learning_rate or sizes.learning_rate
     kind = runs.device_kind(devices[0])
     conditions = Conditions(model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations)
     jobs = runs.jobs(names, chosen_seeds(seeds))

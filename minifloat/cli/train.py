@@ -105,8 +105,7 @@ def train(
     with user_errors():
         names = (recipe,) if against is None else (recipe, against)
         sizes = check_names(names, model)
-        # The best rate of Adam falls with the width.
-        config = TrainConfig(steps, batch_size, learning_rate or 3e-3 * 128 / sizes.dim, seed)
+        config = TrainConfig(steps, batch_size, learning_rate or sizes.learning_rate, seed)
         corpus = data.load(
             paths or (), least=sizes.context + 1, tokenizer=tokenizer, vocabulary=vocabulary, token_dtype=token_dtype
         )
