@@ -66,8 +66,9 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _stack.contexts.pop()
+        region, self.region = self.region, Region()  # which would keep the modules alive as long as the context
         if not _stack.contexts and kind is None:
-            self.region.update(forward=True)
+            region.update(forward=True)
 
 
 class Histories(Protocol):

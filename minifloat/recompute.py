@@ -91,6 +91,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.recording: list[Tape] = []
         self.playing: list[_Playing] = []
+        self.compiled: list[Any] = []  # what a compiler is tracing the checkpoint of
 
 
 _local = _Local()
@@ -109,19 +110,38 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     is run again reads the scales after the step has updated them. Leave such parts uncompiled.
 
     Raises:
-        ValueError: ``use_reentrant=True``.
-        RuntimeError: the checkpoint of a module with delayed scaling is being compiled.
+        ValueError: ``use_reentrant=True``, or a ``context_fn``, of which there can be one.
+        RuntimeError: a layer with delayed scaling is being compiled inside.
     """
     if use_reentrant:
         raise ValueError("minifloat.checkpoint is the non-reentrant form only; leave out use_reentrant=True")
-    if not torch.compiler.is_compiling():
-        kwargs["context_fn"] = checkpoint_context_fn
-    elif isinstance(function, torch.nn.Module) and any(hasattr(each, "amax_history") for each in function.modules()):
-        raise RuntimeError(
-            "a compiled graph recomputes delayed scaling's casts with scales that have moved on; leave the "
-            "checkpointed module uncompiled, with torch.compiler.disable, or use another recipe"
+    if "context_fn" in kwargs:
+        raise ValueError(
+            "minifloat.checkpoint has a context_fn of its own; call torch.utils.checkpoint.checkpoint with one that "
+            "enters yours and those of minifloat.checkpoint_context_fn()"
         )
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if not torch.compiler.is_compiling():
+        return torch_checkpoint.checkpoint(
+            function, *args, use_reentrant=False, context_fn=checkpoint_context_fn, **kwargs
+        )
+    _local.compiled.append(function)
+    try:
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    finally:
+        _local.compiled.pop()
+
+
+def refuse_compiled(label: str) -> None:
+    """Called by each linear with delayed scaling that is being compiled.
+
+    Raises:
+        RuntimeError: it is inside of :func:`checkpoint`.
+    """
+    if _local.compiled:
+        raise RuntimeError(
+            f"{label}: a compiled graph recomputes delayed scaling's casts with scales that have moved on; leave what "
+            "is checkpointed uncompiled, with torch.compiler.disable, or use another recipe"
+        )
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -147,7 +167,9 @@ def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, l
     if grad and not in_backward and _top_hooks(True) is None and not _local.recording and not _local.playing:
         return _ORDINARY
     hooked = _hooked()
-    regions, rerun = ([], None) if grad and not in_backward else _reentrant()
+    # Without gradients this may be the first forward of a reentrant checkpoint, which changes delayed scaling alone.
+    ordinary = not in_backward and (grad or scale is None)
+    regions, rerun = ([], None) if ordinary else _reentrant()
     playing = _local.playing[-1] if _local.playing else hooked.playing or rerun
     step = None if playing is None else playing.next()
     if step is not None and step.recipe != recipe:
@@ -156,8 +178,8 @@ def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, l
         _check_unknown(recipe, scale, before, hooked.hooks, label)
     if scale is not None and any(tape.contexts for tape in regions):
         raise RuntimeError(
-            f"{label} has delayed scaling in a reentrant checkpoint inside autocast, whose recomputation would record "
-            "amaxes elsewhere; use minifloat.checkpoint"
+            f"{label} has delayed scaling in a reentrant checkpoint inside autocast, enabled or not: the recomputation "
+            "would record its amaxes elsewhere; use minifloat.checkpoint"
         )
     tapes = [*_local.recording, *hooked.recording, *regions]
     if tapes:
@@ -173,8 +195,8 @@ def _check_unknown(
     recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, hidden: bool, label: str
 ) -> None:
     """A forward inside backward that no tape knows: a checkpoint of somebody's own, or one that other hooks hide."""
-    if recipe is None and before is not None:
-        raise _different(before, None, label)
+    if before is not None and recipe != before and torch.is_grad_enabled():  # as it is in every recomputation
+        raise _different(before, recipe, label)
     if hidden and scale is not None:
         raise RuntimeError(
             f"{label} has delayed scaling inside torch.utils.checkpoint with another one, or other saved-tensor hooks, "

@@ -517,9 +517,40 @@ def test_compiled(name: str, own: bool, inside: bool) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_checkpoint_of_delayed_scaling_is_refused() -> None:
-    """The graph would recompute with the scales of the next step."""
-    model, _ = twins(RECIPES["delayed"], own=True)
-    compiled = torch.compile(lambda x: ours(model[0], x), fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="leave the checkpointed module uncompiled"):
-        compiled(batch(0))
+@pytest.mark.parametrize("form", ["module", "closure", "method"])
+def test_compiled_checkpoint_of_delayed_scaling_is_refused(form: str) -> None:
+    """The graph would recompute with the scales of the next step. Without fullgraph it is run uncompiled, and exact."""
+    model, expected = twins(RECIPES["delayed"], own=True)
+    block = model[0]
+    function = {"module": block, "closure": lambda x: block(x), "method": block.forward}[form]
+
+    def step(x: Tensor) -> Tensor:
+        return ours(function, x)
+
+    with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(batch(0))
+    x, same = batch(0), batch(0)
+    torch.compile(step, backend="aot_eager")(x).square().sum().backward()
+    expected[0](same).square().sum().backward()
+    assert torch.equal(x.grad, same.grad)
+
+
+def test_own_context_fn_is_refused() -> None:
+    """Nothing that was asked for is dropped in silence."""
+    with pytest.raises(ValueError, match="context_fn of its own"):
+        minifloat.checkpoint(torch.sin, torch.ones(1), context_fn=minifloat.checkpoint_context_fn)
+
+
+def test_evaluation_inside_a_backward_hook_is_no_recomputation() -> None:
+    """It has no gradients, which a recomputation has."""
+    layer, x = minifloat.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
+    with autocast(recipe="current"):
+        y = layer(x)
+    seen = []
+
+    def evaluate(grad: Tensor) -> None:
+        seen.append(layer(x.detach()))
+
+    y.register_hook(evaluate)
+    y.sum().backward()
+    assert torch.equal(seen[0], torch.nn.functional.linear(x.detach(), layer.weight, layer.bias))

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -47,7 +48,7 @@ def casts_of(x: Tensor, layers: nn.ModuleList) -> int:
 
 def alone(layer: nn.Module, x: Tensor) -> Tensor:
     """The layer's output with nothing to share."""
-    shared_cast._local.latest = None
+    shared_cast._local.slot.latest = None
     y: Tensor = layer(x.clone())
     return y
 
@@ -70,7 +71,7 @@ def test_one_cast_for_three(name: str) -> None:
     torch.manual_seed(1)
     outs = []
     for layer in layers:
-        shared_cast._local.latest = None
+        shared_cast._local.slot.latest = None
         outs.append(layer(z))
     sum(y.square().sum() for y in outs).backward()  # type: ignore[union-attr]
     assert all(torch.equal(a, b) for a, b in zip(ys, outs, strict=True))
@@ -85,13 +86,13 @@ def test_released_with_the_input(name: str) -> None:
     x = torch.randn(5, 32)
     with torch.no_grad():
         layer(x)
-    latest = shared_cast._local.latest
+    latest = shared_cast._local.slot.latest
     assert latest is not None
     codes = weakref.ref(latest.operands.any.codes)
     del latest
     del x
     gc.collect()
-    assert shared_cast._local.latest is None and codes() is None
+    assert shared_cast._local.slot.latest is None and codes() is None
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -153,9 +154,9 @@ def test_evaluation_then_training() -> None:
 
 def test_original_input_is_not_kept_twice() -> None:
     layer = Linear(32, 16, recipe="current", save_original_input=True)
-    shared_cast._local.latest = None
+    shared_cast._local.slot.latest = None
     layer(torch.randn(5, 32, requires_grad=True))
-    assert shared_cast._local.latest is None
+    assert shared_cast._local.slot.latest is None
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -176,3 +177,27 @@ def test_one_cast_in_a_compiled_graph(name: str) -> None:
     torch._dynamo.reset()
     assert forward[0] == 1 + len(layers)
     assert all(torch.equal(y, alone(layer, x)) for y, layer in zip(ys, layers, strict=True))
+
+
+def test_a_layer_that_comes_again_casts_anew() -> None:
+    """Its input may be a buffer that was filled in a way which PyTorch does not count, as for a CUDA graph."""
+    values = np.ones((4, 32), dtype=np.float32)
+    x, layer = torch.from_numpy(values), Linear(32, 32, recipe="current")
+    layer(x)
+    values *= 3
+    y = layer(x)
+    assert torch.equal(y, layer(torch.from_numpy(values.copy())))
+
+
+def test_an_input_that_dies_in_another_thread_is_forgotten() -> None:
+    """As on a GPU, where backward frees it."""
+    x, layer = torch.randn(4, 32), Linear(32, 32, recipe="current")
+    layer(x)
+    held = [x]
+    del x
+    slot = shared_cast._local.slot
+    assert slot.latest is not None
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert slot.latest is None
