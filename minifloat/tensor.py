@@ -26,7 +26,7 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INNER = tuple(f"{slot}_{name}" for slot in tensor_ops.SLOTS for name in tensor_ops.BUFFERS)
-_FIELDS = frozenset({"_operands", "_outside", "quantizer", "scale", "amax_group", "source_version"})
+_FIELDS = frozenset({"_operands", "_outside", "_wholes", "quantizer", "scale", "amax_group", "source_version"})
 
 
 def quantize(
@@ -105,14 +105,14 @@ def _assign_all(
         _cast_all([targets[i] for i in missing], values, None if amaxes is None else [amaxes[i] for i in missing])
     )
     for (target, source), operands in zip(pairs, ready, strict=True):
-        tensor_ops.store(target._operands, next(fresh) if operands is None else operands, target._outside)
+        target._store(next(fresh) if operands is None else operands)
         target.source_version = _version(source)
 
 
 def _write_all(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
     """Quantizes values of no known source that broadcast to the logical shapes."""
     for target, operands in zip(targets, _cast_all(targets, values), strict=True):
-        tensor_ops.store(target._operands, operands, target._outside)
+        target._store(operands)
         target.source_version = None
 
 
@@ -147,6 +147,7 @@ class QuantizedTensor(torch.Tensor):
 
     _operands: Quantized
     _outside: tuple[Tensor, ...]  # codes of the rows that share a scale with these, for a range of rows; else empty
+    _wholes: tuple[Tensor, ...]  # the tensors whose rows these are, for a range of rows; else empty
     quantizer: Quantizer
     scale: Tensor | None
     amax_group: dist.ProcessGroup | None
@@ -167,7 +168,7 @@ class QuantizedTensor(torch.Tensor):
             device=operands.any.codes.device,
         )  # fmt: skip
         rowwise, columnwise = operands
-        self._operands, self._outside = operands, ()
+        self._operands, self._outside, self._wholes = operands, (), ()
         self.quantizer = quantizer.with_usage(rowwise=rowwise is not None, columnwise=columnwise is not None)
         self.scale = self.amax_group = self.source_version = None
         return self
@@ -257,6 +258,17 @@ class QuantizedTensor(torch.Tensor):
         matrix = values.new_empty((rows, cols))
         matrix.as_strided(self.shape, self.stride()).copy_(values)
         return matrix
+
+    def _store(self, operands: Quantized) -> None:
+        """Writes operands into the memory of these, and into the version of every tensor that it is the memory of.
+
+        A tensor of codes that a forward saved may be one of them, and autograd is to notice. In a dispatch handler
+        neither the write counts by itself nor does a view share the version of its base.
+        """
+        tensor_ops.store(self._operands, operands, self._outside)
+        held = tensor_ops.distinct(self._operands).values()
+        written = [buffer for operand in held for buffer in tensor_ops.buffers(operand)]
+        _count_writes(buffer for buffer in (*written, *self._wholes) if not buffer.is_inference())
 
     def _same_form(self, other: QuantizedTensor) -> bool:
         """The operands of ``other`` can be copied as they are."""
@@ -354,7 +366,7 @@ class QuantizedTensor(torch.Tensor):
             return None
         if count == rows * cols and offset == 0:
             whole = self._like(self._operands, shape, stride)
-            whole._outside = self._outside
+            whole._outside, whole._wholes = self._outside, self._wholes
             return whole
         if not cols or offset % cols or count % cols:
             return None
@@ -364,8 +376,10 @@ class QuantizedTensor(torch.Tensor):
             return None
         shared = self._operands.rowwise is self._operands.columnwise
         part = self._like(Quantized(kept[0], kept[0] if shared else kept[1]), shape, stride)
-        others = [tensor_ops.left_out(operand, begin, end) for operand in tensor_ops.distinct(self._operands).values()]
+        held = tensor_ops.distinct(self._operands).values()
+        others = [tensor_ops.left_out(operand, begin, end) for operand in held]
         part._outside = self._outside + tuple(codes for rest in others for codes in rest if codes.numel())
+        part._wholes = self._wholes + tuple(buffer for operand in held for buffer in tensor_ops.buffers(operand))
         return part
 
     # ---- torch's protocols ----
@@ -424,7 +438,8 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = tensor.dtype
-        return tensor._own_values(dtype)
+        values = tensor._own_values(dtype)
+        return values.clone() if values._is_view() else values  # views made here refuse in-place operations later
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

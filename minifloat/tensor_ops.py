@@ -34,6 +34,11 @@ def distinct(operands: Quantized) -> dict[str, Operand]:
     return {slot: operand for slot, operand in slots if operand is not None}
 
 
+def buffers(operand: Operand) -> tuple[Tensor, ...]:
+    """The tensors that the operand has."""
+    return tuple(t for t in (operand.codes, operand.scale_inv, operand.amax) if t is not None)
+
+
 def map_buffers(operand: Operand, function: Callable[[Tensor], Tensor]) -> Operand:
     """The operand with ``function`` of each of its tensors."""
     scale_inv, amax = (None if t is None else function(t) for t in (operand.scale_inv, operand.amax))

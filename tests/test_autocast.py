@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minifloat.autocast import autocast, current, get_default_recipe
 from minifloat.functional import count_gemms, gemm
-from minifloat.nn import Linear
+from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear
 from minifloat.operand import Quantized
 from minifloat.recipe import (
     CustomRecipe,
@@ -454,6 +454,30 @@ def test_calibrating_records_while_computing_in_high_precision() -> None:
     assert {key[1:3] for key in counts} == {("identity", "identity")}
     history = layer.forward_scaling.amax_history
     np.testing.assert_array_equal(history.amax(0).numpy(), [largest(x), largest(layer.weight), 0.0])
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+def test_calibrating_where_the_weight_gradient_goes_elsewhere(option: str, grad: bool) -> None:
+    """Whichever function computes: the same output and amaxes, alone and behind a norm."""
+    options: dict[str, Any] = {option: True}
+    for plain, layer in (
+        (Linear(16, 8), Linear(16, 8, **options)),
+        (LayerNormLinear(16, 8), LayerNormLinear(16, 8, **options)),
+        (LayerNormMLP(16, 24), LayerNormMLP(16, 24, **options)),
+    ):
+        layer.load_state_dict(plain.state_dict())
+        for p in layer.parameters():
+            p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
+        x = batch(1)
+        with torch.set_grad_enabled(grad), autocast(enabled=False, calibrating=True, recipe=DELAYED):
+            y, expected = layer(x), plain(x)
+        assert torch.equal(y, expected)
+        assert len(list(plain.buffers())) >= 4
+        for a, b in zip(layer.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(a, b)
+        histories = [buffer for name, buffer in layer.named_buffers() if "forward_scaling.amax_history" in name]
+        assert all((history.amax(0)[:2] > 0).all() for history in histories)
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])

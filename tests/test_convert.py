@@ -410,6 +410,49 @@ def test_converting_again() -> None:
     assert not any(isinstance(module, Linear) for module in model.modules())
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_converting_again_keeps_histories_of_equal_recipes(own: bool) -> None:
+    """A layer that gets the recipe it had goes on with its scales; one that gets another starts as new."""
+    model = nn.Sequential(*(Linear(32, 32, recipe="mxfp8") if own else nn.Linear(32, 32) for _ in range(3)))
+    delayed = DelayedScaling(amax_history_len=4)
+
+    def again(first: Any) -> None:
+        convert(model, DelayedScaling(amax_history_len=4), everything, [("0", first)])
+
+    convert(model, delayed, everything)
+    for number in range(3):
+        model(torch.randn(8, 32) * 3**number).sum().backward()
+    trained = {key: value.clone() for key, value in model.state_dict().items()}
+    scaling = [layer.forward_scaling for layer in model]
+    again(DelayedScaling(amax_history_len=8))
+    assert model[0].forward_scaling is not scaling[0] and model[0].forward_scaling.scale.eq(1).all()
+    assert model[1].forward_scaling is scaling[1] and model[2].forward_scaling is scaling[2]
+    now = model.state_dict()
+    assert all(torch.equal(now[key], value) for key, value in trained.items() if not key.startswith("0."))
+    twin = copy.deepcopy(model)
+    again(DelayedScaling(amax_history_len=8))
+    x = torch.randn(8, 32)
+    assert torch.equal(model(x), twin(x))
+    convert(model, "current", everything)
+    assert not any(isinstance(module, AmaxHistory) for module in model.modules())
+    convert(model, delayed, everything)
+    assert all(layer.forward_scaling.scale.eq(1).all() for layer in model)
+    revert(model)
+    assert not any(isinstance(module, AmaxHistory) for module in model.modules())
+
+
+def test_histories_under_autocast_outlast_a_second_conversion() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert(model, None, everything)
+    with minifloat.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        model(torch.randn(8, 32)).sum().backward()
+    kept = model[0].forward_scaling
+    convert(model, None, everything)
+    assert model[0].forward_scaling is kept
+    revert(model)
+    assert list(model[0].children()) == []
+
+
 def test_part_of_a_model() -> None:
     """A part is converted and reverted by itself."""
     model = Model()

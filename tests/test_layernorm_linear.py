@@ -227,6 +227,23 @@ def test_runs_fused(recipe: Recipe) -> None:
     assert torch.equal(module(seen), module.linear(seen)) or isinstance(recipe, DelayedScaling)
 
 
+@pytest.mark.parametrize("part", ["norm", "linear"])
+def test_a_replaced_forward_runs(part: str) -> None:
+    """As libraries that move weights do: they set the ``forward`` of a part, and remove it again."""
+    module, x = Case().module(recipe="current"), Case().batch()[0].requires_grad_()
+    y, owner = module(x), getattr(module, part)
+    forward, calls = owner.forward, []
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **kwargs)
+
+    owner.forward = replaced
+    assert torch.equal(module(x), y) and calls == [1]
+    del owner.forward
+    assert type(module(x).grad_fn).__name__ == "LayerNormLinearFunctionBackward" and calls == [1]
+
+
 @pytest.mark.parametrize("recipe", [None, "none"])
 def test_high_precision(recipe: str | None) -> None:
     """Without a recipe it is norm and linear of PyTorch."""
@@ -251,7 +268,7 @@ def test_return_bias(recipe: Recipe) -> None:
     x, _ = case.batch()
     y, bias, n = module(x)
     plain = copy.deepcopy(module)
-    plain.linear.return_bias = plain.return_layernorm_output = False
+    plain.return_bias = plain.linear.return_bias = plain.return_layernorm_output = False
     plain.linear.reset_parameters()
     with torch.no_grad():
         plain.linear.weight.copy_(module.linear.weight)

@@ -207,6 +207,19 @@ def test_hooks_and_replaced_parts_run(part: str) -> None:
     assert node(module, x) != "LayerNormMLPFunctionBackward" and torch.equal(module(x), y)
 
 
+def test_a_replaced_linear_knows_no_options() -> None:
+    """What replaced fc2 adds its bias itself: there is none to return."""
+    case = MLP(dtype=FP32)
+    module, x = case.module(return_bias=True, return_layernorm_output=True), case.batch()[0]
+    y, bias, n = module(x)
+    linear = nn.Linear(module.fc2.in_features, module.fc2.out_features)
+    linear.load_state_dict(module.fc2.state_dict())
+    module.fc2 = linear  # type: ignore[assignment]
+    found = module(x)
+    torch.testing.assert_close(found[0], y + bias)
+    assert found[1] is None and torch.equal(found[2], n)
+
+
 def test_linears_of_different_recipes() -> None:
     """One linear may get another recipe afterwards, or none."""
     case = MLP(dtype=FP32)
@@ -566,6 +579,9 @@ def test_names_of_roles() -> None:
     LayerNormMLP(16, 24, name="layers.0.mlp", recipe=recipe)
     LayerNormLinear(16, 24, name="layers.0.qkv", recipe=recipe)
     assert seen == {"layers.0.mlp.fc1", "layers.0.mlp.fc2", "layers.0.qkv"}
+    seen.clear()
+    LayerNormMLP(16, 24, recipe=recipe)
+    assert seen == {"fc1", "fc2"}
 
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------

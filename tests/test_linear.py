@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from minifloat.autocast import autocast
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.gemm import wgrad
 from minifloat.functional.plan import LinearPlan, linear_plan
 from minifloat.kernels.matmul import count_gemms
-from minifloat.nn import Linear, prepare
+from minifloat.nn import Linear, prepare, quantized_model_init
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
@@ -526,6 +527,44 @@ def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
         assert torch.equal(weight.main_grad, total)
 
 
+def checkpointed(use_reentrant: bool, *args: Any) -> Tensor:
+    y: Tensor = torch_checkpoint(*args, use_reentrant=use_reentrant)
+    return y
+
+
+RUNS = {
+    "plain": lambda layer, *args: layer(*args),
+    "checkpoint": lambda *args: checkpointed(False, *args),
+    "reentrant": lambda *args: checkpointed(True, *args),
+}
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("tied", [False, True], ids=["one layer", "tied weight"])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+def test_fused_accumulation_of_a_weight_used_twice(run: Any, tied: bool, delay: bool) -> None:
+    """The first microbatch of each step replaces what is in ``main_grad`` once: both uses add up."""
+    plain, options = Linear(32, 32, recipe="current"), {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": delay}
+    layer = Linear(32, 32, recipe="current", **options)  # type: ignore[arg-type]
+    layer.load_state_dict(plain.state_dict())
+    again = Linear(32, 32, recipe="current", **options) if tied else layer  # type: ignore[arg-type]
+    again.weight, again.bias = layer.weight, layer.bias
+    weight: Any = layer.weight
+    weight.main_grad = torch.full((32, 32), float("nan"))
+    for _ in range(2):
+        total = torch.zeros(32, 32)
+        for first in (True, False):
+            x, dy = torch.randn(20, 32, requires_grad=True), torch.randn(20, 32)
+            plain(plain(x)).backward(dy)
+            run(again, run(layer, x, first), first).backward(dy)
+            assert plain.weight.grad is not None
+            total += plain.weight.grad
+            plain.zero_grad()
+            for waiting in [again, layer] if delay else []:
+                waiting.backward_dw()
+            torch.testing.assert_close(weight.main_grad, total)
+
+
 def test_fused_accumulation_on_request() -> None:
     """``overwrite_main_grad`` replaces, ``zero_out_wgrad`` gives autograd zeros, so that the parameter's hooks run."""
     layer = Linear(37, 53, fuse_wgrad_accumulation=True, recipe="current")
@@ -976,8 +1015,6 @@ MISTAKES: list[tuple[str, Tensor, type[Exception], str]] = [
 @pytest.mark.parametrize(("x", "error", "match"), [row[1:] for row in MISTAKES], ids=[name for name, *_ in MISTAKES])
 def test_bad_input(x: Tensor, error: type[Exception], match: str, recipe: Recipe | None) -> None:
     """What a layer cannot take raises what its docstring says, with the layer's name and the number."""
-    if recipe is None and x.dtype == torch.float64:
-        return  # in high precision float64 is PyTorch's affair
     layer = Linear(37, 53, recipe=recipe, name="fc1")
     with pytest.raises(error, match=match):
         layer(x)
@@ -989,6 +1026,28 @@ def test_float64_without_a_recipe() -> None:
     layer = Linear(5, 3, dtype=torch.float64)
     x = torch.randn(2, 5, dtype=torch.float64)
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_two_dtypes_without_a_recipe() -> None:
+    """PyTorch cannot multiply them: the error says which layer; ``torch.autocast``, or a recipe, can."""
+    layer, x = Linear(37, 53, name="fc1"), torch.randn(2, 37, dtype=BF16)
+    with pytest.raises(ValueError, match=r"fc1.*torch\.bfloat16 input.*torch\.float32 weight.*torch\.autocast"):
+        layer(x)
+    with torch.autocast("cpu", dtype=BF16):
+        assert layer(x).dtype == layer(x.float()).dtype == BF16
+    with autocast(recipe="current"):
+        assert layer(x).dtype == BF16
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+def test_forward_on_meta(recipe: Recipe | None) -> None:
+    """Shapes and dtypes without numbers; ``torch.autocast`` does not know the device."""
+    with torch.device("meta"):
+        layer, x = Linear(64, 96, recipe=recipe), torch.randn(32, 64, requires_grad=True)
+    y = layer(x)
+    assert y.is_meta and y.shape == (32, 96) and y.dtype == FP32
+    with torch.autocast("cpu", dtype=BF16):
+        assert layer(x).dtype == FP32
 
 
 def test_unnamed_layers_are_called_by_their_sizes() -> None:
@@ -1437,9 +1496,12 @@ def test_init_method(split: dict[str, int] | None) -> None:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(9)
+    torch.manual_seed(3)
     layer.reset_parameters()
+    torch.manual_seed(3)
     bias = layer.bias_vector()
-    assert float(layer.weight_matrix().detach().abs().max()) < 1 and bias is not None and not bias.any()
+    assert torch.equal(layer.weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
+    assert bias is not None and not bias.any()
 
 
 def test_default_init_is_that_of_torch() -> None:
@@ -1452,21 +1514,33 @@ def test_default_init_is_that_of_torch() -> None:
     assert Linear(37, 21, dtype=FP16, params_dtype=BF16).bias.dtype == BF16
 
 
+def as_float(parameter: Tensor) -> Tensor:
+    return parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
+
+
 @for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "quantized"])
+@pytest.mark.parametrize("init", [None, nn.init.xavier_normal_])
 @pytest.mark.parametrize("split", [None, SPLIT])
-def test_meta_then_memory(split: dict[str, int] | None, recipe: Recipe | None) -> None:
+def test_meta_then_memory(
+    split: dict[str, int] | None, init: Callable[[Tensor], Tensor] | None, quantized: bool, recipe: Recipe | None
+) -> None:
     """Made without memory, then given some and initialized: the layer that was made with memory."""
-    layer = Linear(37, 21, recipe=recipe, parameters_split=split, device="meta")
+
+    def make(device: str) -> Linear:
+        with quantized_model_init(enabled=quantized, recipe=recipe or "current"):
+            return Linear(37, 21, recipe=recipe, parameters_split=split, init_method=init, device=device)
+
+    layer = make("meta")
     assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
     layer.to_empty(device="cpu")
     torch.manual_seed(3)
     layer.reset_parameters()
     torch.manual_seed(3)
-    twin = Linear(37, 21, recipe=recipe, parameters_split=split)
+    twin = make("cpu")
     assert layer.state_dict().keys() == twin.state_dict().keys()
-    if split is None:
-        assert torch.equal(layer.weight, twin.weight)
-        assert torch.equal(layer.bias, twin.bias)
+    for a, b in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert type(a) is type(b) and torch.equal(as_float(a), as_float(b))
     for a, b in zip(layer.buffers(), twin.buffers(), strict=True):
         assert torch.equal(a, b)
     x = torch.randn(5, 37)

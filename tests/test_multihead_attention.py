@@ -366,13 +366,39 @@ def test_names_reach_recipes_and_errors() -> None:
         MultiheadAttention(**SIZES, name="m", input_layernorm=True)(x)
         MultiheadAttention(**SIZES, name="c", attention_type="cross")(x, encoder_output=x)
         MultiheadAttention(**SIZES)(x)
-    assert {role.name for role in asked} == {"m.qkv", "m.proj", "c.query", "c.key_value", "c.proj", ""}
+    assert {role.name for role in asked} == {"m.qkv", "m.proj", "c.query", "c.key_value", "c.proj", "qkv", "proj"}
     with pytest.raises(ValueError, match=r"'c\.key_value'.*in_features=24"):
         MultiheadAttention(**SIZES, name="c", attention_type="cross")(x, encoder_output=x[..., 1:])
     with pytest.raises(ValueError, match=r"'m\.qkv'.*in_features=24"):
         MultiheadAttention(**SIZES, name="m")(x[..., 1:])
     with pytest.raises(ValueError, match="layer 3"):
         MultiheadAttention(**SIZES, layer_number=3)(x, attention_mask=CAUSAL)
+
+
+def plain_twin(linear: Any) -> nn.Linear:
+    twin = nn.Linear(linear.in_features, linear.out_features)
+    with torch.no_grad():
+        twin.weight.copy_(linear.weight_matrix())
+        twin.bias.copy_(linear.bias_vector())
+    return twin
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_replaced_linears(returns: bool) -> None:
+    """As adapters do: what replaced a linear takes X only, and gives Y only."""
+    x = torch.randn(LENGTH, BATCH, HIDDEN)
+    for kind, encoder in (("self", None), ("cross", torch.randn(KEYS, BATCH, HIDDEN))):
+        layer = MultiheadAttention(**SIZES, attention_type=kind, return_bias=returns, attn_mask_type="no_mask")
+        randomized(layer)
+        expected = layer(x, encoder_output=encoder)
+        for name in ("qkv", "query", "key_value", "proj"):
+            if hasattr(layer, name):
+                setattr(layer, name, plain_twin(getattr(layer, name)))
+        found = layer(x, encoder_output=encoder)
+        if returns:  # what replaced proj adds its bias itself
+            assert found[1] is None
+            found, expected = found[0], expected[0] + expected[1]
+        torch.testing.assert_close(found, expected)
 
 
 def test_initial_values_and_gradient_accumulation() -> None:

@@ -298,6 +298,48 @@ def test_what_others_write_is_taken_over(kind: Any) -> None:
     check_rounded([p], [nn.Parameter(wanted)])
 
 
+@pytest.mark.parametrize("how", ["fill", "load", "load_optimizer", "deepcopy"])
+def test_what_others_write_goes_together_with_remainders(how: str) -> None:
+    """Zeros beside remainders of either sign, and other values: no NaN, and masters that round to what was written."""
+    p = parameter(torch.randn(8, 512), torch.bfloat16)
+    optimizer = MasterWeights([p], torch.optim.SGD, lr=0.1, master="bf16+remainder")
+    for step in range(3):
+        give_gradients([p], seed=step)
+        optimizer.step()
+    written = torch.randn(8, 512).bfloat16()
+    written[0], written[1], written[2], written[3] = 0.0, -0.0, 2.0, -(2.0**-130)
+    written[4] = p[4].detach()  # these keep their masters
+    before = masters_of(optimizer)[0].clone()
+    remainder = optimizer.state[p]["remainder"].clone()
+    assert all((remainder[:4] < 0).any(1)) and all((remainder[:4] > 0).any(1))
+    with torch.no_grad():
+        if how == "fill":
+            for row, values in enumerate(written):
+                p[row].copy_(values)
+        elif how == "load":
+            nn.ParameterList([p]).load_state_dict({"0": written})
+        elif how == "load_optimizer":  # its state alone, for a model of other values
+            state = optimizer.state_dict()
+            p = nn.Parameter(written.clone())
+            optimizer = MasterWeights([p], torch.optim.SGD, lr=0.1, master="bf16+remainder")
+            optimizer.load_state_dict(state)
+        else:
+            p.copy_(written)
+            p, optimizer = copy.deepcopy((p, optimizer))
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    master = masters_of(optimizer)[0]
+    assert torch.equal(p.view(torch.int16), written.view(torch.int16))
+    assert torch.equal(split(master)[0].view(torch.int16), written.view(torch.int16))
+    assert master[:2].abs().max() < 1e-40 and torch.equal(master[4], before[4])
+    assert torch.equal(optimizer.state[p]["remainder"][2:], remainder[2:])
+    for _ in range(2):
+        give_gradients([p], seed=9)
+        optimizer.step()
+    assert p.grad is not None
+    torch.testing.assert_close(masters_of(optimizer)[0], master - 2 * 0.1 * p.grad.float())
+
+
 def test_main_grad_is_the_gradient() -> None:
     kinds = [torch.bfloat16, "current", torch.float32, torch.bfloat16]
     params = parameters(kinds)

@@ -18,7 +18,7 @@ from minifloat import CustomRecipe, DelayedScaling, Linear, Quantizer, Recipe, a
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
-from minifloat.tensor import QuantizedTensor, quantize
+from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
 
 IN, OUT = 40, 24
 
@@ -142,10 +142,12 @@ def test_which_modules() -> None:
     with quantized_model_init(recipe="mxfp8"):
         with quantized_model_init(enabled=False):
             off = Linear(IN, OUT)
+        with quantized_model_init(recipe="none"):
+            high = Linear(IN, OUT)
         none, norm, on = Linear(IN, OUT, recipe="none"), nn.LayerNorm(8), Linear(IN, OUT)
     with quantized_model_init(recipe=weights_stay):
         stays = Linear(IN, OUT)
-    assert all(type(m.weight) is nn.Parameter for m in (off, none, norm, stays, Linear(IN, OUT)))
+    assert all(type(m.weight) is nn.Parameter for m in (off, high, none, norm, stays, Linear(IN, OUT)))
     assert isinstance(on.weight, QuantizedTensor)
     with pytest.raises(ValueError, match="fp7"), quantized_model_init(recipe="fp7"):
         pass
@@ -623,6 +625,45 @@ def test_tied_embedding(name: str, quantized: bool, optimizer: str) -> None:
     after = values(head.weight) if quantized else head.weight
     assert not torch.equal(after, before) and torch.equal(embedding(tokens), after[tokens])
     assert len(list(nn.ModuleList([embedding, head]).parameters())) == 1
+
+
+# ---- writing between forward and backward ----------------------------------------------------------------------------
+
+
+WRITES: dict[str, Callable[[Linear], object]] = {
+    "mul_": lambda layer: layer.weight.mul_(0),
+    "add_": lambda layer: layer.weight.add_(1),
+    "copy_": lambda layer: layer.weight.copy_(torch.randn(OUT, IN)),
+    "copy_quantized": lambda layer: layer.weight.copy_(copy.deepcopy(layer.weight)),
+    "setitem": lambda layer: layer.weight.__setitem__(0, 1.0),
+    "rows": lambda layer: layer.weight[:OUT].zero_(),
+    "foreach": lambda layer: torch._foreach_mul_([layer.weight], 0.5),
+    "foreach_copy": lambda layer: torch._foreach_copy_([layer.weight], [torch.randn(OUT, IN)]),
+    "quantize_": lambda layer: qweight(layer).quantize_(torch.randn(OUT, IN)),
+    "quantize_all_": lambda layer: quantize_all_([qweight(layer)], [torch.randn(OUT, IN)]),
+    "load_state_dict": lambda layer: layer.load_state_dict({"weight": torch.randn(OUT, IN)}, strict=False),
+    "sgd": lambda layer: (setattr(layer.weight, "grad", torch.ones(OUT, IN)), sgd_step(layer)),
+    "inference_mode": lambda layer: torch.inference_mode()(qweight(layer).mul_)(0),
+}
+
+
+def sgd_step(layer: Linear) -> None:
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_between_forward_and_backward_is_noticed(name: str, write: str) -> None:
+    """As ``nn.Linear`` does, rather than a dX of the wrong weight."""
+    layer = quantized_linear(RECIPES[name], bias=False)
+    x, dy = batch()
+    y = layer(x.requires_grad_())
+    with torch.no_grad():
+        WRITES[write](layer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+    layer(x).backward(dy)
+    assert x.grad is not None
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

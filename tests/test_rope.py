@@ -107,6 +107,17 @@ def test_interpolation() -> None:
     torch.testing.assert_close(dynamic(12), plain(12) * (3 / 12))
 
 
+def test_interpolation_follows_the_end_of_the_sequence() -> None:
+    """Parts of one sequence have the angles of the whole, if they end where it does."""
+    plain = RotaryPositionEmbedding(8)
+    dynamic = RotaryPositionEmbedding(8, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=8)
+    for end in (15, 16, 17, 32):
+        whole = dynamic(end)
+        torch.testing.assert_close(whole, plain(end) * min(1 / 2, 8 / end))
+        for start in (0, 1, end // 2, end - 1):
+            assert torch.equal(dynamic(end - start, offset=start), whole[start:])
+
+
 def test_scores_depend_on_distance_alone() -> None:
     freqs = RotaryPositionEmbedding(16)(100)
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)

@@ -836,6 +836,38 @@ def test_dequantize_is_differentiable() -> None:
         assert p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.eq(3).all()
 
 
+@everywhere
+@in_usages
+@pytest.mark.parametrize("shape", [WHOLE, (2, 3, 8)])
+def test_what_dequantize_gives_can_be_written(name: str, usage: str, shape: tuple[int, ...]) -> None:
+    p = nn.Parameter(quantize(torch.randn(shape).bfloat16(), quantizer_of(name, usage), scale=torch.tensor([2.0])))
+    for dtype in (None, torch.float32):
+        p.grad = None
+        held = p.detach().dequantize(dtype)
+        values = p.dequantize(dtype)
+        values[0] = 0
+        values.mul_(2)
+        held[0] = 0
+        assert torch.equal(values, held * 2)
+        values.sum().backward()
+        assert p.grad is not None and p.grad[0].eq(0).all() and p.grad[1:].eq(2).all()
+
+
+def test_writes_count_in_the_tensors_inside() -> None:
+    """What autograd saved of a tensor, or of any it is rows of, is known to have changed."""
+    whole = make("mxfp8_tiles")
+    rows = whole[:64][32:]
+    values = rows.dequantize()
+    buffers = [operand.codes for operand in (*whole.operands, *rows.operands) if operand is not None]
+    for write in (lambda: rows.mul_(2), lambda: rows.quantize_(torch.ones_like(values)), lambda: rows.t().zero_()):
+        before = [codes._version for codes in buffers]
+        write()
+        assert all(codes._version > old for codes, old in zip(buffers, before, strict=True))
+    with torch.inference_mode():
+        inference = make("mxfp8")
+        assert inference.mul_(0).dequantize().eq(0).all()
+
+
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, 0.1, foreach=False),
     "sgd_foreach": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.1, foreach=True),

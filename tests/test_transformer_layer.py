@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minifloat import (
+    Linear,
     MultiheadAttention,
     QuantizedTensor,
     RotaryPositionEmbedding,
@@ -321,6 +322,39 @@ def test_a_part_may_have_a_recipe_of_its_own() -> None:
     with autocast(recipe=CustomRecipe(choose)), count_gemms() as gemms:
         named(tokens(), encoder_output=tokens())
     assert {(g.a, g.b): n for g, n in gemms.items()} == {current: 3, ("identity", "identity"): 4}
+
+
+@pytest.mark.parametrize(("options", "prefix"), [({}, ""), ({"layer_number": 3}, "layer3."), ({"name": "a"}, "a.")])
+def test_default_names(options: dict[str, Any], prefix: str) -> None:
+    layer = TransformerLayer(**SIZES, layer_type="decoder", **options)
+    attentions = "self_attention.qkv", "self_attention.proj", "inter_attention.query", "inter_attention.key_value"
+    names = *attentions, "inter_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2"
+    assert [m.name for m in layer.modules() if isinstance(m, Linear)] == [prefix + name for name in names]
+
+
+def plain_twin(linear: Any) -> nn.Linear:
+    twin = nn.Linear(linear.in_features, linear.out_features)
+    with torch.no_grad():
+        twin.weight.copy_(linear.weight_matrix())
+        twin.bias.copy_(linear.bias_vector())
+    return twin
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_replaced_parts(parallel: bool, post_norm: bool) -> None:
+    """A linear, or the MLP where only Y is asked of it, may be any module that takes X and gives Y."""
+    options = {"parallel_attention_mlp": parallel, "apply_residual_connection_post_layernorm": post_norm}
+    layer = randomized(TransformerLayer(**SIZES, **options))
+    x = tokens()
+    expected = layer(x)
+    attention: Any = layer.self_attention
+    attention.qkv.linear, attention.proj = plain_twin(attention.qkv.linear), plain_twin(attention.proj)
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x, is_first_microbatch=None), expected)
+    if not post_norm:
+        layer.layernorm_mlp = nn.Sequential(layer.layernorm_mlp)  # type: ignore[assignment]
+        torch.testing.assert_close(layer(x), expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -31,6 +31,9 @@ from minifloat.recipe import Recipe
 
 _BEFORE = "_before_convert"  # the attribute of a converted module that holds its ``Before``
 
+Histories = dict[str, nn.Module]
+"""Those of delayed scaling, by the name of the submodule."""
+
 
 class Conv1DLinear(Linear):
     """What Hugging Face's ``Conv1D`` becomes: a ``Linear`` whose parameter is W^T, [in_features, out_features]."""
@@ -81,7 +84,8 @@ def convert(
     Each converted module stays the same object and changes its class: its parameters, hooks and names, and references
     to it from elsewhere, are what they were, and an optimizer that was made before goes on. State dict keys change in
     one case: delayed scaling adds its histories, which a checkpoint may lack. :func:`minifloat.convert.revert` undoes
-    it all. A model that was converted before is reverted first.
+    it all. A model that was converted before is reverted first; a layer that gets the recipe that it had keeps its
+    histories.
 
     Converted are ``nn.Linear`` itself and Hugging Face's ``Conv1D``. A subclass of ``nn.Linear``, a weight that is
     computed (parametrizations, pruning) or of a dtype that cannot be quantized, and a forward that was replaced on the
@@ -110,6 +114,7 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model is a {type(model).__name__}; an nn.Module is needed")
     chosen, read = own_recipe(recipe), read_rules(rules)
+    kept = _histories(model)
     revert(model)
     modules = named_modules(model)
     linears = [named for named in modules if is_linear(named.module)]
@@ -117,7 +122,8 @@ def convert(
     decisions = [(named, _decide(named, chosen, wanted, read)) for named in linears]
     try:
         for named, decision in decisions:
-            _apply(named, decision)
+            recipe_before, histories = kept.get(named.module, (None, {}))
+            _apply(named, decision, histories if recipe_before == decision.recipe else {})
     except BaseException:
         revert(model)
         raise
@@ -166,26 +172,42 @@ def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]
     return _Decision(recipe, 'recipe="none"' if recipe == "none" else None)
 
 
-def _apply(named: Named, decision: _Decision) -> None:
-    """Converts a linear, or gives a ``Linear`` of the model's own its recipe."""
+def _histories(model: nn.Module) -> dict[nn.Module, tuple[OwnRecipe, Histories]]:
+    """Of each converted layer: its recipe, and the histories that it got since."""
+    found: dict[nn.Module, tuple[OwnRecipe, Histories]] = {}
+    for module in model.modules():
+        if isinstance(module, LinearState) and _BEFORE in module.__dict__:
+            found[module] = module.recipe, _added_histories(module)
+    return found
+
+
+def _added_histories(module: nn.Module) -> Histories:
+    before: Before = module.__dict__[_BEFORE]
+    children = module._modules.items()
+    return {k: m for k, m in children if isinstance(m, AmaxHistory) and k not in before.submodules}
+
+
+def _apply(named: Named, decision: _Decision, histories: Histories) -> None:
+    """Converts a linear, or gives a ``Linear`` of the model's own its recipe; with histories that it had, if any."""
     names, module = named
     if isinstance(module, LinearState):
         if module.recipe != decision.recipe:
-            _give_recipe(module, decision.recipe)
+            _give_recipe(module, decision.recipe, histories)
     elif decision.reason is None:
-        _change_class(module, Conv1DLinear if is_conv1d(module) else Linear, decision.recipe, names[0])
+        _change_class(module, Conv1DLinear if is_conv1d(module) else Linear, decision.recipe, names[0], histories)
 
 
-def _give_recipe(module: LinearState, recipe: OwnRecipe) -> None:
+def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
     plans = ("recipe", "_latest_plan", "_custom_plans")  # a plan of delayed scaling relies on the histories
     values = {key: module.__dict__[key] for key in plans}
     module.__dict__[_BEFORE] = Before(type(module), None, values, (), tuple(module._modules))
+    module._modules.update(histories)
     module.recipe = recipe
     if isinstance(recipe, Recipe):
         module.plan(recipe)
 
 
-def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, name: str) -> None:
+def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, name: str, histories: Histories) -> None:
     before, kind, (out_features, in_features) = dict(module.__dict__), type(module), linear_shape(module)
     module.__class__ = given
     assert isinstance(module, Linear)
@@ -195,15 +217,15 @@ def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, nam
     values = {key: before[key] for key in now if key in before and before[key] is not now[key]}
     added = tuple(key for key in now if key not in before)
     now[_BEFORE] = Before(kind, given, values, added, tuple(module._modules))
+    module._modules.update(histories)
     if isinstance(module.recipe, Recipe):
         module.plan(module.recipe)
 
 
 def _restore(module: nn.Module) -> None:
+    for name in _added_histories(module):
+        del module._modules[name]
     before: Before = module.__dict__.pop(_BEFORE)
-    for name, child in tuple(module._modules.items()):
-        if isinstance(child, AmaxHistory) and name not in before.submodules:
-            del module._modules[name]
     if before.given is not None:
         module.__class__ = before.kind
     for name in before.added:

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 
+def autocast_enabled(x: Tensor) -> bool:
+    """``torch.autocast`` is on for the device of ``x``."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of ``torch.autocast`` where that is on for the device of ``x``; else the dtype of ``x``."""
+    return torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else x.dtype
+
+
 def autocast_to(x: Tensor) -> Tensor:
-    """``x`` in the dtype of ``torch.autocast`` where that is on for its device; else ``x`` itself."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    """``x`` in its :func:`autocast_dtype`; ``x`` itself where it has that already."""
+    return x.to(autocast_dtype(x))
 
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager[object]:

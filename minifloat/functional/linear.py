@@ -32,7 +32,8 @@ class LinearCall:
         use: where delayed scaling reads its scales and records its amaxes.
         quantize_output, quantize_grad_input: return those as :class:`QuantizedTensor`.
         main_grad: dW is added to ``weight.main_grad``; no gradient is returned for it.
-        overwrite_main_grad: it replaces what is there instead, in the first microbatch of a step.
+        overwrite_main_grad: in the first microbatch of a step: it replaces what is there instead, once after each time
+            that ``weight.main_grad_is_old`` was set.
         wgrad_tasks: dW is left for later: backward appends what computes it here.
     """
 
@@ -314,8 +315,11 @@ def _into_main_grad(weight: Tensor | None, dw: Tensor, overwrite: bool) -> Tenso
         the parameter run.
     """
     assert weight is not None
-    if overwrite or getattr(weight, "overwrite_main_grad", False):
+    # A weight may be used several times in a microbatch: what is there is the previous step's for the first dW only.
+    old = overwrite and getattr(weight, "main_grad_is_old", True)
+    if old or getattr(weight, "overwrite_main_grad", False):
         weight.main_grad.copy_(dw)  # type: ignore[attr-defined]
+        weight.main_grad_is_old = False  # type: ignore[attr-defined]
     else:
         weight.main_grad.add_(dw)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

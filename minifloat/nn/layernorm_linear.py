@@ -35,14 +35,20 @@ def make_norm(
     return NORMS[normalization](size, eps, zero_centered_gamma, dtype, device)
 
 
+def part_name(name: str | None, part: str) -> str:
+    """What recipes and errors call a part of a module of that name."""
+    return f"{name}.{part}" if name else part
+
+
 def runs_alone(*parts: nn.Module) -> bool:
-    """Some part is to be called as a module: it has hooks, is not (or no longer) one of ours, or keeps its input.
+    """Some part is to be called as a module: it has hooks or a ``forward`` of its own, is none of ours, or keeps X.
 
     The fused function reads the parts' parameters and never calls them.
     """
     return any(
         type(part) not in (Linear, LayerNorm, RMSNorm)
         or getattr(part, "save_original_input", False)
+        or "forward" in part.__dict__
         or part._forward_hooks
         or part._forward_pre_hooks
         or part._backward_hooks
@@ -52,12 +58,15 @@ def runs_alone(*parts: nn.Module) -> bool:
 
 
 def call_alone(
-    linear: nn.Module, x: Tensor, is_first_microbatch: bool | None, fp8_output: bool = False
-) -> tuple[Any, ...]:
-    """Y, and the bias if the linear returns it; what replaced a linear need not know options that are not used."""
+    part: nn.Module, x: Tensor, is_first_microbatch: bool | None, fp8_output: bool = False
+) -> tuple[Any, Any]:
+    """Y, and the bias or norm's result that the part returns with it, or None.
+
+    What replaced a part need not know options that are not used, nor return more than Y.
+    """
     options: dict[str, Any] = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
-    outputs = linear(x, **options, **({"fp8_output": True} if fp8_output else {}))
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = part(x, **options, **({"fp8_output": True} if fp8_output else {}))
+    return outputs if isinstance(outputs, tuple) else (outputs, None)
 
 
 class LayerNormLinear(nn.Module):
@@ -99,6 +108,7 @@ class LayerNormLinear(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
+        self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.norm = make_norm(normalization, in_features, eps, zero_centered_gamma, params_dtype, device)
         self.linear = Linear(
@@ -122,14 +132,14 @@ class LayerNormLinear(nn.Module):
         The tuple is Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
         ``is_first_microbatch`` and ``fp8_output`` are those of :class:`~minifloat.Linear`.
         """
-        recipe = None if runs_alone(self.norm, self.linear) else self.linear.recipe_of_call()
+        recipe = None if runs_alone(self.norm, self.linear) else self.linear.recipe_in_force()
         if recipe is None:
             n = self.norm(x)
-            y, *rest = call_alone(self.linear, n, is_first_microbatch, fp8_output)
+            y, bias = call_alone(self.linear, n, is_first_microbatch, fp8_output)
         else:
             y, n = self._fused(x, recipe, is_first_microbatch, fp8_output)
-            rest = [self.linear.bias_vector()] if self.linear.return_bias else []
-        outputs = (y, *rest, *([n] if self.return_layernorm_output else []))
+            bias = self.linear.bias_vector() if self.return_bias else None
+        outputs = (y, *([bias] if self.return_bias else []), *([n] if self.return_layernorm_output else []))
         return outputs if len(outputs) > 1 else y
 
     def _fused(

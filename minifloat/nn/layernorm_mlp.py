@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minifloat.functional.activation import activate
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.functional.producers import Activation
-from minifloat.nn.layernorm_linear import call_alone, make_norm, needs_gradient, runs_alone
+from minifloat.nn.layernorm_linear import call_alone, make_norm, needs_gradient, part_name, runs_alone
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod
 from minifloat.recipe import Recipe
@@ -39,7 +39,7 @@ class LayerNormMLP(nn.Module):
         return_layernorm_output: forward also gives the norm's result.
         checkpoint: keep X alone, and compute the rest again in backward.
         recipe: of both linears, as of :class:`~minifloat.Linear`.
-        name: recipes and errors call the linears ``name.fc1`` and ``name.fc2``.
+        name: recipes and errors call the linears ``name.fc1`` and ``name.fc2``; without it ``fc1`` and ``fc2``.
 
     Raises:
         ValueError: an unknown normalization or activation or parameter of one, and as of the parts.
@@ -70,6 +70,7 @@ class LayerNormMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = Activation.of(activation, activation_params)
+        self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.checkpoint = checkpoint
         self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, params_dtype, device)
@@ -83,14 +84,13 @@ class LayerNormMLP(nn.Module):
             params_dtype=params_dtype,
         )
         fc1_features = 2 * ffn_hidden_size if self.activation.gated else ffn_hidden_size
-        fc1_name, fc2_name = (f"{name}.{part}" if name else None for part in ("fc1", "fc2"))
-        self.fc1 = linear(hidden_size, fc1_features, init_method=init_method, name=fc1_name)
+        self.fc1 = linear(hidden_size, fc1_features, init_method=init_method, name=part_name(name, "fc1"))
         self.fc2 = linear(
             ffn_hidden_size,
             hidden_size,
             init_method=output_layer_init_method or init_method,
             return_bias=return_bias,
-            name=fc2_name,
+            name=part_name(name, "fc2"),
         )
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -107,15 +107,15 @@ class LayerNormMLP(nn.Module):
 
     def _run(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor | None, ...]:
         alone = runs_alone(self.norm, self.fc1, self.fc2)
-        first, second = (None if alone else linear.recipe_of_call() for linear in (self.fc1, self.fc2))
+        first, second = (None if alone else linear.recipe_in_force() for linear in (self.fc1, self.fc2))
         if first is None or second is None:
             n = self.norm(x)
-            (h,) = call_alone(self.fc1, n, is_first_microbatch)
-            y, *rest = call_alone(self.fc2, activate(h, self.activation), is_first_microbatch)
+            h, _ = call_alone(self.fc1, n, is_first_microbatch)
+            y, bias = call_alone(self.fc2, activate(h, self.activation), is_first_microbatch)
         else:
             y, n = self._fused(x, (first, second), is_first_microbatch)
-            rest = [self.fc2.bias_vector()] if self.fc2.return_bias else []
-        return (y, *rest, *([n] if self.return_layernorm_output else []))
+            bias = self.fc2.bias_vector() if self.return_bias else None
+        return (y, *([bias] if self.return_bias else []), *([n] if self.return_layernorm_output else []))
 
     def _fused(
         self, x: Tensor, recipes: tuple[Recipe, Recipe], is_first_microbatch: bool | None

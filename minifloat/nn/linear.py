@@ -12,19 +12,15 @@ from torch import Tensor
 from minifloat import recompute
 from minifloat.autocast import Use, current
 from minifloat.functional import shared_cast
-from minifloat.functional.linear import LinearCall, LinearFunction, Ready, weight_quantizer
-from minifloat.functional.plan import LinearPlan, linear_plan
-from minifloat.functional.quantize import calibrate, pairs_with, quantize, record, reuse
+from minifloat.functional.amp import autocast_dtype, autocast_enabled
+from minifloat.functional.linear import LinearCall, LinearFunction, Ready
+from minifloat.functional.plan import LinearPlan
+from minifloat.functional.quantize import calibrate, reuse
 from minifloat.kernels import matmul
-from minifloat.nn import parameters
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.parameters import CachedWeight, InitMethod
-from minifloat.operand import Quantized
+from minifloat.nn.parameters import InitMethod
 from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.recipe import CustomRecipe, QuantizerRole, Recipe
-from minifloat.tensor import QuantizedTensor
-
-_PLANS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
 def _identity(role: QuantizerRole) -> Quantizer:
@@ -58,7 +54,10 @@ class Linear(LinearState):
             high precision whatever surrounds it; None takes what ``autocast`` gives.
         name: what recipes and errors call the layer.
         fuse_wgrad_accumulation: add dW to ``weight.main_grad`` (a buffer that you provide, fp32 as a rule), set
-            ``weight.grad_added_to_main_grad`` and return no gradient for it.
+            ``weight.grad_added_to_main_grad`` and return no gradient for it. After a forward with
+            ``is_first_microbatch=True`` the first dW replaces what is there, and those that follow are added, of a
+            weight that is used several times too; all its uses in the first microbatch must be forwarded before the
+            first of their backwards.
         delay_wgrad_compute: backward leaves dW to :meth:`backward_dw`.
         save_original_input: backward keeps X as it came and quantizes it again: costs a cast, saves memory where X is
             kept alive by somebody else anyway.
@@ -75,8 +74,9 @@ class Linear(LinearState):
 
     Raises:
         TypeError: ``recipe`` is not one, or X is not floating point.
-        ValueError: an unknown recipe name; X's last dim is not ``in_features``; an unsupported dtype; rows of
-            ``parameters_split`` that do not add up to ``out_features``.
+        ValueError: an unknown recipe name; X's last dim is not ``in_features``; an unsupported dtype, or without
+            recipe and ``torch.autocast`` one that is not the weight's; rows of ``parameters_split`` that do not add up
+            to ``out_features``.
     """
 
     def __init__(
@@ -127,20 +127,23 @@ class Linear(LinearState):
             fp8_grad: return the gradient of X quantized.
         """
         self.check_input(x)
-        recipe = self.recipe_of_call()
+        recipe, run = self.recipe_in_force(), None
         if recipe is None:
-            return self._high_precision(x)
+            run = self._calibrate(x)
+            if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+                return self._high_precision(x)
+            recipe = _UNQUANTIZED  # PyTorch's own linear cannot do what is asked
         dtype = self.compute_dtype(x)
-        started = self.start(recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad)
+        started = self.start(recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, run)
         plan, call, ready, weight, bias = started
         source, x = x, x.to(dtype)
         quantizer = call.input_quantizer(plan, x)
         ready.x = reuse(x, quantizer)
         if ready.x is None:
-            ready.x = shared_cast.find(source, dtype, quantizer)
+            ready.x = shared_cast.find(source, dtype, quantizer, self)
         y: Tensor = LinearFunction.apply(plan, call, ready, x, weight, bias)  # type: ignore[no-untyped-call]
         if not call.keeps_input(plan, x):  # else X lives as long as the graph, and its operands would with it
-            shared_cast.keep(source, dtype, quantizer, ready.x)
+            shared_cast.keep(source, dtype, quantizer, ready.x, self)
         started.finish()
         return (y, self.bias_vector()) if self.return_bias else y
 
@@ -152,14 +155,19 @@ class Linear(LinearState):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        run: recompute.Pass | None = None,
     ) -> Started:
-        """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be."""
+        """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be.
+
+        ``run``: what the forward is to delayed scaling, where the caller has asked already.
+        """
         plan = self.plan(recipe)
+        run = self._run(plan) if run is None else run
         weight, bias = self.weight_matrix(), None if self.return_bias else self.bias_vector()
         if weight.dtype not in DTYPES:
             raise ValueError(f"{self.label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
-        call = self._call(plan, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad)
-        return Started(plan, call, Ready(w=self._ready_weight(plan, call, weight, is_first_microbatch)), weight, bias)
+        call = self._call(plan, run, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad)
+        return Started(plan, call, Ready(w=self.ready_weight(plan, call, weight, is_first_microbatch)), weight, bias)
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype of the activations: of X, or of ``torch.autocast`` where that is on.
@@ -172,15 +180,7 @@ class Linear(LinearState):
                 f"{self.label}: cannot quantize {x.dtype} input and {self.weight_matrix().dtype} weight; "
                 "use bf16, fp16 or fp32, as x.float()"
             )
-        device = x.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-    def recipe_of_call(self) -> Recipe | None:
-        """:meth:`recipe_in_force`, or one that quantizes nothing where PyTorch's own linear cannot do what is asked."""
-        recipe = self.recipe_in_force()
-        if recipe is None and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
-            return _UNQUANTIZED
-        return recipe
+        return autocast_dtype(x)
 
     def recipe_in_force(self) -> Recipe | None:
         """The layer's own recipe, else that of ``autocast``, else None."""
@@ -188,28 +188,6 @@ class Linear(LinearState):
             return self.recipe if isinstance(self.recipe, Recipe) else None
         context = current()
         return context.recipe if context is not None and context.enabled else None
-
-    def plan(self, recipe: Recipe) -> LinearPlan:
-        """What the layer does under ``recipe``: decided at its first use, and kept."""
-        if self._latest_plan is None or self._latest_plan[0] is not recipe:
-            make = self._custom_plan if isinstance(recipe, CustomRecipe) else self._new_plan
-            self._latest_plan = recipe, make(recipe)
-        return self._latest_plan[1]
-
-    def _custom_plan(self, recipe: Recipe) -> LinearPlan:
-        """Recipes may take turns, and a factory is asked once: the plans of the latest few are kept."""
-        for known, plan in self._custom_plans:
-            if known is recipe:
-                return plan
-        plan = self._new_plan(recipe)
-        self._custom_plans = [*self._custom_plans[1 - _PLANS_KEPT :], (recipe, plan)]
-        return plan
-
-    def _new_plan(self, recipe: Recipe) -> LinearPlan:
-        plan = linear_plan(recipe, self.name, self.save_original_input)
-        if plan.delayed is not None:
-            self._make_histories(plan.delayed)
-        return plan
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.
@@ -243,6 +221,7 @@ class Linear(LinearState):
     def _call(
         self,
         plan: LinearPlan,
+        run: recompute.Pass,
         dtype: torch.dtype,
         needs_x: bool,
         weight: Tensor,
@@ -258,12 +237,15 @@ class Linear(LinearState):
         main_grad = needs_w and self.fuse_wgrad_accumulation
         if main_grad and getattr(weight, "main_grad", None) is None:
             raise ValueError(f"{self.label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
+        if self.fuse_wgrad_accumulation and is_first_microbatch and torch._C._current_graph_task_id() == -1:
+            # Not inside of backward: a checkpoint's recomputation is no other microbatch.
+            weight.main_grad_is_old = True  # type: ignore[attr-defined]
         return LinearCall(
             needs_x=needs_x,
             needs_w=needs_w,
             needs_b=needs_b,
             dtype=dtype,
-            use=self._use(plan, needs_x or needs_w or needs_b),
+            use=self._use(plan, run, needs_x or needs_w or needs_b),
             quantize_output=fp8_output,
             quantize_grad_input=fp8_grad,
             main_grad=main_grad,
@@ -271,10 +253,13 @@ class Linear(LinearState):
             wgrad_tasks=self._wgrad_tasks if self.delay_wgrad_compute else None,
         )
 
-    def _use(self, plan: LinearPlan, backward: bool) -> Use | None:
+    def _run(self, plan: LinearPlan | None) -> recompute.Pass:
+        """What a forward is to the delayed scaling of ``plan``; to be asked once in each."""
+        scale = None if plan is None or plan.delayed is None else self.forward_scaling.scale
+        return self._follow(self.recipe_in_force(), scale)
+
+    def _use(self, plan: LinearPlan, run: recompute.Pass, backward: bool) -> Use | None:
         """Where delayed scaling keeps its state; in a recomputation, what it was in the forward."""
-        scale = None if plan.delayed is None else self.forward_scaling.scale
-        run = self._follow(self.recipe_in_force(), scale)
         if plan.delayed is None:
             return None
         states = self.forward_scaling, self.backward_scaling
@@ -282,54 +267,35 @@ class Linear(LinearState):
 
     def _follow(self, recipe: Recipe | None, scale: Tensor | None) -> recompute.Pass:
         if torch.compiler.is_compiling():
+            if scale is not None:
+                recompute.refuse_compiled(self.label)
             grad = torch.is_grad_enabled()
             return recompute.Pass(None, grad, grad)
         run = recompute.follow(recipe, scale, self._ran_under, self.label)
         self._ran_under = recipe
         return run
 
-    def _ready_weight(
-        self, plan: LinearPlan, call: LinearCall, weight: Tensor, is_first_microbatch: bool | None
-    ) -> Quantized | None:
-        quantizer = weight_quantizer(plan, call.needs_x)
-        if isinstance(weight, QuantizedTensor):
-            ready = reuse(weight, quantizer)
-            if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan, call.needs_x):
-                ready = weight.operands
-            if ready is not None:
-                self._follow_own_scale(weight, call.use, ready)
-                return ready
-        if is_first_microbatch is None:
-            return None
-        sources = tuple(getattr(self, name) for name in self.weight_names)
-        cached = self._weight_cache
-        if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
-            return cached.operands
-        operands = quantize([weight.detach()], [quantizer], ["weight"], call.use)[0]
-        self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
-        return operands
-
-    def _follow_own_scale(self, weight: QuantizedTensor, use: Use | None, operands: Quantized) -> None:
-        """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
-        if use is None:
-            return
-        record(use, "weight", operands)
-        if not torch.compiler.is_compiling():
-            self._bind_scale(weight)
-
     def _high_precision(self, x: Tensor) -> Any:
         weight, bias = self.weight_matrix(), self.bias_vector()
+        if x.dtype != weight.dtype and not autocast_enabled(x):
+            raise ValueError(
+                f"{self.label}: {x.dtype} input and {weight.dtype} weight, and no recipe that would compute with both; "
+                "convert one to the dtype of the other, or use torch.autocast or a recipe"
+            )
+        matmul.record("fprop", "identity", "identity", "torch")
+        return (F.linear(x, weight), bias) if self.return_bias else F.linear(x, weight, bias)
+
+    def _calibrate(self, x: Tensor) -> recompute.Pass:
+        """Where ``autocast`` calibrates delayed scaling: records what is about to be computed in high precision."""
         context = current()
         calibrates = context is not None and context.calibrating and self.recipe is None
         plan = self.plan(context.recipe) if calibrates and context is not None else None
-        scale = None if plan is None or plan.delayed is None else self.forward_scaling.scale
-        run = self._follow(None, scale)
+        run = self._run(plan)
         if plan is not None and plan.delayed is not None and run.scale is None:
             states = self.forward_scaling, self.backward_scaling
             use = Use(states, plan.delayed, True, False, context)
-            calibrate([x.detach(), weight.detach()], ["input", "weight"], use)
-        matmul.record("fprop", "identity", "identity", "torch")
-        return (F.linear(x, weight), bias) if self.return_bias else F.linear(x, weight, bias)
+            calibrate([x.detach(), self.weight_matrix().detach()], ["input", "weight"], use)
+        return run
 
     def check_input(self, x: Tensor) -> None:
         """Raises if X is not floating point, or does not end in ``in_features``."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
+from minifloat.autocast import Use
+from minifloat.functional.linear import LinearCall, weight_quantizer
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, linear_plan
+from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.nn import parameters
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.nn.parameters import CachedWeight, InitMethod
-from minifloat.recipe import DelayedScaling, Recipe, as_recipe
+from minifloat.operand import Quantized
+from minifloat.recipe import CustomRecipe, DelayedScaling, Recipe, as_recipe
 from minifloat.tensor import QuantizedTensor
 
 _HISTORIES = ("forward_scaling", "backward_scaling")
+_PLANS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
 class LinearState(nn.Linear):
@@ -61,10 +66,6 @@ class LinearState(nn.Linear):
         }
         self.__dict__.update(state)  # nn.Module.__init__ may not have run yet
 
-    def plan(self, recipe: Recipe) -> LinearPlan:
-        """What the layer does under ``recipe``."""
-        raise NotImplementedError
-
     @property
     def label(self) -> str:
         """What errors call the layer."""
@@ -99,6 +100,30 @@ class LinearState(nn.Linear):
     def has_bias(self) -> bool:
         return bool(self.bias_names)
 
+    # ---- plans ----
+
+    def plan(self, recipe: Recipe) -> LinearPlan:
+        """What the layer does under ``recipe``: decided at its first use, and kept."""
+        if self._latest_plan is None or self._latest_plan[0] is not recipe:
+            make = self._custom_plan if isinstance(recipe, CustomRecipe) else self._new_plan
+            self._latest_plan = recipe, make(recipe)
+        return self._latest_plan[1]
+
+    def _custom_plan(self, recipe: Recipe) -> LinearPlan:
+        """Recipes may take turns, and a factory is asked once: the plans of the latest few are kept."""
+        for known, plan in self._custom_plans:
+            if known is recipe:
+                return plan
+        plan = self._new_plan(recipe)
+        self._custom_plans = [*self._custom_plans[1 - _PLANS_KEPT :], (recipe, plan)]
+        return plan
+
+    def _new_plan(self, recipe: Recipe) -> LinearPlan:
+        plan = linear_plan(recipe, self.name, self.save_original_input)
+        if plan.delayed is not None:
+            self._make_histories(plan.delayed)
+        return plan
+
     # ---- the start ----
 
     def reset_parameters(self) -> None:
@@ -106,17 +131,29 @@ class LinearState(nn.Linear):
         for name in _HISTORIES:
             if name in self._modules:
                 getattr(self, name).reset_parameters()
-        for name in self.weight_names:
-            weight = getattr(self, name)
-            if isinstance(weight, QuantizedTensor):
-                values = parameters.initial_values(weight, self.init_method)
-                self._bind_scale(weight, values)
-                weight.quantize_(values)
-            else:
-                parameters.initialize(weight, self.init_method)
         bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
-        for name in self.bias_names:
-            nn.init.uniform_(getattr(self, name), -bound, bound)
+        self._fill(self.weight_names, lambda weight: parameters.initialize(weight, self.init_method))
+        self._fill(self.bias_names, lambda bias: nn.init.uniform_(bias, -bound, bound))
+
+    def _fill(self, names: Sequence[str], init: InitMethod) -> None:
+        """Fills parameters that are ranges of the rows of one tensor: ``init`` is given that, as before the split."""
+        parts = [getattr(self, name) for name in names]
+        if len(parts) == 1 and not isinstance(parts[0], QuantizedTensor):
+            init(parts[0])
+        elif parts:
+            rows = [part.shape[0] for part in parts]
+            whole = torch.empty(sum(rows), *parts[0].shape[1:], dtype=parts[0].dtype, device=parts[0].device)
+            init(whole)
+            for part, values in zip(parts, whole.split(rows), strict=True):
+                self._write(part, values)
+
+    @torch.no_grad()
+    def _write(self, parameter: Tensor, values: Tensor) -> None:
+        if isinstance(parameter, QuantizedTensor):
+            self._bind_scale(parameter, values)
+            parameter.quantize_(values)
+        else:
+            parameter.copy_(values)
 
     def _split(self, sizes: Mapping[str, int]) -> None:
         """Replaces weight and bias by parameters for ranges of their rows, with the same values."""
@@ -179,6 +216,38 @@ class LinearState(nn.Linear):
             weight = getattr(self, name)
             if isinstance(weight, QuantizedTensor):
                 self._bind_scale(weight)
+
+    # ---- the weight of a call ----
+
+    def ready_weight(
+        self, plan: LinearPlan, call: LinearCall, weight: Tensor, is_first_microbatch: bool | None
+    ) -> Quantized | None:
+        """The operands of the weight that a call need not make: its own, or those kept for several microbatches."""
+        quantizer = weight_quantizer(plan, call.needs_x)
+        if isinstance(weight, QuantizedTensor):
+            ready = reuse(weight, quantizer)
+            if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan, call.needs_x):
+                ready = weight.operands
+            if ready is not None:
+                self._follow_own_scale(weight, call.use, ready)
+                return ready
+        if is_first_microbatch is None:
+            return None
+        sources = tuple(getattr(self, name) for name in self.weight_names)
+        cached = self._weight_cache
+        if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
+            return cached.operands
+        operands = quantize([weight.detach()], [quantizer], ["weight"], call.use)[0]
+        self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
+        return operands
+
+    def _follow_own_scale(self, weight: QuantizedTensor, use: Use | None, operands: Quantized) -> None:
+        """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
+        if use is None:
+            return
+        record(use, "weight", operands)
+        if not torch.compiler.is_compiling():
+            self._bind_scale(weight)
 
     # ---- delayed scaling ----
 

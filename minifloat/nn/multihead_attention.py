@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minifloat.functional.amp import autocast_to
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
-from minifloat.nn.layernorm_linear import LayerNormLinear, make_norm
+from minifloat.nn.layernorm_linear import LayerNormLinear, call_alone, make_norm, part_name
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.rope import apply_rotary_pos_emb
@@ -44,7 +44,8 @@ class MultiheadAttention(nn.Module):
             :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
         return_bias: leave adding the bias of ``proj`` to the caller.
         return_layernorm_output: forward also gives the input norm's result.
-        name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``.
+        name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``;
+            without it ``qkv`` and so on.
 
     Raises:
         ValueError: sizes that do not divide, an unknown type or norm, a norm's result asked for without a norm.
@@ -96,6 +97,7 @@ class MultiheadAttention(nn.Module):
         self.heads, self.groups, self.channels = num_attention_heads, groups, channels
         self.qkv_format = qkv_format
         self.attention_type = attention_type
+        self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
@@ -190,21 +192,23 @@ class MultiheadAttention(nn.Module):
             core_attention_bias=core_attention_bias,
         )
         run = partial(run_checkpointed, attend) if checkpoint_core_attention else attend
-        y = self.proj(run(q, k, v, attention_mask, cu_seqlens_q, cu_seqlens_kv), is_first_microbatch)
-        outputs = (*(y if self.proj.return_bias else (y,)), *norm_output)
+        attended = run(q, k, v, attention_mask, cu_seqlens_q, cu_seqlens_kv)
+        y, bias = call_alone(self.proj, attended, is_first_microbatch)
+        outputs = (y, *([bias] if self.return_bias else []), *norm_output)
         return outputs if len(outputs) > 1 else y
 
     def _query_key_value(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Each [..., heads, channels]; and the norm's result, if it is wanted."""
-        results = (self.qkv if encoder_output is None else self.query)(x, is_first_microbatch)
-        projected, *norm_output = results if self.return_layernorm_output else (results,)
+        linear = self.qkv if encoder_output is None else self.query
+        projected, n = call_alone(linear, x, is_first_microbatch)
+        norm_output = [n] if self.return_layernorm_output else []
         heads = projected.unflatten(-1, (-1, self.channels))
         if encoder_output is None:
             return heads.split((self.heads, self.groups, self.groups), -2), norm_output
-        key_value = self.key_value(encoder_output, is_first_microbatch).unflatten(-1, (-1, self.channels))
-        return (heads, *key_value.split(self.groups, -2)), norm_output
+        key_value, _ = call_alone(self.key_value, encoder_output, is_first_microbatch)
+        return (heads, *key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)), norm_output
 
     def extra_repr(self) -> str:
         rotated = ", rotary_pos_interleaved=True" if self.rotary_pos_interleaved else ""
@@ -244,11 +248,6 @@ class MultiheadAttention(nn.Module):
         return apply_rotary_pos_emb(
             autocast_to(x), angles, self.qkv_format, interleaved=self.rotary_pos_interleaved, cu_seqlens=packed
         )
-
-
-def part_name(name: str | None, part: str) -> str | None:
-    """What recipes and errors call a part of a module; None if it has no name of its own."""
-    return f"{name}.{part}" if name else None
 
 
 def _projection(

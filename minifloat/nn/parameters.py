@@ -55,15 +55,18 @@ def quantized_model_init(
 
     Args:
         enabled: False makes high-precision parameters, inside of another such context too.
-        recipe: a recipe or its short name; default ``get_default_recipe()``.
+        recipe: a recipe or its short name; default ``get_default_recipe()``. ``"none"`` is ``enabled=False``.
         preserve_high_precision_init_val: keep the initial values on the CPU, to start an optimizer's master weights
             from: ``weight.get_high_precision_init_val()``, ``weight.clear_high_precision_init_val()``.
 
     Raises:
         TypeError, ValueError: ``recipe`` is not one.
     """
-    chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
-    _stack.inits.append(ParameterInit(chosen, preserve_high_precision_init_val) if enabled else None)
+    init = None
+    if recipe != "none":
+        chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
+        init = ParameterInit(chosen, preserve_high_precision_init_val)
+    _stack.inits.append(init if enabled else None)
     try:
         yield
     finally:
@@ -105,13 +108,6 @@ def initialize(weight: Tensor, init_method: InitMethod | None) -> None:
         init_method(weight)
     else:
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-
-
-def initial_values(weight: QuantizedTensor, init_method: InitMethod | None) -> Tensor:
-    """What a high-precision weight of its shape, dtype and device would start as."""
-    values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    initialize(values, init_method)
-    return values
 
 
 def quantized_parameter(

@@ -20,8 +20,10 @@ class RotaryPositionEmbedding(nn.Module):
         dim: channels of a head; ``int(dim * rotary_percent)`` of them, an even number, are turned.
         rotary_percent: the part of a head that is turned, its first channels; above 0, at most 1.
         seq_len_interpolation_factor: positions are divided by it (Chen et al. 2023).
-        pretrained_max_position_embeddings: with a factor: sequences longer than the factor times this are divided by
-            ``max_seq_len / pretrained_max_position_embeddings`` instead, so that they fit.
+        pretrained_max_position_embeddings: with a factor: sequences that end beyond the factor times this are divided
+            by ``end / pretrained_max_position_embeddings`` instead, so that they fit. ``end`` is
+            ``offset + max_seq_len``; a position has one angle in all calls of one ``end``, and may have another in
+            calls of another one.
         rotary_base: the base of the frequencies.
         interleaved: pairs are neighbours (2 i, 2 i + 1) rather than halves (i, i + dim / 2).
         device: where the angles are computed; ``module.to`` moves it.
@@ -77,16 +79,16 @@ class RotaryPositionEmbedding(nn.Module):
         Each angle is there twice, at both channels of its pair, for :func:`apply_rotary_pos_emb`.
         """
         position = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
-        angle = (position * self._interpolation(max_seq_len))[:, None] * self.inv_freq
+        angle = (position * self._interpolation(offset + max_seq_len))[:, None] * self.inv_freq
         both = torch.stack((angle, angle), -1).flatten(1) if self.interleaved else torch.cat((angle, angle), -1)
         return both[:, None, None]
 
-    def _interpolation(self, max_seq_len: int) -> float:
+    def _interpolation(self, end: int) -> float:
         factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is None:
             return 1.0
-        if pretrained is not None and max_seq_len > pretrained * factor:
-            return pretrained / max_seq_len
+        if pretrained is not None and end > pretrained * factor:
+            return pretrained / end
         return 1 / factor
 
     def extra_repr(self) -> str:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.nn.attention import MaskType, QKVFormat
+from minifloat.nn.layernorm_linear import call_alone, part_name
 from minifloat.nn.layernorm_mlp import LayerNormMLP
-from minifloat.nn.multihead_attention import MultiheadAttention, part_name
+from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.parameters import InitMethod
 from minifloat.recipe import Recipe
 
@@ -35,7 +36,8 @@ class TransformerLayer(nn.Module):
             ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal``.
         parallel_attention_mlp: the MLP reads X too, not what attention made of it.
         apply_residual_connection_post_layernorm: results are added to what the norm gives, not to what it takes.
-        name: recipes and errors call the linears ``name.self_attention.qkv``, ``name.layernorm_mlp.fc1`` and so on.
+        name: recipes and errors call the linears ``name.self_attention.qkv``, ``name.layernorm_mlp.fc1`` and so on;
+            default ``layer`` and the ``layer_number``, if that is given.
 
     Raises:
         ValueError: an unknown layer type, parallel attention and MLP in a decoder, and as of the parts.
@@ -89,6 +91,8 @@ class TransformerLayer(nn.Module):
             raise ValueError(f"TransformerLayer: layer_type is {layer_type!r}; choose 'encoder' or 'decoder'")
         if parallel_attention_mlp and layer_type == "decoder":
             raise ValueError("TransformerLayer: parallel_attention_mlp=True is for layer_type='encoder' only")
+        if not name and layer_number is not None:
+            name = f"layer{layer_number}"
         self.parallel_attention_mlp = parallel_attention_mlp
         self.residual_post_layernorm = apply_residual_connection_post_layernorm
         of_all: dict[str, Any] = {
@@ -199,14 +203,14 @@ class TransformerLayer(nn.Module):
             )
             x = self._add(x, attended)
         if not self.parallel_attention_mlp:
-            return self._add(x, self.layernorm_mlp(x, is_first_microbatch))
-        transformed = self.layernorm_mlp(hidden_states, is_first_microbatch)
-        return x + self.dropout(transformed[0] if self.residual_post_layernorm else transformed)
+            return self._add(x, call_alone(self.layernorm_mlp, x, is_first_microbatch))
+        transformed, _ = call_alone(self.layernorm_mlp, hidden_states, is_first_microbatch)
+        return x + self.dropout(transformed)
 
     def _add(self, x: Tensor, result: Any) -> Tensor:
         """The residual connection: to X, or to what the norm made of it, which then comes with the result."""
-        y, residual = result if self.residual_post_layernorm else (result, x)
-        added: Tensor = residual + self.dropout(y)
+        y, n = result if isinstance(result, tuple) else (result, None)
+        added: Tensor = (n if self.residual_post_layernorm else x) + self.dropout(y)
         return added
 
     def extra_repr(self) -> str:

@@ -27,7 +27,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     A master starts from the parameter's ``get_high_precision_init_val()`` where it has one, which is then cleared, else
     from its value. Later writes to a parameter by others (loading a model, clipping) are noticed by its version and
-    taken over, in those elements that changed. Move the model to its device first.
+    taken over, in those elements that changed; with a remainder in all, to within the rounding of the parameter: see
+    ``master``. Move the model to its device first.
 
     The gradient is ``p.grad``; where ``p.grad_added_to_main_grad`` is set it is ``p.main_grad``, plus ``p.grad`` if
     there is one (a tied weight used outside of the GEMM). ``zero_grad`` zeroes such a ``main_grad`` and clears the
@@ -47,7 +48,9 @@ class MasterWeights(torch.optim.Optimizer):
         optimizer_class: called with param groups and ``options``; what it makes is :attr:`inner`.
         master: ``"fp32"``, or ``"bf16+remainder"``: masters of bf16 parameters are kept as 16 bits beyond the
             parameter's own, exactly, and are whole during a step only. Saves 2 bytes a parameter between steps.
-            Parameters are then rounded with ties away from zero. Quantized and fp16 parameters have fp32 masters.
+            Parameters are then rounded with ties away from zero, and what others write to one is the upper half of its
+            master, which keeps the lower half that it had, or gets 0 where the two do not go together. Quantized and
+            fp16 parameters have fp32 masters.
         options: of ``optimizer_class``, as keyword arguments; param groups may have their own.
 
     Raises:
@@ -269,8 +272,11 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for master in self._masters.values():
-            master.mark_written()  # a copied parameter counts its versions anew
+        for master in self._masters.values():  # a copied parameter counts its versions anew
+            if master.remainder is None:
+                master.mark_written()
+            else:
+                master.mark_unknown()
 
 
 @torch.no_grad()

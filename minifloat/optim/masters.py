@@ -33,7 +33,10 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 values that :func:`split` took apart."""
+    """The fp32 values that :func:`split` took apart.
+
+    A pair that it never gives makes values of another ``high``: (+-0, a negative remainder) is a NaN.
+    """
     return ((high.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
@@ -58,7 +61,11 @@ class Master:
 
     def mark_written(self) -> None:
         """The parameter as it is now follows from these values."""
-        self._version = self.param._version
+        self._version: int | None = self.param._version
+
+    def mark_unknown(self) -> None:
+        """The parameter may hold anything: :meth:`follow` has to look."""
+        self._version = None
 
     def load(self) -> None:
         """Makes :attr:`values` whole."""
@@ -82,12 +89,19 @@ class Master:
     def follow(self) -> None:
         """Takes over what others wrote to the parameter; where it still holds the rounded master, that stays.
 
-        With a remainder there is nothing to do: the parameter's bits are the upper half of the value.
+        With a remainder the parameter's bits are the upper half of the value, whoever wrote them: the remainder stays,
+        so that the value is one that rounds to what was written. Where no such value has this remainder, which is so
+        for most zeros, it becomes 0, and the value what was written.
         """
-        if self.remainder is not None or self.param._version == self._version:
+        if self.param._version == self._version:
             return
-        now = _exact(self.param.detach())
-        self.values.copy_(torch.where(self._rounds_to(now), self.values, now))
+        if self.remainder is not None:
+            high = self.param.detach()
+            rounded, _ = split(join(high, self.remainder))
+            self.remainder.masked_fill_(rounded.view(torch.int16) != high.view(torch.int16), 0)
+        else:
+            now = _exact(self.param.detach())
+            self.values.copy_(torch.where(self._rounds_to(now), self.values, now))
         self.mark_written()
 
     def _rounds_to(self, now: Tensor) -> Tensor:
@@ -129,6 +143,7 @@ class Master:
         """Takes what :meth:`state` gave."""
         if self.remainder is not None:
             self.remainder.copy_(saved["remainder"])
+            self.mark_unknown()  # the parameter may not have been loaded
         else:
             self.values.copy_(saved["master"])
 
