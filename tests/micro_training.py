@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from minifloat import Linear
 from minifloat.recipe import named
-from minifloat.train import data
+from minifloat.train import checkpoint, data
 from minifloat.train.checkpoint import Checkpoints, latest
 from minifloat.train.loop import Run, TrainConfig, train
 from minifloat.train.model import MODELS, Transformer
@@ -65,9 +66,17 @@ def losses(run: Run) -> list[tuple[float, float, float | None]]:
     return [(m.loss, m.gradient_norm, m.validation_loss) for m in run.history]
 
 
-def train_in_child(folder: Path, recipe: str, steps: int) -> None:
-    """What a child process runs until it is killed."""
+def train_in_child(folder: Path, recipe: str, steps: int, slow_saves: bool = False) -> None:
+    """What a child process runs until it is killed; on request its save of the second step takes seconds."""
     torch.set_num_threads(1)
+    if slow_saves:
+        sync = checkpoint._sync
+
+        def slow(path: Path) -> None:
+            time.sleep(0.5 if ".step-00000002" in str(path) else 0.0)
+            sync(path)
+
+        checkpoint._sync = slow
     train_and_save(folder, recipe, steps)
 
 

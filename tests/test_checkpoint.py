@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -108,6 +109,16 @@ def test_another_training_is_refused_by_option_and_values(trained: Path) -> None
         Checkpoints(trained, {**start.settings, "recipe": "nvfp4"}, start=start)
     with pytest.raises(ValueError, match=r"--model None, this command has dim=32,layers=2"):
         Checkpoints(trained, {**start.settings, "model": {"dim": 32, "layers": 2}}, start=start)
+    with pytest.raises(ValueError, match=r"was trained with text None, this command has 7 bytes"):  # not --text
+        Checkpoints(trained, {**start.settings, "text": "7 bytes"}, start=start)
+
+
+def test_without_safetensors_a_message_says_so(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "safetensors" else find(name))
+    for use in (locate(trained).model_state, lambda: Checkpoints(tmp_path, {})):
+        with pytest.raises(ValueError, match=r"need safetensors; get it with: pip install minifloat\[train\]"):
+            use()
 
 
 def test_a_folder_with_later_checkpoints_is_refused(trained: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -177,11 +178,19 @@ def test_generate_with_a_tokenizer(out: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_of_generating_end_with_a_message(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    study = shutil.copytree(locate(out).path, tmp_path / "study" / "step-00000030")
+    plain = json.loads((study / PLAIN).read_text())
+    plain["settings"] = {"name": "bf16", "seed": 0, "model": "micro", "steps": 30}  # as a study's runs have them
+    (study / PLAIN).write_text(json.dumps(plain))
     for arguments, message in (
         ((tmp_path,), "there is no complete checkpoint in"),
         ((out, "--recipe", "fp7"), "there is no recipe 'fp7'"),
         ((out, "--prompt", ""), "the prompt is empty"),
         ((out, "--temperature", -1), "the temperature is -1"),
+        ((out, "--seed", 10**30), f"the seed is {10**30}; choose one of 64 bits"),
+        ((study,), "is no checkpoint of `minifloat train`"),
+        ((study, "--recipe", "bf16"), "is no checkpoint of `minifloat train`"),
     ):
         code, output = command(*arguments)
         assert code == 2 and message in output, output

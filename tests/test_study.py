@@ -21,19 +21,17 @@ import pytest
 import torch
 import typer
 from torch import nn
-from typer.testing import CliRunner
 
 from minifloat.cli import study as command
+from minifloat.cli.out import claimed
 from minifloat.functional import Gemm
 from minifloat.recipe import NAMES, named
 from minifloat.train import data, study, study_report
 from minifloat.train.loop import Metrics, Run
-from minifloat.train.model import MODELS, ModelConfig
+from minifloat.train.model import ModelConfig
 from minifloat.train.study import Conditions, Job, Result
 from minifloat.train.study_statistics import Outcome, interval, outcomes, p_value, student_t
-
-CPU = torch.device("cpu")
-MICRO = MODELS["micro"]
+from tests.micro_training import CPU, MICRO, invoke
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,15 +120,28 @@ def test_verdicts() -> None:
     """Within the limit; over it but as the controls; over both; and seeds too few to tell excuse nothing."""
     near = Outcome("r", (0.001, 0.0011, 0.0009), 0.005, 1 / 27, 1 / 27)
     assert near.within and near.passed and near.problem is None and near.verdict == "passed: within the limit"
-    spread = Outcome("r", (0.001, 0.004, 0.009), 0.005, 2 / 27, 1 / 27)
+    spread = Outcome("r", (0.001, 0.004, 0.009), 0.005, 2 / 27, 1 / 27, 0.005)
     assert spread.absolute.mean < 0.005 and not spread.within  # the mean is: the interval decides
     assert spread.passed and spread.verdict == "passed: not distinguishable from the controls"
     far = replace(spread, p_value=1 / 27)
     assert not far.passed and far.verdict == "FAILED" and "0.467%" in str(far.problem) and "p 0.037" in str(far.problem)
-    few = Outcome("r", (0.02, 0.03), 0.005, 1.0, 1 / 9)
+    above = replace(spread, controls_upper=0.0046)
+    assert not above.passed and "p 0.074, upper end of their intervals 0.460%" in str(above.problem)
+    few = Outcome("r", (0.02, 0.03), 0.005, 1.0, 1 / 9, 1.0)
     assert not few.passed and "too few seeds" in str(few.problem)
     better = Outcome("r", (-0.02, -0.0201, -0.0199), 0.005, 1 / 27, 1 / 27)
     assert not better.passed  # better than bf16 by more than the limit is as suspicious
+
+
+def test_one_small_gap_excuses_no_large_ones() -> None:
+    """The permutation test alone cannot tell gaps of 10 %, 10 % and 0.01 % from controls of 0.02 %."""
+    losses = {"bf16": [1.0] * 3, "a": [1.0002] * 3, "b": [0.9998, 1.00021, 1.0002], "current": [1.1, 1.1, 1.0001]}
+    *controls, recipe = outcomes(losses, "bf16", ["a", "b"], {"current": 0.005})
+    assert recipe.p_value is not None and recipe.p_value > 0.05
+    assert recipe.controls_upper == max(control.absolute.upper for control in controls)
+    assert not recipe.indistinct and not recipe.passed and recipe.verdict == "FAILED"
+    losses["current"] = [1.0002, 0.9998, 1.0002]
+    assert outcomes(losses, "bf16", ["a", "b"], {"current": 1e-5})[-1].indistinct
 
 
 # ---- Controls ----
@@ -261,6 +272,14 @@ def test_results_of_other_conditions_are_refused(tmp_path: Path) -> None:
         study.finished(wanted, conditions(5), tmp_path)
 
 
+@pytest.mark.parametrize("content", ['{"job"', "[]", "{}", '{"job": {"name": "bf16"}}', "\udcff"])
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
+    path = Job("bf16", 0).file(tmp_path)
+    path.write_text(content, errors="surrogateescape")
+    with pytest.raises(ValueError, match=r"bf16-0.json is no result of a study \(.*\); delete it"):
+        study.finished([Job("bf16", 0)], conditions(), tmp_path)
+
+
 def test_a_loss_that_is_not_finite_is_a_result(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = data.load([text], least=MICRO.context + 1)
     build = study.build
@@ -304,12 +323,16 @@ def test_jobs_run_side_by_side_and_every_end_is_told() -> None:
 
 
 def test_no_job_starts_after_the_deadline_and_the_running_ones_end() -> None:
-    ended: list[Job] = []
+    now, ended = [0.0], []
+
+    def begin(job: Job, _: int) -> subprocess.Popen[bytes]:
+        now[0] += 1  # the only time that passes
+        return sleeper(0.1)
+
     wanted = [Job("x", seed) for seed in range(4)]
-    deadline = time.monotonic() + 0.2
-    study.run_jobs(wanted, lambda job, _: sleeper(0.5), 2, deadline, lambda job, code, _: ended.append(job))
-    assert sorted(job.seed for job in ended) == [0, 1]
-    study.run_jobs(wanted, lambda job, _: sleeper(0), 2, time.monotonic() - 1, lambda job, *_: ended.append(job))
+    study.run_jobs(wanted, begin, 3, 1.5, lambda job, *_: ended.append(job), lambda: now[0])
+    assert sorted(job.seed for job in ended) == [0, 1] and now == [2.0]
+    study.run_jobs(wanted, begin, 3, 1.5, lambda job, *_: ended.append(job), lambda: now[0])
     assert len(ended) == 2
 
 
@@ -330,24 +353,16 @@ def test_running_jobs_do_not_outlive_an_interrupted_study() -> None:
 # ---- The command ----
 
 
-def invoke(*arguments: object) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(command.study)
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
-
-
 def micro_options(text: Path, out: Path, steps: int = 4) -> list[object]:
     fixed = ("--model", "micro", "--batch-size", 4, "--seeds", 2, "--recipes", "current", "--device", "cpu")
-    return [text, "--out", out, "--steps", steps, "--workers", 2, *fixed]
+    return ["study", text, "--out", out, "--steps", steps, "--workers", 2, *fixed]
 
 
 def finish_in_this_process(text: Path, folder: Path, names: set[str], steps: int = 4) -> None:
     """Puts the results of some runs where the command with `micro_options` looks for them."""
     corpus = data.load([text], least=MICRO.context + 1)
-    given = Conditions("micro", steps, 4, 3e-3 * 128 / MICRO.dim, corpus.fingerprint, study.device_kind(CPU))
+    rate, kind = 3e-3 * 128 / MICRO.dim, study.device_kind(CPU)
+    given = Conditions("micro", steps, 4, rate, corpus.fingerprint, kind, threads=command.threads_of_each(2))
     folder.mkdir(parents=True)
     for job in study.jobs(["current"], [0, 1]):
         if job.name in names:
@@ -360,7 +375,7 @@ def test_a_study_that_was_killed_goes_on(text: Path, tmp_path: Path) -> None:
     finish_in_this_process(text, out / "runs", {"bf16", "bf16-reordered", "fp32"})
     early = {path.name: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
     code = "import sys, typer; from minifloat.cli.study import study; typer.run(study)"
-    arguments = [str(argument) for argument in micro_options(text, out)]
+    arguments = [str(argument) for argument in micro_options(text, out)[1:]]
     with subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=True) as process:
         logs = [Job("current", seed).log(out / "runs") for seed in (0, 1)]
         while process.poll() is None and not any(log.exists() and "step" in log.read_text() for log in logs):
@@ -461,12 +476,36 @@ def test_a_changed_text_stops_a_run(text: Path, tmp_path: Path) -> None:
         (("--workers", "0"), "--workers is 0; choose at least 1"),
         (("--steps", "0"), "steps is 0; choose at least 1"),
         (("--device", "tpu"), "there is no device 'tpu'"),
+        (("--learning-rate", "0"), "the learning rate is 0.0; choose a positive one"),
+        (("--seeds", f"0,{10**30}"), f"the seed is {10**30}; choose one of 64 bits"),
+        (("--seeds", str(10**30)), "the most are 1000; give seeds with commas"),
+        (("tokens.npy",), "tokens.npy is a packed token file, but a study reads text"),
     ],
 )
-def test_mistakes_end_with_a_message(options: tuple[str, str], message: str, text: Path, tmp_path: Path) -> None:
-    code, output = invoke(text, "--model", "micro", "--device", "cpu", "--out", tmp_path / "out", *options)
+def test_mistakes_end_with_a_message(options: tuple[str, ...], message: str, text: Path, tmp_path: Path) -> None:
+    code, output = invoke("study", text, "--model", "micro", "--device", "cpu", "--out", tmp_path / "out", *options)
     assert code == 2 and message in output
     assert not (tmp_path / "out").exists()
+
+
+def test_the_threads_of_a_cpu_are_conditions(text: Path, tmp_path: Path) -> None:
+    """They are the order of its sums."""
+    finish_in_this_process(text, tmp_path / "runs", {"bf16"})
+    changed = json.loads(Job("bf16", 0).file(tmp_path / "runs").read_text())
+    changed["conditions"]["threads"] = 77
+    Job("bf16", 0).file(tmp_path / "runs").write_text(json.dumps(changed))
+    code, output = invoke(*micro_options(text, tmp_path))
+    assert code == 2 and f"threads was 77, is {command.threads_of_each(2)}" in output
+
+
+def test_a_folder_of_another_process_is_refused(text: Path, tmp_path: Path) -> None:
+    with claimed(tmp_path / "out"):
+        code, output = invoke(*micro_options(text, tmp_path / "out"))
+    assert code == 2 and "another process trains in" in output and len(list((tmp_path / "out").iterdir())) == 1
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, output = invoke(*micro_options(text, out))
+        assert code == 2 and "cannot be written to" in output and output.count("\n") == 1
 
 
 def test_seeds_are_a_number_or_a_list() -> None:
@@ -494,7 +533,7 @@ def conclude(tmp_path: Path, text: Path, finals: dict[str, list[float]], **chang
     results = {job: made(job, finals[job.name][job.seed]) for job in wanted}
     results |= {result.job: result for result in changed.values()}
     plan = command.Study(
-        tuple(wanted), conditions(), (text,), (CPU,), 1, math.inf, tmp_path, dict.fromkeys(recipes, 0.005)
+        tuple(wanted), conditions(), (text,), (CPU,), 1, 1, math.inf, tmp_path, dict.fromkeys(recipes, 0.005)
     )
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -543,17 +582,35 @@ def test_wrong_gemms_fail(text: Path, tmp_path: Path, job: Job, wrong: Counter[G
     assert not passed and message in output and message in report
 
 
-def test_a_run_that_broke_off_fails(text: Path, tmp_path: Path) -> None:
-    """A recipe that broke off is left out of the comparison and fails the study; a broken bf16 ends all of it."""
+def test_a_recipe_that_broke_down_fails_and_has_a_row(text: Path, tmp_path: Path) -> None:
     finals = FINALS | {"current": [2.001, 2.002, 2.0], "mxfp8": [2.0, 2.0, 2.0]}
-    broken = replace(made(Job("mxfp8", 1), 2.0), error="mxfp8: step 3 has loss nan")
-    passed, output, report = conclude(tmp_path, text, finals, broken=broken)
+    passed, output, report = conclude(tmp_path, text, finals, broken=broken(Job("mxfp8", 1)))
     assert not passed and "FAILED: seed 1: mxfp8: step 3 has loss nan" in output
     assert "**FAILED**" in report and "step 3 has loss nan" in report
-    assert "| current | 0.050% |" in report and "| mxfp8 |" not in report
-    baseline = replace(made(Job("bf16", 0), 2.0), error="bf16: step 2 has loss nan")
-    passed, output, report = conclude(tmp_path / "other", text, finals, broken=baseline)
-    assert not passed and "bf16: step 2 has loss nan" in output and report == ""
+    assert (
+        "| current | 0.050% |" in report and "| mxfp8 |  |  |  |  |  |  |  | broke down at step 3 (seed 1) |" in report
+    )
+    values = json.loads(next(tmp_path.glob("*-study-micro.json")).read_text())
+    assert not values["passed"] and values["broken"] == {"mxfp8": "broke down at step 3 (seed 1)"}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32"])
+def test_a_baseline_or_control_that_broke_down_fails_with_a_report(text: Path, tmp_path: Path, name: str) -> None:
+    """The report of an earlier study that passed does not stay; only bf16 leaves nothing to compare with."""
+    finals = FINALS | {"current": [2.001, 2.002, 2.0]}
+    assert conclude(tmp_path, text, finals)[0]
+    passed, output, report = conclude(tmp_path, text, finals, broken=broken(Job(name, 0)))
+    assert not passed and f"FAILED: seed 0: {name}: step 3 has loss nan" in output
+    assert "**FAILED**" in report and "**passed**" not in report and f"| {name} |  |" in report
+    assert ("| current | 0.050% |" in report) == (name == "fp32")
+    assert not json.loads(next(tmp_path.glob("*-study-micro.json")).read_text())["passed"]
+
+
+def broken(job: Job) -> Result:
+    """A made-up result whose third step was not finite."""
+    result = made(job, 2.0)
+    run = replace(result.run, history=result.run.history[:2], gemms=Counter())
+    return replace(result, run=run, error=f"{job.name}: step 3 has loss nan")
 
 
 def test_gaps_over_the_steps() -> None:
@@ -573,7 +630,7 @@ def test_tiny_study_of_all_recipes(tmp_path: Path) -> None:
     """All recipes on some of the standard library's sources: short runs, so wide limits, and all end within them."""
     sources = [data.standard_library() / f"{name}.py" for name in ("argparse", "inspect", "tarfile", "typing")]
     fixed = ("--model", "tiny", "--steps", 20, "--batch-size", 8, "--evaluations", 2, "--workers", 2, "--device", "cpu")
-    code, output = invoke(*sources, *fixed, "--out", tmp_path, "--max-gap", 0.03, "--max-gap-4bit", 0.06)
+    code, output = invoke("study", *sources, *fixed, "--out", tmp_path, "--max-gap", 0.03, "--max-gap-4bit", 0.06)
     assert code == 0, output
     values = json.loads(next(tmp_path.glob("*-study-tiny.json")).read_text())
     found = {outcome["name"]: outcome for outcome in values["outcomes"]}

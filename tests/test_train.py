@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -15,6 +19,7 @@ import torch
 from torch import nn
 
 from minifloat import Linear
+from minifloat.cli.out import LOCK, claimed
 from minifloat.cli.train import MAX_GAP, MAX_GRADIENT_GAP
 from minifloat.functional import Gemm
 from minifloat.kernels import matmul
@@ -389,12 +394,47 @@ def test_a_gemm_that_ran_unquantized_fails_the_command(
         (("--steps", "0"), "steps is 0; choose at least 1"),
         (("--device", "tpu"), "there is no device 'tpu'; choose auto"),
         (("--device", "cuda:77"), "PyTorch sees"),
+        (("--learning-rate", "0"), "the learning rate is 0.0; choose a positive one"),
+        (("--seed", str(10**30)), f"the seed is {10**30}; choose one of 64 bits"),
         (("nowhere",), "nowhere is neither a file nor a folder"),
     ],
 )
 def test_mistakes_end_with_a_message(arguments: tuple[str, ...], message: str, folder: Path) -> None:
     code, output = invoke("train", *(() if arguments == ("nowhere",) else (folder,)), *arguments)
     assert code == 2 and message in output
+
+
+def test_a_folder_that_cannot_be_used_ends_with_a_message(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for out in (file, file / "below"):
+        code, output = micro_command(folder, out)
+        assert code == 2 and f"--out {out} cannot be written to" in output and output.count("\n") == 1
+    assert file.read_bytes() == b""
+
+
+def test_a_folder_of_another_process_is_refused_until_that_one_dies(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL gives the folder back, though a child of the killed process goes on."""
+    out = tmp_path / "out"
+    code = (
+        "import subprocess, sys, time; from pathlib import Path; from minifloat.cli.out import claimed\n"
+        "with claimed(Path(sys.argv[1])):\n"
+        "    print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        try:
+            status, output = micro_command(folder, out)
+            assert status == 2 and f"another process trains in {out}; wait for its end" in output
+            assert [path.name for path in out.iterdir()] == [LOCK]
+            other.kill()
+            other.wait()
+            with claimed(out):
+                os.kill(child, 0)  # it is there
+        finally:
+            other.kill()
+            os.kill(child, signal.SIGKILL)
 
 
 def test_doctor_says_what_runs_where() -> None:

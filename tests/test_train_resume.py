@@ -252,6 +252,8 @@ def test_mistakes_of_resuming_end_with_a_message(
     assert invoke(*command, "--out", out)[0] == 0
     for arguments, message in (
         (("--out", out), "is of an earlier training"),
+        (("--out", out, "--recipe", "delayed"), "would overwrite those of current; choose another --out"),
+        (("--out", out, "--recipe", "delayed", "--resume"), "would overwrite those of current; choose another --out"),
         (("--out", out, "--resume", "--steps", 9), "--steps 6, this command has 9"),
         (("--out", out, "--resume", "--model", "tiny"), "--model dim=32"),
         (("--resume-from", out / "checkpoints" / "bf16" / "step-00000006", "--against", "nvfp4"), "--recipe bf16"),
@@ -319,9 +321,11 @@ def kill_at_random_moments(children: Any, folder: Path, recipe: str, moments: in
     out = folder / "killed"
     for moment in range(moments):
         before = saves_begun(out)  # a leftover is of the next step, or of one before the newest
-        process = children.Process(target=train_in_child, args=(out, recipe, steps))
+        process = children.Process(target=train_in_child, args=(out, recipe, steps, moment == 0))
         process.start()
-        if moment % 2:
+        if moment == 0:  # a save that takes seconds: this one is surely hit
+            wait_for(out / ".step-00000002.partial", process)
+        elif moment % 2:
             wait_for(out / f"step-{reached[-1] + 1:08}", process)
             time.sleep(choose.uniform(0.0, 0.3))
         else:

@@ -53,6 +53,8 @@ def test_mistakes_with_token_files(tmp_path: Path, tokenizer: Path) -> None:
     for paths, options, message in (
         ([file], {}, "give --vocabulary .its largest token is 999. or --tokenizer"),
         ([file], {"vocabulary": 999}, "the largest token of .*a.bin is 999, but the vocabulary has 999"),
+        ([file], {"vocabulary": 0}, "is 999, but the vocabulary has 0"),
+        ([file], {"vocabulary": 0, "tokenizer": tokenizer}, "is 999, but the vocabulary has 0"),
         ([file], {"tokenizer": tokenizer}, "is 999, but the vocabulary has 300"),
         ([file, file], {"vocabulary": 1000}, "2 paths with a token file among them"),
         ([file], {"vocabulary": 1000, "token_dtype": "int8"}, "no tokens of 'int8'; choose uint16 or uint32"),
@@ -64,6 +66,13 @@ def test_mistakes_with_token_files(tmp_path: Path, tokenizer: Path) -> None:
     np.save(tmp_path / "c.npy", np.zeros((2, 3)))
     with pytest.raises(ValueError, match=r"c.npy holds float64 \[2, 3\]; token files are vectors of uint16 or uint32"):
         data.load([tmp_path / "c.npy"], least=65, vocabulary=9)
+    np.save(tmp_path / "big.npy", np.zeros(99, dtype=">u2"))
+    with pytest.raises(ValueError, match=r"big.npy holds uint16 of another byte order"):
+        data.load([tmp_path / "big.npy"], least=65, vocabulary=9)
+    (tmp_path / "junk.npy").write_bytes(b"no array at all" * 99)
+    with pytest.raises(ValueError, match=r"junk.npy holds no tokens") as raised:
+        data.load([tmp_path / "junk.npy"], least=65, vocabulary=9)
+    assert "pickle" not in str(raised.value)
     np.save(tmp_path / "none.npy", np.zeros(0, dtype=np.uint16))
     for name in ("empty.bin", "empty.npy", "none.npy"):
         (tmp_path / name).touch()

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The entry point."""
-    missing = [name for name in ("typer", "rich", "matplotlib", "safetensors") if importlib.util.find_spec(name) is None]
+    needed = ("typer", "rich", "matplotlib", "safetensors")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"the minifloat command needs {', '.join(missing)}; get them with: pip install minifloat[train]")
     build()()
@@ -42,12 +43,12 @@ def _about() -> None:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """A ValueError is a user's mistake: it is printed without a traceback, and the exit code is 2."""
+    """A ValueError or an OSError is a user's mistake: it is printed without a traceback, and the exit code is 2."""
     import typer
 
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
 

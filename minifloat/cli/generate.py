@@ -9,6 +9,7 @@ import torch
 import typer
 
 from minifloat.cli import choose_device, user_errors
+from minifloat.cli.resume import recipe_name
 from minifloat.cli.train import check_recipe, recipe_of
 from minifloat.train import generate as sampling
 from minifloat.train.checkpoint import locate
@@ -31,7 +32,8 @@ def generate(
     with user_errors():
         checkpoint = locate(path)
         settings = checkpoint.settings
-        name = recipe or settings["recipe"]
+        trained = recipe_name(checkpoint)
+        name = recipe or trained
         check_recipe(name)
         codec = sampling.Codec(checkpoint, tokenizer)
         model = sampling.load_model(checkpoint, recipe_of(name), choose_device(device))

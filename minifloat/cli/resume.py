@@ -17,6 +17,24 @@ def checkpoint_folder(out: Path, name: str) -> Path:
     return out / "checkpoints" / name
 
 
+def recipe_name(checkpoint: Checkpoint) -> str:
+    """The recipe of a checkpoint of `minifloat train`; raises ValueError for one of a study's run."""
+    if "recipe" not in checkpoint.settings:
+        raise ValueError(f"{checkpoint.path} is no checkpoint of `minifloat train`; a study's are for the study only")
+    name: str = checkpoint.settings["recipe"]
+    return name
+
+
+def check_runs(names: Sequence[str], out: Path) -> None:
+    """Raises ValueError when `out` has checkpoints of other runs, whose other results would be overwritten."""
+    saved = sorted(path.name for path in (out / "checkpoints").glob("*") if path.is_dir())
+    if others := [name for name in saved if name not in names]:
+        raise ValueError(
+            f"{out} has the results of {' and '.join(saved)}, and this command would overwrite those of "
+            f"{' and '.join(others)}; choose another --out, or name the same runs with --recipe and --against"
+        )
+
+
 def choose(
     names: Sequence[str], out: Path | None, resume: bool, resume_from: Path | None
 ) -> tuple[Path, dict[str, Checkpoint]]:
@@ -71,7 +89,7 @@ def _newest(names: Sequence[str], out: Path) -> dict[str, Checkpoint]:
 
 def _with_siblings(names: Sequence[str], given: Checkpoint) -> dict[str, Checkpoint]:
     """The given checkpoint for its own run, and for the others the newest beside it."""
-    recipe = given.settings["recipe"]
+    recipe = recipe_name(given)
     if recipe not in names:
         raise ValueError(f"{given.path} is of --recipe {recipe}, this command has {' and '.join(names)}")
     others = {name: latest(given.path.parent.parent / name) for name in names if name != recipe}

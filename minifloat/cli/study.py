@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -20,15 +21,18 @@ import torch
 import typer
 
 from minifloat.cli import choose_device, device_name, user_errors
+from minifloat.cli.out import claimed
 from minifloat.recipe import NAMES, named
 from minifloat.train import data, study_report
 from minifloat.train import study as runs
 from minifloat.train.model import MODELS
 from minifloat.train.study import Conditions, Job
 from minifloat.train.study_statistics import outcomes
+from minifloat.train.tokens import SUFFIXES
 
 MAX_GAP = 0.005
 MAX_GAP_4BIT = 0.015
+MOST_SEEDS = 1000
 
 FAILED, INCOMPLETE = 1, 3  # exit codes; 2 is a mistake in the options
 
@@ -42,6 +46,7 @@ class Study:
     paths: tuple[Path, ...]
     devices: tuple[torch.device, ...]
     workers: int
+    threads: int  # of each run
     minutes: float
     out: Path
     limits: dict[str, float]
@@ -55,7 +60,7 @@ class Study:
 def study(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="text files or folders, or one packed token file (.npy, .bin); default: Python's sources"),
+        typer.Argument(help="text files or folders, read as bytes; default: Python's sources"),
     ] = None,
     recipes: Annotated[str, typer.Option(help=f"some of {','.join(NAMES)}, with commas")] = ",".join(NAMES),
     seeds: Annotated[str, typer.Option(help="how many, or which, with commas: 3 is 0,1,2")] = "3",
@@ -80,20 +85,23 @@ def study(
     Exit code 1: a recipe is off by more than its limit and more than the controls are, a linear ran in other formats
     than its recipe's, or a run broke down. 3: runs are left.
     """
-    with user_errors():
-        plan = make_plan(
-            paths or [], recipes, seeds, model, steps, batch_size, learning_rate, evaluations, device, workers,
-            minutes, out, (max_gap, max_gap_4bit),
-        )  # fmt: skip
-        left = [job for job in plan.jobs if job not in runs.finished(plan.jobs, plan.conditions, plan.folder)]
-    crashed = run(plan, left)
-    results = runs.finished(plan.jobs, plan.conditions, plan.folder)
-    if left := [job for job in plan.jobs if job not in results]:
-        typer.echo(f"{len(left)} of {len(plan.jobs)} runs are left: {', '.join(map(str, left))}")
-        typer.echo("start the same command again to go on")
-        raise typer.Exit(FAILED if crashed else INCOMPLETE)
-    if not conclude(plan, results):
-        raise typer.Exit(FAILED)
+    with ExitStack() as held:  # the folder, for the whole command
+        with user_errors():
+            plan = make_plan(
+                paths or [], recipes, seeds, model, steps, batch_size, learning_rate, evaluations, device, workers,
+                minutes, out, (max_gap, max_gap_4bit),
+            )  # fmt: skip
+            held.enter_context(claimed(plan.out))
+            plan.folder.mkdir(exist_ok=True)
+            left = [job for job in plan.jobs if job not in runs.finished(plan.jobs, plan.conditions, plan.folder)]
+        crashed = run(plan, left)
+        results = runs.finished(plan.jobs, plan.conditions, plan.folder)
+        if left := [job for job in plan.jobs if job not in results]:
+            typer.echo(f"{len(left)} of {len(plan.jobs)} runs are left: {', '.join(map(str, left))}")
+            typer.echo("start the same command again to go on")
+            raise typer.Exit(FAILED if crashed else INCOMPLETE)
+        if not conclude(plan, results):
+            raise typer.Exit(FAILED)
 
 
 def make_plan(
@@ -113,16 +121,22 @@ def make_plan(
     if workers < 1:
         raise ValueError(f"--workers is {workers}; choose at least 1")
     sizes = MODELS[model]
+    if packed := [path for path in paths if path.suffix in SUFFIXES]:
+        raise ValueError(f"{packed[0]} is a packed token file, but a study reads text as bytes; give text files")
     corpus = data.load(paths, least=sizes.context + 1)
     devices = all_devices(choose_device(device))
-    rate = learning_rate or sizes.learning_rate
-    kind = runs.device_kind(devices[0])
-    conditions = Conditions(model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations)
+    rate = sizes.learning_rate if learning_rate is None else learning_rate
+    kind, threads = runs.device_kind(devices[0]), threads_of_each(workers)
+    conditions = Conditions(
+        model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations,
+        threads=threads if devices[0].type == "cpu" else None,
+    )  # fmt: skip
     jobs = runs.jobs(names, chosen_seeds(seeds))
-    conditions.config(jobs[0])  # refuses impossible numbers
+    for job in jobs:
+        conditions.config(job)  # refuses impossible numbers
     folder = out or Path("runs") / f"study-{model}"
     each = {name: limits[_is_4bit(name)] for name in names}
-    return Study(tuple(jobs), conditions, tuple(paths), devices, workers, minutes, folder, each)
+    return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each)
 
 
 def chosen_seeds(text: str) -> list[int]:
@@ -131,10 +145,17 @@ def chosen_seeds(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise ValueError(f"--seeds is {text!r}; give a number of seeds, as 3, or the seeds, as 0,1,2") from error
+    if "," not in text and numbers[0] > MOST_SEEDS:
+        raise ValueError(f"--seeds {text} asks for {text} seeds, the most are {MOST_SEEDS}; give seeds with commas")
     seeds = numbers if "," in text else list(range(numbers[0]))
     if len(set(seeds)) < max(2, len(seeds)):
         raise ValueError(f"--seeds {text} gives {len(set(seeds))} different seeds; an interval needs at least 2")
     return seeds
+
+
+def threads_of_each(workers: int) -> int:
+    """How many threads a run has where so many share the CPU."""
+    return max(1, (os.cpu_count() or 1) // workers)
 
 
 def all_devices(device: torch.device) -> tuple[torch.device, ...]:
@@ -150,13 +171,11 @@ def _is_4bit(name: str) -> bool:
 
 def run(plan: Study, left: Sequence[Job]) -> list[Job]:
     """Runs what is left, within the time; returns what ended without a result."""
-    plan.folder.mkdir(parents=True, exist_ok=True)
     for stale in plan.folder.glob("*.tmp"):  # of a process that was killed while it wrote
         stale.unlink()
     for job in set(plan.jobs) - set(left):
         shutil.rmtree(job.saved(plan.folder), ignore_errors=True)  # of a process that was killed before it did so
     began, crashed = time.monotonic(), []
-    threads = max(1, (os.cpu_count() or 1) // plan.workers)
     typer.echo(
         f"{len(plan.jobs) - len(left)} of {len(plan.jobs)} runs are finished in {plan.folder}; {plan.workers} at a "
         f"time on {', '.join(map(str, plan.devices))}"
@@ -164,7 +183,7 @@ def run(plan: Study, left: Sequence[Job]) -> list[Job]:
 
     def begin(job: Job, worker: int) -> subprocess.Popen[bytes]:
         device = plan.devices[worker % len(plan.devices)]
-        return runs.start(job, plan.conditions, plan.paths, plan.folder, device, threads)
+        return runs.start(job, plan.conditions, plan.paths, plan.folder, device, plan.threads)
 
     def ended(job: Job, code: int, seconds: float) -> None:
         clock = f"{time.monotonic() - began:5.0f} s"
@@ -183,21 +202,25 @@ def run(plan: Study, left: Sequence[Job]) -> list[Job]:
 
 
 def conclude(plan: Study, results: study_report.Results) -> bool:
-    """Checks finished runs, writes the report, prints the outcome; true when all checks passed."""
+    """Checks finished runs, writes the report, prints the outcome; true when all checks passed.
+
+    Of what broke down in any of its runs no final losses are compared; without bf16's none are.
+    """
     problems = study_report.problems_of_runs(results)
-    broken = {job.name for job, result in results.items() if result.error is not None}  # have no final loss to compare
-    if not broken.isdisjoint((runs.BASELINE, *runs.CONTROLS)):
-        return _print_problems(problems)
-    results = {job: results[job] for job in plan.jobs if job.name not in broken}
-    limits = {name: limit for name, limit in plan.limits.items() if name not in broken}
-    found = outcomes(study_report.final_losses(results), runs.BASELINE, runs.CONTROLS, limits)
+    results = {job: results[job] for job in plan.jobs}
+    losses = study_report.final_losses(study_report.whole(results))
+    found = []
+    if runs.BASELINE in losses:
+        controls = [name for name in runs.CONTROLS if name in losses]
+        limits = {name: limit for name, limit in plan.limits.items() if name in losses}
+        found = outcomes(losses, runs.BASELINE, controls, limits)
     problems += [outcome.problem for outcome in found if outcome.problem is not None]
     name = f"{date.today().isoformat()}-study-{plan.conditions.model}"
     images = f"{name}-loss.png", f"{name}-gap.png"
     corpus = data.load(plan.paths, least=1)
     entropy = data.unigram_entropy(corpus.train, corpus.validation, corpus.vocabulary)
-    study_report.plot_losses(results, entropy, corpus.unit, plan.out / images[0])
-    study_report.plot_gaps(results, found, plan.out / images[1])
+    study_report.plot_losses(study_report.whole(results), entropy, corpus.unit, plan.out / images[0])
+    study_report.plot_gaps(study_report.whole(results), found, plan.out / images[1])
     about = facts(plan, corpus)
     text = study_report.render(results, found, about, corpus.unit, images, problems)
     (plan.out / f"{name}.md").write_text(text)
@@ -226,7 +249,11 @@ def facts(plan: Study, corpus: data.Corpus) -> dict[str, str]:
         "model": f"{conditions.model}, {MODELS[conditions.model]}",
         "training": f"{conditions.config(plan.jobs[0])}",
         "text": f"{corpus.source} ({conditions.text})",
-        "devices": "; ".join(device_name(device) for device in plan.devices),
+        "devices": "; ".join(_device(device, plan.threads) for device in plan.devices),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
         "high precision": "the embedding, the norms, the attention product and the output head, in every recipe",
     }
+
+
+def _device(device: torch.device, threads: int) -> str:
+    return device_name(device) if device.type == "cuda" else f"{runs.device_kind(device)}, {threads} threads a run"

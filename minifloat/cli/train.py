@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ import typer
 from minifloat import Linear
 from minifloat.cli import choose_device, device_name, user_errors
 from minifloat.cli.observe import observers, tensorboard_class
-from minifloat.cli.resume import checkpoint_folder, choose, resume_command
+from minifloat.cli.out import claimed
+from minifloat.cli.resume import check_runs, checkpoint_folder, choose, resume_command
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
 from minifloat.train.checkpoint import TOKENIZER, Checkpoint, Checkpoints
@@ -102,22 +104,28 @@ def train(
     recipe's and, where there is a second recipe to compare with, when the losses are too far apart. Ctrl-C saves a
     checkpoint after the step in progress; on a CPU a run that was stopped has the losses of one that was not.
     """
-    with user_errors():
-        names = (recipe,) if against is None else (recipe, against)
-        sizes = check_names(names, model)
-        config = TrainConfig(steps, batch_size, learning_rate or sizes.learning_rate, seed)
-        corpus = data.load(
-            paths or (), least=sizes.context + 1, tokenizer=tokenizer, vocabulary=vocabulary, token_dtype=token_dtype
-        )
-        sizes = replace(sizes, vocabulary=corpus.vocabulary)
-        if tensorboard:
-            tensorboard_class()  # now, not after the first step
-        folder, starts = choose(names, out, resume, resume_from)
-        job = Job(names, sizes, config, corpus, choose_device(device), folder, save_every, keep, starts, tensorboard)
-    runs = run_or_stop(job)
-    limit = default_gap(recipe) if max_gap is None else max_gap
-    if not conclude(job, runs, limit, max_gradient_gap):
-        raise typer.Exit(1)
+    with ExitStack() as held:  # the folder, for the whole command
+        with user_errors():
+            names = (recipe,) if against is None else (recipe, against)
+            sizes = check_names(names, model)
+            rate = sizes.learning_rate if learning_rate is None else learning_rate
+            config = TrainConfig(steps, batch_size, rate, seed)
+            corpus = data.load(
+                paths or (), least=sizes.context + 1, tokenizer=tokenizer, vocabulary=vocabulary,
+                token_dtype=token_dtype,
+            )  # fmt: skip
+            sizes = replace(sizes, vocabulary=corpus.vocabulary)
+            if tensorboard:
+                tensorboard_class()  # now, not after the first step
+            chosen = choose_device(device)
+            folder, starts = choose(names, out, resume, resume_from)
+            held.enter_context(claimed(folder))
+            check_runs(names, folder)
+            job = Job(names, sizes, config, corpus, chosen, folder, save_every, keep, starts, tensorboard)
+        runs = run_or_stop(job)
+        limit = default_gap(recipe) if max_gap is None else max_gap
+        if not conclude(job, runs, limit, max_gradient_gap):
+            raise typer.Exit(1)
 
 
 def check_names(names: tuple[str, ...], model: str) -> ModelConfig:
@@ -164,7 +172,6 @@ def run_or_stop(job: Job) -> list[Run]:
 
 def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
     """Trains each of the job's models in turn, the recipe's first, until `stop` answers true."""
-    job.out.mkdir(parents=True, exist_ok=True)
     runs = []
     with observers(job.out, job.config.steps, job.corpus.unit, job.tensorboard) as observer:
         for name in job.names:

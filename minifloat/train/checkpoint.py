@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 VERSION = 1
+OPTIONS = ("recipe", "model", "steps", "batch_size", "learning_rate", "seed")  # the settings that options give
 MODEL, TRAINING, PLAIN, TOKENIZER = "model.safetensors", "training", "checkpoint.json", "tokenizer.json"
 NAME, LEFTOVER = re.compile(r"step-\d{8,}"), re.compile(r"\.step-\d{8,}\.partial")
 
@@ -58,7 +59,8 @@ class Checkpoint:
         return Checkpoint(path, plain["step"], plain["settings"], plain["values"])
 
     def model_state(self) -> dict[str, Tensor]:
-        """The model's state dict, on the CPU."""
+        """The model's state dict, on the CPU. Raises ValueError where safetensors is not installed."""
+        need_safetensors()
         from safetensors.torch import load_file
 
         return load_file(self.path / MODEL)
@@ -82,8 +84,9 @@ class Checkpoint:
         for name in [*settings, *(name for name in self.settings if name not in settings)]:
             saved, given = self.settings.get(name), settings.get(name)
             if saved != given:
+                label = f"--{name.replace('_', '-')}" if name in OPTIONS else name.replace("_", " ")
                 raise ValueError(
-                    f"{self.path} was trained with --{name.replace('_', '-')} {_show(saved)}, this command has "
+                    f"{self.path} was trained with {label} {_show(saved)}, this command has "
                     f"{_show(given)}; give the same, or start anew without --resume in another --out"
                 )
 
@@ -104,8 +107,7 @@ class Checkpoints:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if importlib.util.find_spec("safetensors") is None:  # better now than at the first save
-            raise ValueError("checkpoints need safetensors; get it with: pip install minifloat[train]")
+        need_safetensors()  # better now than at the first save
         for name, value in (("save_every", self.every), ("keep", self.keep)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; choose at least 1")
@@ -140,6 +142,12 @@ class Checkpoints:
         for old in complete(self.folder)[: -self.keep]:
             shutil.rmtree(old.path.rename(_aside(old.path)))
         return target
+
+
+def need_safetensors() -> None:
+    """Raises ValueError where safetensors is not installed."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise ValueError("checkpoints need safetensors; get it with: pip install minifloat[train]")
 
 
 def complete(folder: Path) -> list[Checkpoint]:

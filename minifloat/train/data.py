@@ -107,7 +107,7 @@ def _load_packed(paths: Sequence[Path], tokenizer: Path | None, vocabulary: int 
         raise ValueError(f"{len(paths)} paths with a token file among them; give one token file, and nothing else")
     text = tokens.map_file(paths[0], dtype)
     known = None if tokenizer is None else tokens.load_tokenizer(tokenizer).get_vocab_size()
-    size = tokens.check_vocabulary(paths[0], text, vocabulary or known)
+    size = tokens.check_vocabulary(paths[0], text, known if vocabulary is None else vocabulary)
     content = None if tokenizer is None else tokenizer.read_bytes()
     held_out = len(text) // HELD_OUT_EVERY
     parts = text[: len(text) - held_out], text[len(text) - held_out :]  # of the mapped file: nothing is copied

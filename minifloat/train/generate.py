@@ -14,6 +14,7 @@ from minifloat.nn.delayed import AmaxHistory
 from minifloat.recipe import Recipe
 from minifloat.train.checkpoint import TOKENIZER, Checkpoint
 from minifloat.train.model import ModelConfig, Transformer
+from minifloat.train.run import check_seed
 from minifloat.train.tokens import load_tokenizer
 
 
@@ -92,6 +93,7 @@ def generate(
         raise ValueError(f"the temperature is {temperature}; choose 0 (the most likely token) or more")
     if count < 0 or (top_k is not None and top_k < 1):
         raise ValueError(f"tokens is {count}, top_k {top_k}; choose at least 0 and 1")
+    check_seed(seed)
     return _continue(model, list(prompt), count, context, temperature, top_k, seed, dtype)
 
 

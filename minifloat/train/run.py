@@ -14,6 +14,12 @@ import torch
 from minifloat.functional import Gemm
 
 
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that PyTorch's generators do not take."""
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"the seed is {seed}; choose one of 64 bits, from -2**63 to 2**63 - 1")
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How long and how a model is trained."""
@@ -38,6 +44,7 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; choose at least 1")
         if not self.learning_rate > 0:
             raise ValueError(f"the learning rate is {self.learning_rate}; choose a positive one, such as 3e-3")
+        check_seed(self.seed)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step (from 1): a linear rise, then a cosine down to a tenth."""

@@ -60,6 +60,7 @@ class Conditions:
     torch: str = torch.__version__
     evaluations: int = 10
     evaluation_batches: int = 32  # more than `minifloat train` takes: the gaps are small
+    threads: int | None = None  # of a run on a CPU, whose sums are in another order with another number
 
     def config(self, job: Job) -> TrainConfig:
         """How a job is trained. Raises ValueError for impossible numbers."""
@@ -104,6 +105,11 @@ class Result:
     def validation(self) -> dict[int, float]:
         """The validation loss in nats a token, by step."""
         return {m.step: m.validation_loss for m in self.run.history if m.validation_loss is not None}
+
+    @property
+    def broke_at(self) -> int | None:
+        """The step at which it stopped early."""
+        return None if self.error is None else len(self.run.history) + 1
 
 
 def jobs(recipes: Sequence[str], seeds: Sequence[int]) -> list[Job]:
@@ -196,13 +202,19 @@ def write(result: Result, path: Path) -> None:
 
 
 def read(path: Path) -> Result:
-    """The result in a file that :func:`write` wrote."""
-    values = json.loads(path.read_text())
-    job = Job(**values["job"])
-    history = tuple(Metrics(**metrics) for metrics in values["history"])
-    gemms = Counter({Gemm(*key): count for *key, count in values["gemms"]})
-    run = Run(job.name, history, gemms, values["peak_bytes"], values["parameters"])
-    return Result(job, Conditions(**values["conditions"]), run, values["error"])
+    """The result in a file that :func:`write` wrote. Raises ValueError, naming the file, for any other content."""
+    try:
+        values = json.loads(path.read_bytes())
+        job = Job(**values["job"])
+        history = tuple(Metrics(**metrics) for metrics in values["history"])
+        gemms = Counter({Gemm(*key): count for *key, count in values["gemms"]})
+        run = Run(job.name, history, gemms, values["peak_bytes"], values["parameters"])
+        return Result(job, Conditions(**values["conditions"]), run, values["error"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no result of a study ({type(error).__name__}: {error}); delete it, and the same command runs "
+            "it again"
+        ) from error
 
 
 def finished(wanted: Sequence[Job], conditions: Conditions, folder: Path) -> dict[Job, Result]:
@@ -240,24 +252,25 @@ def run_jobs(
     workers: int,
     deadline: float,
     ended: Callable[[Job, int, float], None],
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs jobs, ``workers`` at a time, until all have ended; none starts after ``deadline`` (of ``time.monotonic``).
+    """Runs jobs, ``workers`` at a time, until all have ended; none starts after ``deadline`` (of ``clock``, seconds).
 
     ``begin`` gets a job and the number of its worker; ``ended`` its exit code and seconds.
     """
     queue = deque(waiting)
     running: dict[int, tuple[Job, subprocess.Popen[bytes], float]] = {}
     try:
-        while running or (queue and time.monotonic() < deadline):
+        while running or (queue and clock() < deadline):
             for worker in set(range(workers)) - set(running):
-                if queue and time.monotonic() < deadline:
+                if queue and clock() < deadline:
                     job = queue.popleft()
-                    running[worker] = job, begin(job, worker), time.monotonic()
+                    running[worker] = job, begin(job, worker), clock()
             time.sleep(0.05)
             for worker, (job, process, began) in list(running.items()):
                 if process.poll() is not None:
                     del running[worker]
-                    ended(job, process.returncode, time.monotonic() - began)
+                    ended(job, process.returncode, clock() - began)
     finally:
         for _, process, _ in running.values():
             process.kill()

@@ -37,6 +37,21 @@ def problems_of_runs(results: Results) -> list[str]:
     return problems
 
 
+def whole(results: Results) -> dict[Job, Result]:
+    """The results of bf16, controls and recipes none of whose runs broke down."""
+    broken = {job.name for job, result in results.items() if result.error is not None}
+    return {job: result for job, result in results.items() if job.name not in broken}
+
+
+def broken_rows(results: Results) -> list[tuple[str, str]]:
+    """What broke down, by run name, and at which step of which seeds."""
+    steps: dict[str, list[str]] = {}
+    for job, result in results.items():
+        if result.broke_at is not None:
+            steps.setdefault(job.name, []).append(f"broke down at step {result.broke_at} (seed {job.seed})")
+    return [(name, ", ".join(each)) for name, each in steps.items()]
+
+
 def final_losses(results: Results) -> dict[str, list[float]]:
     """The final validation losses by run name, in the order of the seeds; all runs must have ended."""
     losses: dict[str, list[float]] = {}
@@ -97,11 +112,11 @@ def plot_gaps(results: Results, found: Sequence[Outcome], path: Path) -> None:
     """A panel for each run: the absolute relative gap to bf16 over the steps, its interval, each seed and the limit."""
     from matplotlib.figure import Figure
 
-    columns = min(4, len(found))
-    rows = -(-len(found) // columns)
+    columns = max(1, min(4, len(found)))  # without any bf16 to compare with, an empty figure of the same name
+    rows = max(1, -(-len(found) // columns))
     figure = Figure(figsize=(3.6 * columns, 3.0 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
-    gaps = gaps_by_step(results)
+    gaps = gaps_by_step(results) if found else {}
     for panel, outcome in zip(panels, found, strict=False):
         _plot_gap(panel, outcome, gaps[outcome.name])
     for panel in panels[len(found) :]:
@@ -164,10 +179,12 @@ def render(
         n=len(seeds), t=student_t(len(seeds) - 1), level=f"{CONFIDENCE:.0%}", ways=1 + len(CONTROLS)
     ), ""]  # fmt: skip
     header = ("run", "mean of abs. gap", "interval", "signed mean", "interval", "each seed", "limit", "p", "verdict")
-    lines += table(header, [outcome_row(outcome) for outcome in found])
+    rows = [outcome_row(outcome) for outcome in found]
+    rows += [(name, *[""] * (len(header) - 2), steps) for name, steps in broken_rows(results)]
+    lines += table(header, rows)
     lines += ["", f"![gaps over the steps]({images[1]})", "", f"## Losses (nats per {unit})", ""]
     lines += [f"![losses]({images[0]})", "", "Final validation losses:", ""]
-    losses = final_losses(results)
+    losses = final_losses(whole(results))
     lines += table(
         ("run", *(f"seed {seed}" for seed in seeds), "mean", "tokens/s", "peak memory"),
         [(name, *(f"{x:.4f}" for x in each), f"{statistics.fmean(each):.4f}", *_cost(_by_name(results)[name]))
@@ -187,7 +204,10 @@ and `fp32` are controls: bf16 with the sums of its linears in reverse order, and
 A recipe passes if the upper end of the interval of its mean absolute gap is at most its limit, or if it is not
 distinguishable from the controls: p, from an exact permutation test within seeds, is the share of the {ways}^{n} ways
 to take the absolute gap of the recipe or of a control at each seed whose mean is at least the recipe's. At p <= 0.05 it
-is distinguishable; seeds too few to give such a p excuse nothing."""
+is distinguishable; seeds too few to give such a p excuse nothing. Nor is a recipe excused whose mean absolute gap is
+above the upper ends of all the controls' intervals. With three seeds p is at most 0.05 only for a recipe that is
+farthest from bf16 at every seed. That a recipe is not distinguishable is no proof that it equals bf16, and nothing
+corrects for testing several recipes."""
 
 
 def outcome_row(outcome: Outcome) -> tuple[str, ...]:
@@ -221,6 +241,7 @@ def as_json(
             asdict(outcome) | {"absolute": asdict(outcome.absolute), "signed": asdict(outcome.signed)}
             | {"verdict": outcome.verdict} for outcome in found
         ],
+        "broken": dict(broken_rows(results)),
         "gemms": [list(row) for row in gemm_rows(results)],
         "runs": [
             asdict(job)

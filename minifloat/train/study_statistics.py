@@ -42,6 +42,7 @@ class Outcome:
     limit: float | None = None
     p_value: float | None = None  # see `p_value`
     smallest_p: float = 1.0  # that these seeds can give
+    controls_upper: float | None = None  # the largest upper end of the controls' intervals of the absolute gap
 
     @property
     def absolute(self) -> Interval:
@@ -58,8 +59,16 @@ class Outcome:
 
     @property
     def indistinct(self) -> bool:
-        """The controls are as far from bf16, as far as these seeds can tell; never, if they could not tell at all."""
-        return self.p_value is not None and self.smallest_p <= SIGNIFICANCE < self.p_value
+        """The controls are as far from bf16, as far as these seeds can tell; never, if they could not tell at all.
+
+        The permutation test alone would excuse a gap of any size that is not the largest at every seed, so the mean
+        must lie within the controls' intervals too.
+        """
+        return self.p_value is not None and self.smallest_p <= SIGNIFICANCE < self.p_value and self._as_controls
+
+    @property
+    def _as_controls(self) -> bool:
+        return self.controls_upper is not None and self.absolute.mean <= self.controls_upper
 
     @property
     def passed(self) -> bool:
@@ -70,10 +79,10 @@ class Outcome:
         """What is wrong, for a recipe that failed."""
         if self.limit is None or self.passed:
             return None
-        enough = self.smallest_p <= SIGNIFICANCE
-        controls = (
-            f"farther than the controls (p {self.p_value:.3f})" if enough else "of too few seeds for the controls"
-        )
+        controls = "of too few seeds for the controls"
+        if self.smallest_p <= SIGNIFICANCE:
+            upper = "" if self.controls_upper is None else f", upper end of their intervals {self.controls_upper:.3%}"
+            controls = f"farther than the controls (p {self.p_value:.3f}{upper})"
         return (
             f"{self.name}: the mean absolute gap to bf16 is {self.absolute.mean:.3%}, {self.absolute.upper:.3%} at the "
             f"upper end of its interval, over the limit of {self.limit:.2%} and {controls}"
@@ -142,6 +151,7 @@ def outcomes(
     compared = [gaps(name) for name in controls]
     smallest = (1 + len(controls)) ** -len(losses[baseline])
     found = [Outcome(name, gaps(name)) for name in controls]
+    upper = max((control.absolute.upper for control in found), default=None)
     for name, limit in limits.items():
-        found.append(Outcome(name, gaps(name), limit, p_value(gaps(name), compared), smallest))
+        found.append(Outcome(name, gaps(name), limit, p_value(gaps(name), compared), smallest, upper))
     return found

@@ -47,7 +47,8 @@ def map_file(path: Path, dtype: str) -> Tensor:
     if not path.is_file():
         raise ValueError(f"{path} is no file; check its spelling")
     try:  # mode c: copied where it is written to, which nothing here does
-        mapped = np.load(path, mmap_mode="c") if path.suffix == ".npy" else np.memmap(path, np.dtype(dtype), "c")
+        npy = path.suffix == ".npy"
+        mapped = np.lib.format.open_memmap(path, "c") if npy else np.memmap(path, np.dtype(dtype), "c")
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} holds no tokens: {error}") from error
     if not mapped.size:
@@ -55,6 +56,8 @@ def map_file(path: Path, dtype: str) -> Tensor:
     if mapped.ndim != 1 or mapped.dtype.name not in DTYPES:
         found = f"{mapped.dtype.name} {list(mapped.shape)}"
         raise ValueError(f"{path} holds {found}; token files are vectors of {' or '.join(DTYPES)}")
+    if not mapped.dtype.isnative:
+        raise ValueError(f"{path} holds {mapped.dtype.name} of another byte order; save it in this machine's own")
     return torch.from_numpy(mapped)
 
 
