@@ -75,13 +75,13 @@ class LinearState(nn.Linear):
         """W [out_features, in_features]: the parameter, or all of ``parameters_split`` as one."""
         if self.parameters_split is None:
             return self.weight
-        return torch.cat([getattr(self, f"{name}_weight") for name in self.parameters_split])
+        return torch.cat([getattr(self, name) for name in self.weight_names])
 
     def bias_vector(self) -> Tensor | None:
         """b [out_features], likewise."""
-        if self.parameters_split is None or not self.has_bias:
-            return None if self.parameters_split is not None else self.bias
-        return torch.cat([getattr(self, f"{name}_bias") for name in self.parameters_split])
+        if self.parameters_split is None:
+            return self.bias
+        return torch.cat([getattr(self, name) for name in self.bias_names]) if self.has_bias else None
 
     @property
     def weight_names(self) -> tuple[str, ...]:
