@@ -225,7 +225,7 @@ def conclude(plan: Study, results: study_report.Results) -> bool:
     text = study_report.render(results, found, about, corpus.unit, images, problems)
     (plan.out / f"{name}.md").write_text(text)
     values = study_report.as_json(results, found, about, problems)
-    (plan.out / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
+    (plan.out / f"{name}.json").write_text(json.dumps(values) + "\n")
     for row in study_report.gemm_rows(results):
         typer.echo("GEMMs: " + "  ".join(row))
     for outcome in found:
