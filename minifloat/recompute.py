@@ -167,9 +167,8 @@ def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, l
     if grad and not in_backward and _top_hooks(True) is None and not _local.recording and not _local.playing:
         return _ORDINARY
     hooked = _hooked()
-    # Without gradients this may be the first forward of a reentrant checkpoint, which changes delayed scaling alone.
-    ordinary = not in_backward and (grad or scale is None)
-    regions, rerun = ([], None) if ordinary else _reentrant()
+    # Without gradients this may be the first forward of a reentrant checkpoint, whose every linear has its step.
+    regions, rerun = ([], None) if grad and not in_backward else _reentrant()
     playing = _local.playing[-1] if _local.playing else hooked.playing or rerun
     step = None if playing is None else playing.next()
     if step is not None and step.recipe != recipe:

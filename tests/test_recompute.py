@@ -554,3 +554,28 @@ def test_evaluation_inside_a_backward_hook_is_no_recomputation() -> None:
     y.register_hook(evaluate)
     y.sum().backward()
     assert torch.equal(seen[0], torch.nn.functional.linear(x.detach(), layer.weight, layer.bias))
+
+
+def test_reentrant_checkpoint_of_layers_with_different_recipes() -> None:
+    """Each linear of the recomputation reads its own step, also where only some have delayed scaling or any recipe."""
+    torch.manual_seed(0)
+    recipes = ("current", "delayed", "none", "delayed")
+    model = nn.Sequential(*(minifloat.Linear(IN, IN, recipe=recipe) for recipe in recipes))
+    expected = copy.deepcopy(model)
+    for step in range(3):
+        x, same = batch(step), batch(step)
+        reentrant(model, x).square().sum().backward()
+        expected(same).square().sum().backward()
+        assert torch.equal(x.grad, same.grad)
+    for mine, theirs in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_evaluation_in_between_hides_no_other_precision() -> None:
+    layer = minifloat.Linear(IN, IN, name="up")
+    with autocast(recipe="current"):
+        y = reentrant(layer, batch(0))
+    with torch.no_grad():
+        layer(batch(1))
+    with pytest.raises(RuntimeError, match="Linear 'up' ran under Float8CurrentScaling"):
+        y.sum().backward()
