@@ -7,6 +7,7 @@ error, ``reference`` plain PyTorch with exact sums.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -116,6 +117,26 @@ def choose(a: Format, b: Format, device: torch.device) -> tuple[str, str]:
     return "reference", f"{why}: same numerics, sums in float64"
 
 
+@cache
+def kernels(device: int) -> Support:
+    """Whether our own Triton kernels run on this CUDA device, and why or why not."""
+    facts, _ = _device_facts(torch.device("cuda", device))
+    if facts < (8, 9):
+        return False, _lacks(torch.device("cuda", device), facts, "FP8 conversions (NVIDIA sm_89 and later)")
+    if importlib.util.find_spec("triton") is None:
+        return False, "Triton is not installed: pip install 'minifloat[gpu]'"
+    return True, f"Triton kernels, sm_{facts[0]}{facts[1]}"
+
+
+def k_major(fmt: Format, device: torch.device) -> bool:
+    """The product of ``fmt`` reads codes with the contracted dim consecutive: wgrad and dgrad need them transposed.
+
+    So do the tensor cores of sm_90 and before for FP8. A CPU takes any strides; the emulated product writes its
+    operands out anyway.
+    """
+    return device.type == "cuda" and fmt.quantized and not fmt.packed and fmt.block in (0, 128)
+
+
 def backend(a: Format, b: Format, device: torch.device) -> str:
     """``"native"``, ``"emulated"`` or ``"reference"``: what multiplies these operands."""
     return choose(a, b, device)[0]
@@ -124,7 +145,7 @@ def backend(a: Format, b: Format, device: torch.device) -> str:
 def table(device: torch.device) -> list[Row]:
     """The whole table for a device."""
     rows = [Row("scaled product", name, *choose(a, b, device)) for name, a, b in PAIRS]
-    casts = "plain PyTorch; kernels of our own are not written yet"
-    rows.append(Row("amax, cast, dequantize", "all", "reference", casts))
-    rows.append(Row("norm, activation", "all", "reference", casts))
+    runs, reason = kernels(device.index or 0) if device.type == "cuda" else (False, f"{device.type}: plain PyTorch")
+    for operation in ("amax, cast, dequantize", "norm, activation"):
+        rows.append(Row(operation, "all", "triton" if runs else "reference", reason))
     return rows

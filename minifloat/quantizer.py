@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from minifloat import capability
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.kernels import quantize
 from minifloat.operand import Operand, Quantized
@@ -100,9 +101,19 @@ class Quantizer:
         """What ranks that share ``x`` agree on before its cast: one entry for each of :attr:`casts`."""
         return find_amaxes([x], [self])[0]
 
-    def cast(self, x: Tensor, amaxes: Amaxes | None = None, rng: Tensor | None = None) -> Quantized:
+    def cast(
+        self, x: Tensor, amaxes: Amaxes | None = None, rng: Tensor | None = None, *, gemm_ready: bool = False
+    ) -> Quantized:
         """Quantizes ``x``; see :func:`cast_all`."""
-        return cast_all([x], [self], [amaxes], [rng])[0]
+        return cast_all([x], [self], [amaxes], [rng], gemm_ready=gemm_ready)[0]
+
+    def layouts(self, device: torch.device, gemm_ready: bool) -> tuple[tuple[Format, int], ...]:
+        """The casts to make: :attr:`casts`, or what GEMMs on ``device`` read where they want codes in two orders."""
+        casts = self.casts
+        if not gemm_ready or len(casts) != 1 or self.chained or not capability.k_major(casts[0][0], device):
+            return casts
+        wanted = [ROWWISE] * self.rowwise + [COLUMNWISE] * self.columnwise
+        return tuple((casts[0][0], dim) for dim in wanted)
 
     def __call__(self, x: Tensor) -> Quantized:
         """Amax and cast at once. A 3-D or higher ``x`` is taken as [M, K] with M the product of its leading dims."""
@@ -136,6 +147,8 @@ def cast_all(
     quantizers: Sequence[Quantizer],
     amaxes: Sequence[Amaxes | None] | None = None,
     rngs: Sequence[Tensor | None] | None = None,
+    *,
+    gemm_ready: bool = False,
 ) -> list[Quantized]:
     """Quantizes many tensors in one launch.
 
@@ -145,6 +158,9 @@ def cast_all(
         amaxes: as :func:`find_amaxes` gives them, reduced over a group or not; for delayed scaling the scale, fp32
             [1]. None: each tensor's own.
         rngs: for each tensor the int64 [2] seed and offset of stochastic rounding. None: drawn.
+        gemm_ready: lay codes out in memory as this device's GEMMs read them, in the same pass: where those want the
+            contracted dim consecutive, columnwise codes are transposed in memory, and a symmetric format gives two
+            operands. For what is neither gathered nor kept as a parameter.
 
     Raises:
         TypeError: a tensor is not floating point.
@@ -159,10 +175,12 @@ def cast_all(
     seeds: list[Tensor | None] = []
     formats: list[str] = []
     dims: list[int] = []
+    k_major: list[bool] = []
     for x, quantizer, amax, fallback, rng in zip(matrices, quantizers, amaxes, own, rngs, strict=True):
         if rng is None and any(fmt.rounding == "stochastic" for fmt, _ in quantizer.casts):
             rng = quantize.draw_seed(x)  # one for both orientations, which draw different bits from it
-        for (fmt, dim), level in zip(quantizer.casts, amax or fallback or (), strict=True):
+        layouts, found = quantizer.layouts(x.device, gemm_ready), amax or fallback or ()
+        for (fmt, dim), level in zip(layouts, found if len(found) == len(layouts) else found * 2, strict=True):
             if not fmt.quantized:
                 continue
             if fmt.scale_rule == "given" and level is None:
@@ -172,16 +190,26 @@ def cast_all(
             seeds.append(rng if fmt.rounding == "stochastic" else None)
             formats.append(fmt.spec)
             dims.append(dim)
-    outputs = iter(quantize.cast(sources, given, seeds, formats, dims) if sources else ())
+            k_major.append(gemm_ready and capability.k_major(fmt, x.device))
+    outputs = iter(quantize.cast(sources, given, seeds, formats, dims, k_major) if sources else ())
     levels = iter(given)
-    return [_assemble(x, quantizer, outputs, levels) for x, quantizer in zip(matrices, quantizers, strict=True)]
+    return [
+        _assemble(x, quantizer, quantizer.layouts(x.device, gemm_ready), outputs, levels)
+        for x, quantizer in zip(matrices, quantizers, strict=True)
+    ]
 
 
-def _assemble(x: Tensor, quantizer: Quantizer, outputs: Iterator[Tensor], levels: Iterator[Tensor | None]) -> Quantized:
+def _assemble(
+    x: Tensor,
+    quantizer: Quantizer,
+    layouts: Sequence[tuple[Format, int]],
+    outputs: Iterator[Tensor],
+    levels: Iterator[Tensor | None],
+) -> Quantized:
     """Takes this tensor's part from the outputs of the cast operation, three a cast."""
     shape = (x.shape[0], x.shape[1])
     operands = []
-    for fmt, dim in quantizer.casts:
+    for fmt, dim in layouts:
         if fmt.quantized:
             codes, scale_inv, measured = next(outputs), next(outputs), next(outputs)
             level = next(levels)

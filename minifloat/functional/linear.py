@@ -330,7 +330,7 @@ def _quantized(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None) -> T
     """``x`` as a tensor that the next layer takes as it is."""
     if not quantizer.quantized:
         return x
-    operands = quantize([x], [quantizer], [kind], use)[0]
+    operands = quantize([x], [quantizer], [kind], use, gemm_ready=False)[0]
     scale = delayed_scale(use, kind)
     return QuantizedTensor.from_operands(
         operands, quantizer, x.shape, x.dtype, scale=None if scale is None else scale.clone()

@@ -22,8 +22,10 @@ def quantize(
     kinds: Sequence[str],
     use: Use | None,
     input_scale: Tensor | None = None,
+    *,
+    gemm_ready: bool = True,
 ) -> list[Quantized]:
-    """Quantizes the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...).
+    """Quantizes the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...), for its GEMMs.
 
     A delayed scale is read from the layer's history (that of the input may be given), and the amax that the cast
     measured is recorded there.
@@ -33,20 +35,20 @@ def quantize(
     if input_scale is not None:
         scales[kinds.index("input")] = input_scale
     if torch.compiler.is_compiling():  # each by itself: siblings' casts of one input are common subexpressions then
-        results = [cast_with(x, q, scale) for x, q, scale in zip(xs, quantizers, scales, strict=True)]
+        results = [cast_with(x, q, s, gemm_ready) for x, q, s in zip(xs, quantizers, scales, strict=True)]
     else:
         levels = find_amaxes(xs, quantizers)
         amaxes = [_with_scale(q, level, scale) for q, level, scale in zip(quantizers, levels, scales, strict=True)]
-        results = cast_all(xs, quantizers, amaxes)
+        results = cast_all(xs, quantizers, amaxes, gemm_ready=gemm_ready)
     if use is not None:
         for result, kind in zip(results, kinds, strict=True):
             record(use, kind, result)
     return results
 
 
-def cast_with(x: Tensor, quantizer: Quantizer, scale: Tensor | None) -> Quantized:
-    """Quantizes ``x`` where delayed scaling casts with ``scale``, recording nothing."""
-    return quantizer.cast(x, _with_scale(quantizer, quantizer.amax(x), scale))
+def cast_with(x: Tensor, quantizer: Quantizer, scale: Tensor | None, gemm_ready: bool = True) -> Quantized:
+    """Quantizes ``x`` for a GEMM where delayed scaling casts with ``scale``, recording nothing."""
+    return quantizer.cast(x, _with_scale(quantizer, quantizer.amax(x), scale), gemm_ready=gemm_ready)
 
 
 def _slot(kind: str) -> tuple[int, int]:

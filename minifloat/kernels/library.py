@@ -1,4 +1,4 @@
-"""How an operation is registered: a schema, one implementation for every device, and a fake."""
+"""How an operation is registered: a schema, a reference for every device, kernels for some, and a fake."""
 
 from __future__ import annotations
 
@@ -8,24 +8,47 @@ from typing import Any
 
 import torch
 
+from minifloat import capability
+
 _LIBRARY = torch.library.Library("minifloat", "DEF")
 
 
 def register(
-    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, random: bool = False
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    cuda: Callable[..., Any] | None = None,
+    random: bool = False,
 ) -> torch._ops.OpOverload:
     """Defines ``minifloat::<schema>`` and returns it, ready to call.
 
-    ``Library.define`` and ``impl`` cost a fifth of ``torch.library.custom_op`` a call. ``random`` marks an operation
-    that draws from PyTorch's generator, which a compiler must neither deduplicate nor reorder.
+    ``Library.define`` and ``impl`` cost a fifth of ``torch.library.custom_op`` a call.
+
+    Args:
+        implementation: in plain PyTorch, for every device: the definition.
+        fake: gives shapes, dtypes and strides alone.
+        cuda: the same on kernels of our own, for GPUs that run them (``capability.kernels``).
+        random: it draws from PyTorch's generator: a compiler must neither deduplicate nor reorder it.
     """
     name = schema.partition("(")[0]
     tags = (torch.Tag.nondeterministic_seeded,) if random else ()
     _LIBRARY.define(schema, tags=tags)
     _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
+    if cuda is not None:
+        _LIBRARY.impl(name, _where_kernels_run(cuda, _without_autocast(implementation)), "CUDA")
     torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
     return overload
+
+
+def _where_kernels_run(kernels: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernels)
+    def run(*args: Any) -> Any:
+        runs, _ = capability.kernels(torch.cuda.current_device())
+        return kernels(*args) if runs else reference(*args)
+
+    return run
 
 
 def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minifloat.formats import ROWWISE, Format
+from minifloat.kernels.quantize import reference as quantize
+
 
 class Pointwise(NamedTuple):
     """A function of one number and its derivative."""
@@ -105,3 +108,26 @@ def _halves(x: Tensor, name: str, parameters: Sequence[float]) -> tuple[Pointwis
         return POINTWISE[GATES[name]], a, b
     limit, alpha, offset = parameters
     return swish(alpha), a.clamp(max=limit), b.clamp(-limit, limit) + offset
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude, fp32 [1]; NaNs are dropped."""
+    return quantize.amax(x, Format(), ROWWISE)
+
+
+def cast(
+    x: Tensor, scale: Tensor, fmt: Format, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Delayed scaling: codes along the rows and along the columns, the inverse of the scale, and the amax."""
+    row, column = empty_codes(x, *x.shape, rowwise, columnwise)
+    codes, scale_inv, amax = quantize.cast(x, scale, None, fmt, ROWWISE)  # whose dim is no matter with one scale
+    for target in [row] * rowwise + [column] * columnwise:
+        target.copy_(codes)
+    return row, column, scale_inv, amax
+
+
+def empty_codes(like: Tensor, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes of [rows, cols], the columnwise ones transposed in memory; of [0] if not wanted."""
+    row = like.new_empty((rows, cols) if rowwise else (0,), dtype=torch.uint8)
+    column = like.new_empty((cols, rows) if columnwise else (0,), dtype=torch.uint8)
+    return row, column.t()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifloat.formats import ROWWISE, Format, parse
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.kernels.library import register
 from minifloat.kernels.quantize import hadamard, reference
 
@@ -22,11 +22,23 @@ def _cast(
     rngs: Sequence[Tensor | None],
     formats: Sequence[str],
     dims: Sequence[int],
+    k_major: Sequence[bool],
 ) -> list[Tensor]:
     outputs: list[Tensor] = []
-    for x, amax, rng, spec, dim in zip(xs, given, rngs, formats, dims, strict=True):
-        outputs += reference.cast(x, amax, rng, parse(spec), dim)
+    for x, amax, rng, spec, dim, transposed in zip(xs, given, rngs, formats, dims, k_major, strict=True):
+        fmt = parse(spec)
+        codes, scale_inv, measured = reference.cast(x, amax, rng, fmt, dim)
+        if transposed and dim == COLUMNWISE:
+            codes = _transposed(codes)
+        if transposed and dim == ROWWISE and fmt.block and not fmt.tile:
+            scale_inv = _transposed(scale_inv)
+        outputs += codes, scale_inv, measured
     return outputs
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """``x`` [M, K] with M consecutive in memory."""
+    return x.t().contiguous().t()
 
 
 def _dequantize(
@@ -78,16 +90,31 @@ def _fake_cast(
     rngs: Sequence[Tensor | None],
     formats: Sequence[str],
     dims: Sequence[int],
+    k_major: Sequence[bool],
 ) -> list[Tensor]:
     outputs: list[Tensor] = []
-    for x, spec, dim in zip(xs, formats, dims, strict=True):
+    for x, spec, dim, transposed in zip(xs, formats, dims, k_major, strict=True):
         fmt = parse(spec)
         outputs += [
-            x.new_empty(code_shape(fmt, dim, *x.shape), dtype=torch.uint8),
-            x.new_empty(scale_shape(fmt, dim, *x.shape), dtype=fmt.scale_dtype),
+            *empty_cast(x, fmt, dim, transposed),
             x.new_empty(1 if fmt.scale_rule == "given" else 0, dtype=torch.float32),
         ]
     return outputs
+
+
+def empty_cast(x: Tensor, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the codes and scales of a cast of ``x``; ``k_major`` as in :data:`cast`."""
+    codes, scales = code_shape(fmt, dim, *x.shape), scale_shape(fmt, dim, *x.shape)
+    transposed = k_major and dim == COLUMNWISE
+    scales_transposed = k_major and dim == ROWWISE and fmt.block > 0 and not fmt.tile
+    return (
+        x.new_empty(codes[::-1] if transposed else codes, dtype=torch.uint8).t()
+        if transposed
+        else x.new_empty(codes, dtype=torch.uint8),
+        x.new_empty(scales[::-1], dtype=fmt.scale_dtype).t()
+        if scales_transposed
+        else x.new_empty(scales, dtype=fmt.scale_dtype),
+    )
 
 
 def _fake_dequantize(
@@ -100,10 +127,40 @@ def _fake_draw_seed(like: Tensor) -> Tensor:
     return like.new_empty(2, dtype=torch.int64)
 
 
-amax = register("amax(Tensor[] xs, str[] formats, int[] dims) -> Tensor[]", _amax, _fake_amax)
+def _amax_on_gpu(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    from minifloat.kernels.quantize import gpu
+
+    return gpu.amax(xs, formats, dims)
+
+
+def _cast_on_gpu(
+    xs: Sequence[Tensor],
+    given: Sequence[Tensor | None],
+    rngs: Sequence[Tensor | None],
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+) -> list[Tensor]:
+    from minifloat.kernels.quantize import gpu
+
+    return gpu.cast(xs, given, rngs, formats, dims, k_major)
+
+
+amax = register("amax(Tensor[] xs, str[] formats, int[] dims) -> Tensor[]", _amax, _fake_amax, cuda=_amax_on_gpu)
+"""Of each tensor what ``reference.amax`` gives."""
+
 cast = register(
-    "cast(Tensor[] xs, Tensor?[] given, Tensor?[] rngs, str[] formats, int[] dims) -> Tensor[]", _cast, _fake_cast
+    "cast(Tensor[] xs, Tensor?[] given, Tensor?[] rngs, str[] formats, int[] dims, bool[] k_major) -> Tensor[]",
+    _cast,
+    _fake_cast,
+    cuda=_cast_on_gpu,
 )
+"""Of each tensor codes, scales and amax, as ``reference.cast`` gives them; one that follows itself is read once.
+
+``k_major``: in memory as a GEMM reads them that wants the contracted dim consecutive: the codes of a columnwise cast
+with M consecutive, and so the scales of a rowwise one in strips.
+"""
+
 dequantize = register(
     "dequantize(Tensor codes, Tensor scale_inv, Tensor? amax, str format, int dim, SymInt rows, SymInt cols, "
     "ScalarType dtype) -> Tensor",

@@ -1,0 +1,156 @@
+"""How a Triton kernel is launched: past the JIT's binder, and counted.
+
+A launch through Triton's own ``kernel[grid](...)`` looks at every argument anew and costs more host time than a small
+kernel takes on the GPU. Here the place of an argument says what it is (tensors, then integers, then compile-time
+constants), so that finding the compiled kernel is one look-up. No integer is ever compiled in: another number of
+tokens is not another kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+Tensors = Sequence[Tensor | tuple[Tensor, ...]]
+Integers = Sequence[int | tuple[int, ...]]
+
+_counters: list[Counter[str]] = []
+# How a compiled kernel is called is private to Triton; with versions that were not tried, the JIT does it.
+_KNOWN = triton.__version__.startswith("3.6.")
+# Stands for every integer when a kernel is compiled: neither 1 nor a multiple of 16, which Triton would compile in.
+_NEUTRAL = 7
+
+
+@contextmanager
+def count_launches() -> Iterator[Counter[str]]:
+    """Counts the Triton kernels that are launched inside, by name: how a test knows that a kernel ran.
+
+    A captured CUDA graph runs without Python and is counted once, at its capture.
+    """
+    counter: Counter[str] = Counter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)
+
+
+def ready(x: Tensor) -> Tensor:
+    """``x``, or a copy, contiguous and at a multiple of 16 bytes: kernels read as much at a time."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+class _Compiled(NamedTuple):
+    """A kernel for one choice of dtypes and constants, as its launcher wants it."""
+
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+
+
+class Kernel:
+    """A Triton kernel whose parameters are tensors, then integers below 2^31, then ``tl.constexpr`` constants.
+
+    A tensor or an integer may also be a tuple of them, for a kernel that works on several matrices at a time.
+
+    Args:
+        function: the ``triton.jit`` function.
+        contract: let the compiler contract ``a * b + c`` to one rounding. Off where results are defined to the bit.
+    """
+
+    def __init__(self, function: Any, *, contract: bool = False) -> None:
+        self.function = function
+        self.name: str = function.__name__
+        self.options = {"enable_fp_fusion": contract}
+        self._compiled: dict[Any, _Compiled] = {}
+
+    def __call__(
+        self, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int = 4
+    ) -> None:
+        """Launches ``programs`` instances, on the current stream of the device of the tensors; none for 0."""
+        if programs == 0:
+            return
+        for counter in _counters:
+            counter[self.name] += 1
+        first = tensors[0]
+        device = (first[0] if isinstance(first, tuple) else first).get_device()
+        if device < 0:  # Triton's interpreter, in tests
+            self._through_jit(programs, tensors, integers, constants, warps)
+        elif device == torch.cuda.current_device():
+            self._launch(device, programs, tensors, integers, constants, warps)
+        else:
+            with torch.cuda.device(device):
+                self._launch(device, programs, tensors, integers, constants, warps)
+
+    def _launch(
+        self, device: int, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
+    ) -> None:
+        pointers, types, aligned = _look_at(tensors)
+        assert aligned, f"{self.name} reads 16 bytes at a time: pass matrices through launch.ready()"
+        if not _KNOWN:
+            self._through_jit(programs, tensors, integers, constants, warps)
+            return
+        key = (device, warps, constants, *types)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(tensors, integers, constants, warps)
+        compiled.run(
+            programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.metadata,
+            None, None, None, *pointers, *integers, *constants,
+        )  # fmt: skip
+
+    def _compile(self, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int) -> _Compiled:
+        typical = [tuple(map(_typical, t)) if isinstance(t, tuple) else _typical(t) for t in tensors]
+        neutral = [(_NEUTRAL,) * len(i) if isinstance(i, tuple) else _NEUTRAL for i in integers]
+        kernel = self.function.warmup(*typical, *neutral, *constants, grid=(1,), num_warps=warps, **self.options)
+        run = kernel.run  # which loads the kernel, so that it has a handle
+        return _Compiled(run, kernel.function, kernel.packed_metadata)
+
+    def _through_jit(
+        self, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
+    ) -> None:
+        self.function[(programs,)](*tensors, *integers, *constants, num_warps=warps, **self.options)
+
+
+def _look_at(tensors: Tensors) -> tuple[list[int | tuple[int, ...]], list[Any], bool]:
+    """Addresses, what of the tensors is compiled in, and whether all matrices begin at multiples of 16 bytes."""
+    pointers: list[int | tuple[int, ...]] = []
+    types: list[Any] = []
+    bits = 0
+    for tensor in tensors:
+        if isinstance(tensor, tuple):
+            several = []
+            for each in tensor:
+                pointer, scalar = each.data_ptr(), each.numel() == 1
+                bits |= 0 if scalar else pointer
+                several.append(pointer)
+                types += each.dtype, scalar
+            pointers.append(tuple(several))
+        else:
+            pointer, scalar = tensor.data_ptr(), tensor.numel() == 1
+            bits |= 0 if scalar else pointer
+            pointers.append(pointer)
+            types += tensor.dtype, scalar
+    return pointers, types, not bits & 15
+
+
+class _Typical:
+    """Stands for a tensor when a kernel is compiled: matrices are aligned, a scalar may be a slot of a buffer."""
+
+    def __init__(self, dtype: torch.dtype, pointer: int) -> None:
+        self.dtype = dtype
+        self.pointer = pointer
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def _typical(tensor: Tensor) -> _Typical:
+    return _Typical(tensor.dtype, 4 if tensor.numel() == 1 else 0)

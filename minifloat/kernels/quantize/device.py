@@ -1,0 +1,78 @@
+"""What the cast kernels share, in Triton: picking a matrix from several, scales, and elements."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def pick(values, starts, program, COUNT: tl.constexpr):
+    """That of ``values`` whose range of programs, which begins at ``starts``, holds ``program``."""
+    chosen = values[0]
+    for i in tl.static_range(1, COUNT):
+        chosen = tl.where(program >= starts[i], values[i], chosen)
+    return chosen
+
+
+@triton.jit
+def extent(value, ALIGNED: tl.constexpr):
+    """``value``, which the compiler shall know to be a multiple of 16 where it is ``ALIGNED``, for wide accesses."""
+    return value // 16 * 16 if ALIGNED else value
+
+
+@triton.jit
+def skips(noop, CAN_SKIP: tl.constexpr):
+    """The flag on the device says to leave codes and scales as they are."""
+    return tl.load(noop) != 0 if CAN_SKIP else False
+
+
+@triton.jit
+def record_max(target, value):
+    """``target = max(target, value)`` for floats of at least 0, whose order is that of their bits."""
+    bits = target.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(bits, value.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def scale_from_amax(amax, MAX: tl.constexpr, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
+    """numerics 0.3: ``MAX / amax``, ``LARGEST`` where that overflows, 1 where there is nothing to scale by."""
+    amax = tl.where(amax < EPSILON, EPSILON, amax)
+    scale = tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax)
+    scale = tl.where(scale == float("inf"), LARGEST, scale)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # rounds down
+    return tl.where((amax == float("inf")) | (amax == 0) | (amax != amax), 1.0, scale)
+
+
+@triton.jit
+def reciprocal(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def cast_fp8(x, ELEMENT: tl.constexpr):
+    """fp32 to FP8 codes as bytes: to nearest, ties to even; the hardware's conversion saturates and makes NaN 0x7F."""
+    if ELEMENT == "e4m3":
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def store_codes(target, codes, m, k, M, K, K_MAJOR: tl.constexpr):
+    """Stores a tile of [M, K] codes at rows ``m`` and columns ``k``; ``K_MAJOR``: with the columns outermost."""
+    inside = (m[:, None] < M) & (k[None, :] < K)
+    if K_MAJOR:
+        where = target + k[:, None].to(tl.int64) * M + m[None, :]
+        tl.store(where, tl.trans(codes), mask=tl.trans(inside))
+    else:
+        tl.store(target + m[:, None].to(tl.int64) * K + k[None, :], codes, mask=inside)
+
+
+@triton.jit
+def load_tile(source, m, k, M, K):
+    """A tile of [M, K] at rows ``m`` and columns ``k`` in fp32, 0 outside."""
+    inside = (m[:, None] < M) & (k[None, :] < K)
+    return tl.load(source + m[:, None].to(tl.int64) * K + k[None, :], mask=inside, other=0.0).to(tl.float32)

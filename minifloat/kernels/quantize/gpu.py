@@ -1,0 +1,99 @@
+"""Amax and cast of lists of tensors on a GPU: which kernel does which, each tensor read once for all its casts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import ROWWISE, Format, parse
+from minifloat.kernels.launch import ready
+from minifloat.kernels.quantize import blocks, empty_cast, nvfp4, per_tensor, reference
+from minifloat.kernels.quantize.job import Job, Target, groups
+
+
+def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    """As the operation; the amaxes of whole tensors in one launch a dtype."""
+    parsed = [parse(spec) for spec in formats]
+    whole = [_one_amax(fmt) for fmt in parsed]
+    found = iter(_zeros(sum(whole), xs[0].device))
+    results = [
+        next(found) if simple else _amax_of_its_own(x, fmt, dim)
+        for x, fmt, dim, simple in zip(xs, parsed, dims, whole, strict=True)
+    ]
+    alike: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(xs):
+        if whole[i]:
+            alike.setdefault(x.dtype, []).append(i)
+    for group in alike.values():
+        per_tensor.amax([ready(xs[i]) for i in group], [results[i] for i in group])
+    return results
+
+
+def _one_amax(fmt: Format) -> bool:
+    """The amax is that of the tensor as it is."""
+    return not fmt.amax_per_row and fmt.transform == "none" and (fmt.block == 0 or fmt.scale_rule == "two_level")
+
+
+def _amax_of_its_own(x: Tensor, fmt: Format, dim: int) -> Tensor:
+    if fmt.scale_rule == "two_level":
+        return nvfp4.amax(ready(x), fmt, dim)
+    return reference.amax(x, fmt, dim)
+
+
+def _zeros(count: int, device: torch.device) -> Sequence[Tensor]:
+    """``count`` zeros, fp32 [1] each, in one launch."""
+    return torch.zeros(count, dtype=torch.float32, device=device).split(1) if count else ()
+
+
+def cast(
+    xs: Sequence[Tensor],
+    given: Sequence[Tensor | None],
+    rngs: Sequence[Tensor | None],
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+) -> list[Tensor]:
+    """As the operation; a rowwise cast and the columnwise one of the same tensor that follows it are one pass."""
+    parsed = [parse(spec) for spec in formats]
+    measured = iter(_zeros(sum(fmt.scale_rule == "given" for fmt in parsed), xs[0].device))
+    outputs: list[Tensor] = []
+    jobs: list[Job] = []
+    previous = None
+    for x, level, rng, fmt, dim, transposed in zip(xs, given, rngs, parsed, dims, k_major, strict=True):
+        codes, scale_inv = empty_cast(x, fmt, dim, transposed)
+        own_amax = next(measured) if fmt.scale_rule == "given" else x.new_empty(0, dtype=torch.float32)
+        target = Target(fmt, dim, level, codes, scale_inv, own_amax, transposed)
+        outputs += codes, scale_inv, own_amax
+        if x is previous and _one_pass(jobs[-1], target):
+            jobs[-1] = jobs[-1]._replace(column=target, rng=jobs[-1].rng if rng is None else rng)
+        elif dim == ROWWISE:
+            jobs.append(Job(ready(x), rng, target, None))
+        else:
+            jobs.append(Job(ready(x), rng, None, target))
+        previous = x
+    launch(jobs, None)
+    return outputs
+
+
+def _one_pass(job: Job, column: Target) -> bool:
+    """One kernel makes the rowwise operand of ``job`` and this columnwise one."""
+    row = job.row
+    if row is None or job.column is not None or column.dim != COLUMNWISE:
+        return False
+    if _kernel(row.format) is not _kernel(column.format):
+        return False
+    return row.format == column.format or row.format.scale_rule == "two_level"
+
+
+def launch(jobs: Sequence[Job], noop: Tensor | None) -> None:
+    """Runs jobs, those that are alike in one launch; none where ``noop``, fp32 [1] on the device, is not 0."""
+    for group in groups(jobs):
+        _kernel(group[0].targets[0].format)(group, noop)
+
+
+def _kernel(fmt: Format) -> Callable[..., None]:
+    if fmt.scale_rule == "two_level":
+        return nvfp4.cast
+    return blocks.cast if fmt.block else per_tensor.cast

@@ -1,0 +1,35 @@
+"""The pinned table of tiles: how much of a matrix one program works on, and with how many warps.
+
+Nothing is timed while training: ranks that time kernels choose differently, and a choice can change the order of sums.
+``benchmarks/tune_tiles.py`` times candidates on a machine and prints the lines of this table. The casts give the same
+bits with every tile; kernels that sum (the norms) have one tile for each width, which is part of their definition.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Rows and columns of one program, and its warps of 32 threads."""
+
+    rows: int
+    cols: int
+    warps: int
+
+
+SM_90: dict[str, Tile] = {
+    "amax": Tile(1, 8192, 4),
+    "cast_tensor": Tile(64, 128, 4),
+    "cast_block": Tile(128, 128, 8),
+}
+"""Measured on an H200. Other devices use the same until somebody measures there."""
+
+
+@cache
+def tile(kernel: str, device: torch.device) -> Tile:
+    """The tile of a kernel on a device."""
+    return SM_90[kernel]
