@@ -128,13 +128,13 @@ def kernels(device: int) -> Support:
     return True, f"Triton kernels, sm_{facts[0]}{facts[1]}"
 
 
-def k_major(fmt: Format, device: torch.device) -> bool:
-    """The product of ``fmt`` reads codes with the contracted dim consecutive: wgrad and dgrad need them transposed.
+def k_major(fmt: Format) -> bool:
+    """CUDA's product of ``fmt`` wants the contracted dim consecutive: dgrad and wgrad read transposed copies.
 
-    So do the tensor cores of sm_90 and before for FP8. A CPU takes any strides; the emulated product writes its
+    So the FP8 tensor cores of sm_89 and sm_90 want it. A CPU takes any strides, and the emulated product writes its
     operands out anyway.
     """
-    return device.type == "cuda" and fmt.quantized and not fmt.packed and fmt.block in (0, 128)
+    return fmt.quantized and not fmt.packed and fmt.block in (0, 128)
 
 
 def backend(a: Format, b: Format, device: torch.device) -> str:

@@ -104,6 +104,9 @@ class Format:
             raise ValueError(f"hadamard16 needs strips of whole groups of 16, got block={self.block} tile={self.tile}")
         object.__setattr__(self, "spec", _spell(self))
 
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
     @property
     def max(self) -> float:
         """Largest finite value of a code."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from minifloat.operand import Operand, Quantized
 
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :meth:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
+
+Layouts = tuple[tuple[Format, int], ...]
+"""Casts of one tensor: (format, dim) each."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized."""
@@ -42,6 +45,10 @@ class Quantizer:
     rowwise: bool = True
     columnwise: bool = True
     columnwise_source: Literal["original", "rowwise_dequantized"] = "original"
+
+    def __hash__(self) -> int:
+        columns = "" if self.column_format is None else self.column_format.spec
+        return hash((self.row_format.spec, columns, self.rowwise, self.columnwise))
 
     @classmethod
     def identity(cls) -> Quantizer:
@@ -66,14 +73,21 @@ class Quantizer:
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same formats for other orientations; None keeps what is."""
+        rowwise = self.rowwise if rowwise is None else rowwise
+        columnwise = self.columnwise if columnwise is None else columnwise
+        if rowwise == self.rowwise and columnwise == self.columnwise:
+            return self
+        if torch.compiler.is_compiling():
+            return self._with_usage(rowwise, columnwise)
+        key = self, rowwise, columnwise
+        known = _with_usages.get(key)
+        if known is None:
+            known = _with_usages[key] = self._with_usage(rowwise, columnwise)
+        return known
+
+    def _with_usage(self, rowwise: bool, columnwise: bool) -> Quantizer:
         # Spelled out: torch.compile of PyTorch 2.11 does not trace dataclasses.replace.
-        return Quantizer(
-            self.row_format,
-            self.column_format,
-            self.rowwise if rowwise is None else rowwise,
-            self.columnwise if columnwise is None else columnwise,
-            self.columnwise_source,
-        )
+        return Quantizer(self.row_format, self.column_format, rowwise, columnwise, self.columnwise_source)
 
     @property
     def quantized(self) -> bool:
@@ -86,7 +100,7 @@ class Quantizer:
         return self.columnwise and self.columnwise_source == "rowwise_dequantized" and self.row_format.quantized
 
     @property
-    def casts(self) -> tuple[tuple[Format, int], ...]:
+    def casts(self) -> Layouts:
         """The casts that give the wanted orientations, (format, dim) each; one serves both if the format is symmetric.
 
         A symmetric format is always cast rowwise: one layout, whichever orientation asked for it.
@@ -96,6 +110,17 @@ class Quantizer:
         if self.columnwise and not self.chained and not (wanted and row == column and row.symmetric):
             wanted.append((column, ROWWISE if column.symmetric else COLUMNWISE))
         return tuple(wanted)
+
+    def layouts(self, gemm_ready_on: str) -> Layouts:
+        """The casts to make for the GEMMs of a type of device; for ``""`` no GEMM in particular, :attr:`casts`.
+
+        Those that read codes with the contracted dim consecutive need both memory orders, symmetric format or not.
+        """
+        casts = self.casts
+        if gemm_ready_on != "cuda" or len(casts) != 1 or self.chained or not capability.k_major(casts[0][0]):
+            return casts
+        wanted = [ROWWISE] * self.rowwise + [COLUMNWISE] * self.columnwise
+        return tuple((casts[0][0], dim) for dim in wanted)
 
     def amax(self, x: Tensor) -> Amaxes:
         """What ranks that share ``x`` agree on before its cast: one entry for each of :attr:`casts`."""
@@ -107,17 +132,80 @@ class Quantizer:
         """Quantizes ``x``; see :func:`cast_all`."""
         return cast_all([x], [self], [amaxes], [rng], gemm_ready=gemm_ready)[0]
 
-    def layouts(self, device: torch.device, gemm_ready: bool) -> tuple[tuple[Format, int], ...]:
-        """The casts to make: :attr:`casts`, or what GEMMs on ``device`` read where they want codes in two orders."""
-        casts = self.casts
-        if not gemm_ready or len(casts) != 1 or self.chained or not capability.k_major(casts[0][0], device):
-            return casts
-        wanted = [ROWWISE] * self.rowwise + [COLUMNWISE] * self.columnwise
-        return tuple((casts[0][0], dim) for dim in wanted)
-
     def __call__(self, x: Tensor) -> Quantized:
         """Amax and cast at once. A 3-D or higher ``x`` is taken as [M, K] with M the product of its leading dims."""
         return self.cast(x, self.amax(x))
+
+
+# Made once, since every call of every layer asks for the same few: those of the recipes that a program uses.
+_with_usages: dict[tuple[Quantizer, bool, bool], Quantizer] = {}
+_batches: dict[tuple[tuple[Quantizer, ...], str], _Batch] = {}
+
+
+class _Batch(NamedTuple):
+    """Quantizers side by side, as lists for the operations.
+
+    ``amax_...`` list what needs an amax first, ``cast_...`` what is quantized; ``..._of`` says which tensor it is of.
+    ``levels``: for each cast which of its tensor's amaxes it takes. ``stochastic``: tensors that need random bits.
+    ``given``: which casts of each tensor take a scale from outside.
+    """
+
+    amax_of: list[int]
+    amax_formats: list[str]
+    amax_dims: list[int]
+    needs_amax: list[list[bool]]
+    cast_of: list[int]
+    levels: list[int]
+    formats: list[Format]
+    specs: list[str]
+    dims: list[int]
+    k_major: list[bool]
+    stochastic: list[int]
+    layouts: list[Layouts]
+    given: list[list[bool]]
+
+
+def _new_batch(quantizers: Sequence[Quantizer], gemm_ready_on: str) -> _Batch:
+    batch = _Batch([], [], [], [], [], [], [], [], [], [], [], [q.layouts(gemm_ready_on) for q in quantizers], [])
+    for i, quantizer in enumerate(quantizers):
+        batch.needs_amax.append([fmt.needs_amax for fmt, _ in quantizer.casts])
+        batch.given.append([fmt.scale_rule == "given" for fmt, _ in quantizer.casts])
+        for fmt, dim in quantizer.casts:
+            if fmt.needs_amax:
+                batch.amax_of.append(i)
+                batch.amax_formats.append(fmt.spec)
+                batch.amax_dims.append(dim)
+        if any(fmt.rounding == "stochastic" for fmt, _ in quantizer.casts):
+            batch.stochastic.append(i)
+        for place, (fmt, dim) in enumerate(batch.layouts[i]):
+            if fmt.quantized:
+                batch.cast_of.append(i)
+                batch.levels.append(min(place, len(quantizer.casts) - 1))  # a transposed copy takes that of its twin
+                batch.formats.append(fmt)
+                batch.specs.append(fmt.spec)
+                batch.dims.append(dim)
+                batch.k_major.append(gemm_ready_on == "cuda" and capability.k_major(fmt))
+    return batch
+
+
+def _batch(quantizers: Sequence[Quantizer], gemm_ready_on: str) -> _Batch:
+    if torch.compiler.is_compiling():
+        return _new_batch(quantizers, gemm_ready_on)
+    key = tuple(quantizers), gemm_ready_on
+    batch = _batches.get(key)
+    if batch is None:
+        batch = _batches[key] = _new_batch(quantizers, gemm_ready_on)
+    return batch
+
+
+def with_scales(
+    quantizers: Sequence[Quantizer], amaxes: Sequence[Amaxes], scales: Sequence[Tensor | None]
+) -> list[Amaxes]:
+    """``amaxes`` as :func:`find_amaxes` gives them, with the scale of each tensor where its cast takes one."""
+    return [
+        tuple([scale if wanted else level for wanted, level in zip(given, levels, strict=True)])
+        for given, levels, scale in zip(_batch(quantizers, "").given, amaxes, scales, strict=True)
+    ]
 
 
 def find_amaxes(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Amaxes]:
@@ -131,15 +219,12 @@ def find_amaxes(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[A
         For each tensor one entry a cast: fp32 (see ``kernels.quantize.reference.amax``), or None where the cast finds
         its own because no scale spans more than a block, or takes a given scale.
     """
-    sources, formats, dims = [], [], []
-    for x, quantizer in zip(xs, quantizers, strict=True):
-        for fmt, dim in quantizer.casts:
-            if fmt.needs_amax:
-                sources.append(as_matrix(x))
-                formats.append(fmt.spec)
-                dims.append(dim)
-    found = iter(quantize.amax(sources, formats, dims) if sources else ())
-    return [tuple(next(found) if fmt.needs_amax else None for fmt, _ in q.casts) for q in quantizers]
+    assert len(xs) == len(quantizers), (len(xs), len(quantizers))
+    batch = _batch(quantizers, "")
+    if not batch.amax_of:
+        return [(None,) * len(wanted) for wanted in batch.needs_amax]
+    found = iter(quantize.amax([as_matrix(xs[i]) for i in batch.amax_of], batch.amax_formats, batch.amax_dims))
+    return [tuple([next(found) if needed else None for needed in wanted]) for wanted in batch.needs_amax]
 
 
 def cast_all(
@@ -149,11 +234,12 @@ def cast_all(
     rngs: Sequence[Tensor | None] | None = None,
     *,
     gemm_ready: bool = False,
+    noop_flag: Tensor | None = None,
 ) -> list[Quantized]:
     """Quantizes many tensors in one launch.
 
     Args:
-        xs: [..., K] each, bf16, fp16 or fp32.
+        xs: [..., K] each, bf16, fp16 or fp32, on one device.
         quantizers: one a tensor.
         amaxes: as :func:`find_amaxes` gives them, reduced over a group or not; for delayed scaling the scale, fp32
             [1]. None: each tensor's own.
@@ -161,62 +247,75 @@ def cast_all(
         gemm_ready: lay codes out in memory as this device's GEMMs read them, in the same pass: where those want the
             contracted dim consecutive, columnwise codes are transposed in memory, and a symmetric format gives two
             operands. For what is neither gathered nor kept as a parameter.
+        noop_flag: fp32 [1] on the device; where it is not 0 kernels do nothing, and the result is undefined.
 
     Raises:
         TypeError: a tensor is not floating point.
         ValueError: its dtype is not bf16, fp16 or fp32, or delayed scaling was given no scale.
     """
+    if not xs:
+        return []
     matrices = [as_matrix(x) for x in xs]
-    amaxes = amaxes or [None] * len(xs)
-    rngs = rngs or [None] * len(xs)
-    own = find_amaxes(matrices, quantizers) if any(amax is None for amax in amaxes) else amaxes
-    sources: list[Tensor] = []
-    given: list[Tensor | None] = []
-    seeds: list[Tensor | None] = []
-    formats: list[str] = []
-    dims: list[int] = []
-    k_major: list[bool] = []
-    for x, quantizer, amax, fallback, rng in zip(matrices, quantizers, amaxes, own, rngs, strict=True):
-        if rng is None and any(fmt.rounding == "stochastic" for fmt, _ in quantizer.casts):
-            rng = quantize.draw_seed(x)  # one for both orientations, which draw different bits from it
-        layouts, found = quantizer.layouts(x.device, gemm_ready), amax or fallback or ()
-        for (fmt, dim), level in zip(layouts, found if len(found) == len(layouts) else found * 2, strict=True):
-            if not fmt.quantized:
-                continue
-            if fmt.scale_rule == "given" and level is None:
-                raise ValueError("delayed scaling casts with a scale from its history; pass it as amaxes=(scale,)")
-            sources.append(x)
-            given.append(level)
-            seeds.append(rng if fmt.rounding == "stochastic" else None)
-            formats.append(fmt.spec)
-            dims.append(dim)
-            k_major.append(gemm_ready and capability.k_major(fmt, x.device))
-    outputs = iter(quantize.cast(sources, given, seeds, formats, dims, k_major) if sources else ())
-    levels = iter(given)
+    batch = _batch(quantizers, xs[0].device.type if gemm_ready else "")
+    levels = complete(matrices, quantizers, amaxes)
+    seeds: list[Tensor | None] = list(rngs) if rngs is not None else [None] * len(xs)
+    for i in batch.stochastic:  # one for both orientations, which draw different bits from it
+        seeds[i] = quantize.draw_seed(matrices[i]) if seeds[i] is None else seeds[i]
+    given = [levels[i][place] for i, place in zip(batch.cast_of, batch.levels, strict=True)]
+    for fmt, level in zip(batch.formats, given, strict=True):
+        if level is None and fmt.scale_rule == "given":
+            raise ValueError("delayed scaling casts with a scale from its history; pass it as amaxes=(scale,)")
+    outputs: list[Tensor] = []
+    if batch.cast_of:
+        drawn = [
+            seeds[i] if fmt.rounding == "stochastic" else None
+            for i, fmt in zip(batch.cast_of, batch.formats, strict=True)
+        ]
+        sources = [matrices[i] for i in batch.cast_of]
+        outputs = quantize.cast(sources, given, drawn, batch.specs, batch.dims, batch.k_major, noop_flag)
+    each = iter(zip(outputs[0::3], outputs[1::3], outputs[2::3], given, strict=True))
     return [
-        _assemble(x, quantizer, quantizer.layouts(x.device, gemm_ready), outputs, levels)
-        for x, quantizer in zip(matrices, quantizers, strict=True)
+        assemble(quantizer, layouts, each, (x.shape[0], x.shape[1]), x.dtype, x)
+        for x, quantizer, layouts in zip(matrices, quantizers, batch.layouts, strict=True)
     ]
 
 
-def _assemble(
-    x: Tensor,
+def complete(
+    xs: Sequence[Tensor], quantizers: Sequence[Quantizer], amaxes: Sequence[Amaxes | None] | None
+) -> Sequence[Amaxes]:
+    """``amaxes`` that are known, and each tensor's own, in one launch, where there are none."""
+    if amaxes is None:
+        return find_amaxes(xs, quantizers)
+    missing = [i for i, level in enumerate(amaxes) if level is None]
+    found = iter(find_amaxes([xs[i] for i in missing], [quantizers[i] for i in missing]) if missing else ())
+    return [next(found) if level is None else level for level in amaxes]
+
+
+def assemble(
     quantizer: Quantizer,
-    layouts: Sequence[tuple[Format, int]],
-    outputs: Iterator[Tensor],
-    levels: Iterator[Tensor | None],
+    layouts: Layouts,
+    outputs: Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    values: Tensor | None = None,
 ) -> Quantized:
-    """Takes this tensor's part from the outputs of the cast operation, three a cast."""
-    shape = (x.shape[0], x.shape[1])
+    """The operands of one [M, K] matrix.
+
+    Args:
+        layouts: the casts that were made, as :meth:`Quantizer.layouts` gives them.
+        outputs: of each cast codes, scales, the measured amax and the given one; as many as are quantized are taken.
+        shape, dtype: of the matrix.
+        values: the matrix itself, for orientations that are left in high precision.
+    """
     operands = []
     for fmt, dim in layouts:
         if fmt.quantized:
-            codes, scale_inv, measured = next(outputs), next(outputs), next(outputs)
-            level = next(levels)
+            codes, scale_inv, measured, level = next(outputs)
             amax = measured if fmt.scale_rule == "given" else level if fmt.scale_rule == "two_level" else None
-            operands.append(Operand(codes, scale_inv, amax, fmt, dim, shape, x.dtype))
+            operands.append(Operand(codes, scale_inv, amax, fmt, dim, shape, dtype))
         else:
-            operands.append(Operand(x, None, None, fmt, dim, shape, x.dtype))
+            assert values is not None
+            operands.append(Operand(values, None, None, fmt, dim, shape, dtype))
     if quantizer.chained:
         second = Quantizer(quantizer.format(COLUMNWISE), rowwise=False).cast(operands[0].dequantize())
         return Quantized(operands[0] if quantizer.rowwise else None, second.columnwise)

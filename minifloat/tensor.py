@@ -62,7 +62,11 @@ def quantize(
 
 
 def quantize_all_(
-    targets: Sequence[QuantizedTensor], sources: Sequence[Tensor], *, amaxes: Sequence[Amaxes | None] | None = None
+    targets: Sequence[QuantizedTensor],
+    sources: Sequence[Tensor],
+    *,
+    amaxes: Sequence[Amaxes | None] | None = None,
+    noop_flag: Tensor | None = None,
 ) -> None:
     """Quantizes each source into the memory of its target, all of them in one launch a phase.
 
@@ -74,6 +78,7 @@ def quantize_all_(
         targets: written. None may share memory with another one's source.
         sources: of the targets' shapes, fp32, bf16, fp16 or quantized, on any device.
         amaxes: what to cast with instead, already agreed on, as in :func:`quantize`; None for a target's own.
+        noop_flag: fp32 [1] on the targets' device, read there: where it is not 0, codes and scales stay as they are.
 
     Raises:
         ValueError: the lists differ in length, a source has another shape than its target, or delayed scaling has no
@@ -89,12 +94,15 @@ def quantize_all_(
                 + f" (number {i} of {len(targets)})" * (len(targets) > 1)
             )
     with torch.no_grad():
-        _assign_all(targets, sources, amaxes)
+        _assign_all(targets, sources, amaxes, noop_flag)
     _count_writes(targets)
 
 
 def _assign_all(
-    targets: Sequence[QuantizedTensor], sources: Sequence[Tensor], amaxes: Sequence[Amaxes | None] | None = None
+    targets: Sequence[QuantizedTensor],
+    sources: Sequence[Tensor],
+    amaxes: Sequence[Amaxes | None] | None = None,
+    noop_flag: Tensor | None = None,
 ) -> None:
     """As :func:`quantize_all_`, of sources that broadcast, with versions left to the caller."""
     pairs = list(zip(targets, sources, strict=True))
@@ -102,10 +110,12 @@ def _assign_all(
     missing = [i for i, operands in enumerate(ready) if operands is None]
     values = [s._values() if isinstance(s, QuantizedTensor) else s.detach() for s in (sources[i] for i in missing)]
     fresh = iter(
-        _cast_all([targets[i] for i in missing], values, None if amaxes is None else [amaxes[i] for i in missing])
+        _cast_all(
+            [targets[i] for i in missing], values, None if amaxes is None else [amaxes[i] for i in missing], noop_flag
+        )
     )
     for (target, source), operands in zip(pairs, ready, strict=True):
-        target._store(next(fresh) if operands is None else operands)
+        target._store(next(fresh) if operands is None else operands, noop_flag)
         target.source_version = _version(source)
 
 
@@ -117,7 +127,10 @@ def _write_all(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> 
 
 
 def _cast_all(
-    targets: Sequence[QuantizedTensor], values: Sequence[Tensor], amaxes: Sequence[Amaxes | None] | None = None
+    targets: Sequence[QuantizedTensor],
+    values: Sequence[Tensor],
+    amaxes: Sequence[Amaxes | None] | None = None,
+    noop_flag: Tensor | None = None,
 ) -> list[Quantized]:
     """Operands of ``values`` in the form of those that ``targets`` hold."""
     return tensor_ops.cast(
@@ -126,6 +139,7 @@ def _cast_all(
         [target.scale for target in targets],
         [target.amax_group for target in targets],
         amaxes or [None] * len(targets),
+        noop_flag,
     )
 
 
@@ -237,8 +251,10 @@ class QuantizedTensor(torch.Tensor):
             return values
         return values.contiguous().as_strided(self.shape, self.stride())
 
-    def quantize_(self, src: Tensor, *, amaxes: Amaxes | None = None) -> QuantizedTensor:
-        """Quantizes ``src`` into the memory of this tensor; ``amaxes`` as in :func:`quantize`.
+    def quantize_(
+        self, src: Tensor, *, amaxes: Amaxes | None = None, noop_flag: Tensor | None = None
+    ) -> QuantizedTensor:
+        """Quantizes ``src`` into the memory of this tensor; the arguments are those of :func:`quantize_all_`.
 
         ``src`` is cast from its own dtype: a bf16 parameter takes fp32 master weights in one rounding.
 
@@ -246,7 +262,7 @@ class QuantizedTensor(torch.Tensor):
             ValueError: ``src`` has another shape.
             NotImplementedError: this is a range of rows of a larger tensor, which share a scale that would change.
         """
-        quantize_all_([self], [src], amaxes=[amaxes])
+        quantize_all_([self], [src], amaxes=[amaxes], noop_flag=noop_flag)
         return self
 
     def _as_matrix(self, values: Tensor) -> Tensor:
@@ -259,13 +275,13 @@ class QuantizedTensor(torch.Tensor):
         matrix.as_strided(self.shape, self.stride()).copy_(values)
         return matrix
 
-    def _store(self, operands: Quantized) -> None:
+    def _store(self, operands: Quantized, noop_flag: Tensor | None = None) -> None:
         """Writes operands into the memory of these, and into the version of every tensor that it is the memory of.
 
         A tensor of codes that a forward saved may be one of them, and autograd is to notice. In a dispatch handler
         neither the write counts by itself nor does a view share the version of its base.
         """
-        tensor_ops.store(self._operands, operands, self._outside)
+        tensor_ops.store(self._operands, operands, self._outside, noop_flag)
         held = tensor_ops.distinct(self._operands).values()
         written = [buffer for operand in held for buffer in tensor_ops.buffers(operand)]
         _count_writes(buffer for buffer in (*written, *self._wholes) if not buffer.is_inference())

@@ -54,6 +54,7 @@ def cast(
     scales: Sequence[Tensor | None],
     groups: Sequence[dist.ProcessGroup | None],
     amaxes: Sequence[Amaxes | None],
+    noop_flag: Tensor | None = None,
 ) -> list[Quantized]:
     """Quantizes many ``xs`` [M, K]: one launch a phase, and between the phases one all-reduce a group.
 
@@ -62,6 +63,7 @@ def cast(
         scales: fp32 [1] for delayed scaling, else None.
         groups: what the amaxes of each tensor are reduced over, or None. Ranks list the tensors of a group alike.
         amaxes: what to cast with instead, already agreed on; None: the tensor's own.
+        noop_flag: as of ``cast_all``.
 
     Raises:
         ValueError: a quantizer takes a given scale and there is none.
@@ -79,7 +81,7 @@ def cast(
     for i, own in zip(unknown, agreed, strict=True):
         given = [fmt.scale_rule == "given" for fmt, _ in quantizers[i].casts]
         levels[i] = tuple(scales[i] if wants else level for wants, level in zip(given, own, strict=True))
-    return cast_all(xs, quantizers, levels)
+    return cast_all(xs, quantizers, levels, noop_flag=noop_flag)
 
 
 def _reduced(
@@ -165,8 +167,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 # ---- store ----
 
 
-def store(target: Quantized, source: Quantized, outside: Sequence[Tensor]) -> None:
-    """Writes ``source`` into the tensors of ``target``, whose addresses stay.
+def store(target: Quantized, source: Quantized, outside: Sequence[Tensor], noop_flag: Tensor | None = None) -> None:
+    """Writes ``source`` into the tensors of ``target``, whose addresses stay; not where ``noop_flag`` is not 0.
 
     Raises:
         NotImplementedError: ``outside``, rows that share a scale with these, would change with it.
@@ -186,7 +188,7 @@ def store(target: Quantized, source: Quantized, outside: Sequence[Tensor]) -> No
         for name in BUFFERS:
             old, new = getattr(mine, name), getattr(theirs, name)
             if old is not None and new is not None:
-                old.copy_(new)
+                old.copy_(new if noop_flag is None else torch.where(noop_flag != 0, old, new))
 
 
 def _any_nonzero(outside: Sequence[Tensor]) -> bool:

@@ -142,7 +142,7 @@ class Model:
         norm, gamma, beta = self.module.norm.norm, self.module.norm.weight, self.module.norm.bias
         first, *rest = self.linears.values()
         wide = only_delayed(first.plan.input) and not self.module.return_layernorm_output
-        n, *saved = norm_forward(
+        n, *saved, _ = norm_forward(
             rows, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma, FP32 if wide else dtype
         )
         self.checks.note(check_norm, norm, rows, gamma, beta, n)
@@ -176,7 +176,8 @@ class Model:
 
     def mlp_forward(self, h: Tensor, second: LinearModel) -> Tensor:
         of: Activation = self.module.activation  # type: ignore[assignment]
-        a = activation_forward(h, of.name, of.parameters, FP32 if only_delayed(second.plan.input) else h.dtype)
+        dtype = FP32 if only_delayed(second.plan.input) else h.dtype
+        a, _ = activation_forward(h, of.name, of.parameters, dtype, False)
         self.checks.note(check_activation, h, of, a)
         return second.forward(a, h.dtype)
 
@@ -184,7 +185,7 @@ class Model:
         of: Activation = self.module.activation  # type: ignore[assignment]
         plan = self.linears["fc1"].plan
         wide = only_delayed(plan.grad_output) and plan.backward_override is None and not of.gated
-        dh = activation_backward(da, h, of.name, of.parameters, FP32 if wide else h.dtype)
+        dh, _, _ = activation_backward(da, h, of.name, of.parameters, FP32 if wide else h.dtype, False, False)
         self.checks.note(check_activation_gradient, da, h, of, dh)
         return dh
 

@@ -15,6 +15,8 @@ from minifloat.functional.producers import Activation, act_quantize, act_value, 
 from minifloat.kernels.activation import (
     NAMES,
     activation_backward,
+    activation_backward_cast,
+    activation_cast,
     activation_forward,
     gated,
     out_columns,
@@ -67,11 +69,11 @@ def exact(x: Tensor, act: Activation) -> Tensor:
 
 
 def forward(x: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
-    return activation_forward(x, act.name, act.parameters, dtype)
+    return activation_forward(x, act.name, act.parameters, dtype, False)[0]
 
 
 def backward(dy: Tensor, x: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
-    return activation_backward(dy, x, act.name, act.parameters, dtype)
+    return activation_backward(dy, x, act.name, act.parameters, dtype, False, False)[0]
 
 
 def conditioned(x: Tensor, act: Activation) -> Tensor:
@@ -213,9 +215,13 @@ def test_operations_pass_opcheck(act: Activation, device: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = make((6, 20), dtype, device)
         dy = make((6, out_columns(act.name, 20)), dtype, device)
-        arguments = (act.name, list(act.parameters), dtype)
-        torch.library.opcheck(activation_forward, (x, *arguments), test_utils=utils)
-        torch.library.opcheck(activation_backward, (dy, x, *arguments), test_utils=utils)
+        formula, scale = (act.name, list(act.parameters)), torch.full((1,), SCALE, device=device)
+        for yes in (True, False):
+            torch.library.opcheck(activation_forward, (x, *formula, dtype, yes), test_utils=utils)
+            torch.library.opcheck(activation_backward, (dy, x, *formula, dtype, yes, yes), test_utils=utils)
+            cast = (*formula, scale, "e4m3/tensor/given", yes, True)
+            torch.library.opcheck(activation_cast, (x, *cast), test_utils=utils)
+            torch.library.opcheck(activation_backward_cast, (dy, x, *cast, yes), test_utils=utils)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 6), (2, 0)])

@@ -679,7 +679,7 @@ def _run_ops(x: Tensor, fmt: Format, dim: int) -> list[Tensor]:
     rng = quantize.draw_seed(x)
     amaxes = quantize.amax([x], [fmt.spec], [dim])
     level = torch.ones(1) if fmt.scale_rule == "given" else amaxes[0]
-    codes, scale_inv, measured = quantize.cast([x], [level], [rng], [fmt.spec], [dim], [False])
+    codes, scale_inv, measured = quantize.cast([x], [level], [rng], [fmt.spec], [dim], [False], None)
     amax = amaxes[0] if fmt.scale_rule == "two_level" else None
     values = quantize.dequantize(codes, scale_inv, amax, fmt.spec, dim, *x.shape, x.dtype)
     return [rng, *amaxes, codes, scale_inv, measured, values]
@@ -726,14 +726,14 @@ def test_operations_pass_opcheck(fmt: Format, dim: int, device: torch.device) ->
     x = torch.randn(18, 33, device=device).bfloat16()
     rng = quantize.draw_seed(x)
     level = torch.ones(1, device=device) if fmt.scale_rule == "given" else quantize.amax([x], [fmt.spec], [dim])[0]
-    codes, scale_inv, _ = quantize.cast([x], [level], [rng], [fmt.spec], [dim], [False])
+    codes, scale_inv, _ = quantize.cast([x], [level], [rng], [fmt.spec], [dim], [False], None)
     amax = level if fmt.scale_rule == "two_level" else None
     utils: Any = ("test_schema", "test_autograd_registration", "test_faketensor")
     if fmt in (parse("e4m3/tensor/fp32"), parse("e4m3/1x32/e8m0"), parse("e2m1/1x16/two_level/hadamard16")):
         utils = (*utils, "test_aot_dispatch_dynamic")
     torch.library.opcheck(quantize.amax, ([x], [fmt.spec], [dim]), test_utils=utils)
     for k_major in (False, not fmt.packed):
-        arguments = [x], [level], [rng], [fmt.spec], [dim], [k_major]
+        arguments = [x], [level], [rng], [fmt.spec], [dim], [k_major], None
         torch.library.opcheck(quantize.cast, arguments, test_utils=utils)
     torch.library.opcheck(
         quantize.dequantize, (codes, scale_inv, amax, fmt.spec, dim, 18, 33, torch.bfloat16), test_utils=utils

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minifloat import tensor_ops
-from minifloat.formats import IDENTITY, Format
+from minifloat.formats import IDENTITY, Format, parse
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
@@ -1049,7 +1049,9 @@ def test_many_tensors_take_one_launch_a_phase() -> None:
 
 def test_a_foreach_operation_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cast, lengths = tensor_ops.cast_all, []
-    monkeypatch.setattr(tensor_ops, "cast_all", lambda xs, *args: lengths.append(len(xs)) or cast(xs, *args))
+    monkeypatch.setattr(
+        tensor_ops, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw)
+    )
     targets = [make(name) for name in ("current", "nvfp4", "block_tiles")]
     lengths.clear()
     torch._foreach_mul_(targets, 2.0)
@@ -1106,3 +1108,14 @@ def test_amaxes_of_many_are_reduced_in_one_call_a_group(worker_pool: Pools) -> N
         wanted = torch.cat([quantize(x, QUANTIZERS[name]).dequantize() for x in shards])
         assert same(torch.cat([values[i] for values, _ in results]), wanted), name
     assert [calls for _, calls in results] == [2, 2]
+
+
+@pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e4m3/128x128/pow2", "e2m1/16x16/two_level"])
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_a_flag_on_the_device_leaves_codes_and_scales(spec: str, flag: float, device: torch.device) -> None:
+    quantizer = Quantizer(parse(spec))
+    before, after = torch.randn(32, 48, device=device), 3 * torch.randn(32, 48, device=device)
+    tensor = quantize(before, quantizer)
+    tensor.quantize_(after, noop_flag=torch.tensor([flag], device=device))
+    expected = quantize(before if flag else after, quantizer)
+    assert torch.equal(tensor.dequantize(), expected.dequantize())

@@ -22,26 +22,20 @@ Kernels must keep to this:
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from numpy.typing import NDArray
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
-from triton.runtime.jit import JITFunction, MockTensor, create_function_from_signature
+from triton.runtime.jit import JITFunction
+
+from tests.triton_compile import compile_for as compile_for
 
 Array = NDArray[Any]
 
@@ -53,7 +47,6 @@ TORCH_DTYPES = {
     tl.float32: torch.float32,
     tl.float64: torch.float64,
 }
-UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 # NumPy has no such types: the interpreter keeps their bits in unsigned integers, and calculates with those.
 BITS_ONLY = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
 
@@ -149,7 +142,7 @@ def _convert_float(source: Array, source_type: tl.dtype, target_type: tl.dtype, 
         raise TypeError("float8 to float8 does not compile: convert to tl.float32 between")
     values = torch.from_numpy(np.array(source)).view(TORCH_DTYPES[source_type])
     if target.itemsize > 1:
-        return values.to(target).view(UNSIGNED[target.itemsize]).numpy()
+        return values.to(target).view(getattr(torch, f"uint{8 * target.itemsize}")).numpy()
     largest = torch.finfo(target).max
     codes = values.float().clamp(-largest, largest).to(target).view(torch.uint8)
     return codes.masked_fill(values.isnan(), 0x7F).numpy()
@@ -247,15 +240,13 @@ def _dot(
             return _convert_float(x.data, x.dtype.scalar, tl.float32, None).view(np.float32)
         return x.data.astype(result_type)
 
-    return TensorHandle(
-        np.matmul(operand(a), operand(b)).astype(result_type) + accumulator.data, accumulator.dtype.scalar
-    )
+    product = np.matmul(operand(a), operand(b)).astype(result_type)
+    return TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
 
 
 def _reduce(self: ReduceOps, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
     """Combines halves of whatever shape the rest has: also `tl.max`, whose NaN the interpreter treats differently."""
     arrays = [each.handle.data for each in inputs]
-    dims = arrays[0].ndim
     axis = 0 if self.axis is None else self.axis
     if self.axis is None:
         arrays = [each.reshape(-1) for each in arrays]
@@ -267,7 +258,7 @@ def _reduce(self: ReduceOps, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
     if not self.keep_dims:
         arrays = [each.squeeze(axis) for each in arrays]
     elif self.axis is None:
-        arrays = [each.reshape((1,) * dims) for each in arrays]
+        arrays = [each.reshape((1,) * inputs[0].handle.data.ndim) for each in arrays]
     return [self.to_tensor(x, t.dtype) for x, t in zip(arrays, inputs, strict=True)]
 
 
@@ -305,52 +296,3 @@ def _install() -> None:
 
 if not torch.cuda.is_available():
     _install()
-
-
-# ---- compilation, which needs no GPU ----
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What ptxas made of a kernel."""
-
-    ptx: str
-    registers: int
-    """Of a thread."""
-    spills: int
-    """Bytes of a thread in local memory; 0 is what one wants."""
-    shared: int
-    """Bytes of a block in shared memory."""
-    sass: str
-
-
-def compile_for(kernel: JITFunction[Any], *args: Any, capability: int = 90, **kwargs: Any) -> Compiled:
-    """Compiles a kernel as the launch ``kernel[grid](*args, **kwargs)`` would on a GPU of that compute capability.
-
-    Args:
-        args, kwargs: the arguments and options of the launch. A ``torch.dtype`` stands for a tensor of it whose
-            address is a multiple of 16; tensors may be on any device.
-    """
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    options = {"debug": False, "instrumentation_mode": "", **{name: _mock(arg) for name, arg in kwargs.items()}}
-    bound, specialization, rest = binder(*map(_mock, args), **options)
-    parsed, signature, constexprs, attrs = kernel._pack_args(backend, options, bound, specialization, rest)
-    compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return Compiled(compiled.asm["ptx"], int(found[1]), int(found[2]), compiled.metadata.shared, compiled.asm["sass"])
-
-
-def _mock(arg: Any) -> Any:
-    return tuple(map(_mock, arg)) if isinstance(arg, tuple) else MockTensor.wrap_dtype(arg)
-
-
-def _tool(name: str, *args: str) -> str:
-    path = getattr(triton.knobs.nvidia, name).path
-    return subprocess.run([path, *args], check=True, capture_output=True, text=True).stdout

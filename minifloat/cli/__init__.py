@@ -26,7 +26,7 @@ def build() -> typer.Typer:
     """The application with all its commands."""
     import typer
 
-    from minifloat.cli import doctor, generate, study, train
+    from minifloat.cli import bench, doctor, generate, study, train
 
     app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_about)
@@ -34,6 +34,7 @@ def build() -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("study")(study.study)
     app.command("doctor")(doctor.doctor)
+    app.command("bench")(bench.bench)
     return app
 
 

@@ -28,7 +28,7 @@ class ActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, of: Activation) -> Tensor:
-        y = activation_forward(as_matrix(x), of.name, of.parameters, x.dtype)
+        y, _ = activation_forward(as_matrix(x), of.name, of.parameters, x.dtype, False)
         ctx.save_for_backward(x)
         ctx.of = of
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -37,5 +37,6 @@ class ActivationFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        dx = activation_backward(as_matrix(dy), as_matrix(x), ctx.of.name, ctx.of.parameters, x.dtype)
+        of: Activation = ctx.of
+        dx, _, _ = activation_backward(as_matrix(dy), as_matrix(x), of.name, of.parameters, x.dtype, False, False)
         return dx.reshape(x.shape), None

@@ -21,7 +21,9 @@ from minifloat.functional.linear import (
     quantize_output,
 )
 from minifloat.functional.plan import LinearPlan
-from minifloat.functional.producers import Norm, norm_value
+from minifloat.functional.producers import Norm, Produced, norm_value
+from minifloat.functional.quantize import delayed_scale, record
+from minifloat.operand import Quantized
 
 
 class LayerNormLinearFunction(torch.autograd.Function):
@@ -55,14 +57,15 @@ class LayerNormLinearFunction(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Any:
         rounded = return_norm or plan.backward_override == "high_precision"  # which backward reads, too
-        produced = norm_value(x, gamma, beta, norm, plan.input, return_value=rounded)
-        n, w = quantize_operands(plan, call, ready, produced.value, weight)
-        y, kept = multiply(plan, call, (produced.label(n), w), produced.value, weight, bias)
+        quantizer, scale = call.input_quantizer(plan, None), input_scale(plan, call)
+        produced = norm_value(x, gamma, beta, norm, quantizer, scale=scale, return_value=rounded)
+        operands = quantize_produced(plan, call, ready, produced, weight)
+        y, kept = multiply(plan, call, operands, produced.value, weight, bias)
         ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm, plan, call, kept.layouts
         ctx.has_beta, ctx.weight = beta is not None, call.needs_parameter(weight)
         ctx.save_for_backward(*kept.tensors, *(x, gamma, *produced.saved) * call.needs_x)
         ctx.set_materialize_grads(False)
-        if return_norm and not call.needs_x:
+        if produced.value is not None and return_norm and not call.needs_x:
             ctx.mark_non_differentiable(produced.value)
         y = quantize_output(plan, call, y.reshape(*x.shape[:-1], weight.shape[0]))
         return (y, produced.value) if return_norm else y
@@ -84,6 +87,23 @@ class LayerNormLinearFunction(torch.autograd.Function):
         if call.needs_x:
             dx, dgamma, dbeta = norm_gradients(ctx.norm, dn, dn_returned, *of_norm)
         return None, None, None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw, db
+
+
+def input_scale(plan: LinearPlan, call: LinearCall) -> Tensor | None:
+    """The delayed scale for the kernel that makes X and casts it at once; None where somebody reads X itself."""
+    return None if call.reads_value(plan) else delayed_scale(call.use, "input")
+
+
+def quantize_produced(
+    plan: LinearPlan, call: LinearCall, ready: Ready, produced: Produced, weight: Tensor
+) -> tuple[Quantized, Quantized]:
+    """The operands of what a norm or an activation produced, which may be cast already, and of the weight."""
+    if produced.quantized is not None:
+        ready.x = produced.quantized
+        if call.use is not None:
+            record(call.use, "input", produced.quantized)
+    x, w = quantize_operands(plan, call, ready, produced.value, weight, x_amaxes=produced.amaxes)
+    return produced.label(x), w
 
 
 def norm_gradients(

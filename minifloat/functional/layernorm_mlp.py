@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.layernorm_linear import norm_gradients
+from minifloat.functional.layernorm_linear import input_scale, norm_gradients, quantize_produced
 from minifloat.functional.linear import (
     KEPT_TENSORS,
     Kept,
@@ -17,12 +17,14 @@ from minifloat.functional.linear import (
     Ready,
     column_sum,
     grad_operands,
+    grad_quantizer,
     gradients,
     multiply,
-    quantize_operands,
 )
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.producers import Activation, Norm, act_value, dact_value, norm_value
+from minifloat.functional.quantize import delayed_scale, record
+from minifloat.operand import Quantized
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,22 @@ class LayerNormMLPFunction(torch.autograd.Function):
     ) -> Any:
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
         seen1, seen2 = (plan.backward_override == "high_precision" for plan in (plan1, plan2))  # backward reads N, A
-        n = norm_value(x, gamma, beta, mlp.norm, plan1.input, return_value=mlp.return_norm or seen1)
-        n_operands, w1_operands = quantize_operands(plan1, call1, ready1, n.value, w1)
-        h, kept1 = multiply(plan1, call1, (n.label(n_operands), w1_operands), n.value, w1, b1)
-        a = act_value(h, mlp.activation, plan2.input, return_value=seen2)
-        a_operands, w2_operands = quantize_operands(plan2, call2, ready2, a.value, w2)
-        y, kept2 = multiply(plan2, call2, (a.label(a_operands), w2_operands), a.value, w2, b2)
+        quantizer1, quantizer2 = call1.input_quantizer(plan1, None), call2.input_quantizer(plan2, None)
+        scale1, scale2 = input_scale(plan1, call1), input_scale(plan2, call2)
+        n = norm_value(
+            x, gamma, beta, mlp.norm, quantizer1, scale=scale1, return_value=mlp.return_norm or seen1
+        )  # fmt: skip
+        operands1 = quantize_produced(plan1, call1, ready1, n, w1)
+        h, kept1 = multiply(plan1, call1, operands1, n.value, w1, b1)
+        a = act_value(h, mlp.activation, quantizer2, scale=scale2, return_value=seen2)
+        operands2 = quantize_produced(plan2, call2, ready2, a, w2)
+        y, kept2 = multiply(plan2, call2, operands2, a.value, w2, b2)
         ctx.mlp, ctx.layouts, ctx.has_beta = mlp, (kept1.layouts, kept2.layouts), beta is not None
         ctx.weights = call1.needs_parameter(w1), call2.needs_parameter(w2)
         h_kept = h if call2.needs_x else None
         ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, *(x, gamma, *n.saved) * call1.needs_x)
         ctx.set_materialize_grads(False)
-        if mlp.return_norm and not call1.needs_x:
+        if n.value is not None and mlp.return_norm and not call1.needs_x:
             ctx.mark_non_differentiable(n.value)
         y = y.reshape(*x.shape[:-1], w2.shape[0])
         return (y, n.value) if mlp.return_norm else y
@@ -107,17 +113,32 @@ class LayerNormMLPFunction(torch.autograd.Function):
             if call2.use is not None:
                 call2.use.backward_finished()
             if da is not None:
-                rounded = plan1.backward_override is not None
-                dh = dact_value(da, h, mlp.activation, plan1.grad_output, return_value=rounded)
-                db1 = column_sum(dh.value) if call1.needs_b else None
+                dh_operands, db1 = _act_gradient(mlp, da, h)
                 kept1 = Kept.of(ctx.layouts[0], first)
-                dh_operands = dh.label(grad_operands(plan1, call1, dh.value))
                 dn, dw1 = gradients(plan1, call1, kept1, dh_operands, ctx.weights[0])
                 if call1.use is not None:
                     call1.use.backward_finished()
         if call1.needs_x:
             dx, dgamma, dbeta = norm_gradients(mlp.norm, dn, dn_returned, *of_norm)
         return None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
+
+
+def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor) -> tuple[Quantized, Tensor | None]:
+    """The operands of dH for the first linear, and db1, the sum of dH over its rows, if it is needed."""
+    plan, call = mlp.plan1, mlp.call1
+    rounded = plan.backward_override is not None  # its gradients read dH itself
+    casts = call.needs_x or call.needs_w  # else only the bias is trained, whose gradient sums what a cast would read
+    quantizer = grad_quantizer(plan, call) if casts else plan.grad_output
+    scale = delayed_scale(call.use, "grad_output") if casts and not rounded else None
+    dh = dact_value(
+        da, h, mlp.activation, quantizer, scale=scale, return_value=rounded, with_column_sum=call.needs_b
+    )  # fmt: skip
+    if dh.quantized is None:
+        assert dh.value is not None
+        return dh.label(grad_operands(plan, call, dh.value, dh.amaxes if casts else None)), dh.column_sum
+    if call.use is not None:
+        record(call.use, "grad_output", dh.quantized)
+    return dh.quantized, dh.column_sum
 
 
 def _thirds(saved: tuple[Tensor | None, ...]) -> tuple[Any, Any, Any]:

@@ -16,7 +16,7 @@ from minifloat.functional import gemm
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.quantize import cast_with, delayed_scale, quantize, reuse
 from minifloat.operand import Layout, Operand, Quantized
-from minifloat.quantizer import Quantizer, as_matrix
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
 
 _UNQUANTIZED = Quantizer.identity()
@@ -52,16 +52,18 @@ class LinearCall:
         """The weight if backward writes to it by itself, so that its Python attributes are kept; else None."""
         return weight if self.main_grad or self.wgrad_tasks is not None else None
 
-    def keeps_input(self, plan: LinearPlan, x: Tensor) -> bool:
+    def keeps_input(self, plan: LinearPlan, x: Tensor | None) -> bool:
         """Backward reads X as it came, or casts it again; an input that came quantized is its own original."""
-        original = plan.save_original_input or plan.backward_override == "high_precision"
-        return self.needs_w and original and not isinstance(x, QuantizedTensor)
+        return self.reads_value(plan) and not isinstance(x, QuantizedTensor)
 
-    def input_quantizer(self, plan: LinearPlan, x: Tensor) -> Quantizer:
+    def reads_value(self, plan: LinearPlan) -> bool:
+        """Backward reads X itself, not only its operands."""
+        return self.needs_w and (plan.save_original_input or plan.backward_override == "high_precision")
+
+    def input_quantizer(self, plan: LinearPlan, x: Tensor | None) -> Quantizer:
         """How X is quantized: columnwise too where that is what backward keeps."""
-        return plan.input.with_usage(
-            columnwise=self.needs_w and plan.backward_override is None and not self.keeps_input(plan, x)
-        )
+        kept_quantized = self.needs_w and plan.backward_override is None and not self.keeps_input(plan, x)
+        return plan.input.with_usage(columnwise=kept_quantized)
 
 
 @dataclass
@@ -163,19 +165,30 @@ class LinearFunction(torch.autograd.Function):
 
 
 def quantize_operands(
-    plan: LinearPlan, call: LinearCall, ready: Ready, x: Tensor, weight: Tensor, x_scale: Tensor | None = None
+    plan: LinearPlan,
+    call: LinearCall,
+    ready: Ready,
+    x: Tensor | None,
+    weight: Tensor,
+    x_scale: Tensor | None = None,
+    x_amaxes: Amaxes | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """X and W in the orientations that forward and backward read, those that are not ready in one launch a phase."""
-    quantizers = {"input": call.input_quantizer(plan, x), "weight": weight_quantizer(plan, call.needs_x)}
-    known = {"input": ready.x, "weight": ready.w}
-    missing = [kind for kind in known if known[kind] is None]
+    """X and W in the orientations that forward and backward read, those that are not ready in one launch a phase.
+
+    ``x``: None if it is ready; ``x_amaxes``: what its cast needs to know of it, if that is known.
+    """
+    x_operands, w_operands = ready.x, ready.w
+    missing = []
+    if x_operands is None:
+        assert x is not None
+        missing.append(("input", x, call.input_quantizer(plan, x), x_amaxes))
+    if w_operands is None:
+        missing.append(("weight", weight, weight_quantizer(plan, call.needs_x), None))
     if missing:
-        tensors = {"input": x, "weight": weight}
-        made = quantize(
-            [tensors[kind] for kind in missing], [quantizers[kind] for kind in missing], missing, call.use, x_scale
-        )
-        known.update(zip(missing, made, strict=True))
-    x_operands, w_operands = known["input"], known["weight"]
+        kinds, tensors, quantizers, amaxes = zip(*missing, strict=True)
+        made = quantize(tensors, quantizers, kinds, call.use, x_scale, amaxes=amaxes)
+        x_operands = made[0] if x_operands is None else x_operands
+        w_operands = made[-1] if w_operands is None else w_operands
     assert x_operands is not None and w_operands is not None
     if not torch.compiler.is_compiling():
         ready.x = x_operands
@@ -186,12 +199,15 @@ def multiply(
     plan: LinearPlan,
     call: LinearCall,
     operands: tuple[Quantized, Quantized],
-    x: Tensor,
+    x: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     x_scale: Tensor | None = None,
 ) -> tuple[Tensor, Kept]:
-    """fprop, Y [M, N], and what backward will need; ``x`` and ``weight`` are what the operands were cast from."""
+    """fprop, Y [M, N], and what backward will need; ``x`` and ``weight`` are what the operands were cast from.
+
+    ``x`` may be None where backward does not read it: see :meth:`LinearCall.reads_value`.
+    """
     y = gemm.fprop(*operands, bias, out_dtype=call.dtype, fast_accum=plan.fast_fprop)
     return y, Kept(_kept_input(plan, call, x, operands[0]), _kept_weight(plan, call, weight, operands[1]), x_scale)
 
@@ -227,12 +243,13 @@ def weight_quantizer(plan: LinearPlan, needs_x: bool) -> Quantizer:
 # ---- what backward keeps ----
 
 
-def _kept_input(plan: LinearPlan, call: LinearCall, x: Tensor, operands: Quantized) -> Operand | None:
+def _kept_input(plan: LinearPlan, call: LinearCall, x: Tensor | None, operands: Quantized) -> Operand | None:
     if not call.needs_w:
         return None
     if plan.backward_override == "dequantized":
         return operands.along(ROWWISE)
     if plan.backward_override == "high_precision" or call.keeps_input(plan, x):
+        assert x is not None
         return _as_is(x)
     return operands.along(COLUMNWISE)
 
@@ -260,13 +277,15 @@ def grad_quantizer(plan: LinearPlan, call: LinearCall) -> Quantizer:
     return plan.grad_output.with_usage(rowwise=call.needs_x, columnwise=call.needs_w)
 
 
-def grad_operands(plan: LinearPlan, call: LinearCall, dy: Tensor) -> Quantized:
-    """dY as the GEMMs of the wanted gradients read it."""
+def grad_operands(plan: LinearPlan, call: LinearCall, dy: Tensor, amaxes: Amaxes | None = None) -> Quantized:
+    """dY as the GEMMs of the wanted gradients read it; ``amaxes`` as of :func:`quantize`."""
     if plan.backward_override is not None:
         return Quantized(_as_is(dy), None)
     quantizer = grad_quantizer(plan, call)
     ready = reuse(dy, quantizer)
-    return ready if ready is not None else quantize([dy], [quantizer], ["grad_output"], call.use)[0]
+    if ready is not None:
+        return ready
+    return quantize([dy], [quantizer], ["grad_output"], call.use, amaxes=[amaxes])[0]
 
 
 def _for_backward(plan: LinearPlan, kept: Operand | None) -> Quantized:

@@ -12,7 +12,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from minifloat.kernels import delayed
 from minifloat.operand import Quantized
-from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
+from minifloat.quantizer import Amaxes, Quantizer, cast_all, complete, find_amaxes, with_scales
 from minifloat.tensor import QuantizedTensor
 
 
@@ -23,32 +23,39 @@ def quantize(
     use: Use | None,
     input_scale: Tensor | None = None,
     *,
+    amaxes: Sequence[Amaxes | None] | None = None,
     gemm_ready: bool = True,
 ) -> list[Quantized]:
     """Quantizes the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...), for its GEMMs.
 
     A delayed scale is read from the layer's history (that of the input may be given), and the amax that the cast
-    measured is recorded there.
+    measured is recorded there. ``amaxes``: those of each tensor, None where they are still to be found.
     """
     xs = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in xs]
     scales = [delayed_scale(use, kind) for kind in kinds]
     if input_scale is not None:
         scales[kinds.index("input")] = input_scale
     if torch.compiler.is_compiling():  # each by itself: siblings' casts of one input are common subexpressions then
-        results = [cast_with(x, q, s, gemm_ready) for x, q, s in zip(xs, quantizers, scales, strict=True)]
+        known = amaxes or [None] * len(xs)
+        results = [
+            cast_with(x, quantizer, scale, levels, gemm_ready=gemm_ready)
+            for x, quantizer, scale, levels in zip(xs, quantizers, scales, known, strict=True)
+        ]
     else:
-        levels = find_amaxes(xs, quantizers)
-        amaxes = [_with_scale(q, level, scale) for q, level, scale in zip(quantizers, levels, scales, strict=True)]
-        results = cast_all(xs, quantizers, amaxes, gemm_ready=gemm_ready)
+        levels = with_scales(quantizers, complete(xs, quantizers, amaxes), scales)
+        results = cast_all(xs, quantizers, levels, gemm_ready=gemm_ready)
     if use is not None:
         for result, kind in zip(results, kinds, strict=True):
             record(use, kind, result)
     return results
 
 
-def cast_with(x: Tensor, quantizer: Quantizer, scale: Tensor | None, gemm_ready: bool = True) -> Quantized:
+def cast_with(
+    x: Tensor, quantizer: Quantizer, scale: Tensor | None, amaxes: Amaxes | None = None, *, gemm_ready: bool = True
+) -> Quantized:
     """Quantizes ``x`` for a GEMM where delayed scaling casts with ``scale``, recording nothing."""
-    return quantizer.cast(x, _with_scale(quantizer, quantizer.amax(x), scale), gemm_ready=gemm_ready)
+    levels = with_scales([quantizer], complete([x], [quantizer], [amaxes]), [scale])
+    return cast_all([x], [quantizer], levels, gemm_ready=gemm_ready)[0]
 
 
 def _slot(kind: str) -> tuple[int, int]:
@@ -63,11 +70,6 @@ def delayed_scale(use: Use | None, kind: str, keep: bool = False) -> Tensor | No
     direction, slot = _slot(kind)
     scale = use.histories[direction].scale
     return delayed.read_scale(scale, slot) if keep else scale[slot : slot + 1]
-
-
-def _with_scale(quantizer: Quantizer, levels: Amaxes, scale: Tensor | None) -> Amaxes:
-    given = [fmt.scale_rule == "given" for fmt, _ in quantizer.casts]
-    return tuple(scale if wants else level for wants, level in zip(given, levels, strict=True))
 
 
 def record(use: Use, kind: str, result: Quantized) -> None:

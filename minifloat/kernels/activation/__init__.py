@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from minifloat.formats import parse
 from minifloat.kernels.activation import reference
 from minifloat.kernels.activation.reference import DEFAULTS, NAMES, gated
 from minifloat.kernels.library import register
 
 __all__ = [
-    "DEFAULTS", "NAMES", "activation_backward", "activation_forward", "check_name", "gated", "out_columns",
-    "parameters_of",
+    "DEFAULTS", "NAMES", "activation_backward", "activation_backward_cast", "activation_cast", "activation_forward",
+    "check_name", "gated", "out_columns", "parameters_of",
 ]  # fmt: skip
+
+Parameters = Sequence[float]
 
 
 def check_name(name: str) -> None:
@@ -50,32 +54,130 @@ def out_columns(name: str, columns: int) -> int:
     return columns // 2
 
 
-def _forward(x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype) -> Tensor:
+def _forward(x: Tensor, name: str, parameters: Parameters, dtype: torch.dtype, with_amax: bool) -> tuple[Tensor, ...]:
     out_columns(name, x.shape[-1])
-    return reference.forward(x.float(), name, parameters).to(dtype).contiguous()
+    y = reference.forward(x.float(), name, parameters).to(dtype).contiguous()
+    return y, reference.amax(y) if with_amax else _amax_like(x, False)
 
 
-def _fake_forward(x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype) -> Tensor:
-    return x.new_empty((x.shape[0], out_columns(name, x.shape[-1])), dtype=dtype)
+def _fake_forward(
+    x: Tensor, name: str, parameters: Parameters, dtype: torch.dtype, with_amax: bool
+) -> tuple[Tensor, ...]:
+    return x.new_empty((x.shape[0], out_columns(name, x.shape[-1])), dtype=dtype), _amax_like(x, with_amax)
 
 
-def _backward(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype) -> Tensor:
+def _cast(
+    x: Tensor, name: str, parameters: Parameters, scale: Tensor, format: str, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, ...]:
+    out_columns(name, x.shape[-1])
+    return reference.cast(reference.forward(x.float(), name, parameters), scale, parse(format), rowwise, columnwise)
+
+
+def _fake_cast(
+    x: Tensor, name: str, parameters: Parameters, scale: Tensor, format: str, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, ...]:
+    codes = reference.empty_codes(x, x.shape[0], out_columns(name, x.shape[-1]), rowwise, columnwise)
+    return *codes, torch.empty_like(scale), _amax_like(x, True)
+
+
+def _backward(
+    dy: Tensor, x: Tensor, name: str, parameters: Parameters, dtype: torch.dtype, with_amax: bool, with_bias: bool
+) -> tuple[Tensor, ...]:
     assert dy.shape == (x.shape[0], out_columns(name, x.shape[-1])), (dy.shape, name, x.shape)
-    return reference.backward(dy.float(), x.float(), name, parameters).to(dtype).contiguous()
+    dx = reference.backward(dy.float(), x.float(), name, parameters).to(dtype).contiguous()
+    amax = reference.amax(dx) if with_amax else _amax_like(x, False)
+    return dx, amax, reference.column_sum(dx) if with_bias else _bias_like(x, False)
 
 
-def _fake_backward(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
+def _fake_backward(
+    dy: Tensor, x: Tensor, name: str, parameters: Parameters, dtype: torch.dtype, with_amax: bool, with_bias: bool
+) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape, dtype=dtype), _amax_like(x, with_amax), _bias_like(x, with_bias)
+
+
+def _backward_cast(
+    dy: Tensor, x: Tensor, name: str, parameters: Parameters, scale: Tensor, format: str, rowwise: bool,
+    columnwise: bool, with_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert dy.shape == (x.shape[0], out_columns(name, x.shape[-1])), (dy.shape, name, x.shape)
+    dx = reference.backward(dy.float(), x.float(), name, parameters)
+    dx = dx.to(x.dtype).float() if gated(name) else dx
+    dbias = reference.column_sum(dx) if with_bias else _bias_like(x, False)
+    return *reference.cast(dx, scale, parse(format), rowwise, columnwise), dbias
+
+
+def _fake_backward_cast(
+    dy: Tensor, x: Tensor, name: str, parameters: Parameters, scale: Tensor, format: str, rowwise: bool,
+    columnwise: bool, with_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    codes = reference.empty_codes(x, x.shape[0], x.shape[1], rowwise, columnwise)
+    return *codes, torch.empty_like(scale), _amax_like(x, True), _bias_like(x, with_bias)
+
+
+def _amax_like(x: Tensor, wanted: bool) -> Tensor:
+    return x.new_empty(1 if wanted else 0, dtype=torch.float32)
+
+
+def _bias_like(x: Tensor, wanted: bool) -> Tensor:
+    return x.new_empty(x.shape[1] if wanted else 0, dtype=torch.float32)
+
+
+def _fused(function: str) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of the module of Triton kernels, which is imported when first called."""
+
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        from minifloat.kernels.activation import fused
+
+        return getattr(fused, function)(*args)
+
+    return run
 
 
 activation_forward = register(
-    "activation_forward(Tensor x, str name, float[] parameters, ScalarType dtype) -> Tensor", _forward, _fake_forward
+    "activation_forward(Tensor x, str name, float[] parameters, ScalarType dtype, bool with_amax) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    cuda=_fused("forward"),
 )
-"""The activation of ``x`` [M, K] in ``dtype``: [M, K], or [M, K / 2] if gated. Parameters: :func:`parameters_of`."""
+"""The activation of ``x`` [M, K] in ``dtype``: [M, K], or [M, K / 2] if gated. Parameters: :func:`parameters_of`.
+
+The amax is that of the result after rounding, fp32 [1]; [0] if it was not asked for. NaNs are dropped.
+"""
+
+activation_cast = register(
+    "activation_cast(Tensor x, str name, float[] parameters, Tensor scale, str format, bool rowwise, bool columnwise) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _cast,
+    _fake_cast,
+    cuda=_fused("cast"),
+)
+"""The activation of ``x`` [M, K], cast from fp32 with ``scale``, fp32 [1] (delayed scaling: scale rule ``"given"``).
+
+Returns rowwise codes, uint8 [M, N]; columnwise ones, [M, N] too but transposed in memory; each [0] if not asked for;
+the inverse of the scale; the amax of the fp32 result, [1].
+"""
 
 activation_backward = register(
-    "activation_backward(Tensor dy, Tensor x, str name, float[] parameters, ScalarType dtype) -> Tensor",
+    "activation_backward(Tensor dy, Tensor x, str name, float[] parameters, ScalarType dtype, bool with_amax, "
+    "bool with_bias) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+    cuda=_fused("backward"),
 )
-"""The gradient with respect to ``x`` [M, K], in ``dtype``."""
+"""The gradient with respect to ``x`` [M, K], in ``dtype``; its amax; and dbias.
+
+dbias is the sum of the gradient's rows after rounding, in fp32: [K], or [0] if it was not asked for. It is the bias gradient of a linear that gave ``x``.
+"""
+
+activation_backward_cast = register(
+    "activation_backward_cast(Tensor dy, Tensor x, str name, float[] parameters, Tensor scale, str format, "
+    "bool rowwise, bool columnwise, bool with_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_cast,
+    _fake_backward_cast,
+    cuda=_fused("backward_cast"),
+)
+"""The gradient with respect to ``x`` [M, K], cast with ``scale``: as :data:`activation_cast`, and dbias.
+
+The cast reads the fp32 gradient of plain activations; that of a gated one is rounded to the dtype of ``x`` first
+(``docs/numerics.md`` 3.4). The amax and dbias are those of what the cast reads.
+"""

@@ -119,11 +119,16 @@ def cast(
     x: Tensor, scale: Tensor, fmt: Format, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Delayed scaling: codes along the rows and along the columns, the inverse of the scale, and the amax."""
-    row, column = empty_codes(x, *x.shape, rowwise, columnwise)
+    row, column = empty_codes(x, x.shape[0], x.shape[1], rowwise, columnwise)
     codes, scale_inv, amax = quantize.cast(x, scale, None, fmt, ROWWISE)  # whose dim is no matter with one scale
     for target in [row] * rowwise + [column] * columnwise:
         target.copy_(codes)
     return row, column, scale_inv, amax
+
+
+def column_sum(dx: Tensor) -> Tensor:
+    """The bias gradient of a linear with the gradient ``dx`` [M, K] of its output: [K], summed in fp32."""
+    return dx.float().sum(0)
 
 
 def empty_codes(like: Tensor, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def _scaled_mm(
     if chosen == "reference":
         return _finish(_reference(left, right), bias, out_dtype)
     if chosen == "emulated":
-        return _finish(_emulated(left, right), bias, out_dtype)
+        return _emulated(left, right, out_dtype, bias)
     if left.format.block == 0:
         return _native_per_tensor(left, right, out_dtype, bias, fast_accum)
     return _native_block(left, right, out_dtype, bias)
@@ -93,9 +93,15 @@ def _reference(a: _Matrix, b: _Matrix) -> Tensor:
     return reference.scaled_product(left, right, segment, split) * reference.tensor_factor(left, right)
 
 
-def _emulated(a: _Matrix, b: _Matrix) -> Tensor:
+def _emulated(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    if a.codes.is_cuda and capability.kernels(a.codes.get_device())[0]:
+        from minifloat.kernels.matmul import spread
+
+        left, right = spread.spread(*a), spread.spread(*b)
+        factors = left.factor, left.divisor, right.factor, right.divisor
+        return spread.finish(emulated.product(left, right), *factors, bias, out_dtype)
     left, right = emulated.spread(*a), emulated.spread(*b)
-    return emulated.product(left, right) * reference.tensor_factor(left, right)
+    return _finish(emulated.product(left, right) * reference.tensor_factor(left, right), bias, out_dtype)
 
 
 def _native_per_tensor(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
@@ -106,9 +112,16 @@ def _native_per_tensor(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Ten
     if bias is None or fuses:
         epilogue = None if bias is None else bias.to(out_dtype)
         product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, out_dtype, epilogue, fast_accum)
-        return product[: a.outer, : b.outer].contiguous()
+        return _cut(product, a, b)
     product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, torch.float32, None, fast_accum)
-    return _finish(product[: a.outer, : b.outer], bias, out_dtype)
+    return _finish(_cut(product, a, b), bias, out_dtype)
+
+
+def _cut(product: Tensor, a: _Matrix, b: _Matrix) -> Tensor:
+    """``product`` without the rows and columns of padding."""
+    if product.shape == (a.outer, b.outer):
+        return product.contiguous()
+    return product[: a.outer, : b.outer].contiguous()
 
 
 def _native_block(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -121,8 +134,8 @@ def _native_block(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor |
         )
         for x in (a, b)
     )
-    product = native.block128(*left, *right, out_dtype if direct else torch.float32)[: a.outer, : b.outer]
-    return product.contiguous() if direct else _finish(product, bias, out_dtype)
+    product = _cut(native.block128(*left, *right, out_dtype if direct else torch.float32), a, b)
+    return product if direct else _finish(product, bias, out_dtype)
 
 
 def _fake_scaled_mm(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minifloat import capability
 from minifloat.formats import ELEMENTS, ROWWISE, Format
 
 
@@ -16,7 +17,12 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
     """FP8 codes as [outer, contracted], both dims rounded up to ``align`` with zero codes; row-major on a GPU."""
     codes = codes if along == ROWWISE else codes.t()
     pad_outer, pad_inner = -codes.shape[0] % align[0], -codes.shape[1] % align[1]
-    if pad_outer or pad_inner:
+    if codes.is_cuda and capability.kernels(codes.get_device())[0]:
+        if pad_outer or pad_inner or not codes.is_contiguous():
+            from minifloat.kernels.matmul import transpose
+
+            codes = transpose.k_major_copy(codes, False, align)
+    elif pad_outer or pad_inner:
         codes = torch.nn.functional.pad(codes, (0, pad_inner, 0, pad_outer))
     dtype = ELEMENTS[fmt.element].dtype
     assert dtype is not None

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.kernels.library import register
 from minifloat.kernels.norm import reference
 from minifloat.kernels.norm.reference import NORMALIZATIONS
+from minifloat.kernels.quantize import empty_cast
+from minifloat.kernels.quantize import reference as quantize_reference
 
-__all__ = ["NORMALIZATIONS", "check_name", "norm_backward", "norm_forward"]
+__all__ = ["NORMALIZATIONS", "check_name", "norm_add_forward", "norm_backward", "norm_cast", "norm_forward"]
+
+_WHOLE = Format("e4m3")  # any with one scale for the tensor, to measure its amax
 
 
 def check_name(normalization: str) -> None:
@@ -38,10 +43,30 @@ def _forward(
     eps: float,
     zero_centered: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+    with_amax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(x, gamma, beta, normalization)
-    y, mean, rsigma = reference.forward(x.float(), gamma, beta, normalization, eps, zero_centered)
-    return y.to(dtype).contiguous(), mean, rsigma
+    wide, mean, rsigma = reference.forward(x.float(), gamma, beta, normalization, eps, zero_centered)
+    y = wide.to(dtype).contiguous()
+    amax = quantize_reference.amax(y, _WHOLE, ROWWISE) if with_amax else x.new_empty(0, dtype=torch.float32)
+    return y, mean, rsigma, amax
+
+
+def _forward_on_gpu(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    with_amax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from minifloat.kernels.norm import forward
+
+    _check(x, gamma, beta, normalization)
+    out = forward.forward(x, None, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
+    return out.y, out.mean, out.rsigma, out.amax
 
 
 def _fake_forward(
@@ -52,26 +77,184 @@ def _fake_forward(
     eps: float,
     zero_centered: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+    with_amax: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(x, gamma, beta, normalization)
-    rows = x.new_empty(x.shape[0], dtype=torch.float32)
+    amax = x.new_empty(1 if with_amax else 0, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), *_fake_statistics(x, normalization), amax
+
+
+def _fake_statistics(x: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
+    rsigma = x.new_empty(x.shape[0], dtype=torch.float32)
+    return torch.empty_like(rsigma) if normalization == "LayerNorm" else x.new_empty(0, dtype=torch.float32), rsigma
+
+
+def _add_forward(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    with_amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_residual(x, residual)
+    total = (x.float() + residual.float()).to(x.dtype).contiguous()
+    return total, *_forward(total, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
+
+
+def _add_forward_on_gpu(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    with_amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from minifloat.kernels.norm import forward
+
+    _check(x, gamma, beta, normalization)
+    _check_residual(x, residual)
+    out = forward.forward(x, residual, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
+    return out.total, out.y, out.mean, out.rsigma, out.amax
+
+
+def _fake_add_forward(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    with_amax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_residual(x, residual)
+    outputs = _fake_forward(x, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
+    return x.new_empty(x.shape), *outputs
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    if residual.shape != x.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)} but x {tuple(x.shape)}; they are added")
+
+
+def _norm_cast(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    zero_centered: bool,
+    scale: Tensor,
+    spec: str,
+    rowwise: bool,
+    columnwise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    fmt = parse(spec)
+    assert fmt.scale_rule == "given", spec
+    y, mean, rsigma, _ = _forward(x, gamma, beta, normalization, eps, zero_centered, torch.float32)
+    codes, scale_inv, amax = quantize_reference.cast(y, scale, None, fmt, ROWWISE)
+    nothing = codes.new_empty(0)
+    transposed = codes.t().contiguous().t()
+    return codes if rowwise else nothing, transposed if columnwise else nothing, scale_inv, amax, mean, rsigma
+
+
+def _norm_cast_on_gpu(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    zero_centered: bool,
+    scale: Tensor,
+    spec: str,
+    rowwise: bool,
+    columnwise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from minifloat.kernels.norm import cast
+
+    _check(x, gamma, beta, normalization)
+    fmt = parse(spec)
+    assert fmt.scale_rule == "given", spec
+    return cast.norm_cast(
+        x, gamma, beta, normalization, eps, zero_centered, scale, fmt, rowwise, columnwise
+    )  # fmt: skip
+
+
+def _fake_norm_cast(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    zero_centered: bool,
+    scale: Tensor,
+    spec: str,
+    rowwise: bool,
+    columnwise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check(x, gamma, beta, normalization)
+    fmt = parse(spec)
+    nothing = x.new_empty(0, dtype=torch.uint8)
     return (
-        x.new_empty(x.shape, dtype=dtype),
-        torch.empty_like(rows) if normalization == "LayerNorm" else x.new_empty(0, dtype=torch.float32),
-        rows,
+        empty_cast(x, fmt, ROWWISE, False)[0] if rowwise else nothing,
+        empty_cast(x, fmt, COLUMNWISE, True)[0] if columnwise else torch.empty_like(nothing),
+        x.new_empty(1, dtype=torch.float32),
+        x.new_empty(1, dtype=torch.float32),
+        *_fake_statistics(x, normalization),
     )
 
 
 def _backward(
-    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rsigma: Tensor, normalization: str, zero_centered: bool
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rsigma: Tensor,
+    normalization: str,
+    zero_centered: bool,
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert dy.shape == x.shape, (dy.shape, x.shape)
-    dx, dgamma, dbeta = reference.backward(dy.float(), x.float(), gamma, mean, rsigma, normalization, zero_centered)
+    other = None if dresidual is None else dresidual.float()
+    dx, dgamma, dbeta = reference.backward(
+        dy.float(), x.float(), gamma, mean, rsigma, normalization, zero_centered, other
+    )
     return dx.to(x.dtype).contiguous(), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
 
 
+def _backward_on_gpu(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rsigma: Tensor,
+    normalization: str,
+    zero_centered: bool,
+    dresidual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from minifloat.kernels.norm import backward
+
+    assert dy.shape == x.shape, (dy.shape, x.shape)
+    return backward.backward(dy, x, gamma, mean, rsigma, normalization, zero_centered, dresidual)
+
+
 def _fake_backward(
-    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rsigma: Tensor, normalization: str, zero_centered: bool
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rsigma: Tensor,
+    normalization: str,
+    zero_centered: bool,
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     columns = x.shape[-1] if normalization == "LayerNorm" else 0
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(columns)
@@ -79,22 +262,49 @@ def _fake_backward(
 
 norm_forward = register(
     "norm_forward(Tensor x, Tensor gamma, Tensor? beta, str normalization, float eps, bool zero_centered, "
-    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    "ScalarType dtype, bool with_amax=False) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
+    cuda=_forward_on_gpu,
 )
-"""``y`` [M, K] in ``dtype``, and fp32 mean and rsigma [M] for the backward (RMSNorm: an empty mean).
+"""``y`` [M, K] in ``dtype``, fp32 mean and rsigma [M] for the backward (RMSNorm: an empty mean), and the amax of ``y``.
 
-``x`` is [M, K] bf16, fp16 or fp32, gamma and beta [K]; see :func:`reference.forward`.
+``x`` is [M, K] bf16, fp16 or fp32, gamma and beta [K]; see :func:`reference.forward`. The amax, fp32 [1], is that of
+the rounded ``y`` without its NaNs; it is empty unless asked for.
+"""
+
+norm_add_forward = register(
+    "norm_add_forward(Tensor x, Tensor residual, Tensor gamma, Tensor? beta, str normalization, float eps, "
+    "bool zero_centered, ScalarType dtype, bool with_amax) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _add_forward,
+    _fake_add_forward,
+    cuda=_add_forward_on_gpu,
+)
+"""``total = x + residual`` [M, K], rounded to the dtype of ``x``, then what :data:`norm_forward` gives of it."""
+
+norm_cast = register(
+    "norm_cast(Tensor x, Tensor gamma, Tensor? beta, str normalization, float eps, bool zero_centered, Tensor scale, "
+    "str format, bool rowwise, bool columnwise) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _norm_cast,
+    _fake_norm_cast,
+    cuda=_norm_cast_on_gpu,
+)
+"""Codes of the fp32 norm with a given scale: row_codes, column_codes, scale_inv, amax, mean, rsigma.
+
+``scale`` is fp32 [1] and ``format`` one of rule "given". Both codes are uint8 [M, K], the columnwise ones with M
+consecutive in memory (strides (1, M)); which is not wanted is empty. scale_inv and amax (of the norm before scaling,
+without NaNs) are fp32 [1]; mean and rsigma as in :data:`norm_forward`, whose fp32 ``y`` the codes are those of.
 """
 
 norm_backward = register(
     "norm_backward(Tensor dy, Tensor x, Tensor gamma, Tensor mean, Tensor rsigma, str normalization, "
-    "bool zero_centered) -> (Tensor, Tensor, Tensor)",
+    "bool zero_centered, Tensor? dresidual=None) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+    cuda=_backward_on_gpu,
 )
 """``dx`` [M, K] in the dtype of ``x``; dgamma and dbeta [K] summed in fp32 and rounded to the dtype of gamma.
 
-RMSNorm has no dbeta: it is empty.
+``dresidual`` [M, K], another gradient of ``x``, is added to ``dx`` before its one rounding. RMSNorm has no dbeta: it is
+empty.
 """

@@ -49,7 +49,14 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rsigma: Tensor, normalization: str, zero_centered: bool
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    rsigma: Tensor,
+    normalization: str,
+    zero_centered: bool,
+    dresidual: Tensor | None = None,
 ) -> Gradients:
     """The gradients, from what :func:`forward` saved of each row.
 
@@ -59,14 +66,17 @@ def backward(
     Args:
         dy, x: [M, K].
         mean, rsigma: [M], or an empty mean for RMSNorm.
+        dresidual: [M, K], another gradient of ``x``, added to ``dx``.
     """
     normal = _centered(x, mean, normalization) * rsigma[:, None]
     d = dy * _scale(gamma, x.dtype, zero_centered)
     inner = d - normal * (d * normal).mean(-1, keepdim=True)
     dgamma = (dy * normal).sum(0)
-    if normalization == "RMSNorm":
-        return Gradients(rsigma[:, None] * inner, dgamma, dy.new_zeros(0))
-    return Gradients(rsigma[:, None] * (inner - d.mean(-1, keepdim=True)), dgamma, dy.sum(0))
+    if normalization == "LayerNorm":
+        inner = inner - d.mean(-1, keepdim=True)
+    dx = rsigma[:, None] * inner
+    dbeta = dy.sum(0) if normalization == "LayerNorm" else dy.new_zeros(0)
+    return Gradients(dx if dresidual is None else dx + dresidual, dgamma, dbeta)
 
 
 def _centered(x: Tensor, mean: Tensor, normalization: str) -> Tensor:

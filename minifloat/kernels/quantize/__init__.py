@@ -23,6 +23,7 @@ def _cast(
     formats: Sequence[str],
     dims: Sequence[int],
     k_major: Sequence[bool],
+    noop: Tensor | None,
 ) -> list[Tensor]:
     outputs: list[Tensor] = []
     for x, amax, rng, spec, dim, transposed in zip(xs, given, rngs, formats, dims, k_major, strict=True):
@@ -45,6 +46,14 @@ def _dequantize(
     codes: Tensor, scale_inv: Tensor, amax: Tensor | None, spec: str, dim: int, rows: int, cols: int, dtype: torch.dtype
 ) -> Tensor:
     return reference.dequantize(codes, scale_inv, amax, parse(spec), dim, rows, cols).to(dtype)
+
+
+def _dequantize_on_gpu(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, spec: str, dim: int, rows: int, cols: int, dtype: torch.dtype
+) -> Tensor:
+    from minifloat.kernels.quantize import decode
+
+    return decode.dequantize(codes, scale_inv, amax, parse(spec), dim, rows, cols, dtype)
 
 
 def _draw_seed(like: Tensor) -> Tensor:
@@ -91,6 +100,7 @@ def _fake_cast(
     formats: Sequence[str],
     dims: Sequence[int],
     k_major: Sequence[bool],
+    noop: Tensor | None,
 ) -> list[Tensor]:
     outputs: list[Tensor] = []
     for x, spec, dim, transposed in zip(xs, formats, dims, k_major, strict=True):
@@ -140,17 +150,19 @@ def _cast_on_gpu(
     formats: Sequence[str],
     dims: Sequence[int],
     k_major: Sequence[bool],
+    noop: Tensor | None,
 ) -> list[Tensor]:
     from minifloat.kernels.quantize import gpu
 
-    return gpu.cast(xs, given, rngs, formats, dims, k_major)
+    return gpu.cast(xs, given, rngs, formats, dims, k_major, noop)
 
 
 amax = register("amax(Tensor[] xs, str[] formats, int[] dims) -> Tensor[]", _amax, _fake_amax, cuda=_amax_on_gpu)
 """Of each tensor what ``reference.amax`` gives."""
 
 cast = register(
-    "cast(Tensor[] xs, Tensor?[] given, Tensor?[] rngs, str[] formats, int[] dims, bool[] k_major) -> Tensor[]",
+    "cast(Tensor[] xs, Tensor?[] given, Tensor?[] rngs, str[] formats, int[] dims, bool[] k_major, Tensor? noop) "
+    "-> Tensor[]",
     _cast,
     _fake_cast,
     cuda=_cast_on_gpu,
@@ -158,7 +170,8 @@ cast = register(
 """Of each tensor codes, scales and amax, as ``reference.cast`` gives them; one that follows itself is read once.
 
 ``k_major``: in memory as a GEMM reads them that wants the contracted dim consecutive: the codes of a columnwise cast
-with M consecutive, and so the scales of a rowwise one in strips.
+with M consecutive, and so the scales of a rowwise one in strips. ``noop``: fp32 [1] on the device; where it is not 0
+nothing need be computed, and the outputs are undefined.
 """
 
 dequantize = register(
@@ -166,6 +179,7 @@ dequantize = register(
     "ScalarType dtype) -> Tensor",
     _dequantize,
     _fake_dequantize,
+    cuda=_dequantize_on_gpu,
 )
 draw_seed = register("draw_seed(Tensor like) -> Tensor", _draw_seed, _fake_draw_seed, random=True)
 """Seed and offset for stochastic rounding, int64 [2] on the device of ``like``, from PyTorch's generator there."""

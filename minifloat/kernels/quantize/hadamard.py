@@ -14,7 +14,7 @@ from minifloat.formats import COLUMNWISE, Format
 GROUP = 16
 # The fixed random signs of NVFP4 training recipes, bit i set where sign i is -1. Not drawn anew: both operands of
 # wgrad, and every rank of a sharded one, must be rotated alike.
-_NEGATIVE = 0xD7E8
+NEGATIVE = 0xD7E8
 
 
 def padded(rows: int) -> int:
@@ -39,7 +39,7 @@ def inverse(x: Tensor) -> Tensor:
 
 def _signed(x: Tensor) -> Tensor:
     # Computed where it is used: copying a constant to the device would break CUDA graph capture.
-    negative = (_NEGATIVE >> (torch.arange(x.shape[0], device=x.device) % GROUP)) & 1
+    negative = (NEGATIVE >> (torch.arange(x.shape[0], device=x.device) % GROUP)) & 1
     return x * (1 - 2 * negative)[:, None].float()
 
 

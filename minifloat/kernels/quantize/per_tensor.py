@@ -41,7 +41,8 @@ def amax_kernel(xs, amaxes, starts, Ms, Ks, COUNT: tl.constexpr, BLOCK: tl.const
         values = tl.load(x + first + at)
     else:
         values = tl.load(x + first + at, mask=first + at < size, other=0.0)
-    record_max(pick(amaxes, starts, program, COUNT), tl.max(tl.abs(values.to(tl.float32)), axis=0))
+    largest = tl.max(tl.abs(values.to(tl.float32)), axis=0)  # which drops NaN
+    record_max(pick(amaxes, starts, program, COUNT), tl.maximum(largest, 0.0))  # of nothing but NaN 0
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def cast_tensor_kernel(
     if COLUMN:
         store_codes(tl.multiple_of(pick(column_codes, starts, program, COUNT), 16), codes, m, k, M, K, K_MAJOR)
     if GIVEN:
-        amax = tl.max(tl.max(tl.abs(values), axis=1), axis=0)
+        amax = tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), 0.0)
         if ROW:
             record_max(pick(row_amaxes, starts, program, COUNT), amax)
         if COLUMN:

@@ -1,0 +1,98 @@
+"""Times candidate tiles of the kernels on this GPU and prints GB/s for each: where the lines of `kernels/tiles.py` come from.
+
+    python benchmarks/tune_tiles.py [ROWS COLS]
+
+A cast is the same bits with every tile, so that the fastest may be taken; see `minifloat/kernels/tiles.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+import triton
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.kernels.quantize import blocks, empty_cast, nvfp4, per_tensor
+from minifloat.kernels.quantize.job import Job, Target
+from minifloat.kernels.tiles import Tile, tile
+
+FORMATS = {
+    "cast_tensor current": Format("e4m3"),
+    "cast_tensor delayed": Format("e4m3", scale_rule="given"),
+    "cast_block strips": Format("e4m3", block=128, scale_rule="pow2"),
+    "cast_block tiles": Format("e4m3", block=128, tile=True, scale_rule="pow2"),
+    "cast_block mxfp8": Format("e4m3", block=32, scale_rule="e8m0"),
+    "cast_nvfp4 strips": Format("e2m1", block=16, scale_rule="two_level"),
+}
+TILES = {
+    "amax": [Tile(1, cols, warps) for cols in (4096, 8192, 16384, 32768) for warps in (4, 8)],
+    "cast_tensor": [
+        Tile(rows, cols, warps)
+        for rows, cols in ((32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (16, 512), (16, 1024))
+        for warps in (4, 8)
+    ],
+    "cast_block": [
+        Tile(rows, cols, warps)
+        for rows, cols in ((128, 128), (128, 64), (64, 128), (32, 128), (128, 256))
+        for warps in (4, 8, 16)
+    ],
+    "cast_nvfp4": [
+        Tile(rows, cols, warps)
+        for rows, cols in ((16, 64), (32, 64), (64, 64), (16, 128), (64, 128))
+        for warps in (4, 8)
+    ],
+}
+
+
+def job(x: Tensor, fmt: Format, dims: Iterable[int]) -> tuple[Job, int]:
+    """A job with its outputs, and the bytes that it must move."""
+    level = torch.full((1,), 5.0, device=x.device) if fmt.block == 0 or fmt.scale_rule == "two_level" else None
+    targets: dict[int, Target] = {}
+    moved = x.numel() * x.element_size()
+    for dim in dims:
+        codes, scale = empty_cast(x, fmt, dim, not fmt.packed and fmt.block in (0, 128))
+        targets[dim] = Target(fmt, dim, level, codes, scale, torch.zeros(1, device=x.device), fmt.block in (0, 128))
+        moved += codes.numel() + scale.numel() * scale.element_size()
+    return Job(x, None, targets.get(ROWWISE), targets.get(COLUMNWISE)), moved
+
+
+def report(name: str, moved: int, candidates: list[Tile], launch: Callable[[Tile], None], default: Tile) -> None:
+    speeds = {}
+    for candidate in candidates:
+        try:
+            milliseconds = triton.testing.do_bench(
+                lambda t=candidate: launch(t), warmup=10, rep=40, return_mode="median"
+            )
+        except Exception as error:  # a tile that does not fit the chip is not the fastest
+            print(f"  {name} {tuple(candidate)}: {type(error).__name__}")
+            continue
+        speeds[candidate] = moved / milliseconds / 1e6
+    best = sorted(speeds, key=lambda t: -speeds[t])[:4]
+    listed = ", ".join(f"{tuple(t)} {speeds[t]:.0f}" for t in best)
+    print(f"{name}: {listed}; now {tuple(default)} {speeds.get(default, float('nan')):.0f} GB/s", flush=True)
+
+
+def main(rows: int = 16384, cols: int = 8192) -> None:
+    device = torch.device("cuda")
+    x = torch.randn(rows, cols, device=device).bfloat16()
+    other = torch.empty_like(x)
+    copy = triton.testing.do_bench(lambda: other.copy_(x), warmup=10, rep=40, return_mode="median")
+    print(f"copy: {2 * x.numel() * 2 / copy / 1e6:.0f} GB/s")
+    amax = [torch.zeros(1, device=device)]
+    report("amax", x.numel() * 2, TILES["amax"], lambda t: per_tensor.amax([x], amax, t), tile("amax", device))
+    run = {"cast_tensor": per_tensor.cast, "cast_block": blocks.cast, "cast_nvfp4": nvfp4.cast}
+    for name, fmt in FORMATS.items():
+        kernel = name.split()[0]
+        for what, dims in (("row", [ROWWISE]), ("column", [COLUMNWISE]), ("both", [ROWWISE, COLUMNWISE])):
+            made, moved = job(x, fmt, dims)
+            report(
+                f"{name} {what}", moved, TILES[kernel], lambda t, k=kernel, j=made: run[k]([j], None, t),
+                tile(kernel, device),
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

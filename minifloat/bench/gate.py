@@ -1,0 +1,80 @@
+"""The correctness gates: how far a result may be from the same in float32 for its speed to be reported.
+
+Rounding to nearest with m bits after the point has a relative error of at most 2^-(m+1), so of root mean square at most
+``2^-(m+1) / sqrt(3)``; stochastic rounding has sqrt(2) times that. The errors of a product's two operands are
+independent and add in quadrature, and so do those of products that follow each other. Random data stay at about 0.7 of
+these bounds on the relative L2 error of a tensor; a wrong scale, orientation or stale amax is far above them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minifloat.bench.registry import Outputs
+
+CHUNK = 2**26  # elements compared at a time: a whole gradient in fp32, several times over, would not fit everywhere
+
+
+def rounding(bits: int, stochastic: bool = False) -> float:
+    """Root mean square of the relative error of rounding to ``bits`` after the point, at most."""
+    return 2.0 ** -(bits + 1) / math.sqrt(3) * (math.sqrt(2) if stochastic else 1)
+
+
+_E4M3, _E5M2, _E2M1 = rounding(3), rounding(2), rounding(1)
+
+BOUNDS = {
+    "bf16": 0.01,  # one rounding of the result is 0.0023 at most; intermediate results are rounded too
+    "delayed": math.hypot(_E4M3, _E5M2),  # dgrad and wgrad, whose E5M2 gradients are the coarsest operands
+    "current": math.hypot(_E4M3, _E5M2),
+    "block": math.hypot(_E4M3, _E4M3),
+    "mxfp8": math.hypot(_E4M3, _E4M3),
+    "nvfp4": math.hypot(_E2M1, rounding(1, stochastic=True)),
+}
+"""Largest relative L2 error of output and gradients of one linear, by recipe."""
+
+
+def bound(recipe: str, products: int = 1) -> float:
+    """Of results that lie behind ``products`` quantized products."""
+    return BOUNDS[recipe] * math.sqrt(products)
+
+
+def relative_error(outputs: Outputs, expected: Outputs) -> float:
+    """The largest relative L2 error of the outputs; infinite where one has another shape or holds NaN."""
+    if len(outputs) != len(expected):
+        return math.inf
+    return max(_relative(got, want) for got, want in zip(outputs, expected, strict=True))
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    if got.shape != want.shape:
+        return math.inf
+    error = size = torch.zeros((), dtype=torch.float64, device=want.device)
+    for part, right in zip(got.reshape(-1).split(CHUNK), want.reshape(-1).split(CHUNK), strict=True):
+        error = error + (part.float() - right.float()).square().sum(dtype=torch.float64)
+        size = size + right.float().square().sum(dtype=torch.float64)
+    ratio = float((error / size).sqrt())
+    return math.inf if math.isnan(ratio) else ratio
+
+
+def against(expected: Outputs) -> Callable[[Outputs], float]:
+    """A contender's ``error``: relative to these outputs."""
+    return lambda outputs: relative_error(outputs, expected)
+
+
+def differing(outputs: Outputs, expected: Outputs) -> float:
+    """The largest fraction of elements, over the outputs, that are not equal to the bit."""
+    if len(outputs) != len(expected):
+        return math.inf
+    return max(_differing(got, want) for got, want in zip(outputs, expected, strict=True))
+
+
+def _differing(got: Tensor, want: Tensor) -> float:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return math.inf
+    if want.dtype == torch.float32:
+        got, want = got.contiguous().view(torch.int32), want.contiguous().view(torch.int32)
+    return float((got != want).sum()) / max(want.numel(), 1)
