@@ -1,4 +1,4 @@
-"""Times candidate tiles of the kernels on this GPU and prints GB/s for each: where the lines of `kernels/tiles.py` come from.
+"""Times candidate tiles of the kernels on this GPU and prints GB/s: where the lines of `kernels/tiles.py` come from.
 
     python benchmarks/tune_tiles.py [ROWS COLS]
 
@@ -24,7 +24,7 @@ FORMATS = {
     "cast_tensor delayed": Format("e4m3", scale_rule="given"),
     "cast_block strips": Format("e4m3", block=128, scale_rule="pow2"),
     "cast_block tiles": Format("e4m3", block=128, tile=True, scale_rule="pow2"),
-    "cast_block mxfp8": Format("e4m3", block=32, scale_rule="e8m0"),
+    "cast_mx strips": Format("e4m3", block=32, scale_rule="e8m0"),
     "cast_nvfp4 strips": Format("e2m1", block=16, scale_rule="two_level"),
 }
 TILES = {
@@ -35,14 +35,11 @@ TILES = {
         for warps in (4, 8)
     ],
     "cast_block": [
-        Tile(rows, cols, warps)
-        for rows, cols in ((128, 128), (128, 64), (64, 128), (32, 128), (128, 256))
-        for warps in (4, 8, 16)
+        Tile(rows, cols, warps) for rows, cols in ((128, 128), (128, 64), (64, 128), (32, 128)) for warps in (4, 8, 16)
     ],
+    "cast_mx": [*[Tile(32, 128, warps) for warps in (1, 2, 4)], Tile(64, 128, 4), Tile(32, 256, 2), Tile(128, 128, 4)],
     "cast_nvfp4": [
-        Tile(rows, cols, warps)
-        for rows, cols in ((16, 64), (32, 64), (64, 64), (16, 128), (64, 128))
-        for warps in (4, 8)
+        Tile(16, cols, warps) for cols, warps in ((256, 2), (256, 4), (512, 4), (512, 8), (1024, 4), (1024, 8))
     ],
 }
 
@@ -83,7 +80,7 @@ def main(rows: int = 16384, cols: int = 8192) -> None:
     print(f"copy: {2 * x.numel() * 2 / copy / 1e6:.0f} GB/s")
     amax = [torch.zeros(1, device=device)]
     report("amax", x.numel() * 2, TILES["amax"], lambda t: per_tensor.amax([x], amax, t), tile("amax", device))
-    run = {"cast_tensor": per_tensor.cast, "cast_block": blocks.cast, "cast_nvfp4": nvfp4.cast}
+    run = {"cast_tensor": per_tensor.cast, "cast_block": blocks.cast, "cast_mx": blocks.cast, "cast_nvfp4": nvfp4.cast}
     for name, fmt in FORMATS.items():
         kernel = name.split()[0]
         for what, dims in (("row", [ROWWISE]), ("column", [COLUMNWISE]), ("both", [ROWWISE, COLUMNWISE])):

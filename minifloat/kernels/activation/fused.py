@@ -24,7 +24,7 @@ from minifloat.kernels.activation import out_columns
 from minifloat.kernels.activation.device import gated_gradients, gated_value, pointwise
 from minifloat.kernels.activation.reference import CLAMPED, GATES, empty_codes, gated
 from minifloat.kernels.launch import Kernel, ready
-from minifloat.kernels.quantize.device import cast_fp8, extent, reciprocal, record_max, store_codes
+from minifloat.kernels.quantize.device import cast_fp8, extent, reciprocal, record_max, single_bytes, store_codes
 from minifloat.kernels.quantize.job import aligned
 from minifloat.kernels.tiles import Tile
 
@@ -71,6 +71,8 @@ def store_cast(
 ):  # fmt: skip
     """Codes of a tile of the N columns that begin at ``first`` of a matrix that is ``width`` wide."""
     codes = cast_fp8(values * scale, ELEMENT)
+    if COLUMN:
+        codes = single_bytes(codes, M)
     if ROW:
         store(row_codes + first, codes, m, n, M, N, width)
     if COLUMN:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.kernels.launch import Kernel
+from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.norm.device import load_scale
 from minifloat.kernels.norm.tile import NormTile, backward_tile
 from minifloat.kernels.quantize.device import extent, load_tile
@@ -132,19 +132,18 @@ def backward(
 ) -> Backward:
     """The gradients of the norm; the arguments are those of the operation."""
     rows, width = x.shape
-    dy, x, gamma = dy.contiguous(), x.contiguous(), gamma.contiguous()
+    dy, x, gamma = ready(dy), ready(x), ready(gamma)
     centered = normalization == "LayerNorm"
     choice = choice or backward_tile(width)
     tiles = max(1, triton.cdiv(rows, choice.rows * MOST_GROUPS))
     groups = triton.cdiv(rows, choice.rows * tiles)
     # Zeros to add to, where a row is wider than a tile.
-    sums = (torch.empty if choice.one_chunk else torch.zeros)(
-        1 + centered, groups, width, dtype=torch.float32, device=x.device
-    )
+    make = torch.empty if choice.one_chunk else torch.zeros
+    sums = [make(groups, width, dtype=torch.float32, device=x.device) for _ in range(1 + centered)]
     out = Backward(x.new_empty(x.shape), gamma.new_empty(width), gamma.new_empty(width if centered else 0))
     _backward(
         groups,
-        (dy, x, x if dresidual is None else dresidual.contiguous(), gamma, mean, rsigma, out.dx, sums[0], sums[-1]),
+        (dy, x, x if dresidual is None else ready(dresidual), gamma, mean, rsigma, out.dx, sums[0], sums[-1]),
         (rows, width, tiles),
         (
             centered, zero_centered, dresidual is not None,

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.kernels.launch import Kernel
+from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.norm.device import normalize, row_statistics
 from minifloat.kernels.norm.tile import NormTile, forward_tile
 from minifloat.kernels.quantize import empty_cast
-from minifloat.kernels.quantize.device import cast_fp8, extent, load_tile, reciprocal, record_max, store_codes
+from minifloat.kernels.quantize.device import cast_fp8, extent, load_tile, reciprocal, record_max, single_bytes, store_codes
 
 CAST_ELEMENTS = 4096
 """Elements of a tile that is cast at a time."""
@@ -61,6 +61,8 @@ def norm_cast_kernel(
         values = load_tile(x, m, k, M, K)
         y = normalize(values, block_mean, block_rsigma, gamma, beta, k, K, CENTERED, HAS_BETA, ZERO_CENTERED)
         codes = cast_fp8(y * level, ELEMENT)
+        if COLUMN:
+            codes = single_bytes(codes, M)
         if ROW:
             store_codes(row_codes, codes, m, k, M, K, False)
         if COLUMN:
@@ -101,7 +103,7 @@ def norm_cast(
 ) -> NormCast:
     """The codes of the norm of ``x``; the arguments are those of the operation."""
     rows, width = x.shape
-    x, gamma = x.contiguous(), gamma.contiguous()
+    x, gamma = ready(x), ready(gamma)
     centered = normalization == "LayerNorm"
     nothing = x.new_empty(0, dtype=torch.uint8)
     out = NormCast(
@@ -117,7 +119,7 @@ def norm_cast(
     _cast(
         max(1, triton.cdiv(rows, block_rows)),  # without rows there is still a scale
         (
-            x, gamma, gamma if beta is None else beta.contiguous(), scale, out.row_codes, out.column_codes,
+            x, gamma, gamma if beta is None else ready(beta), scale, out.row_codes, out.column_codes,
             out.scale_inv, out.amax, out.mean, out.rsigma,
         ),
         (rows, width),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.kernels.launch import Kernel
+from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.norm.device import load_input, normalize, row_statistics
 from minifloat.kernels.norm.tile import NormTile, forward_tile
 from minifloat.kernels.quantize.device import extent, record_max
@@ -73,7 +73,7 @@ def forward(
 ) -> Forward:
     """The norm of ``x``, or of ``total = x + residual``; the arguments are those of the operations."""
     rows, width = x.shape
-    x, gamma = x.contiguous(), gamma.contiguous()
+    x, gamma = ready(x), ready(gamma)
     centered = normalization == "LayerNorm"
     out = Forward(
         x.new_empty(x.shape, dtype=dtype),
@@ -86,7 +86,7 @@ def forward(
     _forward(
         triton.cdiv(rows, choice.rows),
         (
-            x, x if residual is None else residual.contiguous(), gamma, gamma if beta is None else beta.contiguous(),
+            x, x if residual is None else ready(residual), gamma, gamma if beta is None else ready(beta),
             out.y, out.total, out.mean, out.rsigma, out.amax,
         ),
         (rows, width),

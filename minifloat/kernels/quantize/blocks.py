@@ -22,6 +22,7 @@ from minifloat.kernels.quantize.device import (
     pick,
     reciprocal,
     scale_from_amax,
+    single_bytes,
     skips,
     store_codes,
 )
@@ -84,9 +85,8 @@ def multiplier_and_scale(amax, RULE: tl.constexpr, MAX: tl.constexpr, EPSILON: t
 @triton.jit
 def block_amax(blocks):
     """fp32 [A, C] of blocks [A, ROWS, C, COLS]."""
-    SHAPE: tl.constexpr = blocks.shape
-    together = tl.reshape(tl.permute(tl.abs(blocks), (0, 2, 1, 3)), (SHAPE[0], SHAPE[2], SHAPE[1] * SHAPE[3]))
-    return tl.maximum(tl.max(together, axis=2), 0.0)  # of a block of nothing but NaN 0
+    along_k = tl.max(tl.abs(blocks), axis=3)
+    return tl.maximum(tl.max(along_k, axis=1), 0.0)  # of a block of nothing but NaN 0
 
 
 @triton.jit
@@ -110,6 +110,7 @@ def cast_blocks(
     else:
         multiplier, scale = multiplier_and_scale(amax, RULE, MAX, EPSILON, LARGEST)
         codes = tl.reshape(cast_fp8(blocks * multiplier[:, None, :, None], ELEMENT), (BLOCK_M, BLOCK_K))
+        codes = single_bytes(codes, M)
     return codes, scale
 
 

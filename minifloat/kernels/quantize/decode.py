@@ -98,12 +98,13 @@ def block_factor(
         factor = e8m0_value(factor)
     elif SCALE == "e4m3":
         factor = fp8_value(factor, SCALE)
-    if LEVEL == "none":
-        return factor
-    level = tl.load(levels + row * level_stride_m + col * level_stride_k, mask=inside, other=1.0)
-    if LEVEL == "amax":
-        return factor * level * INVERSE
-    return tl.div_rn(factor, level).to(tl.bfloat16).to(tl.float32)
+    if LEVEL != "none":
+        level = tl.load(levels + row * level_stride_m + col * level_stride_k, mask=inside, other=1.0)
+        if LEVEL == "amax":
+            factor = factor * level * INVERSE
+        else:
+            factor = tl.div_rn(factor, level).to(tl.bfloat16).to(tl.float32)
+    return factor
 
 
 @triton.jit

@@ -61,6 +61,17 @@ def cast_fp8(x, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def single_bytes(codes, size):
+    """The same codes, for a kernel that stores them in two orders; ``size`` is any that is not negative.
+
+    The hardware converts two numbers at a time. Where the compiler regroups such pairs for another layout, ptxas (that
+    of Triton 3.6, at -O1 and above) makes wrong code of its permutations: half the bytes were lost on an H200. An
+    operation on each byte, which the compiler cannot see to change nothing, keeps them apart.
+    """
+    return codes | (size >> 31).to(tl.uint8)
+
+
+@triton.jit
 def store_codes(target, codes, m, k, M, K, K_MAJOR: tl.constexpr):
     """Stores a tile of [M, K] codes at rows ``m`` and columns ``k``; ``K_MAJOR``: with the columns outermost."""
     inside = (m[:, None] < M) & (k[None, :] < K)

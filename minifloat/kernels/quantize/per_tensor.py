@@ -23,6 +23,7 @@ from minifloat.kernels.quantize.device import (
     reciprocal,
     record_max,
     scale_from_amax,
+    single_bytes,
     skips,
     store_codes,
 )
@@ -67,6 +68,8 @@ def cast_tensor_kernel(
     k = place % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
     values = load_tile(x, m, k, M, K)
     codes = cast_fp8(values * scale, ELEMENT)
+    if COLUMN:
+        codes = single_bytes(codes, M)
     if ROW:
         store_codes(tl.multiple_of(pick(row_codes, starts, program, COUNT), 16), codes, m, k, M, K, False)
     if COLUMN:
