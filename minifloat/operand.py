@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,8 +13,7 @@ from minifloat.kernels import quantize
 _NAMES = {ROWWISE: "rowwise", COLUMNWISE: "columnwise"}
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One orientation of a quantized [M, K] matrix.
 
     Args:

@@ -17,6 +17,8 @@ from torch import Tensor
 from minifloat import capability
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.kernels import quantize
+from minifloat.kernels.library import directly
+from minifloat.kernels.quantize.job import Request
 from minifloat.operand import Operand, Quantized
 
 Amaxes = tuple[Tensor | None, ...]
@@ -147,7 +149,8 @@ class _Batch(NamedTuple):
 
     ``amax_...`` list what needs an amax first, ``cast_...`` what is quantized; ``..._of`` says which tensor it is of.
     ``levels``: for each cast which of its tensor's amaxes it takes. ``stochastic``: tensors that need random bits.
-    ``given``: which casts of each tensor take a scale from outside.
+    ``given``: which casts of each tensor take a scale from outside. ``requests``: the same for kernels, by which
+    tensors have amaxes that are known.
     """
 
     amax_of: list[int]
@@ -163,10 +166,11 @@ class _Batch(NamedTuple):
     stochastic: list[int]
     layouts: list[Layouts]
     given: list[list[bool]]
+    requests: dict[tuple[bool, ...], Request]
 
 
 def _new_batch(quantizers: Sequence[Quantizer], gemm_ready_on: str) -> _Batch:
-    batch = _Batch([], [], [], [], [], [], [], [], [], [], [], [q.layouts(gemm_ready_on) for q in quantizers], [])
+    batch = _Batch([], [], [], [], [], [], [], [], [], [], [], [q.layouts(gemm_ready_on) for q in quantizers], [], {})
     for i, quantizer in enumerate(quantizers):
         batch.needs_amax.append([fmt.needs_amax for fmt, _ in quantizer.casts])
         batch.given.append([fmt.scale_rule == "given" for fmt, _ in quantizer.casts])
@@ -198,13 +202,11 @@ def _batch(quantizers: Sequence[Quantizer], gemm_ready_on: str) -> _Batch:
     return batch
 
 
-def with_scales(
-    quantizers: Sequence[Quantizer], amaxes: Sequence[Amaxes], scales: Sequence[Tensor | None]
-) -> list[Amaxes]:
-    """``amaxes`` as :func:`find_amaxes` gives them, with the scale of each tensor where its cast takes one."""
+def _with_scales(batch: _Batch, amaxes: Sequence[Amaxes], scales: Sequence[Tensor | None]) -> list[Amaxes]:
+    """``amaxes``, with the scale of each tensor where its cast takes one."""
     return [
-        tuple([scale if wanted else level for wanted, level in zip(given, levels, strict=True)])
-        for given, levels, scale in zip(_batch(quantizers, "").given, amaxes, scales, strict=True)
+        tuple([scale if wanted and scale is not None else level for wanted, level in zip(given, levels, strict=True)])
+        for given, levels, scale in zip(batch.given, amaxes, scales, strict=True)
     ]
 
 
@@ -235,6 +237,7 @@ def cast_all(
     *,
     gemm_ready: bool = False,
     noop_flag: Tensor | None = None,
+    scales: Sequence[Tensor | None] | None = None,
 ) -> list[Quantized]:
     """Quantizes many tensors in one launch.
 
@@ -242,12 +245,13 @@ def cast_all(
         xs: [..., K] each, bf16, fp16 or fp32, on one device.
         quantizers: one a tensor.
         amaxes: as :func:`find_amaxes` gives them, reduced over a group or not; for delayed scaling the scale, fp32
-            [1]. None: each tensor's own.
+            [1]. None: each tensor's own, found first, in one launch.
         rngs: for each tensor the int64 [2] seed and offset of stochastic rounding. None: drawn.
         gemm_ready: lay codes out in memory as this device's GEMMs read them, in the same pass: where those want the
             contracted dim consecutive, columnwise codes are transposed in memory, and a symmetric format gives two
             operands. For what is neither gathered nor kept as a parameter.
         noop_flag: fp32 [1] on the device; where it is not 0 kernels do nothing, and the result is undefined.
+        scales: for each tensor the scale that its casts take under delayed scaling, in lieu of one among ``amaxes``.
 
     Raises:
         TypeError: a tensor is not floating point.
@@ -257,14 +261,16 @@ def cast_all(
         return []
     matrices = [as_matrix(x) for x in xs]
     batch = _batch(quantizers, xs[0].device.type if gemm_ready else "")
+    if gemm_ready and noop_flag is None and rngs is None and directly(matrices[0]):
+        return _cast_directly(batch, matrices, quantizers, amaxes, scales)
     levels = complete(matrices, quantizers, amaxes)
+    if scales is not None:
+        levels = _with_scales(batch, levels, scales)
     seeds: list[Tensor | None] = list(rngs) if rngs is not None else [None] * len(xs)
     for i in batch.stochastic:  # one for both orientations, which draw different bits from it
         seeds[i] = quantize.draw_seed(matrices[i]) if seeds[i] is None else seeds[i]
     given = [levels[i][place] for i, place in zip(batch.cast_of, batch.levels, strict=True)]
-    for fmt, level in zip(batch.formats, given, strict=True):
-        if level is None and fmt.scale_rule == "given":
-            raise ValueError("delayed scaling casts with a scale from its history; pass it as amaxes=(scale,)")
+    _check_scales(batch, given)
     outputs: list[Tensor] = []
     if batch.cast_of:
         drawn = [
@@ -278,6 +284,68 @@ def cast_all(
         assemble(quantizer, layouts, each, (x.shape[0], x.shape[1]), x.dtype, x)
         for x, quantizer, layouts in zip(matrices, quantizers, batch.layouts, strict=True)
     ]
+
+
+def _check_scales(batch: _Batch, given: Sequence[Tensor | None]) -> None:
+    for fmt, level in zip(batch.formats, given, strict=True):
+        if level is None and fmt.scale_rule == "given":
+            raise ValueError("delayed scaling casts with a scale from its history; pass it as amaxes=(scale,)")
+
+
+def _cast_directly(
+    batch: _Batch,
+    xs: Sequence[Tensor],
+    quantizers: Sequence[Quantizer],
+    amaxes: Sequence[Amaxes | None] | None,
+    scales: Sequence[Tensor | None] | None,
+) -> list[Quantized]:
+    """Amax and cast by kernels that were launched before with other tensors of these shapes."""
+    known = tuple([levels is not None for levels in amaxes]) if amaxes is not None else (False,) * len(xs)
+    request = batch.requests.get(known)
+    if request is None:
+        request = batch.requests[known] = _request(batch, known)
+    given: list[Tensor | None] = []
+    for i, place, fmt in zip(batch.cast_of, batch.levels, batch.formats, strict=True):
+        levels = None if amaxes is None else amaxes[i]
+        if fmt.scale_rule == "given" and scales is not None and scales[i] is not None:
+            given.append(scales[i])
+        else:
+            given.append(None if levels is None else levels[place])
+    _check_scales(batch, given)
+    seeds = {i: quantize.draw_seed(xs[i]) for i in batch.stochastic}
+    drawn = [
+        seeds[i] if seeds and fmt.rounding == "stochastic" else None
+        for i, fmt in zip(batch.cast_of, batch.formats, strict=True)
+    ]
+    from minifloat.kernels.quantize import pipeline  # which needs Triton
+
+    outputs = iter(pipeline.run(request, xs, given, drawn) if batch.cast_of else ())
+    return [
+        assemble(quantizer, layouts, outputs, (x.shape[0], x.shape[1]), x.dtype, x)
+        for x, quantizer, layouts in zip(xs, quantizers, batch.layouts, strict=True)
+    ]
+
+
+def _request(batch: _Batch, known: Sequence[bool]) -> Request:
+    found = [n for n, i in enumerate(batch.amax_of) if not known[i]]
+    first_of: dict[int, int] = {}  # of a tensor, the first of the amaxes that are found
+    for n, source in enumerate(found):
+        first_of.setdefault(batch.amax_of[source], n)
+    own_level = [
+        first_of[i] + place if fmt.needs_amax and not known[i] else -1
+        for i, place, fmt in zip(batch.cast_of, batch.levels, batch.formats, strict=True)
+    ]
+    return Request(
+        [batch.amax_of[n] for n in found],
+        [batch.amax_formats[n] for n in found],
+        [batch.amax_dims[n] for n in found],
+        batch.cast_of,
+        batch.specs,
+        batch.dims,
+        batch.k_major,
+        own_level,
+        {},
+    )
 
 
 def complete(
@@ -294,7 +362,7 @@ def complete(
 def assemble(
     quantizer: Quantizer,
     layouts: Layouts,
-    outputs: Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]],
+    outputs: Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
     shape: tuple[int, int],
     dtype: torch.dtype,
     values: Tensor | None = None,

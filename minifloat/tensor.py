@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -55,7 +54,7 @@ def quantize(
     with torch.no_grad():
         values = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
         operands = tensor_ops.cast([as_matrix(values)], [quantizer], [scale], [amax_group], [amaxes])[0]
-        owned = tensor_ops.each(operands, lambda o: o if o.format.quantized else replace(o, codes=_copied(o.codes)))
+        owned = tensor_ops.each(operands, lambda o: o if o.format.quantized else o._replace(codes=_copied(o.codes)))
     return QuantizedTensor.from_operands(
         owned, quantizer, x.shape, x.dtype, scale=scale, amax_group=amax_group, source_version=_version(x)
     )
@@ -209,7 +208,7 @@ class QuantizedTensor(torch.Tensor):
             raise ValueError(
                 f"shape {tuple(shape)} flattens to {_matrix_shape(shape)}, but operands are {operands.any.shape}"
             )
-        typed = tensor_ops.each(operands, lambda o: o if o.dtype == dtype else replace(o, dtype=dtype))
+        typed = tensor_ops.each(operands, lambda o: o if o.dtype == dtype else o._replace(dtype=dtype))
         self = QuantizedTensor(typed, quantizer, shape, dtype)
         self.scale, self.amax_group, self.source_version = scale, amax_group, source_version
         return self
@@ -603,7 +602,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _as_dtype(operand: Operand, dtype: torch.dtype) -> Operand:
     codes = operand.codes if operand.format.quantized else operand.codes.to(dtype)
-    return replace(operand, codes=codes, dtype=dtype)
+    return operand._replace(codes=codes, dtype=dtype)
 
 
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

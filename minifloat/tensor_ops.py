@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def buffers(operand: Operand) -> tuple[Tensor, ...]:
 def map_buffers(operand: Operand, function: Callable[[Tensor], Tensor]) -> Operand:
     """The operand with ``function`` of each of its tensors."""
     scale_inv, amax = (None if t is None else function(t) for t in (operand.scale_inv, operand.amax))
-    return replace(operand, codes=function(operand.codes), scale_inv=scale_inv, amax=amax)
+    return operand._replace(codes=function(operand.codes), scale_inv=scale_inv, amax=amax)
 
 
 # ---- cast ----
@@ -129,7 +128,7 @@ def cut(operand: Operand, begin: int, end: int) -> Operand | None:
     if amax is not None and fmt.amax_per_row and operand.dim == ROWWISE:
         amax = amax[begin:end]
     codes = operand.codes[first:last]
-    return replace(operand, codes=codes, scale_inv=scale_inv, amax=amax, shape=(end - begin, operand.shape[1]))
+    return operand._replace(codes=codes, scale_inv=scale_inv, amax=amax, shape=(end - begin, operand.shape[1]))
 
 
 def left_out(operand: Operand, begin: int, end: int) -> tuple[Tensor, ...]:

@@ -52,7 +52,7 @@ def _multiply(
         )
     if a.scale_inv is None or b.scale_inv is None:
         return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
-    return matmul.scaled_mm(
+    return matmul.multiply(
         gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
         b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
         out_dtype, bias, fast, "",

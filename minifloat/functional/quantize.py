@@ -12,7 +12,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from minifloat.kernels import delayed
 from minifloat.operand import Quantized
-from minifloat.quantizer import Amaxes, Quantizer, cast_all, complete, find_amaxes, with_scales
+from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.tensor import QuantizedTensor
 
 
@@ -42,11 +42,9 @@ def quantize(
             for x, quantizer, scale, levels in zip(xs, quantizers, scales, known, strict=True)
         ]
     else:
-        levels = with_scales(quantizers, complete(xs, quantizers, amaxes), scales)
-        results = cast_all(xs, quantizers, levels, gemm_ready=gemm_ready)
+        results = cast_all(xs, quantizers, amaxes, scales=scales, gemm_ready=gemm_ready)
     if use is not None:
-        for result, kind in zip(results, kinds, strict=True):
-            record(use, kind, result)
+        record_all(use, kinds, results)
     return results
 
 
@@ -54,8 +52,7 @@ def cast_with(
     x: Tensor, quantizer: Quantizer, scale: Tensor | None, amaxes: Amaxes | None = None, *, gemm_ready: bool = True
 ) -> Quantized:
     """Quantizes ``x`` for a GEMM where delayed scaling casts with ``scale``, recording nothing."""
-    levels = with_scales([quantizer], complete([x], [quantizer], [amaxes]), [scale])
-    return cast_all([x], [quantizer], levels, gemm_ready=gemm_ready)[0]
+    return cast_all([x], [quantizer], [amaxes], scales=[scale], gemm_ready=gemm_ready)[0]
 
 
 def _slot(kind: str) -> tuple[int, int]:
@@ -74,11 +71,21 @@ def delayed_scale(use: Use | None, kind: str, keep: bool = False) -> Tensor | No
 
 def record(use: Use, kind: str, result: Quantized) -> None:
     """Records the amax that a delayed cast measured of the tensor that the layer knows as ``kind``, if at all."""
-    direction, slot = _slot(kind)
-    for operand in result if use.records[direction] else ():
-        if operand is not None and operand.format.scale_rule == "given" and operand.amax is not None:
-            delayed.record(use.histories[direction].amax_history, [slot], [operand.amax])
-            return
+    record_all(use, [kind], [result])
+
+
+def record_all(use: Use, kinds: Sequence[str], results: Sequence[Quantized]) -> None:
+    """The same of several tensors of one direction, in one launch."""
+    slots, amaxes, direction = [], [], 0
+    for kind, result in zip(kinds, results, strict=True):
+        direction, slot = _slot(kind)
+        for operand in result if use.records[direction] else ():
+            if operand is not None and operand.format.scale_rule == "given" and operand.amax is not None:
+                slots.append(slot)
+                amaxes.append(operand.amax)
+                break
+    if slots:
+        delayed.record(use.histories[direction].amax_history, slots, amaxes)
 
 
 def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], use: Use) -> None:

@@ -9,7 +9,7 @@ tokens is not another kernel.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ Tensors = Sequence[Tensor | tuple[Tensor, ...]]
 Integers = Sequence[int | tuple[int, ...]]
 
 _counters: list[Counter[str]] = []
+_recorders: list[list[Launch]] = []
 # How a compiled kernel is called is private to Triton; with versions that were not tried, the JIT does it.
 _KNOWN = triton.__version__.startswith("3.6.")
 # Stands for every integer when a kernel is compiled: neither 1 nor a multiple of 16, which Triton would compile in.
@@ -45,6 +46,71 @@ def ready(x: Tensor) -> Tensor:
     """``x``, or a copy, contiguous and at a multiple of 16 bytes: kernels read as much at a time."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Keeps what is launched inside, to be launched again with other tensors."""
+    launches: list[Launch] = []
+    _recorders.append(launches)
+    try:
+        yield launches
+    finally:
+        _recorders.remove(launches)
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel; the arguments are those of :class:`Kernel`."""
+
+    kernel: Kernel
+    programs: int
+    tensors: Tensors
+    integers: Integers
+    constants: tuple[Any, ...]
+    warps: int
+
+    def prepare(self, slots: Mapping[int, int]) -> Prepared | None:
+        """The launch with places in a list in lieu of its tensors; ``slots`` gives them by identity of a tensor.
+
+        None if a tensor has no place, or nothing can be prepared here.
+        """
+        places: list[int | tuple[int, ...]] = []
+        for tensor in self.tensors:
+            found = [slots.get(id(each), -1) for each in (tensor if isinstance(tensor, tuple) else (tensor,))]
+            if min(found) < 0:
+                return None
+            places.append(tuple(found) if isinstance(tensor, tuple) else found[0])
+        compiled = self.kernel.compiled(self.tensors, self.integers, self.constants, self.warps)
+        if compiled is None:
+            return None
+        first = self.tensors[0]
+        device = (first[0] if isinstance(first, tuple) else first).get_device()
+        rest = (*self.integers, *self.constants)
+        return Prepared(self.kernel.name, compiled, self.programs, device, tuple(places), rest)
+
+
+class Prepared(NamedTuple):
+    """A launch that takes addresses: ``places`` says where in a list each tensor's is; ``rest`` are other arguments."""
+
+    name: str
+    compiled: _Compiled
+    programs: int
+    device: int
+    places: tuple[int | tuple[int, ...], ...]
+    rest: tuple[Any, ...]
+
+    def run(self, pointers: Sequence[int]) -> None:
+        """Launches on the current stream of the device, which must be the current one."""
+        for counter in _counters:
+            counter[self.name] += 1
+        tensors = [
+            tuple([pointers[i] for i in place]) if type(place) is tuple else pointers[place] for place in self.places
+        ]
+        compiled = self.compiled
+        compiled.run(
+            self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(self.device), compiled.function, compiled.metadata,
+            None, None, None, *tensors, *self.rest,
+        )  # fmt: skip
 
 
 class _Compiled(NamedTuple):
@@ -79,6 +145,8 @@ class Kernel:
             return
         for counter in _counters:
             counter[self.name] += 1
+        for recorder in _recorders:
+            recorder.append(Launch(self, programs, tensors, integers, constants, warps))
         first = tensors[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
         if device < 0:  # Triton's interpreter, in tests
@@ -105,6 +173,15 @@ class Kernel:
             programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.metadata,
             None, None, None, *pointers, *integers, *constants,
         )  # fmt: skip
+
+    def compiled(
+        self, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
+    ) -> _Compiled | None:
+        """What such a launch has compiled; None where the JIT launches."""
+        first = tensors[0]
+        device = (first[0] if isinstance(first, tuple) else first).get_device()
+        _, types, _ = _look_at(tensors)
+        return self._compiled.get((device, warps, constants, *types))
 
     def _compile(self, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int) -> _Compiled:
         typical = [tuple(map(_typical, t)) if isinstance(t, tuple) else _typical(t) for t in tensors]

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minifloat import capability
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _LIBRARY = torch.library.Library("minifloat", "DEF")
 
 
@@ -40,6 +42,22 @@ def register(
     torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
     return overload
+
+
+def directly(x: Tensor) -> bool:
+    """Kernels may be called for ``x`` past the dispatcher, which costs 10 to 20 us a call: nobody would notice.
+
+    Not while something is traced, nor where autograd or a dispatch mode (of a test, a profiler, a fake tensor) listens.
+    """
+    return (
+        x.is_cuda
+        and not torch.is_grad_enabled()
+        and type(x) in _PLAIN
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and capability.kernels(x.get_device())[0]
+        and x.get_device() == torch.cuda.current_device()
+    )
 
 
 def _where_kernels_run(kernels: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -166,7 +166,8 @@ activation_backward = register(
 )
 """The gradient with respect to ``x`` [M, K], in ``dtype``; its amax; and dbias.
 
-dbias is the sum of the gradient's rows after rounding, in fp32: [K], or [0] if it was not asked for. It is the bias gradient of a linear that gave ``x``.
+dbias is the sum of the rows of the gradient after rounding, in fp32: [K], or [0] if it was not asked for: the
+bias gradient of a linear that gave ``x``.
 """
 
 activation_backward_cast = register(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minifloat.kernels.delayed import reference
 from minifloat.kernels.delayed.reference import FLT_MAX
-from minifloat.kernels.library import register
+from minifloat.kernels.library import directly, register
 
 __all__ = ["FLT_MAX", "read_scale", "record", "update"]
 
@@ -44,25 +44,34 @@ def _fake_record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]
 def _fake_update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None: ...
 
 
-record = register(
+_record = register(
     "record_amax_(Tensor(a!) history, int[] slots, Tensor[] amaxes) -> ()",
     reference.record,
     _fake_record,
     cuda=_record_on_gpu,
 )
-"""Max-accumulates ``amaxes`` (fp32 [1] each) into the newest row of ``history`` [L, n]; a NaN is dropped."""
 
-update = register(
+_update_scales = register(
     "update_scales_(Tensor(a!)[] histories, Tensor(b!)[] scales, str[] rules) -> ()",
     _update,
     _fake_update,
     cuda=_update_on_gpu,
 )
-"""Rolls each history [L, n] and computes each scale [n] anew, ``max * 2^-margin / amax``: ``docs/numerics.md``.
 
-``rules`` are those of ``minifloat.delayed.rule``.
-A slot that has recorded nothing keeps history and scale; one whose amax is not finite keeps its scale.
-"""
+
+def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
+    """Max-accumulates ``amaxes`` (fp32 [1] each) into the newest row of ``history`` [L, n]; a NaN is dropped."""
+    (_record_on_gpu if directly(history) else _record)(history, slots, amaxes)
+
+
+def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
+    """Rolls each history [L, n] and computes each scale [n] anew, ``max * 2^-margin / amax``: ``docs/numerics.md``.
+
+    ``rules`` are those of ``minifloat.delayed.rule``.
+    A slot that has recorded nothing keeps history and scale; one whose amax is not finite keeps its scale.
+    """
+    (_update_on_gpu if directly(histories[0]) else _update_scales)(histories, scales, rules)
+
 
 read_scale = register("read_scale(Tensor scale, int slot) -> Tensor", _read_scale, _fake_read_scale)
 """The scale of a slot as it is now, fp32 [1]: a compiler may read a mere slice of the buffer again in backward."""

@@ -18,7 +18,15 @@ from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.norm.device import normalize, row_statistics
 from minifloat.kernels.norm.tile import NormTile, forward_tile
 from minifloat.kernels.quantize import empty_cast
-from minifloat.kernels.quantize.device import cast_fp8, extent, load_tile, reciprocal, record_max, single_bytes, store_codes
+from minifloat.kernels.quantize.device import (
+    cast_fp8,
+    extent,
+    load_tile,
+    reciprocal,
+    record_max,
+    single_bytes,
+    store_codes,
+)
 
 CAST_ELEMENTS = 4096
 """Elements of a tile that is cast at a time."""
