@@ -97,5 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        interpreted = item.path.name.startswith("test_triton_") and "device" in getattr(item, "fixturenames", ())
+        if interpreted and torch.cuda.is_available() and not item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="the compiled kernels are tested here, not the interpreted ones"))
         if "worker_pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("worker_pool"))

@@ -176,7 +176,7 @@ def test_extremes(act: Activation, device: torch.device) -> None:
     x = torch.cat([x, torch.ones_like(x)], -1) if act.gated else x
     y, dx = forward(x, act, torch.float32), backward(torch.ones(1, 6, device=device), x, act, torch.float32)
     assert y.isfinite().all() and dx.isfinite().all()
-    assert y[0, 2] == (0.5 if act.name in ("sigmoid", "glu") else 0.0)
+    assert abs(y[0, 2] - (0.5 if act.name in ("sigmoid", "glu") else 0.0)) <= 2.0**-24  # a GPU rounds the half
     x[0, 3] = torch.nan
     y = forward(x, act, torch.float32)
     assert y.isnan().nonzero().tolist() == [[0, 3]]
@@ -254,13 +254,13 @@ def test_producer_is_the_cast_of_its_value(name: str, recipe: str, dtype: torch.
         value = forward(x, act, torch.float32 if fp32 else dtype)
         amaxes = amaxes_for(quantizer, value)
         got = act_quantize(x, act, quantizer, amaxes, rng)
-        assert_same(got.quantized, quantizer.cast(value, amaxes, rng))
+        assert_same(got.quantized, quantizer.cast(value, amaxes, rng, gemm_ready=True))
         assert got.value is None and got.saved == ()
 
         gradient = backward(dy, x, act, torch.float32 if fp32 and not gated(name) else dtype)
         amaxes = amaxes_for(quantizer, gradient)
         got_dx = dact_quantize(dy, x, act, quantizer, amaxes, rng)
-        assert_same(got_dx.quantized, quantizer.cast(gradient, amaxes, rng))
+        assert_same(got_dx.quantized, quantizer.cast(gradient, amaxes, rng, gemm_ready=True))
         assert all(o is None or o.dtype == dtype for o in (*got.quantized, *got_dx.quantized))
 
 
@@ -278,7 +278,7 @@ def test_returned_value_is_what_was_cast(name: str, recipe: str, device: torch.d
             amaxes = amaxes_for(quantizer, rounded)
             got = produce(quantizer, amaxes, rng)
             assert got.value is not None and torch.equal(got.value, rounded)
-            assert_same(got.quantized, quantizer.cast(rounded, amaxes, rng))
+            assert_same(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

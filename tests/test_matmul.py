@@ -249,8 +249,8 @@ def _only_rows(x: Operand, rows: Tensor) -> Operand:
     scales = x.scale_inv
     assert scales is not None
     amax = x.amax[rows] if x.amax is not None and x.format.amax_per_row else x.amax
-    return replace(
-        x, codes=x.codes[rows], scale_inv=scales[rows] if x.format.block else scales, amax=amax,
+    return x._replace(
+        codes=x.codes[rows], scale_inv=scales[rows] if x.format.block else scales, amax=amax,
         shape=(len(rows), x.shape[1]),
     )  # fmt: skip
 
@@ -480,7 +480,7 @@ def test_emulated_flushes_what_is_2_to_the_124_below_its_row() -> None:
     codes[:, 33] = 0x38  # 1
     for below, smallest in [(124, 2.0**-9), (125, 0.0), (133, 0.0)]:
         scales = torch.tensor([[227, 227 - below], [0, 227 - below]], dtype=torch.uint8)  # 227 is 2^100
-        a = replace(a, codes=codes, scale_inv=scales)
+        a = a._replace(codes=codes, scale_inv=scales)
         y = multiply("fprop", a, b, backend="emulated") * 2.0 ** (below - 100)
         assert y[0, 32] == smallest and y[0, 33] == 1.0, below
         assert y[1, 32] == 2.0**-9 and y[1, 33] == 1.0, below
@@ -496,7 +496,7 @@ def test_emulated_nan_scale_reaches_its_row_only(fmt: Format, gemm: str) -> None
     scales = a.scale_inv.clone()
     strip = scales[4] if GEMMS[gemm][0] == ROWWISE else scales[:, 4]
     strip[1] = {"pow2": float("nan"), "e8m0": 255, "two_level": 0x7F}[fmt.scale_rule]
-    dirty = multiply(gemm, replace(a, scale_inv=scales), b, backend="emulated")
+    dirty = multiply(gemm, a._replace(scale_inv=scales), b, backend="emulated")
     others = torch.arange(9) != 4
     assert torch.equal(dirty[others], clean[others]) and dirty[4].isnan().all()
 
@@ -627,7 +627,7 @@ def test_a_poisoned_code_reaches_its_row_only(backend: str, gemm: str, a_fmt: Fo
     clean = multiply(gemm, a, b, backend=backend)
     codes = a.codes.clone()
     codes[4, 137] = POISON[kind]
-    dirty = multiply(gemm, replace(a, codes=codes), b, backend=backend)
+    dirty = multiply(gemm, a._replace(codes=codes), b, backend=backend)
     others = torch.arange(9) != 4
     assert torch.equal(dirty[others], clean[others]) and clean.isfinite().all()
     assert dirty[4].isnan().all() if "nan" in kind else not dirty[4].isfinite().any()
@@ -643,7 +643,7 @@ def test_a_poisoned_code_of_the_right_operand_reaches_its_column_only(
     clean = multiply("fprop", a, b, backend=backend)
     codes = b.codes.clone()
     codes[3, 0] = 0x7F
-    dirty = multiply("fprop", a, replace(b, codes=codes), backend=backend)
+    dirty = multiply("fprop", a, b._replace(codes=codes), backend=backend)
     others = torch.arange(11) != 3
     assert torch.equal(dirty[:, others], clean[:, others]) and dirty[:, 3].isnan().all()
 
@@ -656,7 +656,7 @@ def test_a_nan_scale_reaches_its_row_only(fmt: Format) -> None:
     assert a.scale_inv is not None
     scales = a.scale_inv.clone()
     scales[4, 1] = {"fp32": float("nan"), "e8m0": 255, "two_level": 0x7F}[fmt.scale_rule]
-    dirty = multiply("fprop", replace(a, scale_inv=scales), b)
+    dirty = multiply("fprop", a._replace(scale_inv=scales), b)
     others = torch.arange(9) != 4
     assert torch.equal(dirty[others], clean[others]) and dirty[4].isnan().all()
 
@@ -896,7 +896,7 @@ def test_gpu_poisoned_code_reaches_its_row_only(a_fmt: Format, b_fmt: Format) ->
     clean = multiply("fprop", a, b, backend="native")
     codes = a.codes.clone()
     codes[4, 137] = 0x7F
-    dirty = multiply("fprop", replace(a, codes=codes), b, backend="native")
+    dirty = multiply("fprop", a._replace(codes=codes), b, backend="native")
     others = torch.arange(129, device="cuda") != 4
     assert torch.equal(dirty[others], clean[others]) and dirty[4].isnan().all()
 

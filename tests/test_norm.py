@@ -292,7 +292,7 @@ def test_producer_is_the_cast_of_its_value(norm: Norm, name: str, dtype: torch.d
         value, mean, rsigma = forward(norm, x, gamma, beta, torch.float32 if name == "delayed" else dtype)
         amaxes = amaxes_for(quantizer, value)
         got = norm_quantize(x, gamma, beta, norm, quantizer, amaxes, rng)
-        assert_same(got.quantized, quantizer.cast(value, amaxes, rng))
+        assert_same(got.quantized, quantizer.cast(value, amaxes, rng, gemm_ready=True))
         assert got.value is None
         assert torch.equal(got.saved[0], mean) and torch.equal(got.saved[1], rsigma)
         assert all(operand is None or operand.dtype == dtype for operand in got.quantized)
@@ -309,7 +309,7 @@ def test_returned_value_is_what_was_cast(norm: Norm, name: str, device: torch.de
         amaxes = amaxes_for(quantizer, rounded)
         got = norm_quantize(x, gamma, beta, norm, quantizer, amaxes, rng, return_value=True)
         assert got.value is not None and torch.equal(got.value, rounded)
-        assert_same(got.quantized, quantizer.cast(rounded, amaxes, rng))
+        assert_same(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
 
 
 def test_delayed_scaling_is_not_rounded_first() -> None:
@@ -343,7 +343,11 @@ def test_phases_equal_the_whole(name: str, device: torch.device) -> None:
 
         weight_quantizer = Quantizer(Format("e4m3", 32, scale_rule="e8m0"))
         cast, other = cast_all(
-            [produced.value, weight], [quantizer, weight_quantizer], [amaxes, (None, None)], [rng, None]
+            [produced.value, weight],
+            [quantizer, weight_quantizer],
+            [amaxes, (None, None)],
+            [rng, None],
+            gemm_ready=True,
         )
         assert_same(produced.label(cast), whole.quantized)
         assert all(operand is None or operand.dtype == torch.bfloat16 for operand in produced.label(cast))
@@ -351,7 +355,7 @@ def test_phases_equal_the_whole(name: str, device: torch.device) -> None:
 
         agreed = tuple(None if amax is None else amax * 2 for amax in amaxes)
         got = norm_quantize(x, gamma, beta, norm, quantizer, agreed, rng)
-        assert_same(got.quantized, quantizer.cast(produced.value, agreed, rng))
+        assert_same(got.quantized, quantizer.cast(produced.value, agreed, rng, gemm_ready=True))
 
 
 def test_leading_dims(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The per-tensor amax and cast kernels against their reference, bit for bit: interpreted on a CPU, compiled on a GPU."""
+"""The per-tensor kernels against their reference, bit for bit: interpreted on a CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format  # noqa: E402
-from minifloat.kernels import delayed  # noqa: E402
-from minifloat.kernels.launch import count_launches, ready  # noqa: E402
-from minifloat.kernels.quantize import empty_cast, per_tensor, reference  # noqa: E402
-from minifloat.kernels.quantize.job import Job, Target  # noqa: E402
-from minifloat.kernels.tiles import Tile  # noqa: E402
-from tests import triton_interpreter  # noqa: E402, F401
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.kernels import delayed
+from minifloat.kernels.launch import count_launches, ready
+from minifloat.kernels.quantize import empty_cast, per_tensor, reference
+from minifloat.kernels.quantize.job import Job, Target
+from minifloat.kernels.tiles import Tile
+from tests import triton_interpreter  # noqa: F401
 
 FORMATS = [
     Format("e4m3"),

@@ -110,11 +110,12 @@ class Produced(NamedTuple):
         return quantizer.amax(self.value)
 
     def cast(self, quantizer: Quantizer, amaxes: Amaxes | None = None, rng: Tensor | None = None) -> Quantized:
-        """Quantizes the value; the arguments are those of :meth:`Quantizer.cast`."""
+        """Quantizes the value for a GEMM; the arguments are those of :meth:`Quantizer.cast`."""
         if self.quantized is not None:
             return self.quantized
         assert self.value is not None
-        return self.label(quantizer.cast(self.value, self.amaxes if amaxes is None else amaxes, rng))
+        amaxes = self.amaxes if amaxes is None else amaxes
+        return self.label(quantizer.cast(self.value, amaxes, rng, gemm_ready=True))
 
     def label(self, quantized: Quantized) -> Quantized:
         """Makes operands of the value, wherever they were cast, stand for values in the dtype of the input."""

@@ -17,26 +17,28 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
     """FP8 codes as [outer, contracted], both dims rounded up to ``align`` with zero codes; row-major on a GPU."""
     codes = codes if along == ROWWISE else codes.t()
     pad_outer, pad_inner = -codes.shape[0] % align[0], -codes.shape[1] % align[1]
-    if codes.is_cuda and capability.kernels(codes.get_device())[0]:
-        if pad_outer or pad_inner or not codes.is_contiguous():
-            from minifloat.kernels.matmul import transpose
-
-            codes = transpose.k_major_copy(codes, False, align)
-    elif pad_outer or pad_inner:
-        codes = torch.nn.functional.pad(codes, (0, pad_inner, 0, pad_outer))
     dtype = ELEMENTS[fmt.element].dtype
     assert dtype is not None
-    return (codes.contiguous() if codes.is_cuda else codes).view(dtype)  # oneDNN takes any strides
+    if not pad_outer and not pad_inner and (codes.is_contiguous() or not codes.is_cuda):
+        return codes.view(dtype)  # oneDNN takes any strides
+    if codes.is_cuda and capability.kernels(codes.get_device())[0]:
+        from minifloat.kernels.matmul import transpose
+
+        return transpose.k_major_copy(codes, False, align).view(dtype)
+    if pad_outer or pad_inner:
+        codes = torch.nn.functional.pad(codes, (0, pad_inner, 0, pad_outer))
+    return codes.contiguous().view(dtype)
 
 
 def per_tensor(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
     """``a`` [m, k] times ``b`` [n, k] transposed, one scale each."""
+    if not a.is_cuda:  # there a scale of one element must have no dims
+        a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
     result: Tensor = torch._scaled_mm(
-        a, b.t(), scale_a=a_scale.reshape(()), scale_b=b_scale.reshape(()), bias=bias, out_dtype=out_dtype,
-        use_fast_accum=fast,
-    )  # fmt: skip
+        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast
+    )
     return result
 
 

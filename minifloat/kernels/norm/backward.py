@@ -40,7 +40,7 @@ def norm_backward_kernel(
     dy, x, dresidual, gamma, mean, rsigma, dx, dgammas, dbetas,
     M, K, tiles,
     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr,
-    ALIGNED: tl.constexpr, ONE_CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, ONE_CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     K = extent(K, ALIGNED)
     chunks = 1 if ONE_CHUNK else tl.cdiv(K, BLOCK)
@@ -49,7 +49,7 @@ def norm_backward_kernel(
     own = group.to(tl.int64) * K
     dgamma = tl.zeros([BLOCK], tl.float32)
     dbeta = tl.zeros([BLOCK], tl.float32)
-    for tile in tl.range(tiles, num_stages=3):  # the next tiles are on their way while this one is summed
+    for tile in tl.range(tiles, num_stages=STAGES):  # the next tiles are on their way while this one is summed
         m = (group * tiles + tile) * ROWS + tl.arange(0, ROWS)
         row_rsigma = tl.load(rsigma + m, mask=m < M, other=0.0)
         row_mean = tl.load(mean + m, mask=m < M, other=0.0) if CENTERED else row_rsigma
@@ -148,6 +148,7 @@ def backward(
         (
             centered, zero_centered, dresidual is not None,
             width % 16 == 0, choice.one_chunk, choice.rows, choice.block,
+            3 if choice.rows * choice.block * (x.element_size() + dy.element_size()) <= 32768 else 1,
         ),
         choice.warps,
     )  # fmt: skip

@@ -140,7 +140,8 @@ def _fake_draw_seed(like: Tensor) -> Tensor:
 def _amax_on_gpu(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     from minifloat.kernels.quantize import gpu
 
-    return gpu.amax(xs, formats, dims)
+    kernels = all(gpu.casts(parse(spec)) for spec in formats)
+    return (gpu.amax if kernels else _amax)(xs, formats, dims)
 
 
 def _cast_on_gpu(
@@ -154,7 +155,8 @@ def _cast_on_gpu(
 ) -> list[Tensor]:
     from minifloat.kernels.quantize import gpu
 
-    return gpu.cast(xs, given, rngs, formats, dims, k_major, noop)
+    kernels = all(gpu.casts(parse(spec)) for spec in formats)
+    return (gpu.cast if kernels else _cast)(xs, given, rngs, formats, dims, k_major, noop)
 
 
 amax = register("amax(Tensor[] xs, str[] formats, int[] dims) -> Tensor[]", _amax, _fake_amax, cuda=_amax_on_gpu)

@@ -10,42 +10,48 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.kernels.launch import ready
 from minifloat.kernels.quantize import amax_shape, blocks, empty_cast, nvfp4, per_tensor
-from minifloat.kernels.quantize.job import Job, Target, groups
+from minifloat.kernels.quantize.job import LARGEST_GROUP, Job, Target, groups
+
+
+def casts(fmt: Format) -> bool:
+    """There are kernels for the format; any other is the reference's."""
+    if fmt.scale_rule == "two_level":
+        return fmt.block == 16
+    known = fmt.packed is False and fmt.transform == "none" and fmt.scale_rule in ("fp32", "pow2", "e8m0", "given")
+    return known and (fmt.block == 0 or 16 <= fmt.block <= 256)
 
 
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
-    """As the operation; the amaxes of whole tensors in one launch a dtype."""
+    """As the operation; those of whole tensors in one launch a dtype, with a rotated one in the same reading."""
     parsed = [parse(spec) for spec in formats]
-    whole = [_one_amax(fmt) for fmt in parsed]
-    found = iter(_zeros(sum(whole), xs[0].device))
+    single = [fmt.block == 0 or (fmt.scale_rule == "two_level" and not fmt.amax_per_row) for fmt in parsed]
+    zeros = iter(_zeros(sum(single), xs[0].device))
     results = [
-        next(found) if simple else _amax_of_its_own(x, fmt, dim)
-        for x, fmt, dim, simple in zip(xs, parsed, dims, whole, strict=True)
+        next(zeros) if one else torch.zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
+        for x, fmt, dim, one in zip(xs, parsed, dims, single, strict=True)
     ]
-    alike: dict[torch.dtype, list[int]] = {}
-    for i, x in enumerate(xs):
-        if whole[i]:
-            alike.setdefault(x.dtype, []).append(i)
-    for group in alike.values():
-        per_tensor.amax([ready(xs[i]) for i in group], [results[i] for i in group])
+    plain: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for i, (x, fmt, dim, found) in enumerate(zip(xs, parsed, dims, results, strict=True)):
+        if fmt.transform == "hadamard16":
+            before = i > 0 and x is xs[i - 1] and single[i - 1] and parsed[i - 1].transform == "none"
+            if before:
+                plain[x.dtype].pop()
+                nvfp4.amax_both([ready(x)], [results[i - 1]], [found])
+            else:
+                nvfp4.amax([ready(x)], fmt, dim, [found])
+        elif single[i]:
+            plain.setdefault(x.dtype, []).append((ready(x), found))
+        elif fmt.scale_rule == "two_level":
+            nvfp4.amax([ready(x)], fmt, dim, [found])
+        else:
+            nothing = found.new_empty(0)
+            target = Target(fmt, dim, None, nothing, nothing, found, False)
+            blocks.amax([Job(ready(x), None, *((target, None) if dim == ROWWISE else (None, target)))])
+    for pairs in plain.values():
+        for first in range(0, len(pairs), LARGEST_GROUP):
+            group = pairs[first : first + LARGEST_GROUP]
+            per_tensor.amax([x for x, _ in group], [found for _, found in group])
     return results
-
-
-def _one_amax(fmt: Format) -> bool:
-    """The amax is that of the tensor as it is."""
-    return not fmt.amax_per_row and fmt.transform == "none" and (fmt.block == 0 or fmt.scale_rule == "two_level")
-
-
-def _amax_of_its_own(x: Tensor, fmt: Format, dim: int) -> Tensor:
-    amax = torch.zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
-    if fmt.scale_rule == "two_level":
-        nvfp4.amax([ready(x)], fmt, dim, [amax])
-    else:
-        empty = amax.new_empty(0)
-        target = Target(fmt, dim, None, empty, empty, amax, False)
-        row = dim == ROWWISE
-        blocks.amax([Job(ready(x), None, target if row else None, None if row else target)])
-    return amax
 
 
 def _zeros(count: int, device: torch.device) -> Sequence[Tensor]:

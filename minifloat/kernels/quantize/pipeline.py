@@ -14,8 +14,11 @@ from torch import Tensor
 
 from minifloat.formats import parse
 from minifloat.kernels.launch import Prepared, recorded
-from minifloat.kernels.quantize import gpu
+from minifloat.kernels.quantize import _amax_on_gpu, _cast_on_gpu, gpu
 from minifloat.kernels.quantize.job import Request
+
+MOST_SHAPES = 256
+"""Recordings that a request keeps: a program whose token counts never repeat must not fill the memory."""
 
 Output = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Of one cast: codes, scales, the measured amax under delayed scaling, and the amax or scale that it was given."""
@@ -25,13 +28,15 @@ def run(
     request: Request, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
 ) -> list[Output]:
     """The casts of ``xs``; ``given`` and ``rngs``: for each cast its amax or scale, if known, and its random seed."""
+    if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in xs):  # kernels would read copies
+        return _step_by_step(request, xs, given, rngs)[0]
     key = (*[(x.shape, x.dtype) for x in xs], *[level is None for level in given], xs[0].get_device())
     if key not in request.known:
+        if len(request.known) >= MOST_SHAPES:
+            request.known.clear()
         return _record(request, key, xs, given, rngs)
     recording = request.known[key]
-    if recording is None or not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in xs):
-        return _step_by_step(request, xs, given, rngs)[0]
-    return recording.replay(xs, given, rngs)
+    return (_step_by_step(request, xs, given, rngs)[0]) if recording is None else recording.replay(xs, given, rngs)
 
 
 def _step_by_step(
@@ -40,10 +45,10 @@ def _step_by_step(
     """The outputs, and the amaxes that were found."""
     amaxes: list[Tensor] = []
     if request.amax_of:
-        amaxes = gpu.amax([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
+        amaxes = _amax_on_gpu([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
     levels = [given[j] if own < 0 else amaxes[own] for j, own in enumerate(request.own_level)]
     sources = [xs[i] for i in request.cast_of]
-    made = gpu.cast(sources, levels, rngs, request.formats, request.dims, request.k_major, None)
+    made = _cast_on_gpu(sources, levels, rngs, request.formats, request.dims, request.k_major, None)
     return list(zip(made[0::3], made[1::3], made[2::3], levels, strict=True)), amaxes
 
 
@@ -64,7 +69,8 @@ def _record(
         if output[2] is not None and output[2].numel() == 0:
             slots.setdefault(id(output[2]), nothing)  # needs an address and has none
     prepared = [launch.prepare(slots) for launch in launches]
-    simple = all(amax.numel() == 1 for amax in amaxes) and None not in prepared
+    known = all(gpu.casts(parse(spec)) for spec in (*request.formats, *request.amax_formats))
+    simple = known and all(amax.numel() == 1 for amax in amaxes) and None not in prepared
     request.known[key] = _Recording(request, prepared, outputs, nothing) if simple else None  # type: ignore[arg-type]
     return outputs
 
