@@ -141,6 +141,7 @@ class Quantizer:
 
 # Made once, since every call of every layer asks for the same few: those of the recipes that a program uses.
 _with_usages: dict[tuple[Quantizer, bool, bool], Quantizer] = {}
+MOST_BATCHES = 1024  # lists of parameters that change from step to step must not fill the memory
 _batches: dict[tuple[tuple[Quantizer, ...], str], _Batch] = {}
 
 
@@ -198,6 +199,8 @@ def _batch(quantizers: Sequence[Quantizer], gemm_ready_on: str) -> _Batch:
     key = tuple(quantizers), gemm_ready_on
     batch = _batches.get(key)
     if batch is None:
+        if len(_batches) >= MOST_BATCHES:
+            _batches.clear()
         batch = _batches[key] = _new_batch(quantizers, gemm_ready_on)
     return batch
 
@@ -261,7 +264,8 @@ def cast_all(
         return []
     matrices = [as_matrix(x) for x in xs]
     batch = _batch(quantizers, xs[0].device.type if gemm_ready else "")
-    if gemm_ready and noop_flag is None and rngs is None and directly(matrices[0]):
+    alone = all(x.device == matrices[0].device for x in matrices)
+    if gemm_ready and noop_flag is None and rngs is None and alone and directly(matrices[0]):
         return _cast_directly(batch, matrices, quantizers, amaxes, scales)
     levels = complete(matrices, quantizers, amaxes)
     if scales is not None:
@@ -328,13 +332,12 @@ def _cast_directly(
 
 def _request(batch: _Batch, known: Sequence[bool]) -> Request:
     found = [n for n, i in enumerate(batch.amax_of) if not known[i]]
-    first_of: dict[int, int] = {}  # of a tensor, the first of the amaxes that are found
-    for n, source in enumerate(found):
-        first_of.setdefault(batch.amax_of[source], n)
-    own_level = [
-        first_of[i] + place if fmt.needs_amax and not known[i] else -1
-        for i, place, fmt in zip(batch.cast_of, batch.levels, batch.formats, strict=True)
-    ]
+    wanted = [
+        (i, place) for i, needs in enumerate(batch.needs_amax) for place, needed in enumerate(needs)
+        if needed and not known[i]
+    ]  # fmt: skip
+    number = {tensor_and_cast: n for n, tensor_and_cast in enumerate(wanted)}
+    own_level = [number.get((i, place), -1) for i, place in zip(batch.cast_of, batch.levels, strict=True)]
     return Request(
         [batch.amax_of[n] for n in found],
         [batch.amax_formats[n] for n in found],

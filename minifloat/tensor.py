@@ -115,7 +115,7 @@ def _assign_all(
     )
     for (target, source), operands in zip(pairs, ready, strict=True):
         target._store(next(fresh) if operands is None else operands, noop_flag)
-        target.source_version = _version(source)
+        target.source_version = _version(source) if noop_flag is None else None  # the device knows whether
 
 
 def _write_all(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:

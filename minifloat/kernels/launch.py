@@ -8,6 +8,7 @@ tokens is not another kernel.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,16 @@ Tensors = Sequence[Tensor | tuple[Tensor, ...]]
 Integers = Sequence[int | tuple[int, ...]]
 
 _counters: list[Counter[str]] = []
-_recorders: list[list[Launch]] = []
+
+
+class _Local(threading.local):
+    """Of this thread: where its launches are kept. Autograd has a thread for each device."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] | None = None
+
+
+_local = _Local()
 # How a compiled kernel is called is private to Triton; with versions that were not tried, the JIT does it.
 _KNOWN = triton.__version__.startswith("3.6.")
 # Stands for every integer when a kernel is compiled: neither 1 nor a multiple of 16, which Triton would compile in.
@@ -39,7 +49,7 @@ def count_launches() -> Iterator[Counter[str]]:
     try:
         yield counter
     finally:
-        _counters.remove(counter)
+        _counters[:] = [each for each in _counters if each is not counter]
 
 
 def ready(x: Tensor) -> Tensor:
@@ -50,13 +60,12 @@ def ready(x: Tensor) -> Tensor:
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Keeps what is launched inside, to be launched again with other tensors."""
-    launches: list[Launch] = []
-    _recorders.append(launches)
+    """Keeps what this thread launches inside, to be launched again with other tensors."""
+    outer, _local.launches = _local.launches, []
     try:
-        yield launches
+        yield _local.launches
     finally:
-        _recorders.remove(launches)
+        _local.launches = outer
 
 
 class Launch(NamedTuple):
@@ -104,7 +113,8 @@ class Prepared(NamedTuple):
         for counter in _counters:
             counter[self.name] += 1
         tensors = [
-            tuple([pointers[i] for i in place]) if type(place) is tuple else pointers[place] for place in self.places
+            tuple([pointers[i] for i in place]) if isinstance(place, tuple) else pointers[place]
+            for place in self.places
         ]
         compiled = self.compiled
         compiled.run(
@@ -129,10 +139,12 @@ class Kernel:
     Args:
         function: the ``triton.jit`` function.
         contract: let the compiler contract ``a * b + c`` to one rounding. Off where results are defined to the bit.
+        wide: it reads 16 bytes at a time, so that matrices (anything but single elements) must begin at such places.
     """
 
-    def __init__(self, function: Any, *, contract: bool = False) -> None:
+    def __init__(self, function: Any, *, contract: bool = False, wide: bool = True) -> None:
         self.function = function
+        self.wide = wide
         self.name: str = function.__name__
         self.options = {"enable_fp_fusion": contract}
         self._compiled: dict[Any, _Compiled] = {}
@@ -145,8 +157,8 @@ class Kernel:
             return
         for counter in _counters:
             counter[self.name] += 1
-        for recorder in _recorders:
-            recorder.append(Launch(self, programs, tensors, integers, constants, warps))
+        if _local.launches is not None:
+            _local.launches.append(Launch(self, programs, tensors, integers, constants, warps))
         first = tensors[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
         if device < 0:  # Triton's interpreter, in tests
@@ -161,11 +173,16 @@ class Kernel:
         self, device: int, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
     ) -> None:
         pointers, types, aligned = _look_at(tensors)
-        assert aligned, f"{self.name} reads 16 bytes at a time: pass matrices through launch.ready()"
+        assert aligned or not self.wide, f"{self.name} reads 16 bytes at a time: pass matrices through launch.ready()"
         if not _KNOWN:
             self._through_jit(programs, tensors, integers, constants, warps)
             return
-        key = (device, warps, constants, *types)
+        key = (
+            device,
+            warps,
+            constants,
+            *types,
+        )  # a constant has one type in its place: True would find what 1 compiled
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(tensors, integers, constants, warps)
@@ -184,11 +201,18 @@ class Kernel:
         return self._compiled.get((device, warps, constants, *types))
 
     def _compile(self, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int) -> _Compiled:
-        typical = [tuple(map(_typical, t)) if isinstance(t, tuple) else _typical(t) for t in tensors]
+        everyone = [each for t in tensors for each in (t if isinstance(t, tuple) else (t,))]
+        devices = {each.device for each in everyone}
+        if len(devices) > 1:
+            raise ValueError(f"{self.name} was given tensors on {', '.join(map(str, devices))}; one device at a time")
+        typical = [tuple(map(self._typical, t)) if isinstance(t, tuple) else self._typical(t) for t in tensors]
         neutral = [(_NEUTRAL,) * len(i) if isinstance(i, tuple) else _NEUTRAL for i in integers]
         kernel = self.function.warmup(*typical, *neutral, *constants, grid=(1,), num_warps=warps, **self.options)
         run = kernel.run  # which loads the kernel, so that it has a handle
         return _Compiled(run, kernel.function, kernel.packed_metadata)
+
+    def _typical(self, tensor: Tensor) -> _Typical:
+        return _Typical(tensor.dtype, 0 if self.wide and tensor.numel() != 1 else 4)
 
     def _through_jit(
         self, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
@@ -227,7 +251,3 @@ class _Typical:
 
     def data_ptr(self) -> int:
         return self.pointer
-
-
-def _typical(tensor: Tensor) -> _Typical:
-    return _Typical(tensor.dtype, 4 if tensor.numel() == 1 else 0)

@@ -50,8 +50,8 @@ def update_kernel(
     tl.store(scale + slot, tl.where(counts, fresh, old), mask=slot < slots)
 
 
-_record = Kernel(record_kernel)
-_update = Kernel(update_kernel)
+_record = Kernel(record_kernel, wide=False)
+_update = Kernel(update_kernel, wide=False)
 
 
 def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
@@ -61,10 +61,10 @@ def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> N
 
 def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
     """As ``reference.update`` for each history, those of equal shape and rule together."""
-    alike: dict[tuple[object, str], list[tuple[Tensor, Tensor]]] = {}
+    alike: dict[tuple[object, object, str], list[tuple[Tensor, Tensor]]] = {}
     for history, scale, rule in zip(histories, scales, rules, strict=True):
-        alike.setdefault((history.shape, rule), []).append((history, scale))
-    for (_, rule), layers in alike.items():
+        alike.setdefault((history.device, history.shape, rule), []).append((history, scale))
+    for (*_, rule), layers in alike.items():
         for first in range(0, len(layers), _LAYERS):
             _update_alike(layers[first : first + _LAYERS], Rule.parse(rule))
 

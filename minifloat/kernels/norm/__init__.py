@@ -162,7 +162,7 @@ def _norm_cast(
     y, mean, rsigma, _ = _forward(x, gamma, beta, normalization, eps, zero_centered, torch.float32)
     codes, scale_inv, amax = quantize_reference.cast(y, scale, None, fmt, ROWWISE)
     nothing = codes.new_empty(0)
-    transposed = codes.t().contiguous().t()
+    transposed = codes.t().clone(memory_format=torch.contiguous_format).t()  # outputs must not share memory
     return codes if rowwise else nothing, transposed if columnwise else nothing, scale_inv, amax, mean, rsigma
 
 

@@ -133,6 +133,7 @@ def backward(
     """The gradients of the norm; the arguments are those of the operation."""
     rows, width = x.shape
     dy, x, gamma = ready(dy), ready(x), ready(gamma)
+    mean, rsigma = ready(mean), ready(rsigma)
     centered = normalization == "LayerNorm"
     choice = choice or backward_tile(width)
     tiles = max(1, triton.cdiv(rows, choice.rows * MOST_GROUPS))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import Format
-from minifloat.kernels.launch import Kernel
+from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.quantize.device import (
     cast_fp8,
     extent,
@@ -255,4 +255,4 @@ def _launch(jobs: Sequence[Job], rule: str, scales: str, noop: Tensor | None, ch
 
 def _level(target: Target) -> Tensor:
     """The given amaxes; any tensor where there are none."""
-    return target.amax if target.level is None else target.level.float().contiguous()
+    return target.amax if target.level is None else ready(target.level.float())

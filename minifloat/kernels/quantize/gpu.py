@@ -24,6 +24,8 @@ def casts(fmt: Format) -> bool:
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     """As the operation; those of whole tensors in one launch a dtype, with a rotated one in the same reading."""
     parsed = [parse(spec) for spec in formats]
+    if len({x.device for x in xs}) > 1:
+        return [amax([x], [spec], [dim])[0] for x, spec, dim in zip(xs, formats, dims, strict=True)]
     single = [fmt.block == 0 or (fmt.scale_rule == "two_level" and not fmt.amax_per_row) for fmt in parsed]
     zeros = iter(_zeros(sum(single), xs[0].device))
     results = [
@@ -54,9 +56,9 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
     return results
 
 
-def _zeros(count: int, device: torch.device) -> Sequence[Tensor]:
-    """``count`` zeros, fp32 [1] each, in one launch."""
-    return torch.zeros(count, dtype=torch.float32, device=device).split(1) if count else ()
+def _zeros(count: int, device: torch.device) -> list[Tensor]:
+    """``count`` zeros, fp32 [1] each. Not slots of one tensor: outputs of an operation must not share memory."""
+    return [torch.zeros(1, dtype=torch.float32, device=device) for _ in range(count)]
 
 
 def cast(
@@ -70,16 +72,15 @@ def cast(
 ) -> list[Tensor]:
     """As the operation; a rowwise cast and the columnwise one of the same tensor that follows it are one pass."""
     parsed = [parse(spec) for spec in formats]
-    measured = iter(_zeros(sum(fmt.scale_rule == "given" for fmt in parsed), xs[0].device))
     outputs: list[Tensor] = []
     jobs: list[Job] = []
     previous = None
     for x, level, rng, fmt, dim, transposed in zip(xs, given, rngs, parsed, dims, k_major, strict=True):
         codes, scale_inv = empty_cast(x, fmt, dim, transposed)
-        own_amax = next(measured) if fmt.scale_rule == "given" else x.new_empty(0, dtype=torch.float32)
+        own_amax = torch.zeros(int(fmt.scale_rule == "given"), dtype=torch.float32, device=x.device)
         target = Target(fmt, dim, level, codes, scale_inv, own_amax, transposed)
         outputs += codes, scale_inv, own_amax
-        if x is previous and _one_pass(jobs[-1], target):
+        if x is previous and _one_pass(jobs[-1], target, rng):
             jobs[-1] = jobs[-1]._replace(column=target, rng=jobs[-1].rng if rng is None else rng)
         elif dim == ROWWISE:
             jobs.append(Job(ready(x), rng, target, None))
@@ -90,14 +91,17 @@ def cast(
     return outputs
 
 
-def _one_pass(job: Job, column: Target) -> bool:
+def _one_pass(job: Job, column: Target, rng: Tensor | None) -> bool:
     """One kernel makes the rowwise operand of ``job`` and this columnwise one."""
     row = job.row
     if row is None or job.column is not None or column.dim != COLUMNWISE:
         return False
     if _kernel(row.format) is not _kernel(column.format):
         return False
-    return row.format == column.format or row.format.scale_rule == "two_level"
+    if job.rng is not None and rng is not None and job.rng is not rng:
+        return False
+    one_level = row.level is column.level or row.format.scale_rule == "two_level"  # which takes one for each
+    return one_level and (row.format == column.format or row.format.scale_rule == "two_level")
 
 
 def launch(jobs: Sequence[Job], noop: Tensor | None) -> None:

@@ -50,7 +50,7 @@ def groups(jobs: Sequence[Job]) -> Iterator[list[Job]]:
     """Jobs that one launch can do: alike in dtype and formats, at most :data:`LARGEST_GROUP`."""
     alike: dict[object, list[Job]] = {}
     for job in jobs:
-        key = (job.x.dtype, *[(t.format, t.dim, t.k_major, t.level is None) for t in job.targets])
+        key = (job.x.device, job.x.dtype, *[(t.format, t.dim, t.k_major, t.level is None) for t in job.targets])
         alike.setdefault(key, []).append(job)
     for group in alike.values():
         for first in range(0, len(group), LARGEST_GROUP):

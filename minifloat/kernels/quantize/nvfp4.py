@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, Format
-from minifloat.kernels.launch import Kernel
+from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.quantize import per_tensor
 from minifloat.kernels.quantize.device import extent, load_tile, pick, record_max, skips
 from minifloat.kernels.quantize.job import Job, Programs, Target, aligned
@@ -221,7 +221,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
         len(programs.starts), row and row.format, column and column.format,
         column is not None and column.dim == COLUMNWISE, noop is not None, _aligned(xs), choice.cols,
     )  # fmt: skip
-    rngs = programs.pad([_level(job.targets[0]) if job.rng is None else job.rng for job in jobs])
+    rngs = programs.pad([_level(job.targets[0]) if job.rng is None else ready(job.rng) for job in jobs])
     _cast(
         programs.total,
         (programs.pad(xs), rngs, *outputs, outputs[0][0] if noop is None else noop),
@@ -265,4 +265,4 @@ def _aligned(xs: Sequence[Tensor]) -> bool:
 
 def _level(target: Target) -> Tensor:
     assert target.level is not None
-    return target.level
+    return ready(target.level.float())

@@ -30,13 +30,23 @@ def run(
     """The casts of ``xs``; ``given`` and ``rngs``: for each cast its amax or scale, if known, and its random seed."""
     if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in xs):  # kernels would read copies
         return _step_by_step(request, xs, given, rngs)[0]
-    key = (*[(x.shape, x.dtype) for x in xs], *[level is None for level in given], xs[0].get_device())
+    device = xs[0].get_device()
+    if not all(level is None or _plain(level, device) for level in given):
+        return _step_by_step(request, xs, given, rngs)[0]
+    # Which tensors are one and the same is part of what was recorded.
+    everyone = [id(tensor) for tensor in (*xs, *given, *rngs)]
+    key = (device, *[(x.shape, x.dtype) for x in xs], *[everyone.index(each) for each in everyone], given.count(None))
     if key not in request.known:
         if len(request.known) >= MOST_SHAPES:
             request.known.clear()
         return _record(request, key, xs, given, rngs)
     recording = request.known[key]
     return (_step_by_step(request, xs, given, rngs)[0]) if recording is None else recording.replay(xs, given, rngs)
+
+
+def _plain(level: Tensor, device: int) -> bool:
+    """Its address is all that a kernel needs."""
+    return level.dtype == torch.float32 and level.numel() == 1 and level.get_device() == device
 
 
 def _step_by_step(
@@ -70,8 +80,10 @@ def _record(
             slots.setdefault(id(output[2]), nothing)  # needs an address and has none
     prepared = [launch.prepare(slots) for launch in launches]
     known = all(gpu.casts(parse(spec)) for spec in (*request.formats, *request.amax_formats))
-    simple = known and all(amax.numel() == 1 for amax in amaxes) and None not in prepared
-    request.known[key] = _Recording(request, prepared, outputs, nothing) if simple else None  # type: ignore[arg-type]
+    if launches and known and all(amax.numel() == 1 for amax in amaxes) and all(each is not None for each in prepared):
+        request.known[key] = _Recording(request, prepared, outputs, nothing)  # type: ignore[arg-type]
+    else:
+        request.known[key] = None
     return outputs
 
 
