@@ -22,10 +22,10 @@ class Tile(NamedTuple):
 
 
 SM_90: dict[str, Tile] = {
-    "amax": Tile(1, 8192, 4),
+    "amax": Tile(1, 16384, 8),
     "cast_tensor": Tile(64, 128, 4),
-    "cast_block": Tile(128, 128, 8),
-    "cast_mx": Tile(32, 128, 1),
+    "cast_block": Tile(128, 128, 4),
+    "cast_mx": Tile(32, 128, 2),
     "cast_nvfp4": Tile(16, 512, 4),
     "cast_nvfp4_search": Tile(16, 256, 4),  # 4-over-6
     "cast_nvfp4_unaligned": Tile(16, 128, 4),  # stochastic, where rows do not begin at 16 bytes
