@@ -6,6 +6,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat import quantizer
-from minifloat.formats import IDENTITY, Format
+from minifloat.formats import IDENTITY, ROWWISE, Format
 from minifloat.kernels import quantize
 from minifloat.kernels.launch import Kernel, count_launches
 from minifloat.kernels.quantize import pipeline
@@ -90,7 +91,7 @@ def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = quantizer._batch
     monkeypatch.setattr(quantizer, "_batch", lambda quantizers, on: batch(quantizers, on and "cuda"))
     monkeypatch.setattr(quantizer, "directly", lambda x: not torch.is_grad_enabled())
-    monkeypatch.setattr(Kernel, "compiled", Interpreted)
+    monkeypatch.setattr(Kernel, "compiled", lambda *args: Interpreted(*args))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 
@@ -136,7 +137,7 @@ def assert_same_bits(a: Any, b: Any) -> None:
         assert a is b
         return
     assert a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def strides(x: Tensor) -> list[int]:
@@ -150,14 +151,184 @@ def known(how: list[Quantizer]) -> list[Any]:
     return [recording for request in requests for recording in request.known.values()]
 
 
-@pytest.fixture
-def no_recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """``with no_recording.context() as patch: refuse(patch)``: what is inside must be replayed."""
-    yield monkeypatch
+@contextmanager
+def nothing_else() -> Iterator[None]:
+    """Inside, nothing may be cast but by replaying a recording."""
 
-
-def refuse(patch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError("a recording should have been replayed")
 
-    patch.setattr(pipeline, "_step_by_step", never)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_step_by_step", never)
+        yield
+
+
+@pytest.mark.parametrize("usage", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
+@pytest.mark.parametrize("case", CASES)
+def test_replays(case: str, usage: tuple[bool, bool], device: torch.device) -> None:
+    row, column = usage
+    how = [CASES[case][0].with_usage(rowwise=row, columnwise=column), *CASES[case][1:]]
+    for call in range(2):
+        xs = values(device, (32, 48), (17, 33), (16, 16), scale=10.0**call)[: len(how)]
+        scales = [torch.full((1,), 3.0 + call + i, device=device) for i in range(len(xs))]
+        torch.manual_seed(call)
+        expected = by_reference(xs, how, scales=scales)
+        torch.manual_seed(call)  # the same random bits
+        with nothing_else() if call else count_launches() as counted:
+            actual = replayed(xs, how, scales=scales)
+        assert_same(actual, expected)
+        assert counted is None or sum(counted.values()) >= 1
+        assert [type(recording) for recording in known(how)] == [pipeline._Recording]
+
+
+@pytest.mark.parametrize("case", ["current", "delayed", "nvfp4", "MXFP8 | current"])
+def test_launches_are_the_recorded_ones_and_outputs_new(case: str, device: torch.device) -> None:
+    how = CASES[case]
+    scales = [torch.full((1,), 3.0, device=device)] * len(how)
+    xs = values(device, (32, 48), (17, 33), (16, 16))[: len(how)]
+    expected = by_reference(xs, how, scales=scales)
+    counts, results = [], []
+    for call in range(3):
+        with count_launches() as launches:
+            results.append(replayed([x * 3**call for x in xs] if call else xs, how, scales=scales))
+        counts.append(launches)
+    assert sum(counts[0].values()) > 0 and counts[0] == counts[1] == counts[2]
+    if case != "nvfp4":  # whose gradient is rounded at random
+        assert_same(results[0], expected)
+    memory = [
+        {part.data_ptr() for q in result for o in q if o for part in (o.codes, o.scale_inv)} for result in results
+    ]
+    assert not memory[0] & memory[1] and not memory[1] & memory[2]
+
+
+def test_a_recording_keeps_no_tensor(device: torch.device) -> None:
+    xs = values(device, (32, 48), (17, 33))
+    result = replayed(xs, [E4M3, E5M2])
+    parts = [*xs, *[part for q in result for part in (q.any.codes, q.any.scale_inv)]]
+    left = [weakref.ref(part) for part in parts]
+    assert len(known([E4M3, E5M2])) == 1
+    del xs, result, parts
+    gc.collect()
+    assert not [each for each in left if each() is not None]
+
+
+def test_which_tensors_are_the_same_is_part_of_a_recording(device: torch.device) -> None:
+    how = [E4M3, E4M3, Quantizer(MX, E4M3.row_format)]
+    a, b, c = values(device, (32, 48), (32, 48), (32, 48))
+    for count, xs in enumerate(([a, a, a], [a, b, c], [a, b, b], [a, b, a]), start=1):
+        expected = by_reference(xs, how)
+        assert_same(replayed(xs, how), expected)
+        assert len(known(how)) == count
+        with nothing_else():
+            assert_same(replayed(xs, how), expected)
+    with nothing_else():
+        assert_same(replayed([c, c, c], how), by_reference([c, c, c], how))
+        assert_same(replayed([c, b, a], how), by_reference([c, b, a], how))
+
+
+def test_one_scale_for_several_tensors_or_one_each(device: torch.device) -> None:
+    how = [GIVEN, GIVEN]
+    xs = values(device, (32, 48), (17, 33))
+    one, other = torch.tensor([2.0], device=device), torch.tensor([30.0], device=device)
+    for scales in ([one, one], [one, other], [other, other], [other, one]):
+        assert_same(replayed(xs, how, scales=scales), by_reference(xs, how, scales=scales))
+    assert [type(each) for each in known(how)] == [pipeline._Recording] * 2
+
+
+@pytest.mark.parametrize("case", ["current", "nvfp4", "MXFP8 | current"])
+def test_known_amaxes(case: str, device: torch.device) -> None:
+    how = CASES[case][:2]
+    for call in range(2):
+        xs = values(device, (16, 32), (17, 33), scale=10.0**call)
+        found = [tuple(level * 2 if level is not None else None for level in each) for each in find_amaxes(xs, how)]
+        for amaxes in (None, found, [found[0], None], [None, found[1]]):
+            expected = by_reference(xs, how, amaxes)
+            with nothing_else() if call else count_launches():
+                assert_same(replayed(xs, how, amaxes), expected)
+    assert [type(each) for each in known(how)] == [pipeline._Recording] * 4
+
+
+def test_levels_that_a_recording_cannot_take(device: torch.device) -> None:
+    """They are cast step by step, before and after something was recorded."""
+    (x,) = values(device, (32, 48))
+    scales = torch.tensor([[2.0, 5.0], [9.0, 4.0]], device=device)
+    for call in range(2):
+        for scale in (scales[0, :1].double(), scales[0, :1].bfloat16(), scales[0, 1:], scales[1:, 0]):
+            expected = by_reference([x], [GIVEN], scales=[scale.float()])
+            assert_same(replayed([x], [GIVEN], scales=[scale]), expected)
+        if not call:
+            replayed([x], [GIVEN], scales=[scales[1, 1:]])
+    assert [type(each) for each in known([GIVEN])] == [pipeline._Recording]
+    how = [Quantizer(MX, columnwise=False)]
+    (blocks,) = quantize._amax([x], [MX.spec], [ROWWISE])  # as a group of ranks finds them, block by block
+    for _ in range(2):
+        replayed([x], how)
+        assert_same(replayed([x], how, [(blocks * 4,)]), by_reference([x], how, [(blocks * 4,)]))
+
+
+def test_inputs_that_kernels_read_copies_of(device: torch.device) -> None:
+    how = [E4M3, Quantizer(MX, E4M3.row_format)]
+    (wide,) = values(device, (34, 48))
+    other = values(device, (32, 48))[0]
+    inputs = [wide.flatten()[3 : 3 + 32 * 48].view(32, 48), wide[:, :32].t(), wide[::2][:, 1:], wide[1:33]]
+    for _ in range(2):
+        for x in inputs:
+            xs = [x, other]
+            assert_same(replayed(xs, how), by_reference([x.contiguous(), other], how))
+    assert len(known(how)) == 1  # of the last one, a multiple of 16 bytes from the beginning
+
+
+def test_shapes_dtypes_and_leading_dims(device: torch.device) -> None:
+    how = [E4M3, E5M2]
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            xs = [values(device, (8, 48))[0].to(dtype).view(2, 4, 48), torch.ones(16, dtype=dtype, device=device)]
+            assert_same(replayed(xs, how), by_reference(xs, how))
+    assert [type(each) for each in known(how)] == [pipeline._Recording] * 3
+
+
+@pytest.mark.parametrize("case", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+def test_empty_tensors(case: str, device: torch.device) -> None:
+    how = CASES[case]
+    scales = [torch.full((1,), 3.0, device=device)] * 3
+    for shapes in ([(0, 32), (16, 32), (0, 32)], [(16, 32), (0, 32), (16, 0)], [(0, 32), (0, 16), (0, 32)]):
+        for call in range(3):
+            xs = values(device, *shapes, scale=10.0**call)
+            torch.manual_seed(call)
+            expected = by_reference(xs, how, scales=scales)
+            torch.manual_seed(call)
+            assert_same(replayed(xs, how, scales=scales), expected)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        [Quantizer(Format(block=8, scale_rule="e8m0"), E4M3.row_format), E4M3],  # no kernel
+        [Quantizer(Format("e2m1", 16, scale_rule="two_level", amax_per_row=True)), E4M3],  # as many amaxes as rows
+    ],
+    ids=["no kernel", "amaxes by row"],
+)
+def test_what_cannot_be_replayed(how: list[Quantizer], device: torch.device) -> None:
+    for call in range(3):
+        xs = values(device, (32, 48), (17, 33), scale=10.0**call)
+        assert_same(replayed(xs, how), by_reference(xs, how))
+        assert known(how) == [None]
+
+
+def test_recordings_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pipeline.MOST_SHAPES == 256
+    monkeypatch.setattr(pipeline, "MOST_SHAPES", 3)
+    for rows in (1, 2, 3, 4, 5, 4, 1, 7, 9):
+        xs = values(device, (rows, 48))
+        assert_same(replayed(xs, [E4M3]), by_reference(xs, [E4M3]))
+        assert 1 <= len(known([E4M3])) <= 3
+        with nothing_else():
+            assert_same(replayed(xs, [E4M3]), by_reference(xs, [E4M3]))
+
+
+def test_a_missing_scale_is_an_error(device: torch.device) -> None:
+    xs = values(device, (16, 16), (16, 16))
+    scale = torch.ones(1, device=device)
+    replayed(xs, [GIVEN, GIVEN], scales=[scale, scale])
+    with pytest.raises(ValueError, match="delayed scaling casts with a scale"):
+        replayed(xs, [GIVEN, GIVEN], scales=[scale, None])

@@ -70,6 +70,7 @@ def run(
 ) -> list[Result]:
     """Measures all rows; ``done`` sees each result as soon as it is there."""
     if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)  # events and the peers' modules go to the current one
     timer = Timer(device, tiny=options.tiny)
     results = []
