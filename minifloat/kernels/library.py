@@ -48,10 +48,11 @@ def directly(x: Tensor) -> bool:
     """Kernels may be called for ``x`` past the dispatcher, which costs 10 to 20 us a call: nobody would notice.
 
     Not while something is traced, nor where autograd or a dispatch mode (of a test, a profiler, a fake tensor) listens.
+    Kernels build no graph, so that autograd does not miss them.
     """
     return (
         x.is_cuda
-        and not torch.is_grad_enabled()
+        and not (x.requires_grad and torch.is_grad_enabled())
         and type(x) in _PLAIN
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()

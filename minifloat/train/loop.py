@@ -144,7 +144,8 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     loss = batch_loss(model, batch, config, device)
-    (loss * config.loss_scale).backward()
+    with torch.autograd.set_multithreading_enabled(False):  # for one device another thread only costs time
+        (loss * config.loss_scale).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)

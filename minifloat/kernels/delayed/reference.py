@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ class Rule(NamedTuple):
     most_recent: bool
 
     @classmethod
+    @cache
     def parse(cls, rule: str) -> Rule:
         """As ``minifloat.delayed.rule`` spells it: ``"e4m3/margin=0/max"``."""
         element, margin, algorithm = rule.split("/")
