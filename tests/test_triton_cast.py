@@ -113,7 +113,7 @@ def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def assert_promised(actual: Sequence[Tensor], promised: Sequence[Tensor]) -> None:
     """What a compiler relies on: metadata as the fake gives it, and memory of its own for each output."""
     for a, b in zip(actual, promised, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+        assert a.shape == b.shape and a.dtype == b.dtype and strides(a) == strides(b)
     memory = [a.untyped_storage().data_ptr() for a in actual if a.numel()]
     assert len(set(memory)) == len(memory)
 
@@ -127,13 +127,12 @@ def strides(x: Tensor) -> list[int]:
 def test_every_format(fmt: Format, device: torch.device) -> None:
     assert gpu.casts(fmt)
     for shape, dims in (
-        ((32, 48), BOTH),
+        ((16, 32), BOTH),
         ((17, 33), BOTH),
         ((1, 40), BOTH),
-        ((40, 1), BOTH),
-        ((1, 1), BOTH),
-        ((17, 33), (ROWWISE,)),
-        ((17, 33), (COLUMNWISE,)),
+        ((20, 1), BOTH),
+        ((16, 16), (ROWWISE,)),
+        ((16, 16), (COLUMNWISE,)),
     ):
         x = values(shape, device)
         casts = each_way(x, fmt, dims)
@@ -204,11 +203,10 @@ def test_two_seeds_for_one_tensor(device: torch.device) -> None:
 def test_dtypes_and_formats_side_by_side(device: torch.device) -> None:
     casts: list[Cast] = []
     for i, fmt in enumerate(FORMATS):
-        x = values((16 + i, 32), device, (torch.bfloat16, torch.float32, torch.float16)[i % 3])
+        x = values((16, 16 + i), device, (torch.bfloat16, torch.float32, torch.float16)[i % 3])
         casts += [*each_way(x, fmt, (ROWWISE,)), (x, FORMATS[i - 1], COLUMNWISE)]
-    check(casts)
-    check_amax([cast for cast in casts if cast[1].needs_amax])
     check(casts[::-1])
+    check_amax([cast for cast in casts if cast[1].needs_amax])
 
 
 @pytest.mark.parametrize("count", [3, 9, 17])
@@ -216,7 +214,7 @@ def test_many_tensors(count: int, device: torch.device) -> None:
     xs = [values((1 + i, 16), device) * (i + 1) for i in range(count)]
     launches = -(-count // 8)
     assert check_amax([(x, E4M3, ROWWISE) for x in xs]) == {"amax_kernel": launches}
-    for fmt in (GIVEN, MX, NV) if count < 10 else (GIVEN,):
+    for fmt in (GIVEN, MX, NV) if count < 8 else (GIVEN,):
         casts = [(x, fmt, dim) for x in xs for dim in (ROWWISE, COLUMNWISE)]
         levels = [level_of(x, fmt, ROWWISE) for x in xs for _ in range(2)]
         if fmt == GIVEN:
@@ -257,12 +255,12 @@ def test_formats_without_a_kernel_are_the_references(fmt: Format, device: torch.
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
 def test_inputs_anywhere_in_memory(fmt: Format, device: torch.device) -> None:
-    wide = values((40, 64), device)
+    wide = values((34, 48), device)
     inputs = [
-        wide.flatten()[3 : 3 + 32 * 48].view(32, 48),  # not at a multiple of 16 bytes
-        wide[:33, :17].t(),
+        wide.flatten()[3 : 3 + 16 * 32].view(16, 32),  # not at a multiple of 16 bytes
+        wide[:33, :16].t(),
         wide[::2, 1::3],
-        wide[:1].expand(16, 64),
+        wide[:1, :16].expand(16, 16),
     ]
     for x in inputs:
         check(each_way(x, fmt))
@@ -302,7 +300,7 @@ def test_layouts_in_memory(k_major: bool, device: torch.device) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)], ids=str)
 def test_nothing(shape: tuple[int, int], device: torch.device) -> None:
-    x, y = values(shape, device), values((16, 32), device)
+    x, y = values(shape, device), values((16, 16), device)
     for fmt in FORMATS:
         check(each_way(x, fmt))
         casts = [(x, fmt, COLUMNWISE), *each_way(y, fmt), (x, fmt, COLUMNWISE)]
@@ -312,9 +310,26 @@ def test_nothing(shape: tuple[int, int], device: torch.device) -> None:
 
 
 def test_a_flag_of_zero_changes_nothing(device: torch.device) -> None:
-    x = values((32, 48), device)
+    x = values((16, 32), device)
     noop = torch.zeros(1, device=device)
     check([cast for fmt in FORMATS for cast in each_way(x, fmt)], noop=noop)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
+def test_the_reference_keeps_the_promise_of_the_fake(fmt: Format, device: torch.device) -> None:
+    """Whatever the layout of the input: compiled code relies on it, also where no kernel runs."""
+    for x in (values((32, 48), device), values((33, 17), device).t(), values((16, 20), device)[:, 1::2]):
+        for k_major in (False, True):
+            casts = each_way(x, fmt)
+            xs, _, dims = (list(each) for each in zip(*casts, strict=True))
+            levels, rngs = [level_of(*cast) for cast in casts], [rng_of(x, fmt)] * len(casts)
+            args: Any = xs, levels, rngs, [fmt.spec] * len(xs), dims, [k_major and not fmt.packed] * len(xs), None
+            made = quantize._cast(*args)
+            assert_promised(made, quantize._fake_cast(*args))
+            for dim, level, codes, scales in zip(dims, levels, made[0::3], made[1::3], strict=True):
+                back: Any = codes, scales, level, fmt.spec, dim, *x.shape, x.dtype
+                assert_promised([quantize._dequantize(*back)], [quantize._fake_dequantize(*back)])
+            assert_promised(quantize._amax(*args[:1], *args[3:5]), quantize._fake_amax(*args[:1], *args[3:5]))
 
 
 @pytest.mark.gpu

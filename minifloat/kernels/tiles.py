@@ -32,7 +32,10 @@ SM_90: dict[str, Tile] = {
     "amax_nvfp4": Tile(16, 512, 4),
     "amax_nvfp4_lines": Tile(128, 64, 4),
 }
-"""Measured on an H200. Other devices use the same until somebody measures there."""
+"""Of the casts, measured on an H200 (``benchmarks/results/``); other devices use the same until somebody measures there.
+
+Kernels that are alone of their kind, or whose tile depends on the width (the norms), have theirs beside them.
+"""
 
 
 @cache

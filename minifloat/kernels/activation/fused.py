@@ -28,9 +28,6 @@ from minifloat.kernels.quantize.device import cast_fp8, extent, reciprocal, reco
 from minifloat.kernels.quantize.job import aligned
 from minifloat.kernels.tiles import Tile
 
-CANDIDATES = [Tile(4, 512, 4), Tile(2, 1024, 4), Tile(64, 128, 8), Tile(64, 64, 4), Tile(64, 64, 8), Tile(128, 64, 8)]
-"""What a tuning run should time; codes are written along the columns with at least 32 rows a tile."""
-
 TILES = {
     "activation": Tile(4, 512, 4),
     "activation_columnwise": Tile(64, 128, 8),

@@ -44,11 +44,6 @@ def copy_bytes_kernel(
 _copy_bytes = Kernel(copy_bytes_kernel)
 
 
-def transpose_bytes(codes: Tensor) -> Tensor:
-    """uint8 [M, K] as [K, M], contiguous."""
-    return k_major_copy(codes, True, (1, 1))
-
-
 def k_major_copy(codes: Tensor, transposed: bool, align: tuple[int, int]) -> Tensor:
     """Codes, transposed or not, with both dims rounded up to multiples of ``align`` with zero codes; contiguous.
 
