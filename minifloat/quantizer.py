@@ -264,8 +264,7 @@ def cast_all(
         return []
     matrices = [as_matrix(x) for x in xs]
     batch = _batch(quantizers, xs[0].device.type if gemm_ready else "")
-    alone = all(x.device == matrices[0].device for x in matrices)
-    if gemm_ready and noop_flag is None and rngs is None and alone and directly(matrices[0]):
+    if gemm_ready and noop_flag is None and rngs is None and _directly(matrices):
         return _cast_directly(batch, matrices, quantizers, amaxes, scales)
     levels = complete(matrices, quantizers, amaxes)
     if scales is not None:
@@ -294,6 +293,10 @@ def _check_scales(batch: _Batch, given: Sequence[Tensor | None]) -> None:
     for fmt, level in zip(batch.formats, given, strict=True):
         if level is None and fmt.scale_rule == "given":
             raise ValueError("delayed scaling casts with a scale from its history; pass it as amaxes=(scale,)")
+
+
+def _directly(xs: Sequence[Tensor]) -> bool:
+    return all(directly(x) and x.device == xs[0].device for x in xs)
 
 
 def _cast_directly(

@@ -133,12 +133,17 @@ def test_a_recording_is_of_its_thread(device: torch.device) -> None:
     assert len(launches) == 2 and kept["other"] == []
 
 
-def test_a_launch_with_a_tensor_that_has_no_place_is_not_prepared(device: torch.device) -> None:
+def test_a_launch_with_a_tensor_that_has_no_place_is_not_prepared(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Kernel, "compiled", lambda *args: "compiled")
     x, found = torch.ones(16, 16, device=device), torch.zeros(1, device=device)
     with recorded() as launches:
         per_tensor.amax([x], [found])
     assert launches[0].prepare({id(x): 0}) is None
     assert launches[0].prepare({}) is None
+    prepared = launches[0].prepare({id(x): 0, id(found): 3})
+    assert prepared is not None and prepared.places == ((0,), (3,))
 
 
 # ---- arguments ----

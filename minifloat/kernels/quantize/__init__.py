@@ -29,8 +29,7 @@ def _cast(
     for x, amax, rng, spec, dim, transposed in zip(xs, given, rngs, formats, dims, k_major, strict=True):
         fmt = parse(spec)
         codes, scale_inv, measured = reference.cast(x, amax, rng, fmt, dim)
-        if transposed and dim == COLUMNWISE:
-            codes = _transposed(codes)
+        codes = _transposed(codes) if transposed and dim == COLUMNWISE else codes.contiguous()
         if transposed and dim == ROWWISE and fmt.block and not fmt.tile:
             scale_inv = _transposed(scale_inv)
         outputs += codes, scale_inv, measured

@@ -34,6 +34,7 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
     ]
     plain: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for i, (x, fmt, dim, found) in enumerate(zip(xs, parsed, dims, results, strict=True)):
+        _check(x, None, fmt, dim)
         if fmt.transform == "hadamard16":
             before = i > 0 and x is xs[i - 1] and single[i - 1] and parsed[i - 1].transform == "none"
             if before:
@@ -76,6 +77,7 @@ def cast(
     jobs: list[Job] = []
     previous = None
     for x, level, rng, fmt, dim, transposed in zip(xs, given, rngs, parsed, dims, k_major, strict=True):
+        _check(x, level, fmt, dim)
         codes, scale_inv = empty_cast(x, fmt, dim, transposed)
         own_amax = torch.zeros(int(fmt.scale_rule == "given"), dtype=torch.float32, device=x.device)
         target = Target(fmt, dim, level, codes, scale_inv, own_amax, transposed)
@@ -89,6 +91,14 @@ def cast(
         previous = x
     launch(jobs, noop)
     return outputs
+
+
+def _check(x: Tensor, level: Tensor | None, fmt: Format, dim: int) -> None:
+    """What a kernel would not notice."""
+    if level is not None and level.device != x.device:
+        raise ValueError(f"an amax or scale on {level.device} for a tensor on {x.device}; move it there, as by .to()")
+    if fmt.transform == "hadamard16" and dim == ROWWISE:
+        raise ValueError("the Hadamard transform rotates groups of tokens: columnwise casts only")
 
 
 def _one_pass(job: Job, column: Target, rng: Tensor | None) -> bool:

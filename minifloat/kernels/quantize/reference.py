@@ -64,6 +64,7 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
     largest = torch.finfo(x.dtype).max
     if fmt.scale_rule == "given":
         assert given is not None
+        given = given.float()
         codes = cast_element(x.float() * given, fmt.element)
         return Cast(codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1))
     source = hadamard.prepare(x, fmt, dim)
