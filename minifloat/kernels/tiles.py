@@ -32,7 +32,7 @@ SM_90: dict[str, Tile] = {
     "amax_nvfp4": Tile(16, 512, 4),
     "amax_nvfp4_lines": Tile(128, 64, 4),
 }
-"""Of the casts, measured on an H200 (``benchmarks/results/``); other devices use the same until somebody measures there.
+"""Those of casts were measured on an H200 (``benchmarks/results/``); other devices use the same until measured too.
 
 Kernels that are alone of their kind, or whose tile depends on the width (the norms), have theirs beside them.
 """
