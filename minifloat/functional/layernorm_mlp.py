@@ -86,18 +86,24 @@ class LayerNormMLPFunction(torch.autograd.Function):
         )  # fmt: skip
         operands1 = quantize_produced(plan1, call1, ready1, n, w1)
         h, kept1 = multiply(plan1, call1, operands1, n.value, w1, b1)
+        n_value, n_saved = n.value if mlp.return_norm else None, n.saved
+        if not torch.compiler.is_compiling():
+            ready1.x = ready1.w = None
+        del n, operands1  # what is not kept must not lie beside the second half, which is the wider one
         a = act_value(h, mlp.activation, quantizer2, scale=scale2, return_value=seen2)
         operands2 = quantize_produced(plan2, call2, ready2, a, w2)
-        y, kept2 = multiply(plan2, call2, operands2, a.value, w2, b2)
+        a_value = a.value if call2.reads_value(plan2) else None
+        del a
+        y, kept2 = multiply(plan2, call2, operands2, a_value, w2, b2)
         ctx.mlp, ctx.layouts, ctx.has_beta = mlp, (kept1.layouts, kept2.layouts), beta is not None
         ctx.weights = call1.needs_parameter(w1), call2.needs_parameter(w2)
         h_kept = h if call2.needs_x else None
-        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, *(x, gamma, *n.saved) * call1.needs_x)
+        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, *(x, gamma, *n_saved) * call1.needs_x)
         ctx.set_materialize_grads(False)
-        if n.value is not None and mlp.return_norm and not call1.needs_x:
-            ctx.mark_non_differentiable(n.value)
+        if n_value is not None and not call1.needs_x:
+            ctx.mark_non_differentiable(n_value)
         y = y.reshape(*x.shape[:-1], w2.shape[0])
-        return (y, n.value) if mlp.return_norm else y
+        return (y, n_value) if mlp.return_norm else y
 
     @staticmethod
     @once_differentiable
@@ -114,6 +120,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 call2.use.backward_finished()
             if da is not None:
                 dh_operands, db1 = _act_gradient(mlp, da, h)
+                del da  # as wide as what the products below need room for
                 kept1 = Kept.of(ctx.layouts[0], first)
                 dn, dw1 = gradients(plan1, call1, kept1, dh_operands, ctx.weights[0])
                 if call1.use is not None:
