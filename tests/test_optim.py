@@ -171,7 +171,9 @@ def test_one_cast_and_one_copy_write_the_parameters(monkeypatch: pytest.MonkeyPa
     give_gradients(params)
     lengths: list[int] = []
     cast = tensor_ops.cast_all
-    monkeypatch.setattr(tensor_ops, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw))
+    monkeypatch.setattr(
+        tensor_ops, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw)
+    )
     optimizer.step()
     assert lengths == [len(QUANTIZERS)]
 
