@@ -172,7 +172,15 @@ def _new_block_mask(mask: Mask, batch: int | None, queries: int, keys: int, devi
 
 @functools.cache
 def _compiled(function: Any) -> Any:
-    return torch.compile(function)
+    compiled: Any = torch.compile(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Compiled backwards otherwise free what was saved as they go, and refuse retain_graph=True.
+        patch: Any = torch._functorch.config.patch
+        with patch(donated_buffer=False):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:
