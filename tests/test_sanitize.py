@@ -1,0 +1,89 @@
+"""Tests that the script for compute-sanitizer launches every kernel there is, here in Triton's interpreter."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from minifloat.kernels.launch import Kernel
+from minifloat.kernels.matmul import transpose
+from tests import sanitize
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the script itself is run")
+ROOT = Path(__file__).parents[1]
+
+
+def written_kernels() -> Iterator[str]:
+    """The functions that the sources make a ``Kernel`` of, wherever."""
+    for path in (ROOT / "minifloat").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Kernel":
+                yield ast.unparse(node.args[0])
+
+
+def counts(printed: str) -> dict[str, int]:
+    """The table at the end: launches by kernel."""
+    rows = [line.split() for line in printed.splitlines() if line.startswith(" ")]
+    return {row[1]: int(row[0]) for row in rows if len(row) == 2}
+
+
+def forgotten_kernel() -> None: ...
+
+
+def test_every_kernel_is_launched(capsys: pytest.CaptureFixture[str]) -> None:
+    code = sanitize.main([])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    table = counts(printed)
+    assert sorted(table) == sorted(written_kernels())
+    assert all(table.values()) and sum(table.values()) <= 300, table
+    assert f"{sum(table.values())} in all" in printed and "never" not in printed
+    for name in sanitize.GROUPS:
+        assert f"\n{name}: " in "\n" + printed
+
+
+@pytest.mark.parametrize("hold", [lambda k: k, lambda k: {"a": k}, lambda k: [1, k]], ids=["alone", "dict", "list"])
+def test_a_kernel_that_is_never_launched_is_named(
+    hold: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transpose, "_forgotten", hold(Kernel(forgotten_kernel)), raising=False)
+    monkeypatch.setattr(sanitize, "GROUPS", {"transpose": sanitize.transposes})
+    assert sanitize.main([]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("never launched: ") and "forgotten_kernel" in last and "amax_kernel" in last
+    assert "copy_bytes_kernel" not in last
+
+
+def test_a_kernel_out_of_sight_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(transpose, "_copy_bytes", transpose._copy_bytes.__call__)
+    assert sanitize.main(["--only", "transpose"]) == 1
+    assert "missed: ['copy_bytes_kernel']" in capsys.readouterr().out
+
+
+def test_two_kernels_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transpose, "_first", Kernel(forgotten_kernel), raising=False)
+    monkeypatch.setattr(transpose, "_second", Kernel(forgotten_kernel), raising=False)
+    with pytest.raises(ValueError, match="two kernels are called forgotten_kernel"):
+        sanitize.all_kernels()
+
+
+def test_only_some_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a script, which finds the interpreter by itself."""
+    command = [sys.executable, str(ROOT / "tests" / "sanitize.py"), "--only", "transp"]
+    run = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("transpose: 12 launches")
+    table = counts(run.stdout)
+    assert {name for name, count in table.items() if count} == {"copy_bytes_kernel"}
+    assert sorted(table) == sorted(written_kernels())
+    with pytest.raises(SystemExit, match="2"):
+        sanitize.main(["--only", "no such group"])
+    assert "there are: cast e4m3/tensor/fp32" in capsys.readouterr().err
