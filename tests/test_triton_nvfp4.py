@@ -234,7 +234,7 @@ def test_amax_of_nothing_but_one_value(value: float, device: torch.device) -> No
 def test_compiled_cast_rounds_exactly_and_does_not_spill(row: Format, column: Format | None, cols: int) -> None:
     byte, fp32 = (torch.uint8,), (torch.float32,)
     outputs = (fp32, byte, byte, fp32, byte, byte)
-    constants = (1, row, column, column is not None, False, True, cols)
+    constants = (1, row, column, column is not None, False, False, True, cols)
     compiled = compile_for(
         nvfp4.cast_nvfp4_kernel, (torch.bfloat16,), (torch.int64,), *outputs, torch.float32, (7,), (7,), (7,),
         *constants, num_warps=4, enable_fp_fusion=False,

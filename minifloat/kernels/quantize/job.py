@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One matrix ``x`` [M, K], contiguous, and its casts; ``rng`` is for stochastic rounding, int64 [2]."""
+    """One matrix ``x`` [M, K], contiguous, and its casts; ``rng`` is for stochastic rounding, see philox.py."""
 
     x: Tensor
     rng: Tensor | None
@@ -45,12 +45,18 @@ class Job(NamedTuple):
     def targets(self) -> list[Target]:
         return [target for target in (self.row, self.column) if target is not None]
 
+    @property
+    def sharded(self) -> bool:
+        """The random bits are those of rows of a larger tensor."""
+        return self.rng is not None and self.rng.numel() == 3
+
 
 def groups(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Jobs that one launch can do: alike in dtype and formats, at most :data:`LARGEST_GROUP`."""
+    """Jobs that one launch can do: alike in dtype, formats and kind of ``rng``, at most :data:`LARGEST_GROUP`."""
     alike: dict[object, list[Job]] = {}
     for job in jobs:
-        key = (job.x.device, job.x.dtype, *[(t.format, t.dim, t.k_major, t.level is None) for t in job.targets])
+        targets = [(t.format, t.dim, t.k_major, t.level is None) for t in job.targets]
+        key = (job.x.device, job.x.dtype, job.sharded, *targets)
         alike.setdefault(key, []).append(job)
     for group in alike.values():
         for first in range(0, len(group), LARGEST_GROUP):

@@ -35,7 +35,7 @@ from minifloat.kernels.tiles import Tile, tile
 @triton.jit
 def _cast_16_rows(
     x, rng, level, codes, scales, m, k, M, K,
-    FORMAT: tl.constexpr, COLUMN: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
+    FORMAT: tl.constexpr, COLUMN: tl.constexpr, SHARDED: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Casts 16 rows from ``m`` on and as many columns as there are ``LINES``, from ``k`` on."""
     GROUPS: tl.constexpr = LINES // GROUP
@@ -62,7 +62,7 @@ def _cast_16_rows(
     else:
         bits = ()
         if FORMAT.rounding == "stochastic":
-            bits = random_bits(rng, m, k, K, COLUMN, ALIGNED_K, LINES)
+            bits = random_bits(rng, m, k, K, COLUMN, SHARDED, ALIGNED_K, LINES)
         packed, found = cast_groups(values, bits, block_amax, amax, FORMAT)
     if COLUMN:
         _store_columns(codes, packed, m, columns, M, K)
@@ -112,7 +112,7 @@ def cast_nvfp4_kernel(
     xs, rngs, row_levels, row_codes, row_scales, column_levels, column_codes, column_scales, noop,
     starts, Ms, Ks,
     COUNT: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, COLUMN_IS_COLUMNWISE: tl.constexpr,
-    CAN_SKIP: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
+    CAN_SKIP: tl.constexpr, SHARDED: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     if skips(noop, CAN_SKIP):
         return
@@ -128,12 +128,12 @@ def cast_nvfp4_kernel(
         level = pick(row_levels, starts, program, COUNT)
         codes = tl.multiple_of(pick(row_codes, starts, program, COUNT), 16)
         scales = tl.multiple_of(pick(row_scales, starts, program, COUNT), 16)
-        _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, ROW, False, ALIGNED_K, LINES)
+        _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, ROW, False, SHARDED, ALIGNED_K, LINES)
     if COLUMN is not None:
         level = pick(column_levels, starts, program, COUNT)
         codes = tl.multiple_of(pick(column_codes, starts, program, COUNT), 16)
         scales = tl.multiple_of(pick(column_scales, starts, program, COUNT), 16)
-        _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, COLUMN, COLUMN_IS_COLUMNWISE, ALIGNED_K, LINES)
+        _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, COLUMN, COLUMN_IS_COLUMNWISE, SHARDED, ALIGNED_K, LINES)
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
         outputs.append(programs.pad([target.scale_inv for target in targets]))
     constants = (
         len(programs.starts), row and row.format, column and column.format,
-        column is not None and column.dim == COLUMNWISE, noop is not None, _aligned(xs), choice.cols,
+        column is not None and column.dim == COLUMNWISE, noop is not None, first.sharded, _aligned(xs), choice.cols,
     )  # fmt: skip
     rngs = programs.pad([_level(job.targets[0]) if job.rng is None else ready(job.rng) for job in jobs])
     _cast(

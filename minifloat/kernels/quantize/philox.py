@@ -20,16 +20,23 @@ def random_bytes(rng: Tensor, shape: torch.Size, dim: int) -> Tensor:
     """uint8 [M, K]: byte ``i % 16`` of Philox block ``i // 16`` for element ``i = m * K + k``.
 
     Args:
-        rng: int64 [2], seed and offset. They stay on the device: reading them would stall it.
+        rng: int64 [2], seed and offset, or [3], with the number of the first of these rows in the whole of a tensor
+            that is sharded along M. They stay on the device: reading them would stall it.
     """
     count = shape.numel()
-    block = torch.arange((count + 15) // 16, dtype=torch.int64, device=rng.device)
+    block = torch.arange((count + 15) // 16 + rng.numel() - 2, dtype=torch.int64, device=rng.device)
+    first = rng[2:] * shape[1]  # element of the whole, [0] or [1]
+    if first.numel():
+        block = block + first // 16
     orientation = 0 if dim == ROWWISE else 1 << 31
-    high, low = (rng >> 32) & _LOW, rng & _LOW  # of seed and offset
+    high, low = (rng[:2] >> 32) & _LOW, rng[:2] & _LOW  # of seed and offset
     counter = [block & _LOW, (block >> 32) | orientation, low[1].expand_as(block), high[1].expand_as(block)]
     words = philox4x32_10(torch.stack(counter), torch.stack([low[0], high[0]]))
     # The low four of an int64's eight bytes, which every device that PyTorch runs on stores lowest first.
-    return words.t().contiguous().view(torch.uint8).reshape(-1, 4, 8)[..., :4].reshape(-1)[:count].reshape(shape)
+    found = words.t().contiguous().view(torch.uint8).reshape(-1, 4, 8)[..., :4].reshape(-1)
+    if first.numel():  # which need not begin a block
+        found = found[torch.arange(count, device=rng.device) + first % 16]
+    return found[:count].reshape(shape)
 
 
 def philox4x32_10(counter: Tensor, key: Tensor) -> Tensor:

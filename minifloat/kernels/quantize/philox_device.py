@@ -61,8 +61,15 @@ def _column_bytes(rng, block):
 
 
 @triton.jit
-def random_bits(rng, m, k, K, COLUMN: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr):
-    """16 random bytes for each group of the 16 rows from ``m`` on and the columns from ``k`` on."""
+def random_bits(
+    rng, m, k, K, COLUMN: tl.constexpr, SHARDED: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr
+):
+    """16 random bytes for each group of the 16 rows from ``m`` on and the columns from ``k`` on.
+
+    ``SHARDED``: these are rows of a larger tensor, the first of which is the third number of ``rng``.
+    """
+    if SHARDED:
+        m += tl.load(rng + 2)
     GROUPS: tl.constexpr = LINES // GROUP
     line = tl.arange(0, LINES)
     if ALIGNED_K:  # 16 elements along a row share a block of bits

@@ -55,7 +55,7 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         x: [M, K], bf16, fp16 or fp32.
         given: the amax as :func:`amax` returns it, reduced over a group or not; the scale itself, fp32 [1], for the
             rule ``"given"``; None where blocks find their own.
-        rng: int64 [2], seed and offset of the random bits; stochastic rounding only.
+        rng: int64 [2], seed and offset of the random bits, or [3], see ``philox``; stochastic rounding only.
 
     Returns:
         Codes [M, K], or packed two a byte along ``dim``; with a Hadamard transform its zero-filled rows are kept, so

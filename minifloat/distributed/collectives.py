@@ -1,0 +1,259 @@
+"""The collectives that layers use: asynchronous handles in eager mode, functional collectives under a compiler.
+
+Sums are in the dtype of what is summed, never quantized. What is only moved travels as bytes: some backends know no
+8-bit floats, and coalesce one dtype only. With ``check=True`` ranks first compare dtype, sizes and row counts, which
+costs a small all-gather and a synchronisation with the host, and raise alike where those disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minifloat.distributed.checks import check_sharded, check_summed
+from minifloat.distributed.group import Group
+from minifloat.distributed.shard_map import ShardMap
+
+T = TypeVar("T")
+_functional = torch.ops._c10d_functional
+
+
+class Pending(Generic[T]):
+    """A transfer under way; :meth:`wait` gives its result, in the order of the stream, without waiting on the host.
+
+    It keeps the tensors that are being sent until then, and nothing afterwards.
+    """
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], T]) -> None:
+        self._works = list(works)
+        self._finish: Callable[[], T] | None = finish
+
+    def wait(self) -> T:
+        """The result; it can be had once."""
+        finish, self._finish = self._finish, None
+        assert finish is not None, "what was pending has been waited for"
+        for work in self._works:
+            work.wait()
+        self._works = []
+        return finish()
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of ``x`` [rows, ...] as uint8 [rows, bytes of a row]; a copy unless ``x`` is contiguous."""
+    width = math.prod(x.shape[1:])
+    if x.numel() == 0:
+        return x.new_empty(x.shape[0], width * x.itemsize, dtype=torch.uint8)
+    # Of a dim of size 1 even a contiguous tensor may have any stride, which a view of another dtype does not take.
+    return x.contiguous().as_strided((x.shape[0], width), (width, 1)).view(torch.uint8)
+
+
+def from_bytes(data: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`as_bytes` for tensors of other rows of the same kind as ``like``."""
+    shape = data.shape[0], *like.shape[1:]
+    return data.view(like.dtype).reshape(shape) if data.numel() else like.new_empty(shape)
+
+
+def waited(x: Tensor) -> Tensor:
+    """What a functional collective gave, once it is there."""
+    result: Tensor = _functional.wait_tensor(x)
+    return result
+
+
+# ---- moving rows ----
+
+
+def start_transfers(sends: Sequence[Tensor], receives: Sequence[Tensor | None], group: Group) -> Pending[list[Tensor]]:
+    """Concatenates over the ranks each of several tensors, in one call of the backend.
+
+    Inside a coalescing region that the caller has opened on the group the transfers join it: they are there when its
+    own handle was waited for, and the one returned here has nothing more to wait for.
+
+    Args:
+        sends: uint8 [rows, bytes], contiguous, of one size on all ranks.
+        receives: uint8 [size * rows, bytes] to receive into, contiguous; None: new ones.
+    """
+    if torch.compiler.is_compiling():
+        gathered = _functional.all_gather_into_tensor_coalesced(list(sends), group.size, group.name)
+        return Pending([], lambda: [_into(into, waited(x)) for x, into in zip(gathered, receives, strict=True)])
+    targets = [
+        send.new_empty(group.size * send.shape[0], send.shape[1]) if target is None else target
+        for send, target in zip(sends, receives, strict=True)
+    ]
+    process_group = group.process_group
+    gather_one = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    pairs = list(zip(targets, sends, strict=True))
+    works: list[Any] = []
+    if coalescing(process_group):
+        for target, send in pairs:
+            gather_one(target, send, group=process_group, async_op=True)
+    elif len(pairs) == 1:
+        works.append(gather_one(*pairs[0], group=process_group, async_op=True))
+    elif pairs:
+        # Without a device: naming one breaks gloo, and both backends have a coalesced gather.
+        with dist.distributed_c10d._coalescing_manager(process_group, async_ops=True) as manager:
+            for target, send in pairs:
+                gather_one(target, send, group=process_group, async_op=True)
+        works.append(manager)
+    return Pending(works, lambda: targets)
+
+
+def coalescing(process_group: dist.ProcessGroup) -> bool:
+    """The caller has opened a coalescing region on the group."""
+    return process_group in dist.distributed_c10d._world.pg_coalesce_state
+
+
+def _into(target: Tensor | None, value: Tensor) -> Tensor:
+    return value if target is None else target.copy_(value)
+
+
+def start_all_gather_rows(
+    xs: Sequence[Tensor], maps: Sequence[ShardMap], group: Group, into: Sequence[Tensor | None] | None = None
+) -> Pending[list[Tensor]]:
+    """Gathers several tensors along their first dim, in one call of the backend.
+
+    Equal row counts go straight to their place. Others are padded to the largest and put together after the wait.
+
+    Args:
+        xs: [rows, ...] each, of any dtype: this rank's rows.
+        maps: the rows of every rank, for each tensor.
+        into: contiguous tensors [sum(rows), ...] to fill; None where there is none.
+    """
+    targets = [None] * len(xs) if into is None else list(into)
+    if group.size == 1:
+        return Pending([], lambda: [_into(target, x) for x, target in zip(xs, targets, strict=True)])
+    sends, receives, places = [], [], []
+    for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True)):
+        data = as_bytes(x)
+        if rows.largest * data.shape[1] == 0:
+            continue
+        if x.shape[0] != rows.largest:
+            padded = data.new_empty(rows.largest, data.shape[1])
+            padded[: x.shape[0]] = data
+            data = padded
+        sends.append(data)
+        receives.append(as_bytes(target) if target is not None and rows.is_even else None)
+        places.append(place)
+    transfer = start_transfers(sends, receives, group)
+
+    def finish() -> list[Tensor]:
+        gathered = dict(zip(places, transfer.wait(), strict=True))
+        return [
+            _put_together(gathered.get(place), x, rows, target)
+            for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True))
+        ]
+
+    return Pending([], finish)
+
+
+def _put_together(data: Tensor | None, x: Tensor, rows: ShardMap, target: Tensor | None) -> Tensor:
+    """The whole, from the rows of all ranks as bytes, those of each padded to the largest number."""
+    if data is None:
+        return x.new_empty(rows.total, *x.shape[1:]) if target is None else target
+    if rows.is_even:
+        return from_bytes(data, x) if target is None else target
+    parts = [data[rank * rows.largest :][:count] for rank, count in enumerate(rows.rows)]
+    if target is None:
+        return from_bytes(torch.cat(parts), x)
+    torch.cat(parts, out=as_bytes(target))
+    return target
+
+
+def all_gather_rows(x: Tensor, shards: ShardMap, group: Group, *, check: bool = False) -> Tensor:
+    """``x`` [rows, ...] of every rank below each other, in any dtype.
+
+    Raises:
+        ValueError: ``x`` has not the rows that ``shards`` says, or with ``check`` what another rank's has not.
+    """
+    check_sharded("all_gather_rows", x, shards, group, check)
+    return start_all_gather_rows([x], [shards], group).wait()[0]
+
+
+def start_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending[Tensor]:
+    """Starts :func:`exchange_rows`."""
+    data = as_bytes(x)
+    if torch.compiler.is_compiling():
+        exchanged = _functional.all_to_all_single(data, list(receive), list(send), group.name)
+        return Pending([], lambda: from_bytes(waited(exchanged), x))
+    received = data.new_empty(sum(receive), data.shape[1])
+    splits = list(receive), list(send)
+    work = dist.all_to_all_single(received, data, *splits, group=group.process_group, async_op=True)
+    return Pending([work], lambda: from_bytes(received, x))
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Rows of ``x``, as many as ``send`` says to each rank in turn, for those of other ranks, as ``receive`` says."""
+    return start_exchange(x, send, receive, group).wait()
+
+
+# ---- sums ----
+
+
+def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: bool = False) -> Pending[Tensor]:
+    """Starts :func:`reduce_scatter_rows`."""
+    check_summed("reduce_scatter_rows", x, shards, group, check)
+    if group.size == 1:
+        return Pending([], lambda: x)
+    own, largest = shards.rows[group.rank], shards.largest
+    if shards.is_even:
+        send = x.contiguous()
+    else:
+        send = x.new_zeros(group.size * largest, *x.shape[1:])
+        for rank, part in enumerate(x.split(list(shards.rows))):
+            send[rank * largest : rank * largest + part.shape[0]] = part
+    if send.numel() == 0:
+        return Pending([], lambda: x[:own])
+    if torch.compiler.is_compiling():
+        scattered = _functional.reduce_scatter_tensor(send, "sum", group.size, group.name)
+        return Pending([], lambda: waited(scattered)[:own])
+    summed = x.new_empty(largest, *x.shape[1:])
+    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    work = scatter(summed, send, group=group.process_group, async_op=True)
+    return Pending([work], lambda: summed[:own])
+
+
+def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: bool = False) -> Tensor:
+    """This rank's rows of the sum of all ranks' ``x``, in its own dtype.
+
+    Args:
+        x: [sum(rows), N], this rank's addend.
+        shards: the rows that each rank gets.
+
+    Raises:
+        ValueError: ``x`` has other rows than the sum, or with ``check`` a rank differs in sizes or dtype.
+    """
+    return start_reduce_scatter_rows(x, shards, group, check=check).wait()
+
+
+def start_all_reduce(x: Tensor, group: Group, *, check: bool = False) -> Pending[Tensor]:
+    """Starts :func:`all_reduce`."""
+    check_summed("all_reduce", x, None, group, check)
+    if group.size == 1 or x.numel() == 0:
+        return Pending([], lambda: x)
+    if torch.compiler.is_compiling():
+        reduced = _functional.all_reduce(x.contiguous(), "sum", group.name)
+        return Pending([], lambda: waited(reduced))
+    addend = x.contiguous()
+    work = dist.all_reduce(addend, group=group.process_group, async_op=True)
+    return Pending([work], lambda: addend)
+
+
+def all_reduce(x: Tensor, group: Group, *, check: bool = False) -> Tensor:
+    """The sum of all ranks' ``x``, in its own dtype, which may be in the memory of ``x``: use the result alone.
+
+    Raises:
+        ValueError: with ``check`` a rank differs in sizes or dtype.
+    """
+    return start_all_reduce(x, group, check=check).wait()
+
+
+def max_of_all(xs: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """The largest over the ranks of each element of several fp32 tensors [n], in one all-reduce."""
+    if group.size == 1 or not xs:
+        return list(xs)
+    largest = waited(_functional.all_reduce(torch.cat(list(xs)), "max", group.name))
+    return list(largest.split([x.shape[0] for x in xs]))
