@@ -209,9 +209,10 @@ def test_all_logits_are_never_there_in_fp32() -> None:
     """Counted inside the operations: fp32 tensors are of one chunk; no fused operation has more logits than that."""
     logits, target = torch.randn(64, 50).bfloat16(), some_targets(64, 50)
     with Largest() as forward:
-        loss, lse = kernels._forward(logits, target, 0.1, -100, 8)
+        statistics = kernels._forward(logits, target, 0.1, -100, 8, 0, 50)
+        loss, lse = kernels.loss_of_parts(statistics[None], target == -100, 0.1, 50)
     with Largest() as backward:
-        kernels._backward(torch.ones_like(loss), logits, target, lse, 0.1, -100, 8)
+        kernels._backward(torch.ones_like(loss), logits, target, lse, 0.1, -100, 8, 0, 50)
     for seen in (forward, backward):
         assert seen.numel[torch.float32] == 8 * 50
     assert forward.numel.get(torch.bfloat16, 0) <= 8 * 50

@@ -41,6 +41,7 @@ PUBLIC = [
     "Recipe",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "VocabParallelEmbedding",
     "apply_rotary_pos_emb",
     "autocast",
     "cast_all",

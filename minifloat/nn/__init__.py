@@ -1,6 +1,7 @@
 """Modules: each composes the functions below it with one short autograd function."""
 
 from minifloat.nn.attention import DotProductAttention
+from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
@@ -21,6 +22,7 @@ __all__ = [
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "VocabParallelEmbedding",
     "apply_rotary_pos_emb",
     "prepare",
     "quantized_model_init",

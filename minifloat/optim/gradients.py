@@ -1,9 +1,19 @@
-"""The gradients of a step: from where backward left them to what an inner optimizer steps."""
+"""The gradients of a step: from where backward left them to what an inner optimizer steps; their norm and clipping."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from minifloat.distributed.collectives import all_gather_rows
+from minifloat.distributed.group import Group
+from minifloat.distributed.shard_map import ShardMap
 from minifloat.optim.masters import Master
 
 
@@ -45,3 +55,87 @@ def gradient(p: Tensor) -> Tensor | None:
         return p.grad
     main_grad: Tensor = p.main_grad  # type: ignore[attr-defined]
     return main_grad if p.grad is None else main_grad + p.grad
+
+
+def gradient_norm(
+    parameters: Tensor | Iterable[Tensor], tp_group: Group | ProcessGroup | DeviceMesh | None = None
+) -> Tensor:
+    """The 2-norm of the gradients of the whole model, each parameter counted once, wherever it is sharded; fp32 scalar.
+
+    Parameters that say ``tensor_model_parallel`` are parts, each of which counts; all others are the same on the ranks
+    of ``tp_group``, and count once. A DTensor, as FSDP2 makes them, counts by its placements. Data-parallel replicas
+    count once: their gradients must have been averaged before.
+
+    Norms of single gradients are computed in fp32. The ranks exchange them in one all-gather, so that all of them get
+    the same bits; DTensors cost one all-reduce a mesh. Where nothing is sharded and gradients are fp32, the bits are
+    those of ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        parameters: the same ones in the same order on all ranks of the group; those without a gradient are skipped.
+            What a gradient is, ``main_grad`` or ``grad``, :func:`gradient` says.
+        tp_group: the ranks over which parameters are sharded.
+
+    Raises:
+        ValueError: some parameter is a part, and there is no group of several ranks.
+    """
+    group = Group.of(tp_group)
+    replicated: list[Tensor] = []
+    parts: list[Tensor] = []
+    for p in _listed(parameters):
+        grad = gradient(p)
+        if grad is not None:
+            (parts if getattr(p, "tensor_model_parallel", False) else replicated).append(grad)
+    if parts and group.size == 1:
+        raise ValueError(
+            f"gradient_norm: {len(parts)} parameters are a rank's parts (tensor_model_parallel) and there is no group "
+            "of several ranks; pass the one that they are sharded over as tp_group"
+        )
+    found = [*_norms(replicated), *_norms(parts)] or [torch.zeros(0)]
+    norms = torch.cat([each.to(found[0].device) for each in found])[None]
+    if group.size > 1:
+        norms = all_gather_rows(norms, ShardMap.even(1, group.size), group)
+    once, everywhere = norms.split([len(replicated), len(parts)], 1)
+    return torch.linalg.vector_norm(torch.cat([once[0], everywhere.flatten()]))
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    tp_group: Group | ProcessGroup | DeviceMesh | None = None,
+) -> Tensor:
+    """Scales all gradients in place so that their :func:`gradient_norm` is at most ``max_norm``; returns what it was.
+
+    ``torch.nn.utils.clip_grad_norm_`` for models that are sharded, and for ``main_grad``. All ranks scale by the same
+    factor, ``max_norm / (norm + 1e-6)`` or 1. A norm that is not finite makes gradients NaN or 0, as it does there.
+    """
+    parameters = _listed(parameters)
+    norm = gradient_norm(parameters, tp_group)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    held = [p.grad for p in parameters if p.grad is not None]
+    held += [p.main_grad for p in parameters if getattr(p, "grad_added_to_main_grad", False)]  # type: ignore[attr-defined]
+    for alike in _by_place(held):
+        local = [grad.to_local() if _is_dtensor(grad) else grad for grad in alike]  # type: ignore[attr-defined]
+        torch._foreach_mul_(local, factor.to(local[0].device))
+    return norm
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norms, fp32, of those of each place; of DTensors as a whole."""
+    norms = [torch.stack(torch._foreach_norm(alike, 2, dtype=torch.float32)) for alike in _by_place(grads)]
+    return [each.full_tensor() if _is_dtensor(each) else each for each in norms]  # type: ignore[attr-defined]
+
+
+def _by_place(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Together what is on the same device, DTensors of the same mesh."""
+    places: dict[Any, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        places[grad.device, getattr(grad, "device_mesh", None)].append(grad)
+    return list(places.values())
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    return hasattr(x, "to_local")  # its class is slow to import

@@ -1,0 +1,182 @@
+"""``VocabParallelEmbedding``: an ``nn.Embedding`` whose rows are shared out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from minifloat.distributed.collectives import all_gather_rows
+from minifloat.distributed.tensor_parallel import TensorParallel
+from minifloat.functional.vocabulary import vocabulary_shards
+from minifloat.nn.parameters import InitMethod
+from minifloat.nn.sharding import Partition, mark, tensor_parallel
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """``weight[tokens]`` where each of p ranks has about V/p rows of the table [V, D].
+
+    A rank looks up the tokens that it has rows of and puts 0 for the others; the sum over the ranks is the result,
+    exactly, since one addend of each element is not 0. V need not divide by p: ``vocabulary_shards`` says who has what.
+
+    ==========================  ==================  ======================================
+    on one rank                 replicated          sequence parallel
+    ==========================  ==================  ======================================
+    tokens, of all ranks        [S, ...]            [S, ...]
+    rows of the table           [V/p, D]            [V/p, D]
+    result                      [S, ..., D]         [S/p, ..., D], the rank's part of dim 0
+    forward                     all-reduce          reduce-scatter
+    backward                                        all-gather of the gradient
+    ==========================  ==================  ======================================
+
+    The gradient of a row is the sum of those of the results that read it. It starts as ``nn.Embedding`` of the same
+    seed: each rank draws the whole table and keeps its rows. Without a group, or in one of one rank, it is an
+    ``nn.Embedding``.
+
+    Args:
+        num_embeddings, embedding_dim, device, dtype: V, D and the rest as of ``nn.Embedding``.
+        sequence_parallel: each rank gets its part of dim 0 of the result.
+        tp_group, tp_mesh: the ranks: a process group, or one dim of a device mesh.
+        tp_size: their number, which may be given too.
+        init_method: fills the whole table in place; default: as ``nn.Embedding``, normal.
+        params_dtype: another name of ``dtype``.
+
+    ``num_embeddings`` is this rank's number of rows, ``first`` its first one and ``vocabulary`` the number of all. The
+    weight has Megatron's attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
+
+    Raises:
+        ValueError: the vocabulary is too small for so many ranks; arguments that contradict each other.
+    """
+
+    parallel: TensorParallel
+    init_method: InitMethod | None
+    first: int
+    vocabulary: int
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        sequence_parallel: bool = False,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.__dict__.update(vocabulary=num_embeddings, embedding_dim=embedding_dim)  # which errors name
+        parallel = tensor_parallel(self.label, "row", sequence_parallel, tp_group, tp_size, tp_mesh)
+        rows = self._set_up(num_embeddings, parallel, init_method)  # first: nn.Embedding.__init__ fills the weight
+        dtype = params_dtype if params_dtype is not None else dtype
+        super().__init__(rows, embedding_dim, device=device, dtype=dtype)
+        self._mark()
+
+    @classmethod
+    def adopt(cls, module: nn.Embedding, parallel: TensorParallel) -> None:
+        """Makes ``module``, an embedding of all tokens whose table is this rank's rows already, one of these, in place.
+
+        Args:
+            parallel: the ranks, and whether they share dim 0 of the result out.
+        """
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        parallel = TensorParallel("row", parallel.sequence_parallel, parallel.group)
+        module.num_embeddings = module._set_up(module.num_embeddings, parallel, None)
+        assert len(module.weight) == module.num_embeddings, (module.weight.shape, module.num_embeddings)
+        module._mark()
+
+    def _set_up(self, vocabulary: int, parallel: TensorParallel, init_method: InitMethod | None) -> int:
+        """Everything that an ``nn.Embedding`` lacks, and how many rows it has."""
+        shards, rank = vocabulary_shards(vocabulary, parallel.group.size), parallel.group.rank
+        self.__dict__.update(
+            vocabulary=vocabulary, parallel=parallel, init_method=init_method, first=shards.first(rank)
+        )  # nn.Module.__init__ may not have run yet
+        return shards.rows[rank]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the whole table and keeps this rank's rows."""
+        whole = self.weight.new_empty(self.vocabulary, self.embedding_dim)
+        (self.init_method or nn.init.normal_)(whole)
+        self.weight.copy_(whole[self.first : self.first + self.num_embeddings])
+
+    def forward(self, tokens: Tensor, rows_per_rank: Sequence[int] | None = None) -> Tensor:
+        """Tokens [S, ...], the same on all ranks, to their rows [S, ..., D], or this rank's part of dim 0 of them.
+
+        Args:
+            tokens: int; one that is not from 0 to V - 1 is an error of indexing, as of ``nn.Embedding``.
+            rows_per_rank: sequence parallel: how much of dim 0 each rank gets; default: equal parts.
+
+        Raises:
+            ValueError: ``rows_per_rank`` does not add up to S, or is missing where S does not divide.
+        """
+        shape = (*tokens.shape, self.embedding_dim)
+        call = self.parallel.of_call(shape, rows_per_rank, self.label)
+        if self.parallel.group.size == 1:
+            return super().forward(tokens)
+        row = tokens - self.first
+        elsewhere = ((row < 0) | (row >= self.num_embeddings)) & (tokens >= 0) & (tokens < self.vocabulary)
+        result: Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
+            self.weight, row.masked_fill(elsewhere, 0), elsewhere, call, call.output_shape(shape, self.embedding_dim)
+        )
+        return result
+
+    @property
+    def label(self) -> str:
+        """What errors call the layer."""
+        return f"VocabParallelEmbedding({self.vocabulary}, {self.embedding_dim})"
+
+    def extra_repr(self) -> str:
+        group = self.parallel.group
+        part = f", rows {self.first} to {self.first + self.num_embeddings - 1} on rank {group.rank} of {group.size}"
+        return f"{self.vocabulary}, {self.embedding_dim}" + part * (group.size > 1)
+
+    # A parameter that is copied or made anew has no attributes.
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark()
+        return self
+
+    def _mark(self) -> None:
+        group = self.parallel.group
+        if group.size > 1:
+            mark(self.weight, Partition(0, (self.vocabulary,), group.size, group.rank))
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows [V/p, D] of this rank, and which tokens are not its own, to the sum over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, call: TensorParallel, shape: tuple[int, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(rows, elsewhere)
+        ctx.call, ctx.table_rows = call, weight.shape[0]
+        values = F.embedding(rows, weight).masked_fill_(elsewhere[..., None], 0)
+        return call.reduce_output(values.flatten(0, -2), None).reshape(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows, elsewhere = ctx.saved_tensors
+        call: TensorParallel = ctx.call
+        dy = dy.reshape(-1, dy.shape[-1])
+        if call.shards is not None:
+            dy = all_gather_rows(dy, call.shards, call.group)
+        dy = dy.reshape(*rows.shape, dy.shape[-1]).masked_fill(elsewhere[..., None], 0)
+        dweight = torch.ops.aten.embedding_dense_backward(dy, rows, ctx.table_rows, -1, False)
+        return dweight, None, None, None, None
