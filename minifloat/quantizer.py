@@ -264,7 +264,7 @@ def cast_all(
         return []
     matrices = [as_matrix(x) for x in xs]
     batch = _batch(quantizers, xs[0].device.type if gemm_ready else "")
-    if gemm_ready and noop_flag is None and rngs is None and _directly(matrices):
+    if noop_flag is None and rngs is None and _directly(matrices):
         return _cast_directly(batch, matrices, quantizers, amaxes, scales)
     levels = complete(matrices, quantizers, amaxes)
     if scales is not None:

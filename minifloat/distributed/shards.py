@@ -65,6 +65,8 @@ def quantize_shard(
     x = x.contiguous()
     sources = _sources(x, quantizer, shards, group)
     levels = _levels(sources, quantizer, shards, group, amaxes, scale)
+    if _as_one_process_would(quantizer, shards):
+        return cast_all([x], [quantizer], [tuple(levels)])[0]
     pieces = _pieces(sources, levels, quantizer, shards, group)
     made = _cast(pieces, quantizer, rng, group)
     outputs = [
@@ -119,6 +121,13 @@ def _travels(held: Quantized, fmt: Format, dim: int, shards: ShardMap, scales_ag
     serves = any(operand is not None and operand.serves(dim) and operand.format == fmt for operand in held)
     along = ROWWISE if fmt.symmetric else dim
     return serves and (own or scales_agree or not fmt.quantized) and shards.aligned(unit_rows(fmt, along))
+
+
+def _as_one_process_would(quantizer: Quantizer, shards: ShardMap) -> bool:
+    """With the amaxes agreed on, an ordinary cast of the rank's rows gives its part: nothing straddles or is drawn."""
+    return not quantizer.chained and all(
+        shards.aligned(unit_rows(fmt, dim)) and fmt.rounding != "stochastic" for fmt, dim in quantizer.casts
+    )
 
 
 # ---- rows of straddling units ----
