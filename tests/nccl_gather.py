@@ -7,9 +7,11 @@ operands laid out for GEMMs with those that a cast lays out. Ends with an error 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +35,8 @@ from tests.distributed_gather import (
     values,
     world,
 )
+
+CHUNK = 10  # examples between two looks at the clock
 
 
 def laid_out_differences(device: torch.device) -> list[str]:
@@ -58,6 +62,7 @@ def laid_out_differences(device: torch.device) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--examples", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further examples after this long")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -65,16 +70,21 @@ def main() -> None:
     dist.init_process_group("nccl", timeout=timedelta(seconds=300), device_id=device)
     rank, size = dist.get_rank(), dist.get_world_size()
     draw = random.Random(options.seed)
-    examples = [draw_example(draw.choice, size) for _ in range(options.examples)]
-    results = gather_examples(rank, size, examples, "cuda")
-    wrong = [f"{drawn}: {found}" for drawn, found in zip(examples, results, strict=True) if found]
-    wrong += [found for found in laid_out_differences(device) if found]
+    wrong = [found for found in laid_out_differences(device) if found]
+    begin, done, out_of_time = time.monotonic(), 0, torch.zeros((), device=device)
+    while done < options.examples and not out_of_time:
+        examples = [draw_example(draw.choice, size) for _ in range(min(CHUNK, options.examples - done))]
+        results = gather_examples(rank, size, examples, "cuda")
+        wrong += [f"{drawn}: {found}" for drawn, found in zip(examples, results, strict=True) if found]
+        done += len(examples)
+        out_of_time.fill_(time.monotonic() - begin > options.seconds)
+        dist.all_reduce(out_of_time)  # ranks stop together
     for line in wrong:
         print(f"rank {rank}: {line}", flush=True)
     count = torch.tensor(len(wrong), device=device)
     dist.all_reduce(count)
     if rank == 0:
-        print(f"{size} ranks, {len(examples)} examples (seed {options.seed}): {int(count)} differ")
+        print(f"{size} ranks, {done} examples (seed {options.seed}): {int(count)} differ")
     dist.destroy_process_group()
     sys.exit(int(count) > 0)
 
