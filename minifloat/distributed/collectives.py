@@ -255,5 +255,9 @@ def max_of_all(xs: Sequence[Tensor], group: Group) -> list[Tensor]:
     """The largest over the ranks of each element of several fp32 tensors [n], in one all-reduce."""
     if group.size == 1 or not xs:
         return list(xs)
-    largest = waited(_functional.all_reduce(torch.cat(list(xs)), "max", group.name))
+    largest = torch.cat(list(xs))
+    if torch.compiler.is_compiling():
+        largest = waited(_functional.all_reduce(largest, "max", group.name))
+    else:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group.process_group)
     return list(largest.split([x.shape[0] for x in xs]))

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from minifloat.functional.call import KEPT_TENSORS, Kept, LinearCall, Operands, Ready
 from minifloat.functional.linear import (
-    KEPT_TENSORS,
-    Kept,
-    LinearCall,
-    Ready,
-    column_sum,
+    bias_gradient,
     grad_operands,
     gradients,
     multiply,
@@ -23,7 +20,7 @@ from minifloat.functional.linear import (
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.producers import Norm, Produced, norm_value
 from minifloat.functional.quantize import delayed_scale, record
-from minifloat.operand import Quantized
+from minifloat.quantizer import Quantizer
 
 
 class LayerNormLinearFunction(torch.autograd.Function):
@@ -57,7 +54,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Any:
         rounded = return_norm or plan.backward_override == "high_precision"  # which backward reads, too
-        quantizer, scale = call.input_quantizer(plan, None), input_scale(plan, call)
+        quantizer, scale = produced_quantizer(plan, call), input_scale(plan, call)
         produced = norm_value(x, gamma, beta, norm, quantizer, scale=scale, return_value=rounded)
         operands = quantize_produced(plan, call, ready, produced, weight)
         y, kept = multiply(plan, call, operands, produced.value, weight, bias)
@@ -67,7 +64,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if produced.value is not None and return_norm and not call.needs_x:
             ctx.mark_non_differentiable(produced.value)
-        y = quantize_output(plan, call, y.reshape(*x.shape[:-1], weight.shape[0]))
+        y = quantize_output(plan, call, y.reshape(call.parallel.output_shape(x.shape, weight.shape[0])))
         return (y, produced.value) if return_norm else y
 
     @staticmethod
@@ -79,13 +76,14 @@ class LayerNormLinearFunction(torch.autograd.Function):
         tensors, of_norm = saved[:KEPT_TENSORS], saved[KEPT_TENSORS:]
         dn = dw = db = dx = dgamma = dbeta = None
         if dy is not None:
-            db = column_sum(dy) if call.needs_b else None
+            summing = bias_gradient(call, dy)
             kept = Kept.of(ctx.layouts, tensors)
             dn, dw = gradients(plan, call, kept, grad_operands(plan, call, dy), ctx.weight)
+            db = summing.wait()
             if call.use is not None:
                 call.use.backward_finished()
         if call.needs_x:
-            dx, dgamma, dbeta = norm_gradients(ctx.norm, dn, dn_returned, *of_norm)
+            dx, dgamma, dbeta = norm_gradients(ctx.norm, call, dn, dn_returned, *of_norm)
         return None, None, None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw, db
 
 
@@ -94,24 +92,45 @@ def input_scale(plan: LinearPlan, call: LinearCall) -> Tensor | None:
     return None if call.reads_value(plan) else delayed_scale(call.use, "input")
 
 
-def quantize_produced(
-    plan: LinearPlan, call: LinearCall, ready: Ready, produced: Produced, weight: Tensor
-) -> tuple[Quantized, Quantized]:
+def produced_quantizer(plan: LinearPlan, call: LinearCall) -> Quantizer:
+    """How what a norm or an activation produces is quantized.
+
+    What is gathered is cast once where one cast serves both orientations: memory orders for GEMMs come afterwards.
+    """
+    quantizer = call.input_quantizer(plan, None)
+    once = call.parallel.gathers_input and len(quantizer.casts) == 1 and quantizer.rowwise
+    return quantizer.with_usage(columnwise=False) if once else quantizer
+
+
+def quantize_produced(plan: LinearPlan, call: LinearCall, ready: Ready, produced: Produced, weight: Tensor) -> Operands:
     """The operands of what a norm or an activation produced, which may be cast already, and of the weight."""
     if produced.quantized is not None:
         ready.x = produced.quantized
         if call.use is not None:
             record(call.use, "input", produced.quantized)
-    x, w = quantize_operands(plan, call, ready, produced.value, weight, x_amaxes=produced.amaxes)
-    return produced.label(x), w
+    amaxes, label = produced.amaxes, produced.label
+    return quantize_operands(plan, call, ready, produced.value, weight, x_amaxes=amaxes, label=label)
 
 
 def norm_gradients(
-    norm: Norm, dn: Tensor | None, dn_returned: Tensor | None, x: Tensor, gamma: Tensor, *saved: Tensor
+    norm: Norm,
+    call: LinearCall,
+    dn: Tensor | None,
+    dn_returned: Tensor | None,
+    x: Tensor,
+    gamma: Tensor,
+    *saved: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dX, dgamma and dbeta from the gradients of N, of which either may be missing: dgrad's and a returned N's."""
+    """dX, dgamma and dbeta from the gradients of N, of which either may be missing: dgrad's and a returned N's.
+
+    ``call``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its rows alone.
+    """
     total = add(None if dn is None else dn.reshape(x.shape), dn_returned)
-    return (None, None, None) if total is None else norm.gradients(total, x, gamma, saved)
+    if total is None:
+        return None, None, None
+    dx, dgamma, dbeta = norm.gradients(total, x, gamma, saved)
+    sums = [call.parallel.start_sum_of_rows(each) for each in (dgamma, dbeta)]
+    return dx, sums[0].wait(), sums[1].wait()
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minifloat.autocast import Use
+from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from minifloat.kernels import delayed
@@ -46,6 +47,25 @@ def quantize(
     if use is not None:
         record_all(use, kinds, results)
     return results
+
+
+def quantize_part(
+    x: Tensor,
+    quantizer: Quantizer,
+    kind: str,
+    use: Use | None,
+    parallel: TensorParallel,
+    scale: Tensor | None = None,
+    amaxes: Amaxes | None = None,
+) -> Quantized:
+    """This rank's part of a tensor that is to be gathered; arguments as of :func:`quantize`, of one tensor.
+
+    ``amaxes`` are those of this rank's rows. What a delayed cast records is their amax too: ranks agree at the update.
+    """
+    part = parallel.quantize_shard(x, quantizer, delayed_scale(use, kind) if scale is None else scale, amaxes)
+    if use is not None:
+        record(use, kind, part)
+    return part
 
 
 def cast_with(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.functional.activation import activate
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.functional.producers import Activation
-from minifloat.nn.layernorm_linear import call_alone, make_norm, needs_gradient, part_name, runs_alone
+from minifloat.nn.layernorm_linear import call_alone, call_norm, make_norm, needs_gradient, part_name, runs_alone
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod
 from minifloat.recipe import Recipe
@@ -39,6 +41,9 @@ class LayerNormMLP(nn.Module):
         return_layernorm_output: forward also gives the norm's result.
         checkpoint: keep X alone, and compute the rest again in backward.
         recipe: of both linears, as of :class:`~minifloat.Linear`.
+        set_parallel_mode: fc1 is column-parallel, each half of a gated one by itself, and fc2 row-parallel, over the
+            ranks of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them. The sizes given are those of all ranks.
+        sequence_parallel: X and Y are split by rows over the same ranks; see :class:`~minifloat.Linear`.
         name: recipes and errors call the linears ``name.fc1`` and ``name.fc2``; without it ``fc1`` and ``fc2``.
 
     Raises:
@@ -67,6 +72,11 @@ class LayerNormMLP(nn.Module):
         device: torch.device | str | None = None,
         recipe: Recipe | str | None = None,
         name: str | None = None,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.activation = Activation.of(activation, activation_params)
@@ -82,51 +92,69 @@ class LayerNormMLP(nn.Module):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
             params_dtype=params_dtype,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            tp_mesh=tp_mesh,
         )
-        fc1_features = 2 * ffn_hidden_size if self.activation.gated else ffn_hidden_size
-        self.fc1 = linear(hidden_size, fc1_features, init_method=init_method, name=part_name(name, "fc1"))
+        halves = [ffn_hidden_size] * (2 if self.activation.gated else 1)
+        self.fc1 = linear(
+            hidden_size,
+            sum(halves),
+            init_method=init_method,
+            name=part_name(name, "fc1"),
+            parallel_mode="column" if set_parallel_mode else None,
+            fused_parts=halves,
+        )
         self.fc2 = linear(
             ffn_hidden_size,
             hidden_size,
             init_method=output_layer_init_method or init_method,
             return_bias=return_bias,
             name=part_name(name, "fc2"),
+            parallel_mode="row" if set_parallel_mode else None,
         )
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self, x: Tensor, is_first_microbatch: bool | None = None, rows_per_rank: Sequence[int] | None = None
+    ) -> Any:
         """X [..., hidden_size] to Y of the same shape, or to a tuple.
 
         The tuple is Y, then fc2's bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
-        ``is_first_microbatch`` is that of :class:`~minifloat.Linear`.
+        ``is_first_microbatch`` and ``rows_per_rank`` are those of :class:`~minifloat.Linear`.
         """
         if self.checkpoint and torch.is_grad_enabled():
-            outputs = run_checkpointed(self._run, x, is_first_microbatch)
+            outputs = run_checkpointed(self._run, x, is_first_microbatch, rows_per_rank)
         else:
-            outputs = self._run(x, is_first_microbatch)
+            outputs = self._run(x, is_first_microbatch, rows_per_rank)
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _run(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor | None, ...]:
+    def _run(
+        self, x: Tensor, is_first_microbatch: bool | None, rows: Sequence[int] | None
+    ) -> tuple[Tensor | None, ...]:
         alone = runs_alone(self.norm, self.fc1, self.fc2)
         first, second = (None if alone else linear.recipe_in_force() for linear in (self.fc1, self.fc2))
         if first is None or second is None:
-            n = self.norm(x)
-            h, _ = call_alone(self.fc1, n, is_first_microbatch)
-            y, bias = call_alone(self.fc2, activate(h, self.activation), is_first_microbatch)
+            n = call_norm(self.norm, x, self.fc1)
+            h, _ = call_alone(self.fc1, n, is_first_microbatch, rows_per_rank=rows)
+            y, bias = call_alone(self.fc2, activate(h, self.activation), is_first_microbatch, rows_per_rank=rows)
         else:
-            y, n = self._fused(x, (first, second), is_first_microbatch)
-            bias = self.fc2.bias_vector() if self.return_bias else None
+            y, n = self._fused(x, (first, second), is_first_microbatch, rows)
+            bias = self.fc2.returned_bias(self.fc2.parallel) if self.return_bias else None
         return (y, *([bias] if self.return_bias else []), *([n] if self.return_layernorm_output else []))
 
     def _fused(
-        self, x: Tensor, recipes: tuple[Recipe, Recipe], is_first_microbatch: bool | None
+        self, x: Tensor, recipes: tuple[Recipe, Recipe], is_first_microbatch: bool | None, rows: Sequence[int] | None
     ) -> tuple[Tensor, Tensor | None]:
         self.fc1.check_input(x)
+        column = self.fc1.parallel.of_call(x.shape, rows, self.fc1.label)
+        row = self.fc2.parallel.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2.label)
         dtype = self.fc1.compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
         needs_x = needs_gradient(x, gamma, beta)
-        first = self.fc1.start(recipes[0], dtype, needs_x, is_first_microbatch)
+        first = self.fc1.start(recipes[0], dtype, needs_x, is_first_microbatch, parallel=column)
         needs_hidden = needs_x or needs_gradient(first.weight, first.bias)
-        second = self.fc2.start(recipes[1], dtype, needs_hidden, is_first_microbatch)
+        second = self.fc2.start(recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row)
         mlp = MLPCall(
             self.norm.norm, self.activation, first.plan, first.call, second.plan, second.call,
             self.return_layernorm_output,
@@ -138,6 +166,11 @@ class LayerNormMLP(nn.Module):
         first.finish()
         second.finish()
         return result if self.return_layernorm_output else (result, None)
+
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
+        """As :meth:`Linear.set_tensor_parallel_group`, of both linears."""
+        for linear in (self.fc1, self.fc2):
+            linear.set_tensor_parallel_group(tp_group)
 
     def reset_parameters(self) -> None:
         """Initial values of all parts."""

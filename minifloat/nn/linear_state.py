@@ -1,20 +1,23 @@
-"""What a linear layer keeps: its weight in one or several parameters, quantized or not, and amax histories."""
+"""What a linear layer keeps beside its parameters: plans, quantized weights and amax histories."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minifloat.autocast import Use
-from minifloat.functional.linear import LinearCall, weight_quantizer
+from minifloat.distributed.tensor_parallel import UNSHARDED
+from minifloat.functional.call import LinearCall
+from minifloat.functional.linear import weight_quantizer
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, linear_plan
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.nn import parameters
 from minifloat.nn.delayed import AmaxHistory
-from minifloat.nn.parameters import CachedWeight, InitMethod
+from minifloat.nn.linear_parameters import LinearParameters
+from minifloat.nn.parameters import CachedWeight
 from minifloat.operand import Quantized
 from minifloat.recipe import CustomRecipe, DelayedScaling, Recipe, as_recipe
 from minifloat.tensor import QuantizedTensor
@@ -23,19 +26,14 @@ _HISTORIES = ("forward_scaling", "backward_scaling")
 _PLANS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
-class LinearState(nn.Linear):
+class LinearState(LinearParameters):
     """The state of a :class:`~minifloat.Linear`, beside what ``nn.Linear`` has."""
 
     forward_scaling: AmaxHistory
     backward_scaling: AmaxHistory
-    name: str
-    fuse_wgrad_accumulation: bool
-    delay_wgrad_compute: bool
     save_original_input: bool
     return_bias: bool
     recipe: Recipe | Literal["none"] | None
-    parameters_split: dict[str, int] | None
-    init_method: InitMethod | None
     _wgrad_tasks: list[Callable[[], None]]
     _wgrad_hooks: list[Callable[[], None]]
     _weight_cache: CachedWeight | None
@@ -56,6 +54,10 @@ class LinearState(nn.Linear):
             "return_bias": False,
             "init_method": None,
             "parameters_split": None,
+            "parallel_mode": None,
+            "sequence_parallel": False,
+            "parallel": UNSHARDED,
+            "partitions": {},
             "_wgrad_tasks": [],
             "_wgrad_hooks": [],
             "_weight_cache": None,
@@ -65,40 +67,6 @@ class LinearState(nn.Linear):
             "_weight_margin": 0,
         }
         self.__dict__.update(state)  # nn.Module.__init__ may not have run yet
-
-    @property
-    def label(self) -> str:
-        """What errors call the layer."""
-        return f"Linear {self.name!r}" if self.name else f"Linear({self.in_features}, {self.out_features})"
-
-    def weight_matrix(self) -> Tensor:
-        """W [out_features, in_features]: the parameter, or all of ``parameters_split`` as one."""
-        if self.parameters_split is None:
-            return self.weight
-        return torch.cat([getattr(self, name) for name in self.weight_names])
-
-    def bias_vector(self) -> Tensor | None:
-        """b [out_features], likewise."""
-        if self.parameters_split is None:
-            return self.bias
-        return torch.cat([getattr(self, name) for name in self.bias_names]) if self.has_bias else None
-
-    @property
-    def weight_names(self) -> tuple[str, ...]:
-        """The names of the parameters that make up the weight."""
-        return ("weight",) if self.parameters_split is None else tuple(f"{n}_weight" for n in self.parameters_split)
-
-    @property
-    def bias_names(self) -> tuple[str, ...]:
-        """The names of the parameters that make up the bias; empty if there is none."""
-        if self.parameters_split is None:
-            return () if self._parameters.get("bias") is None else ("bias",)
-        names = (f"{name}_bias" for name in self.parameters_split)
-        return tuple(name for name in names if self._parameters.get(name) is not None)
-
-    @property
-    def has_bias(self) -> bool:
-        return bool(self.bias_names)
 
     # ---- plans ----
 
@@ -131,21 +99,7 @@ class LinearState(nn.Linear):
         for name in _HISTORIES:
             if name in self._modules:
                 getattr(self, name).reset_parameters()
-        bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
-        self._fill(self.weight_names, lambda weight: parameters.initialize(weight, self.init_method))
-        self._fill(self.bias_names, lambda bias: nn.init.uniform_(bias, -bound, bound))
-
-    def _fill(self, names: Sequence[str], init: InitMethod) -> None:
-        """Fills parameters that are ranges of the rows of one tensor: ``init`` is given that, as before the split."""
-        parts = [getattr(self, name) for name in names]
-        if len(parts) == 1 and not isinstance(parts[0], QuantizedTensor):
-            init(parts[0])
-        elif parts:
-            rows = [part.shape[0] for part in parts]
-            whole = torch.empty(sum(rows), *parts[0].shape[1:], dtype=parts[0].dtype, device=parts[0].device)
-            init(whole)
-            for part, values in zip(parts, whole.split(rows), strict=True):
-                self._write(part, values)
+        super().reset_parameters()
 
     @torch.no_grad()
     def _write(self, parameter: Tensor, values: Tensor) -> None:
@@ -153,26 +107,7 @@ class LinearState(nn.Linear):
             self._bind_scale(parameter, values)
             parameter.quantize_(values)
         else:
-            parameter.copy_(values)
-
-    def _split(self, sizes: Mapping[str, int]) -> None:
-        """Replaces weight and bias by parameters for ranges of their rows, with the same values."""
-        if sum(sizes.values()) != self.out_features or any(size < 0 for size in sizes.values()):
-            raise ValueError(
-                f"{self.label}: parameters_split {dict(sizes)} must add up to out_features={self.out_features}"
-            )
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            raise ValueError(
-                f"{self.label}: parameters_split with fuse_wgrad_accumulation or delay_wgrad_compute is not supported: "
-                "they need the weight as one parameter"
-            )
-        self.parameters_split = dict(sizes)
-        for kind in ("weight", "bias"):
-            whole = self._parameters.pop(kind)
-            parts = [None] * len(sizes) if whole is None else whole.detach().split(list(sizes.values()))
-            for name, part in zip(sizes, parts, strict=True):
-                parameter = None if part is None else nn.Parameter(part.clone())
-                self.register_parameter(f"{name}_{kind}", parameter)
+            super()._write(parameter, values)
 
     def _quantize_weights(self) -> None:
         """Makes quantized parameters where ``quantized_model_init`` says so."""
@@ -276,11 +211,13 @@ class LinearState(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._bind_scales()
+        self._mark_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.invalidate()  # module.to() and the like write through .data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._bind_scales()
+        self._mark_parameters()
         return self
 
     def _load_from_state_dict(

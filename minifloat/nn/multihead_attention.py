@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.distributed.group import Group
+from minifloat.distributed.rng import draw_apart
+from minifloat.distributed.tensor_parallel import Mode, TensorParallel
 from minifloat.functional.amp import autocast_to
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
 from minifloat.nn.layernorm_linear import LayerNormLinear, call_alone, make_norm, part_name
 from minifloat.nn.linear import Linear
+from minifloat.nn.multihead_parts import (
+    check_encoder_output,
+    check_options,
+    check_parallel,
+    check_sizes,
+    make_projection,
+    normalize_heads,
+    own_heads,
+)
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.rope import apply_rotary_pos_emb
+from minifloat.nn.sharding import tensor_parallel
 from minifloat.recipe import Recipe
 from minifloat.recompute import checkpoint as run_checkpointed
 
@@ -46,9 +61,29 @@ class MultiheadAttention(nn.Module):
         return_layernorm_output: forward also gives the input norm's result.
         name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``;
             without it ``qkv`` and so on.
+        set_parallel_mode: each rank of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them, computes its share of the
+            heads: the linears before attention are column-parallel, query, key and value each by itself, and ``proj``
+            is row-parallel. The sizes given are those of all ranks.
+        sequence_parallel: X, ``encoder_output`` and Y are split by rows over the same ranks, along the sequence (for
+            ``thd``: the tokens); attention sees all of it.
+
+    With H query heads and G key and value heads of D channels, p ranks, s positions of S on a rank, b sequences:
+
+    ==================  ====================  ==================================================================
+    on one rank         shape                 sequence parallel
+    ==================  ====================  ==================================================================
+    X, Y, dX, dY        [S, b, hidden]        [s, b, hidden]
+    q; k, v             [S, b, H/p or G/p, D] the same: X is gathered for them, and again for dW
+    Wq; Wk, Wv          [H/p D or G/p D, hidden]
+    Wo                  [hidden, H/p D]       Y = sum over the ranks, scattered; dY gathered for dgrad and wgrad
+    norms               [hidden], [D]         gradients summed over the ranks (of ``qk_norm_type`` always)
+    ==================  ====================  ==================================================================
+
+    Ranks draw different numbers for ``attention_dropout``: see :mod:`minifloat.distributed.rng`.
 
     Raises:
-        ValueError: sizes that do not divide, an unknown type or norm, a norm's result asked for without a norm.
+        ValueError: sizes that do not divide, an unknown type or norm, a norm's result asked for without a norm; heads
+            that do not divide by the number of ranks, ``bshd`` with ``sequence_parallel``.
     """
 
     def __init__(
@@ -86,13 +121,21 @@ class MultiheadAttention(nn.Module):
         device: torch.device | str | None = None,
         recipe: Recipe | str | None = None,
         name: str | None = None,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        _check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
-        _check_options(
+        check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
+        check_options(
             attention_type, input_layernorm, return_layernorm_output, fuse_qkv_params, fuse_wgrad_accumulation
         )
+        column: Mode | None = "column" if set_parallel_mode else None
+        ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh}
+        parallel = tensor_parallel("MultiheadAttention", column, sequence_parallel, **ranks)
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.heads, self.groups, self.channels = num_attention_heads, groups, channels
         self.qkv_format = qkv_format
@@ -107,6 +150,8 @@ class MultiheadAttention(nn.Module):
             "device": device,
             "recipe": recipe,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "sequence_parallel": sequence_parallel,
+            **ranks,
         }
         input_norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
@@ -114,8 +159,8 @@ class MultiheadAttention(nn.Module):
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
         }
-        options = linears | {"init_method": init_method}
-        projection = partial(_projection, hidden_size, channels, fuse_qkv_params, options)
+        options = linears | {"init_method": init_method, "parallel_mode": column}
+        projection = partial(make_projection, hidden_size, channels, fuse_qkv_params, options)
         norm = input_norm if input_layernorm else None
         if attention_type == "self":
             heads = {"query": num_attention_heads, "key": groups, "value": groups}
@@ -146,8 +191,30 @@ class MultiheadAttention(nn.Module):
             return_bias=return_bias,
             init_method=output_layer_init_method or init_method,
             name=part_name(name, "proj"),
+            parallel_mode="row" if set_parallel_mode else None,
             **linears,
         )
+        self.share_heads(parallel)
+
+    def share_heads(self, parallel: TensorParallel) -> None:
+        """Attends with this rank's part of the heads from now on: what the linears give, which are sharded already.
+
+        Raises:
+            ValueError: heads that do not divide by the number of ranks, ``bshd`` with sequence parallelism.
+        """
+        size = parallel.group.size
+        check_parallel(self.heads, self.groups, self.qkv_format, parallel)
+        self.parallel = parallel
+        self.heads, self.groups = self.heads // size, self.groups // size
+        self.core_attention.num_attention_heads = self.heads
+        self.core_attention.num_gqa_groups = self.groups
+
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
+        """As :meth:`Linear.set_tensor_parallel_group`, of all linears."""
+        for part in self.children():
+            if isinstance(part, (Linear, LayerNormLinear)):
+                part.set_tensor_parallel_group(tp_group)
+        self.parallel = TensorParallel(self.parallel.mode, self.parallel.sequence_parallel, Group.of(tp_group))
 
     def forward(
         self,
@@ -164,6 +231,8 @@ class MultiheadAttention(nn.Module):
         attn_mask_type: MaskType | None = None,
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        rows_per_rank: Sequence[int] | None = None,
+        encoder_rows_per_rank: Sequence[int] | None = None,
     ) -> Any:
         """X to Y, both [s, b, hidden_size], [b, s, hidden_size] or [tokens, hidden_size] as ``qkv_format`` says.
 
@@ -172,7 +241,10 @@ class MultiheadAttention(nn.Module):
             rotary_pos_emb: angles for :func:`~minifloat.apply_rotary_pos_emb`, or those of queries and of keys.
             checkpoint_core_attention: compute the attention product again in backward rather than keep its parts.
             attention_mask, cu_seqlens_q, cu_seqlens_kv, core_attention_bias, attn_mask_type, window_size,
-                bottom_right_diagonal: as of :meth:`DotProductAttention.forward`.
+                bottom_right_diagonal: as of :meth:`DotProductAttention.forward`; of all heads and, under sequence
+                parallelism, of the whole sequence.
+            rows_per_rank: under sequence parallelism, how many positions (``thd``: tokens) of X and Y each rank has,
+                and of ``encoder_output`` ``encoder_rows_per_rank``; equally many if not given.
 
         Returns:
             Y, or a tuple: Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
@@ -180,116 +252,55 @@ class MultiheadAttention(nn.Module):
         Raises:
             ValueError: ``encoder_output`` is missing, or given to self attention.
         """
-        self._check_encoder_output(encoder_output)
-        (q, k, v), norm_output = self._query_key_value(hidden_states, encoder_output, is_first_microbatch)
-        starts_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-        q, k = self._positions(q, k, rotary_pos_emb, cu_seqlens_q, starts_kv)
+        check_encoder_output(self.attention_type, encoder_output)
+        rows = rows_per_rank, encoder_rows_per_rank
+        (q, k, v), norm_output = self._query_key_value(hidden_states, encoder_output, is_first_microbatch, rows)
+        of_q, of_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        q = self._place(q, self.query_norm, of_q, cu_seqlens_q)
+        k = self._place(k, self.key_norm, of_k, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv)
         attend = partial(
             self.core_attention,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            core_attention_bias=core_attention_bias,
+            core_attention_bias=own_heads(core_attention_bias, self.heads, self.parallel),
         )
         run = partial(run_checkpointed, attend) if checkpoint_core_attention else attend
-        attended = run(q, k, v, attention_mask, cu_seqlens_q, cu_seqlens_kv)
-        y, bias = call_alone(self.proj, attended, is_first_microbatch)
+        if self.parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
+            run = partial(draw_apart, self.parallel.group, run)
+        attended = run(q, k, v, own_heads(attention_mask, self.heads, self.parallel), cu_seqlens_q, cu_seqlens_kv)
+        y, bias = call_alone(self.proj, attended, is_first_microbatch, rows_per_rank=rows_per_rank)
         outputs = (y, *([bias] if self.return_bias else []), *norm_output)
         return outputs if len(outputs) > 1 else y
 
     def _query_key_value(
-        self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None
+        self,
+        x: Tensor,
+        encoder_output: Tensor | None,
+        is_first_microbatch: bool | None,
+        rows: tuple[Sequence[int] | None, Sequence[int] | None],
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Each [..., heads, channels]; and the norm's result, if it is wanted."""
+        """Each [..., heads, channels]; and the norm's result, if it is wanted. ``rows``: of both inputs, a rank."""
         linear = self.qkv if encoder_output is None else self.query
-        projected, n = call_alone(linear, x, is_first_microbatch)
+        projected, n = call_alone(linear, x, is_first_microbatch, rows_per_rank=rows[0])
         norm_output = [n] if self.return_layernorm_output else []
         heads = projected.unflatten(-1, (-1, self.channels))
         if encoder_output is None:
             return heads.split((self.heads, self.groups, self.groups), -2), norm_output
-        key_value, _ = call_alone(self.key_value, encoder_output, is_first_microbatch)
+        key_value, _ = call_alone(self.key_value, encoder_output, is_first_microbatch, rows_per_rank=rows[1])
         return (heads, *key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)), norm_output
 
     def extra_repr(self) -> str:
         rotated = ", rotary_pos_interleaved=True" if self.rotary_pos_interleaved else ""
-        return f"attention_type={self.attention_type}" + rotated
+        shared = f", tp_size={self.parallel.group.size}" if self.parallel.mode is not None else ""
+        return f"attention_type={self.attention_type}" + rotated + shared
 
-    def _check_encoder_output(self, encoder_output: Tensor | None) -> None:
-        if (encoder_output is not None) != (self.attention_type == "cross"):
-            raise ValueError(
-                f"MultiheadAttention(attention_type={self.attention_type!r}) "
-                + ("needs encoder_output" if encoder_output is None else "takes no encoder_output")
-            )
-
-    def _positions(
-        self,
-        q: Tensor,
-        k: Tensor,
-        angles: Tensor | tuple[Tensor, Tensor] | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_kv: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Norms and rotation of queries and keys, in the order that was asked for."""
-        if self.qk_norm_before_rope:
-            q, k = self._normalize(q, k)
+    def _place(self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Norm and rotation of queries or keys, in the order that was asked for."""
+        if norm is not None and self.qk_norm_before_rope:
+            x = normalize_heads(norm, x, self.parallel)
         if angles is not None:
-            of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
-            q = self._rotate(q, of_q, cu_seqlens_q)
-            k = self._rotate(k, of_k, cu_seqlens_kv)
-        return (q, k) if self.qk_norm_before_rope else self._normalize(q, k)
-
-    def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if self.query_norm is None or self.key_norm is None:
-            return q, k
-        return self.query_norm(q), self.key_norm(k)
-
-    def _rotate(self, x: Tensor, angles: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        packed = cu_seqlens if self.qkv_format == "thd" else None
-        return apply_rotary_pos_emb(
-            autocast_to(x), angles, self.qkv_format, interleaved=self.rotary_pos_interleaved, cu_seqlens=packed
-        )
-
-
-def _projection(
-    hidden_size: int,
-    channels: int,
-    fused: bool,
-    options: dict[str, Any],
-    heads: Mapping[str, int],
-    norm: dict[str, Any] | None,
-    name: str | None,
-) -> Linear | LayerNormLinear:
-    """The linear that makes these heads, in as many parameters if not ``fused``; behind a norm of these options."""
-    rows = {kind: count * channels for kind, count in heads.items()}
-    options = options | {"parameters_split": None if fused or len(rows) == 1 else rows, "name": name}
-    if norm is None:
-        return Linear(hidden_size, sum(rows.values()), **options)
-    return LayerNormLinear(hidden_size, sum(rows.values()), **norm, **options)
-
-
-def _check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | None) -> None:
-    if heads < 1 or groups < 1 or heads % groups:
-        raise ValueError(
-            f"MultiheadAttention: {heads} query heads do not divide into num_gqa_groups={groups} key and value heads"
-        )
-    if kv_channels is None and hidden_size % heads:
-        raise ValueError(
-            f"MultiheadAttention: hidden_size={hidden_size} does not divide by {heads} heads; change one of them or "
-            "give kv_channels, the width of a head"
-        )
-    if kv_channels is not None and kv_channels < 1:
-        raise ValueError(f"MultiheadAttention: kv_channels={kv_channels}; a head needs at least 1 channel")
-
-
-def _check_options(
-    attention_type: str, input_layernorm: bool, return_layernorm_output: bool, fused: bool, fuse_wgrad: bool
-) -> None:
-    if attention_type not in ("self", "cross"):
-        raise ValueError(f"MultiheadAttention: attention_type is {attention_type!r}; choose 'self' or 'cross'")
-    if return_layernorm_output and not input_layernorm:
-        raise ValueError("MultiheadAttention: return_layernorm_output=True needs input_layernorm=True")
-    if fuse_wgrad and not fused:
-        raise ValueError(
-            "MultiheadAttention: fuse_wgrad_accumulation=True needs fuse_qkv_params=True: query, key and value then "
-            "have one weight, and one main_grad"
-        )
+            starts = cu_seqlens if self.qkv_format == "thd" else None
+            interleaved = self.rotary_pos_interleaved
+            x = apply_rotary_pos_emb(autocast_to(x), angles, self.qkv_format, None, interleaved, cu_seqlens=starts)
+        return x if norm is None or self.qk_norm_before_rope else normalize_heads(norm, x, self.parallel)

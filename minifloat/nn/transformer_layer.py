@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.distributed.rng import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.layernorm_linear import call_alone, part_name
 from minifloat.nn.layernorm_mlp import LayerNormMLP
@@ -38,6 +41,10 @@ class TransformerLayer(nn.Module):
         apply_residual_connection_post_layernorm: results are added to what the norm gives, not to what it takes.
         name: recipes and errors call the linears ``name.self_attention.qkv``, ``name.layernorm_mlp.fc1`` and so on;
             default ``layer`` and the ``layer_number``, if that is given.
+        set_parallel_mode, sequence_parallel, tp_group, tp_size, tp_mesh: as of :class:`~minifloat.MultiheadAttention`
+            and :class:`~minifloat.LayerNormMLP`: their first linears are column-parallel, their second row-parallel.
+            Under sequence parallelism the residual stream is split too: X and Y [s, b, hidden_size] are this rank's
+            positions, and ranks draw different numbers for ``hidden_dropout``, else the same.
 
     Raises:
         ValueError: an unknown layer type, parallel attention and MLP in a decoder, and as of the parts.
@@ -85,6 +92,11 @@ class TransformerLayer(nn.Module):
         recipe: Recipe | str | None = None,
         layer_number: int | None = None,
         name: str | None = None,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         if layer_type not in ("encoder", "decoder"):
@@ -106,6 +118,11 @@ class TransformerLayer(nn.Module):
             "params_dtype": params_dtype,
             "device": device,
             "recipe": recipe,
+            "set_parallel_mode": set_parallel_mode,
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "tp_mesh": tp_mesh,
         }
         attention = partial(
             MultiheadAttention,
@@ -153,6 +170,7 @@ class TransformerLayer(nn.Module):
             **of_all,
         )
         self.dropout = nn.Dropout(hidden_dropout)
+        self.parallel = self.self_attention.parallel
 
     def forward(
         self,
@@ -167,6 +185,8 @@ class TransformerLayer(nn.Module):
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
         core_attention_bias: Tensor | None = None,
+        rows_per_rank: Sequence[int] | None = None,
+        encoder_rows_per_rank: Sequence[int] | None = None,
     ) -> Tensor:
         """X to Y of the same shape; arguments as of :meth:`MultiheadAttention.forward`.
 
@@ -189,6 +209,7 @@ class TransformerLayer(nn.Module):
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv if self.inter_attention is None else cu_seqlens_q,
             core_attention_bias=core_attention_bias,
+            rows_per_rank=rows_per_rank,
         )
         x = self._add(hidden_states, self_attention(hidden_states, attention_mask))
         if self.inter_attention is not None:
@@ -200,18 +221,33 @@ class TransformerLayer(nn.Module):
                 checkpoint_core_attention=checkpoint_core_attention,
                 cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_kv=cu_seqlens_kv,
+                rows_per_rank=rows_per_rank,
+                encoder_rows_per_rank=encoder_rows_per_rank,
             )
             x = self._add(x, attended)
         if not self.parallel_attention_mlp:
-            return self._add(x, call_alone(self.layernorm_mlp, x, is_first_microbatch))
-        transformed, _ = call_alone(self.layernorm_mlp, hidden_states, is_first_microbatch)
-        return x + self.dropout(transformed)
+            return self._add(x, call_alone(self.layernorm_mlp, x, is_first_microbatch, rows_per_rank=rows_per_rank))
+        transformed, _ = call_alone(self.layernorm_mlp, hidden_states, is_first_microbatch, rows_per_rank=rows_per_rank)
+        return x + self._drop(transformed)
 
     def _add(self, x: Tensor, result: Any) -> Tensor:
         """The residual connection: to X, or to what the norm made of it, which then comes with the result."""
         y, n = result if isinstance(result, tuple) else (result, None)
-        added: Tensor = (n if self.residual_post_layernorm else x) + self.dropout(y)
+        added: Tensor = (n if self.residual_post_layernorm else x) + self._drop(y)
         return added
+
+    def _drop(self, y: Tensor) -> Tensor:
+        """Dropout; of rows that no other rank has, if that is how the residual stream is split."""
+        apart = self.parallel.sequence_parallel and self.training and self.dropout.p > 0
+        dropped: Tensor = draw_apart(self.parallel.group, self.dropout, y) if apart else self.dropout(y)
+        return dropped
+
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
+        """As :meth:`Linear.set_tensor_parallel_group`, of all parts."""
+        for part in (self.self_attention, self.inter_attention, self.layernorm_mlp):
+            if part is not None:
+                part.set_tensor_parallel_group(tp_group)
+        self.parallel = self.self_attention.parallel
 
     def extra_repr(self) -> str:
         options = ["decoder" if self.inter_attention is not None else "encoder"]

@@ -1,0 +1,135 @@
+"""The parameters of a linear layer: one or several, whole or this rank's share, and their start values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.distributed.tensor_parallel import Mode, TensorParallel
+from minifloat.nn import parameters
+from minifloat.nn.parameters import InitMethod
+from minifloat.nn.sharding import Partition, mark, partitions
+from minifloat.tensor import QuantizedTensor
+
+
+class LinearParameters(nn.Linear):
+    """The weight and bias of a :class:`~minifloat.Linear`: how they are kept, split and shared out over ranks."""
+
+    name: str
+    fuse_wgrad_accumulation: bool
+    delay_wgrad_compute: bool
+    parameters_split: dict[str, int] | None
+    init_method: InitMethod | None
+    parallel_mode: Mode | None
+    sequence_parallel: bool
+    parallel: TensorParallel
+    partitions: dict[str, Partition]
+
+    @property
+    def label(self) -> str:
+        """What errors call the layer."""
+        return f"Linear {self.name!r}" if self.name else f"Linear({self.in_features}, {self.out_features})"
+
+    def weight_matrix(self) -> Tensor:
+        """W [out_features, in_features], this rank's: the parameter, or all of ``parameters_split`` as one."""
+        if self.parameters_split is None:
+            return self.weight
+        return torch.cat([getattr(self, name) for name in self.weight_names])
+
+    def bias_vector(self) -> Tensor | None:
+        """b [out_features], likewise."""
+        if self.parameters_split is None:
+            return self.bias
+        return torch.cat([getattr(self, name) for name in self.bias_names]) if self.has_bias else None
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """The names of the parameters that make up the weight."""
+        return ("weight",) if self.parameters_split is None else tuple(f"{n}_weight" for n in self.parameters_split)
+
+    @property
+    def bias_names(self) -> tuple[str, ...]:
+        """The names of the parameters that make up the bias; empty if there is none."""
+        if self.parameters_split is None:
+            return () if self._parameters.get("bias") is None else ("bias",)
+        names = (f"{name}_bias" for name in self.parameters_split)
+        return tuple(name for name in names if self._parameters.get(name) is not None)
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.bias_names)
+
+    # ---- the start ----
+
+    def reset_parameters(self) -> None:
+        """Initial values."""
+        fan_in = self.in_features * (self.parallel.group.size if self.parallel.mode == "row" else 1)
+        bound = 0.0 if self.init_method is not None or not fan_in else fan_in**-0.5
+        self._fill("weight", self.weight_names, lambda weight: parameters.initialize(weight, self.init_method))
+        self._fill("bias", self.bias_names, lambda bias: nn.init.uniform_(bias, -bound, bound))
+
+    def _fill(self, kind: str, names: Sequence[str], init: InitMethod) -> None:
+        """Fills parameters that are ranges of the rows of one tensor: ``init`` is given that, as before the split.
+
+        Of a sharded layer it is given the tensor of all ranks, each of which keeps its own: the layer starts as the
+        unsharded one does from the same seed.
+        """
+        parts, partition = [getattr(self, name) for name in names], self.partitions.get(kind)
+        if len(parts) == 1 and not isinstance(parts[0], QuantizedTensor) and partition is None:
+            init(parts[0])
+        elif parts:
+            rows = [part.shape[0] for part in parts]
+            shape = (sum(rows), *parts[0].shape[1:])
+            shape = shape if partition is None else partition.whole_shape(shape)
+            whole = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
+            init(whole)
+            own = whole if partition is None else partition.cut(whole)
+            for part, values in zip(parts, own.split(rows), strict=True):
+                self._write(part, values)
+
+    @torch.no_grad()
+    def _write(self, parameter: Tensor, values: Tensor) -> None:
+        parameter.copy_(values)
+
+    def _share_out(self, split: Mapping[str, int] | None, fused: Sequence[int] | None) -> None:
+        """From the sizes of the whole to those of this rank."""
+        parts: Mapping[str, int] = {"out_features": self.out_features}
+        if fused is not None:
+            parts = {f"fused_parts[{i}]": rows for i, rows in enumerate(fused)}
+        if split is not None:
+            parts = split
+        if sum(parts.values()) != self.out_features or any(rows < 0 for rows in parts.values()):
+            option = "parameters_split" if split is not None else "fused_parts"
+            raise ValueError(f"{self.label}: {option} {dict(parts)} must add up to out_features={self.out_features}")
+        self.partitions = partitions(self.label, self.parallel, self.in_features, parts)
+        if self.parallel.mode == "column":
+            self.out_features //= self.parallel.group.size
+        elif self.parallel.mode == "row":
+            self.in_features //= self.parallel.group.size
+
+    def _mark_parameters(self) -> None:
+        """Notes on the parameters of a sharded layer how they are."""
+        for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)) if self.parallel.mode else ():
+            whole = self.partitions.get(kind)
+            for name in names:
+                parameter = getattr(self, name)
+                one_of_parts = whole is not None and whole.dim == 0 and len(names) > 1
+                mark(parameter, whole.of_single(parameter.shape[0]) if whole and one_of_parts else whole)
+
+    def _split(self, sizes: Mapping[str, int]) -> None:
+        """Replaces weight and bias by parameters for ranges of their rows, with the same values."""
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            raise ValueError(
+                f"{self.label}: parameters_split with fuse_wgrad_accumulation or delay_wgrad_compute is not supported: "
+                "they need the weight as one parameter"
+            )
+        shares = self.parallel.group.size if self.parallel.mode == "column" else 1
+        sizes = self.parameters_split = {name: rows // shares for name, rows in sizes.items()}
+        for kind in ("weight", "bias"):
+            whole = self._parameters.pop(kind)
+            parts = [None] * len(sizes) if whole is None else whole.detach().split(list(sizes.values()))
+            for name, part in zip(sizes, parts, strict=True):
+                parameter = None if part is None else nn.Parameter(part.clone())
+                self.register_parameter(f"{name}_{kind}", parameter)

@@ -1,0 +1,144 @@
+"""Which part of its parameters a rank holds, and the constructor arguments of parallel layers that decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from minifloat.distributed.group import Group
+from minifloat.distributed.tensor_parallel import UNSHARDED, Mode, TensorParallel
+from minifloat.recipe import DelayedScaling
+
+
+class Partition(NamedTuple):
+    """A parameter of which each rank of a group holds a piece, cut along one dim.
+
+    Args:
+        dim: the dim.
+        parts: lengths along it of the fused parts of the whole (q, k, v; gate, up), each of which is cut by itself.
+        size, rank: of the group.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    size: int
+    rank: int
+
+    def of_single(self, length: int) -> Partition:
+        """Of a parameter that is one of the parts, of which this rank has ``length``."""
+        return self._replace(parts=(length * self.size,))
+
+    @property
+    def pieces(self) -> list[int]:
+        """The lengths of this rank's pieces, which lie one after the other."""
+        return [length // self.size for length in self.parts]
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the parameter of which this rank's piece has ``shape``."""
+        return tuple([extent * self.size if dim == self.dim else extent for dim, extent in enumerate(shape)])
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's piece."""
+        parts = whole.split(list(self.parts), self.dim)
+        pieces = zip(parts, self.pieces, strict=True)
+        return torch.cat([part.narrow(self.dim, self.rank * length, length) for part, length in pieces], self.dim)
+
+
+def tensor_parallel(
+    label: str,
+    mode: Mode | None,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None,
+    tp_size: int,
+    tp_mesh: DeviceMesh | None,
+) -> TensorParallel:
+    """What the constructor arguments of a parallel layer say; :data:`UNSHARDED` where that is a single rank.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if mode not in (None, "column", "row"):
+        raise ValueError(f"{label}: parallel_mode={mode!r}; use 'column', 'row' or None")
+    if sequence_parallel and mode is None:
+        raise ValueError(f"{label}: sequence_parallel=True needs parallel_mode='column' or 'row'")
+    if tp_group is not None and tp_mesh is not None:
+        raise ValueError(f"{label}: tp_group and tp_mesh both say which ranks; give one of them")
+    group = Group.of(tp_mesh if tp_group is None else tp_group)
+    if tp_size not in (1, group.size):
+        how = "and no tp_group or tp_mesh" if group.size == 1 else f"and a group of {group.size} ranks"
+        raise ValueError(f"{label}: tp_size={tp_size} {how}; the group says what the size is")
+    return UNSHARDED if mode is None or group.size == 1 else TensorParallel(mode, sequence_parallel, group)
+
+
+def partitions(
+    label: str, parallel: TensorParallel, in_features: int, parts: Mapping[str, int]
+) -> dict[str, Partition]:
+    """How ``weight`` and ``bias`` of a linear are cut; what every rank has in full is left out.
+
+    Args:
+        in_features: of the whole.
+        parts: what its ``out_features`` are made of, by the names that errors give them.
+
+    Raises:
+        ValueError: a length does not divide by the number of ranks.
+    """
+    size, rank = parallel.group.size, parallel.group.rank
+    lengths = {"in_features": in_features} if parallel.mode == "row" else dict(parts)
+    for name, length in lengths.items() if parallel.mode else ():
+        if length % size:
+            raise ValueError(f"{label}: {name}={length} does not divide by tp_size={size}")
+    if parallel.mode == "column":
+        rows = Partition(0, tuple(lengths.values()), size, rank)
+        return {"weight": rows, "bias": rows}
+    return {"weight": Partition(1, (in_features,), size, rank)} if parallel.mode == "row" else {}
+
+
+def mark(parameter: Tensor, partition: Partition | None) -> None:
+    """Notes on a parameter how it is sharded, under the names that Megatron gave these attributes.
+
+    ``tensor_model_parallel``, ``partition_dim`` (-1: every rank has all of it), ``partition_stride`` (how many fused
+    parts there are) and, of our own, ``partition_parts`` (their lengths in the whole).
+    """
+    parts = () if partition is None else partition.parts
+    notes = {
+        "tensor_model_parallel": partition is not None,
+        "partition_dim": -1 if partition is None else partition.dim,
+        "partition_stride": max(len(parts), 1),
+        "partition_parts": parts,
+    }
+    for name, value in notes.items():
+        setattr(parameter, name, value)
+
+
+def check_scales_agree(
+    label: str, parallel: TensorParallel, recipe: DelayedScaling, group: dist.ProcessGroup | None
+) -> None:
+    """Raises where the ranks of a gathered tensor would cast it with different delayed scales.
+
+    Args:
+        group: the ranks that agree on delayed scaling's amaxes; None if this rank keeps them for itself.
+
+    Raises:
+        ValueError: some rank of the tensor-parallel group does not agree with this one.
+    """
+    if not parallel.sequence_parallel:
+        return
+    if not recipe.reduce_amax:
+        raise ValueError(
+            f"{label}: sequence_parallel=True gathers tensors that all ranks cast with one scale, but "
+            "DelayedScaling(reduce_amax=False) gives each rank its own; use reduce_amax=True"
+        )
+    if group is dist.group.WORLD:
+        return
+    agree = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group))
+    missing = set(dist.get_process_group_ranks(parallel.group.process_group)) - agree
+    if missing:
+        raise ValueError(
+            f"{label}: sequence_parallel=True gathers tensors that all ranks of tp_group cast with one scale, but "
+            f"autocast's amax_reduction_group leaves out ranks {sorted(missing)}; give it one that contains tp_group"
+        )
