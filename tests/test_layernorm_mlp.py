@@ -10,6 +10,7 @@ import copy
 import io
 import logging
 import pickle
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.autocast import autocast
+from minifloat.functional import layernorm_mlp as mlp_functions
 from minifloat.functional.activation import activate
 from minifloat.kernels.matmul import count_gemms
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -636,3 +638,29 @@ def compiled_step(case: Any, recipe: Recipe, outside: bool, device: str = "cpu")
         found = run(compiled, x, dy, recipe if outside else None)
         assert_same({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected)
         assert_same(dict(twin.state_dict()), dict(eager.state_dict()))
+
+
+def test_h_is_freed_before_dh_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest tensors of a backward, H and dH, lie beside each other no longer than dH takes to be computed."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    act_value, grad_operands = mlp_functions.act_value, mlp_functions._grad_operands
+
+    def noting(h: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made.append(weakref.ref(h))
+        return act_value(h, *args, **kwargs)
+
+    def looking(*args: Any) -> Any:
+        alive.append(made[-1]() is not None)
+        return grad_operands(*args)
+
+    monkeypatch.setattr(mlp_functions, "act_value", noting)
+    monkeypatch.setattr(mlp_functions, "_grad_operands", looking)
+    layer = LayerNormMLP(32, 48, recipe="current", activation="swiglu")
+    x = torch.randn(16, 32, requires_grad=True)
+    loss = layer(x).square().sum()
+    first = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
+    again = torch.autograd.grad(loss, [x, *layer.parameters()])
+    assert alive == [True, False]  # a graph that is retained keeps it
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)

@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.layernorm_linear import input_scale, norm_gradients, quantize_produced
+from minifloat.functional.call import KEPT_TENSORS, Kept, LinearCall, Ready
+from minifloat.functional.layernorm_linear import (
+    input_scale,
+    norm_gradients,
+    produced_quantizer,
+    quantize_produced,
+)
 from minifloat.functional.linear import (
-    KEPT_TENSORS,
-    Kept,
-    LinearCall,
-    Ready,
-    column_sum,
+    bias_gradient,
     grad_operands,
     grad_quantizer,
     gradients,
     multiply,
+    own_grad_operands,
 )
 from minifloat.functional.plan import LinearPlan
-from minifloat.functional.producers import Activation, Norm, act_value, dact_value, norm_value
+from minifloat.functional.producers import Activation, Norm, Produced, act_value, dact_value, norm_value
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Quantized
 
@@ -79,7 +82,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     ) -> Any:
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
         seen1, seen2 = (plan.backward_override == "high_precision" for plan in (plan1, plan2))  # backward reads N, A
-        quantizer1, quantizer2 = call1.input_quantizer(plan1, None), call2.input_quantizer(plan2, None)
+        quantizer1, quantizer2 = produced_quantizer(plan1, call1), produced_quantizer(plan2, call2)
         scale1, scale2 = input_scale(plan1, call1), input_scale(plan2, call2)
         n = norm_value(
             x, gamma, beta, mlp.norm, quantizer1, scale=scale1, return_value=mlp.return_norm or seen1
@@ -111,41 +114,54 @@ class LayerNormMLPFunction(torch.autograd.Function):
         mlp: MLPCall = ctx.mlp
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
         first, second, (h, *of_norm) = _thirds(ctx.saved_tensors)
+        if not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()  # unless they are retained: what is used up must not lie there to the end
         dn = dw1 = db1 = dw2 = db2 = dx = dgamma = dbeta = None
         if dy is not None:
-            db2 = column_sum(dy) if call2.needs_b else None
+            summing = bias_gradient(call2, dy)
             kept2 = Kept.of(ctx.layouts[1], second)
             da, dw2 = gradients(plan2, call2, kept2, grad_operands(plan2, call2, dy), ctx.weights[1])
+            db2 = summing.wait()
+            del second, kept2
             if call2.use is not None:
                 call2.use.backward_finished()
             if da is not None:
-                dh_operands, db1 = _act_gradient(mlp, da, h)
-                del da  # as wide as what the products below need room for
+                dh = _act_gradient(mlp, da, h)
+                db1 = dh.column_sum
+                del da, h  # wide as they are, they leave room for the codes of dH
+                dh_operands = _grad_operands(mlp, dh)
+                del dh
                 kept1 = Kept.of(ctx.layouts[0], first)
                 dn, dw1 = gradients(plan1, call1, kept1, dh_operands, ctx.weights[0])
                 if call1.use is not None:
                     call1.use.backward_finished()
         if call1.needs_x:
-            dx, dgamma, dbeta = norm_gradients(mlp.norm, dn, dn_returned, *of_norm)
+            dx, dgamma, dbeta = norm_gradients(mlp.norm, call1, dn, dn_returned, *of_norm)
         return None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
 
 
-def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor) -> tuple[Quantized, Tensor | None]:
-    """The operands of dH for the first linear, and db1, the sum of dH over its rows, if it is needed."""
+def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor) -> Produced:
+    """dH, with its sum over the rows, db1, if that is needed."""
     plan, call = mlp.plan1, mlp.call1
     rounded = plan.backward_override is not None  # its gradients read dH itself
     casts = call.needs_x or call.needs_w  # else only the bias is trained, whose gradient sums what a cast would read
     quantizer = grad_quantizer(plan, call) if casts else plan.grad_output
     scale = delayed_scale(call.use, "grad_output") if casts and not rounded else None
-    dh = dact_value(
+    return dact_value(
         da, h, mlp.activation, quantizer, scale=scale, return_value=rounded, with_column_sum=call.needs_b
     )  # fmt: skip
+
+
+def _grad_operands(mlp: MLPCall, dh: Produced) -> Quantized:
+    """The operands of dH for the first linear."""
+    plan, call = mlp.plan1, mlp.call1
     if dh.quantized is None:
         assert dh.value is not None
-        return dh.label(grad_operands(plan, call, dh.value, dh.amaxes if casts else None)), dh.column_sum
+        casts = call.needs_x or call.needs_w
+        return dh.label(own_grad_operands(plan, call, dh.value, dh.amaxes if casts else None))
     if call.use is not None:
         record(call.use, "grad_output", dh.quantized)
-    return dh.quantized, dh.column_sum
+    return dh.quantized
 
 
 def _thirds(saved: tuple[Tensor | None, ...]) -> tuple[Any, Any, Any]:
