@@ -17,8 +17,9 @@ import typer
 
 from minifloat import Linear
 from minifloat.cli import choose_device, device_name, user_errors
-from minifloat.cli.observe import observers, tensorboard_class
+from minifloat.cli.observe import Observer, observers, tensorboard_class
 from minifloat.cli.out import claimed
+from minifloat.cli.ranks import from_first, joined
 from minifloat.cli.resume import check_runs, checkpoint_folder, choose, resume_command
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
@@ -27,6 +28,7 @@ from minifloat.train.interrupt import signals_noted
 from minifloat.train.loop import Interrupted, Run, TrainConfig
 from minifloat.train.loop import train as train_model
 from minifloat.train.model import MODELS, ModelConfig, Transformer
+from minifloat.train.ranks import ALONE, Ranks
 
 BF16 = "bf16"  # the name of no recipe: the same model and the same bf16 activations, nothing quantized
 
@@ -51,6 +53,7 @@ class Job:
     keep: int = 2
     starts: dict[str, Checkpoint] = field(default_factory=dict)  # by name; what each run continues from
     tensorboard: bool = False
+    ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -92,6 +95,10 @@ def train(
     vocabulary: Annotated[int | None, typer.Option(help="of a token file; default: the tokenizer's")] = None,
     token_dtype: Annotated[str, typer.Option(help="of a .bin token file: uint16 or uint32")] = "uint16",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write TensorBoard's files too")] = False,
+    tp: Annotated[int, typer.Option(help="ranks that share each layer: tensor parallelism, under torchrun")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="with --tp: what is not split by columns is split by tokens")
+    ] = True,
     max_gap: Annotated[
         float | None,
         typer.Option(help=f"largest relative gap of the losses; default {MAX_GAP}, 4-bit {MAX_GAP_4BIT}; inf: any"),
@@ -117,14 +124,15 @@ def train(
             sizes = replace(sizes, vocabulary=corpus.vocabulary)
             if tensorboard:
                 tensorboard_class()  # now, not after the first step
-            chosen = choose_device(device)
-            folder, starts = choose(names, out, resume, resume_from)
-            held.enter_context(claimed(folder))
+            ranks, chosen = held.enter_context(joined(tp, sequence_parallel, choose_device(device)))
+            folder, starts = from_first(choose(names, out, resume, resume_from), ranks)
+            if ranks.first:
+                held.enter_context(claimed(folder))
             check_runs(names, folder)
-            job = Job(names, sizes, config, corpus, chosen, folder, save_every, keep, starts, tensorboard)
+            job = Job(names, sizes, config, corpus, chosen, folder, save_every, keep, starts, tensorboard, ranks)
         runs = run_or_stop(job)
         limit = default_gap(recipe) if max_gap is None else max_gap
-        if not conclude(job, runs, limit, max_gradient_gap):
+        if ranks.first and not conclude(job, runs, limit, max_gradient_gap):
             raise typer.Exit(1)
 
 
@@ -173,17 +181,24 @@ def run_or_stop(job: Job) -> list[Run]:
 def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
     """Trains each of the job's models in turn, the recipe's first, until `stop` answers true."""
     runs = []
-    with observers(job.out, job.config.steps, job.corpus.unit, job.tensorboard) as observer:
+    with ExitStack() as seen:
+        watched = observers(job.out, job.config.steps, job.corpus.unit, job.tensorboard)
+        observer = seen.enter_context(watched) if job.ranks.first else unobserved
         for name in job.names:
             linear = partial(Linear, bias=False, recipe=recipe_of(name))
-            model = Transformer(job.model, linear, seed=job.config.seed)
+            model = Transformer(job.model, linear, seed=job.config.seed, ranks=job.ranks)
             runs.append(
                 train_model(
                     name, model, job.model.context, job.corpus, job.config, job.device, observer(name),
-                    checkpoints=job.checkpoints(name), stop=stop,
+                    checkpoints=job.checkpoints(name), stop=stop, ranks=job.ranks,
                 )
             )  # fmt: skip
     return runs
+
+
+def unobserved(name: str) -> Observer:
+    """What a rank other than the first does with a step's metrics."""
+    return lambda metrics: None
 
 
 def conclude(job: Job, runs: list[Run], max_gap: float, max_gradient_gap: float) -> bool:
@@ -229,8 +244,14 @@ def facts(job: Job, runs: list[Run]) -> dict[str, str]:
         "training": f"{config}",
         "text": job.corpus.source,
         "device": device_name(job.device),
+        **({} if job.ranks.alone else {"ranks": _ranks(job.ranks)}),
         **{f"{name} continued from": f"step {start.step}, {start.path}" for name, start in job.starts.items()},
         "peak memory": "of each run" if job.device.type == "cuda" else "of the process up to each run's end",
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
         "high precision": "the embedding, the norms, the attention product and the output head, in every recipe",
     }
+
+
+def _ranks(ranks: Ranks) -> str:
+    tokens = "split by tokens elsewhere" if ranks.sequence_parallel else "all tokens on each elsewhere"
+    return f"{ranks.group.size}, which share each linear; {tokens}"

@@ -123,11 +123,15 @@ class Checkpoints:
     def due(self, step: int, steps: int) -> bool:
         return step == steps or (self.every is not None and step % self.every == 0)
 
+    def path(self, step: int) -> Path:
+        """The folder of the state after `step`."""
+        return self.folder / f"step-{step:08}"
+
     def save(
         self, step: int, model: Mapping[str, Tensor], training: Mapping[str, Tensor], values: Mapping[str, Any]
     ) -> Path:
         """Writes the state after `step`, then removes the oldest checkpoints beyond `keep`; returns the new folder."""
-        target = self.folder / f"step-{step:08}"
+        target = self.path(step)
         if target.exists():
             Checkpoint.read(target)  # the same step of the same run: there is nothing to add, if it is complete
             return target

@@ -15,6 +15,7 @@ from minifloat.functional import count_gemms
 from minifloat.train.checkpoint import Checkpoints
 from minifloat.train.data import Batches, Corpus, fixed_batches
 from minifloat.train.nonfinite import find_non_finite
+from minifloat.train.ranks import ALONE, Ranks
 from minifloat.train.run import Interrupted, Metrics, NonFiniteError, Run, TrainConfig
 from minifloat.train.state import TrainState, own_random_numbers
 
@@ -34,11 +35,13 @@ def train(
     *,
     checkpoints: Checkpoints | None = None,
     stop: Callable[[], object] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> Run:
     """Trains `model` (moved to `device`) and hands each step's metrics to `observe`.
 
     Runs of equal `corpus`, `config` and `context` see the same batches, and all their random numbers come from
-    `config.seed`. A run that continues from `checkpoints.start` hands the earlier steps' metrics to `observe` too.
+    `config.seed`. A run that continues from `checkpoints.start` hands the earlier steps' metrics to `observe` too. A
+    model that is split over `ranks` is trained by all of them alike; its checkpoints are those of one process.
 
     Raises:
         NonFiniteError: the loss or the gradient of a step is not finite; names the step and the layer. Parameters and
@@ -53,7 +56,7 @@ def train(
     with own_random_numbers(config.seed, device):
         stream = Batches(corpus.train, config.batch_size, context, config.seed)
         held_out = fixed_batches(corpus.validation, config.batch_size, context, config.evaluation_batches)
-        state = TrainState(model, make_optimizer(model, config), stream, device)
+        state = TrainState(model, make_optimizer(model, config), stream, device, ranks)
         if checkpoints is not None and checkpoints.start is not None:
             state.load(checkpoints.start)
         for metrics in state.history:
@@ -61,13 +64,13 @@ def train(
         while state.step < config.steps:
             metrics = advance(name, state, config, held_out, context, checkpoints)
             observe(metrics)
-            stopped = state.step < config.steps and stop()
+            stopped = state.step < config.steps and ranks.any(bool(stop()), device)
             saved = None
             if checkpoints is not None and (stopped or checkpoints.due(state.step, config.steps)):
                 saved = state.save(checkpoints, peak_memory(state))
             if stopped:
                 raise Interrupted(name, state.step, saved)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(ranks.numel(parameter) for parameter in model.parameters())
     return Run(name, tuple(state.history), state.gemms, peak_memory(state), parameters)
 
 
@@ -85,16 +88,17 @@ def advance(
     state.mark()
     batch = next(state.stream)
     with count_gemms() as counts:
-        loss, norm = train_step(state.model, state.optimizer, batch, rate, config, state.device)
+        loss, norm = train_step(state.model, state.optimizer, batch, rate, config, state.device, state.ranks)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NonFiniteError(
             f"{name}: step {step} has loss {loss} and gradient norm {norm}: {explain(state, batch, config)}; "
             f"{keep_last_good(state, checkpoints)}"
         )
     seconds = time.perf_counter() - start
-    validation = evaluate(state.model, held_out, config, state.device) if config.evaluates(step) else None
+    validation = evaluate(state.model, held_out, config, state.device, state.ranks) if config.evaluates(step) else None
     if validation is not None and not math.isfinite(validation):
-        where = find_non_finite(state.model.eval(), lambda: batch_loss(state.model, held_out[0], config, state.device))
+        state.model.eval()
+        where = locate(state, held_out[0], config)
         raise NonFiniteError(f"{name}: after step {step} the validation loss is {validation}: {where}")
     state.gemms.update(counts)
     state.history.append(Metrics(step, loss, norm, rate, seconds, config.batch_size * context / seconds, validation))
@@ -104,11 +108,16 @@ def advance(
 def explain(state: TrainState, batch: Batch, config: TrainConfig) -> str:
     """What was not finite first in the step that has just failed; the state is then as before that step."""
     state.rewind()
-    where = find_non_finite(
-        state.model, lambda: batch_loss(state.model, batch, config, state.device) * config.loss_scale
-    )
+    where = locate(state, batch, config, config.loss_scale)
     state.rewind()
     return where
+
+
+def locate(state: TrainState, batch: Batch, config: TrainConfig, scale: float = 1.0) -> str:
+    """Where the computation of `scale` times the loss of `batch`, or its backward, is not finite first."""
+    if not state.ranks.alone:  # one rank would find it before the others, which would wait for it
+        return "somewhere; a run on one rank says in which layer"
+    return find_non_finite(state.model, lambda: batch_loss(state.model, batch, config, state.device) * scale)
 
 
 def keep_last_good(state: TrainState, checkpoints: Checkpoints | None) -> str:
@@ -135,6 +144,7 @@ def train_step(
     rate: float,
     config: TrainConfig,
     device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> tuple[float, float]:
     """One update at learning rate `rate`; returns the loss and the gradient norm before clipping.
 
@@ -143,32 +153,37 @@ def train_step(
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss = batch_loss(model, batch, config, device)
+    loss = batch_loss(model, batch, config, device, ranks)
     with torch.autograd.set_multithreading_enabled(False):  # for one device another thread only costs time
         (loss * config.loss_scale).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    value, norm_value = torch.stack((loss.detach(), norm)).tolist()
+    ranks.finish_gradients(model)
+    norm = ranks.clip(model, config.clip)
+    value, norm_value = torch.stack((ranks.mean(loss.detach()), norm)).tolist()
     if math.isfinite(value) and math.isfinite(norm_value):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return value, norm_value
 
 
-def batch_loss(model: nn.Module, batch: Batch, config: TrainConfig, device: torch.device) -> Tensor:
-    """The mean cross entropy in nats a token, fp32 scalar."""
+def batch_loss(
+    model: nn.Module, batch: Batch, config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
+) -> Tensor:
+    """The mean cross entropy in nats a token, fp32 scalar, over the tokens that this rank has."""
     inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in batch)
     with torch.autocast(device.type, dtype=config.dtype, enabled=config.dtype != torch.float32):
-        logits_BTV = model(inputs_BT)
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+        logits = model(inputs_BT)
+    return F.cross_entropy(logits.flatten(0, -2).float(), ranks.own(targets_BT.flatten()))
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, held_out: list[Batch], config: TrainConfig, device: torch.device) -> float:
+def evaluate(
+    model: nn.Module, held_out: list[Batch], config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
+) -> float:
     """The mean loss over the held-out batches, weighted by their sizes; the model is back in training mode after it."""
     model.eval()
-    losses = torch.stack([batch_loss(model, batch, config, device) for batch in held_out])
+    losses = ranks.mean(torch.stack([batch_loss(model, batch, config, device, ranks) for batch in held_out]))
     sizes = torch.tensor([float(inputs.shape[0]) for inputs, _ in held_out], device=device)
     model.train()
     return float((losses * sizes).sum() / sizes.sum())

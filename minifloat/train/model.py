@@ -4,8 +4,8 @@ RMSNorm, rotary positions (RoPE), grouped-query attention through PyTorch's SDPA
 the blocks are what a recipe quantizes. The embedding, the norms, the attention product and the output head stay in high
 precision: the first and the last layer carry few of the FLOPs and most of the sensitivity.
 
-Shape suffixes: B batch, T time (tokens), D model width, H query heads, G key/value heads, E head width, F MLP width,
-V vocabulary.
+Shape suffixes: B batch, T time (tokens), N tokens of a batch (of this rank), D model width, H query heads, G key/value
+heads, E head width, F MLP width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# (in_features, out_features) -> a linear without bias
-LinearFactory = Callable[[int, int], nn.Linear]
+from minifloat.train.ranks import ALONE, Ranks, fill_normal
+
+# (in_features, out_features) -> a linear without bias; on several ranks with what `Ranks.linear` gives
+LinearFactory = Callable[..., nn.Linear]
 
 
 @dataclass(frozen=True)
@@ -81,70 +83,77 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions; [B, T, D] to [B, T, D]."""
+    """Causal grouped-query attention with rotary positions; [N, D] to [N, D]."""
 
-    def __init__(self, config: ModelConfig, linear: LinearFactory) -> None:
+    def __init__(self, config: ModelConfig, linear: LinearFactory, ranks: Ranks) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.query = linear(config.dim, config.heads * config.head_dim)
-        self.key = linear(config.dim, config.kv_heads * config.head_dim)
-        self.value = linear(config.dim, config.kv_heads * config.head_dim)
-        self.output = linear(config.heads * config.head_dim, config.dim)
+        self.query = linear(config.dim, config.heads * config.head_dim, **ranks.linear("column"))
+        self.key = linear(config.dim, config.kv_heads * config.head_dim, **ranks.linear("column"))
+        self.value = linear(config.dim, config.kv_heads * config.head_dim, **ranks.linear("column"))
+        self.output = linear(config.heads * config.head_dim, config.dim, **ranks.linear("row"))
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        q_BHTE = rotate(self._heads(self.query(x_BTD)), cos_TE, sin_TE)
-        k_BGTE = rotate(self._heads(self.key(x_BTD)), cos_TE, sin_TE)
-        v_BGTE = self._heads(self.value(x_BTD))
+    def forward(self, x_ND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        length = cos_TE.shape[0]
+        q_BHTE = rotate(self._heads(self.query(x_ND), length), cos_TE, sin_TE)
+        k_BGTE = rotate(self._heads(self.key(x_ND), length), cos_TE, sin_TE)
+        v_BGTE = self._heads(self.value(x_ND), length)
         y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=True)
-        out: Tensor = self.output(y_BHTE.transpose(1, 2).flatten(2))
+        out: Tensor = self.output(y_BHTE.transpose(1, 2).flatten(2).flatten(0, 1))
         return out
 
-    def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, E]
+    def _heads(self, x_ND: Tensor, length: int) -> Tensor:
+        """[B, heads, T, E]: all tokens, whatever this rank's are, and this rank's heads."""
+        return x_ND.unflatten(0, (-1, length)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); [B, T, D] to [B, T, D]."""
+    """down(silu(gate(x)) * up(x)); [N, D] to [N, D]."""
 
-    def __init__(self, config: ModelConfig, linear: LinearFactory) -> None:
+    def __init__(self, config: ModelConfig, linear: LinearFactory, ranks: Ranks) -> None:
         super().__init__()
-        self.gate = linear(config.dim, config.hidden)
-        self.up = linear(config.dim, config.hidden)
-        self.down = linear(config.hidden, config.dim)
+        self.gate = linear(config.dim, config.hidden, **ranks.linear("column"))
+        self.up = linear(config.dim, config.hidden, **ranks.linear("column"))
+        self.down = linear(config.hidden, config.dim, **ranks.linear("row"))
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+    def forward(self, x_ND: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x_ND)) * self.up(x_ND))
         return out
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP around one residual stream."""
 
-    def __init__(self, config: ModelConfig, linear: LinearFactory) -> None:
+    def __init__(self, config: ModelConfig, linear: LinearFactory, ranks: Ranks) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.attention = Attention(config, linear)
+        self.attention = Attention(config, linear, ranks)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.mlp = SwiGLU(config, linear)
+        self.mlp = SwiGLU(config, linear, ranks)
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
-        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+    def forward(self, x_ND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        x_ND = x_ND + self.attention(self.attention_norm(x_ND), cos_TE, sin_TE)
+        out: Tensor = x_ND + self.mlp(self.mlp_norm(x_ND))
         return out
 
 
 class Transformer(nn.Module):
     """Tokens [B, T] (int64) to next-token logits [B, T, V]; T is at most `config.context`.
 
-    `linear` makes each linear inside the blocks. `seed` decides every initial value, whatever the recipe, so that two
-    models of one config and seed start equal.
+    `linear` makes each linear inside the blocks. `seed` decides every initial value, whatever the recipe and the number
+    of `ranks`, so that two models of one config and seed start equal. Where ranks split the tokens, each gives the
+    logits of its own, [N, V].
     """
 
-    def __init__(self, config: ModelConfig, linear: LinearFactory, *, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, linear: LinearFactory, *, seed: int = 0, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.config = config
+        self.ranks = ranks
+        for name, heads in (("query", config.heads), ("key/value", config.kv_heads)):
+            if heads % ranks.group.size:
+                raise ValueError(f"{heads} {name} heads do not divide by {ranks.group.size} ranks; choose another --tp")
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.blocks = nn.ModuleList(Block(config, linear) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, linear, ranks) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.head = nn.Linear(
             config.dim, config.vocabulary, bias=False
@@ -160,18 +169,20 @@ class Transformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         depth_scale = 1 / math.sqrt(2 * self.config.layers)
         self.embedding.weight.normal_(std=self.config.dim**-0.5, generator=generator)
+        widths = {"attention.output": self.config.heads * self.config.head_dim, "mlp.down": self.config.hidden}
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                scale = depth_scale if name.endswith(("attention.output", "mlp.down")) else 1.0
-                module.weight.normal_(std=scale * module.in_features**-0.5, generator=generator)
+                width = next((width for end, width in widths.items() if name.endswith(end)), 0)
+                std = depth_scale * width**-0.5 if width else self.config.dim**-0.5
+                fill_normal(module.weight, std, generator, self.ranks)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         length = tokens_BT.shape[1]
         if length > self.config.context:
             raise ValueError(f"{length} tokens in a sequence exceed the model's context of {self.config.context}")
         cos_TE, sin_TE = self.get_buffer("cos_TE")[:length], self.get_buffer("sin_TE")[:length]
-        x_BTD = self.embedding(tokens_BT)
+        x_ND = self.embedding(self.ranks.own(tokens_BT.flatten()))
         for block in self.blocks:
-            x_BTD = block(x_BTD, cos_TE, sin_TE)
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
-        return logits_BTV
+            x_ND = block(x_ND, cos_TE, sin_TE)
+        logits_NV: Tensor = self.head(self.norm(x_ND))
+        return logits_NV if self.ranks.splits_tokens else logits_NV.unflatten(0, tokens_BT.shape)

@@ -17,6 +17,7 @@ from minifloat.functional import Gemm
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.train.checkpoint import Checkpoint, Checkpoints
 from minifloat.train.data import Batches
+from minifloat.train.ranks import ALONE, Ranks
 from minifloat.train.run import Metrics
 
 
@@ -28,6 +29,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     stream: Batches
     device: torch.device
+    ranks: Ranks = ALONE
     history: list[Metrics] = field(default_factory=list)
     gemms: Counter[Gemm] = field(default_factory=Counter)
     peak_bytes: int = 0  # of the processes before this one
@@ -42,16 +44,24 @@ class TrainState:
         return len(self.history)
 
     def save(self, checkpoints: Checkpoints, peak_bytes: int | None) -> Path:
-        training = self._optimizer_tensors() | self._random() | {"history": history_tensor(self.history)}
+        """The first rank writes, and the others wait for it."""
+        model = self.ranks.whole(self.model.state_dict(), dict(self.model.named_parameters()))
+        optimizer = self.ranks.whole(self._optimizer_tensors(), self._of_optimizer())
+        training = optimizer | self._random() | {"history": history_tensor(self.history)}
         gemms = [[*key, count] for key, count in sorted(self.gemms.items())]
         values = {"gemms": gemms, "peak_bytes": peak_bytes or 0}
-        return checkpoints.save(self.step, self.model.state_dict(), training, values)
+        saved = checkpoints.path(self.step)
+        if self.ranks.first:
+            saved = checkpoints.save(self.step, model, training, values)
+        self.ranks.any(False, self.device)
+        return saved
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Raises ValueError when the files are not of this model."""
         training = checkpoint.training_state()
         try:
-            self.model.load_state_dict(checkpoint.model_state())
+            parameters = dict(self.model.named_parameters())
+            self.model.load_state_dict(self.ranks.part(checkpoint.model_state(), parameters))
             self._load_optimizer(training)
         except (RuntimeError, KeyError) as error:
             raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
@@ -99,11 +109,19 @@ class TrainState:
         names, states = self._parameter_names(), self.optimizer.state_dict()["state"]
         return {f"optimizer/{names[i]}/{key}": value for i, state in states.items() for key, value in state.items()}
 
+    def _of_optimizer(self) -> dict[str, Tensor]:
+        """The parameter of each of the optimizer's tensors."""
+        names, states = self._parameter_names(), self.optimizer.state_dict()["state"]
+        parameters = dict(self.model.named_parameters())
+        return {f"optimizer/{names[i]}/{key}": parameters[names[i]] for i, state in states.items() for key in state}
+
     def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
         states: dict[int, dict[str, Tensor]] = {}
+        parameters = dict(self.model.named_parameters())
         for i, name in enumerate(self._parameter_names()):
             prefix = f"optimizer/{name}/"
-            states[i] = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+            state = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+            states[i] = self.ranks.part(state, dict.fromkeys(state, parameters[name]))
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
 
 

@@ -1,0 +1,64 @@
+"""Joining the ranks that torchrun has started for one command."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from minifloat.distributed.group import Group
+from minifloat.train.ranks import ALONE, Ranks
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=5)
+"""A collective that waits longer ends the command: a rank has died."""
+
+
+@contextmanager
+def joined(tp: int, sequence_parallel: bool, device: torch.device) -> Iterator[tuple[Ranks, torch.device]]:
+    """The ranks of this command and the device of this one; inside, all but the first one's standard output is lost.
+
+    Raises:
+        ValueError: torchrun has not started `tp` processes, or there are fewer GPUs than ranks on this machine.
+    """
+    started = int(os.environ.get("WORLD_SIZE", 1)) if dist.is_torchelastic_launched() else 1
+    if tp < 1 or started != tp:
+        raise ValueError(
+            f"--tp is {tp}, and there are {started} processes; start {max(tp, 1)} with: torchrun --nproc-per-node "
+            f"{max(tp, 1)} --no-python minifloat train --tp {max(tp, 1)} ..."
+        )
+    if tp == 1:
+        yield ALONE, device
+        return
+    if device.type == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"rank {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    ranks = Ranks(Group.of(dist.group.WORLD), sequence_parallel)
+    with ExitStack() as stack:
+        if not ranks.first:
+            stack.enter_context(redirect_stdout(io.StringIO()))
+        yield ranks, device
+    # Only in order: after an error the other ranks may wait in a collective, and torchrun ends them.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def from_first(value: T, ranks: Ranks) -> T:
+    """The first rank's value, on all of them."""
+    if ranks.alone:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
