@@ -1,0 +1,226 @@
+"""What several GPUs reach together: the quantized all-gather and a tensor-parallel layer, beside bf16 in the same run.
+
+Run as ``torchrun --nproc-per-node 4 -m minifloat.bench.ranks gather layer --out FOLDER``. As in ``minifloat bench``
+contenders take turns in each round, a result is checked before it is timed, and what is quoted is the median over the
+rounds of the ratio to bf16. The time of a call is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minifloat import TransformerLayer
+from minifloat.bench.gate import bound, relative_error
+from minifloat.distributed.gather import gather
+from minifloat.distributed.group import Group
+from minifloat.distributed.shard_map import ShardMap
+from minifloat.distributed.shards import quantize_shard
+from minifloat.operand import Quantized
+from minifloat.quantizer import Quantizer, cast_all
+from minifloat.recipe import QuantizerRole, named
+
+Call = Callable[[], Any]
+
+COLUMNS = 8192
+MEBIBYTES = (16, 64, 256, 1024)  # of the gathered tensor in bf16
+GATHERED = ("current", "block", "mxfp8", "nvfp4")
+GATHER_GOALS = {"current": 1.6, "block": 1.6, "mxfp8": 1.6, "nvfp4": 2.5}  # times the bf16 all-gather, at 1 GiB
+FRACTION_GOAL = 0.9  # of the speed that the parts of a quantized all-gather would have by themselves
+
+LAYERS = {"8B": (4096, 14336, 32, 8), "70B": (8192, 28672, 64, 8)}  # hidden, ffn, heads, groups of Llama 3
+TOKENS, BATCH = 16384, 2
+LAYER_GOALS = {"current": 1.3, "block": 1.2}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender of one row: milliseconds a call (median), times the baseline's speed, and what it should reach."""
+
+    row: str
+    contender: str
+    ms: float
+    ratio: float
+    error: float
+    goal: float | None
+    rounds: list[float]
+
+    def __str__(self) -> str:
+        met = self.goal is not None and self.ratio >= self.goal
+        verdict = "" if self.goal is None else f"  goal {self.goal:.2f} {'met' if met else 'MISSED'}"
+        return f"{self.row:34}{self.contender:26}{self.ms:9.3f} ms{self.ratio:7.2f}x  error {self.error:.2g}{verdict}"
+
+
+def timed(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a call of the slowest rank, of each contender in each round."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(2):
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            count = 5
+            torch.cuda.synchronize()
+            dist.barrier()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(count):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            slowest = torch.tensor(begin.elapsed_time(end) / count, device="cuda")
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            found[name].append(float(slowest))
+    return found
+
+
+def quantizer_of(recipe: str, kind: str) -> Quantizer:
+    return named(recipe).resolve(QuantizerRole("linear", kind, ""))[0]
+
+
+def gathers(group: Group, rounds: int, mebibytes: Sequence[int] = MEBIBYTES) -> Iterator[Line]:
+    """Rowwise operands of an input, as the forward of a column-parallel linear gathers them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for size in mebibytes:
+        for extra in (0, 5):  # rows a rank that are no whole block
+            rows = size * 2**20 // 2 // COLUMNS // group.size + extra
+            shards = ShardMap((rows,) * group.size)
+            x = torch.randn(rows, COLUMNS, device=device, dtype=torch.bfloat16)
+            whole = torch.empty(rows * group.size, COLUMNS, device=device, dtype=torch.bfloat16)
+            dist.all_gather_into_tensor(whole, x)
+            row = f"gather {size} MiB" + (", unaligned" if extra else "")
+            for recipe in GATHERED:
+                yield from gather_lines(f"{row}, {recipe}", recipe, x, whole, shards, group, rounds, size)
+
+
+def gather_lines(
+    row: str, recipe: str, x: Tensor, whole: Tensor, shards: ShardMap, group: Group, rounds: int, size: int
+) -> Iterator[Line]:
+    quantizer = quantizer_of(recipe, "input").with_usage(rowwise=True, columnwise=False)
+    part = quantize_shard(x, quantizer, shards, group)
+    operand = part.any
+    blocks = operand.scale_inv if operand.format.block else None
+    low = [t.view(torch.uint8).contiguous() for t in (operand.codes, blocks) if t is not None]
+    wide = [torch.empty(group.size * t.shape[0], t.shape[1], dtype=torch.uint8, device=x.device) for t in low]
+    amaxes = quantizer.amax(x)
+    small = torch.zeros(1, device=x.device)
+
+    def transfer() -> None:
+        for source, target in zip(low, wide, strict=True):
+            dist.all_gather_into_tensor(target, source)
+
+    def ours() -> Quantized:
+        return gather(
+            quantize_shard(x, quantizer, shards, group), shards, group, rowwise=True, columnwise=False, gemm_ready=True
+        )
+
+    calls: dict[str, Call] = {
+        "bf16 all-gather": lambda: dist.all_gather_into_tensor(whole, x),
+        "low-precision all-gather": transfer,
+        "amax and cast": lambda: cast_all([x], [quantizer]),
+        "amax all-reduce": lambda: dist.all_reduce(small, op=dist.ReduceOp.MAX),
+        "minifloat": ours,
+    }
+    wanted = cast_all([whole], [quantizer])[0].any
+    got = ours().any
+    same = all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(got[:2], wanted[:2], strict=True)
+        if a is not None and b is not None
+    )
+    if not same:
+        raise AssertionError(f"{row}: what was gathered is not the quantized whole")
+    found = timed(calls, rounds)
+    base = found["bf16 all-gather"]
+    agree = found["amax all-reduce"] if amaxes[0] is not None else [0.0] * rounds
+    parts = zip(found["low-precision all-gather"], found["amax and cast"], agree, strict=True)
+    ideal = statistics.median(b / sum(p) for b, p in zip(base, parts, strict=True))
+    for name, times in found.items():
+        ratio = statistics.median(b / t for b, t in zip(base, times, strict=True))
+        goal = None
+        if name == "minifloat":
+            goal = max(FRACTION_GOAL * ideal, GATHER_GOALS[recipe] if size >= 1024 else 0.0)
+        yield Line(row, name, statistics.median(times), ratio, 0.0, goal, times)
+
+
+def layers(group: Group, rounds: int, shapes: Mapping[str, tuple[int, int, int, int]] = LAYERS) -> Iterator[Line]:
+    """Forward and backward of a layer, tensor and sequence parallel, its weights cast every step."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for name, (hidden, ffn, heads, groups) in shapes.items():
+        length = TOKENS // BATCH // group.size
+        generator = torch.Generator(device).manual_seed(group.rank)
+        x, dy = (
+            torch.randn(length, BATCH, hidden, device=device, dtype=torch.bfloat16, generator=generator)
+            for _ in range(2)
+        )
+        x.requires_grad_()
+        make = partial(
+            TransformerLayer, hidden, ffn, heads, groups, 1e-5, 0.0, 0.0, attn_input_format="sbhd",
+            fuse_qkv_params=True, normalization="RMSNorm", activation="swiglu", bias=False, device=device,
+            params_dtype=torch.bfloat16, set_parallel_mode=True, sequence_parallel=True, tp_group=group.process_group,
+        )  # fmt: skip
+        outputs: dict[str, list[Tensor]] = {}
+        calls: dict[str, Call] = {}
+        for recipe in ("bf16", "delayed", "current", "block"):
+            torch.manual_seed(0)
+            calls[recipe] = partial(step, make(recipe=None if recipe == "bf16" else recipe), x, dy)
+            for _ in range(3):  # delayed scaling finds its scales
+                outputs[recipe] = calls[recipe]()
+        found = timed(calls, rounds)
+        for recipe, times in found.items():
+            error = relative_error(outputs[recipe][:2], outputs["bf16"][:2])
+            if recipe != "bf16" and error > bound(recipe, 4):
+                raise AssertionError(f"{name} {recipe}: output or dX is {error:.3f} off bf16's")
+            ratio = statistics.median(b / t for b, t in zip(found["bf16"], times, strict=True))
+            goal = LAYER_GOALS.get(recipe)
+            yield Line(f"layer {name}, {group.size}-way", recipe, statistics.median(times), ratio, error, goal, times)
+
+
+def step(layer: TransformerLayer, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Output, dX and the gradients of the parameters."""
+    y = layer(x)
+    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+
+
+SUITES: dict[str, Callable[[Group, int], Iterator[Line]]] = {"gather": gathers, "layer": layers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suites", nargs="*", default=list(SUITES), help=", ".join(SUITES))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    group = Group.of(dist.group.WORLD)
+    lines: list[Line] = []
+    for suite in options.suites:
+        for line in SUITES[suite](group, options.rounds):
+            lines.append(line)
+            if group.rank == 0:
+                print(line, flush=True)
+    if group.rank == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
+        told = {"device": torch.cuda.get_device_name(), "ranks": group.size, "torch": torch.__version__}
+        path = options.out / f"{date.today()}-bench-ranks-{'-'.join(options.suites)}.json"
+        path.write_text(json.dumps(told | {"lines": [asdict(line) for line in lines]}, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
