@@ -5,7 +5,9 @@ Each rank has a part of every sequence inside ``context_parallel``; output and g
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,14 +16,16 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from minifloat.nn.attention import DotProductAttention
 
 HEADS, CHANNELS, BATCH, LENGTH = 8, 64, 2, 512
 
 
 def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank())
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     torch.manual_seed(0)  # the same on all ranks
     shape = BATCH, LENGTH, HEADS, CHANNELS

@@ -118,7 +118,6 @@ def torchrun(*arguments: object, script: str = COMMAND) -> subprocess.CompletedP
 def test_the_command(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
-    write_texts(texts)
     out = tmp_path / "out"
     common = ("train", write_texts(texts), "--model", "tiny", "--batch-size", 2, "--steps", 2, "--device", "cpu")
     done = torchrun(*common, "--tp", 2, "--recipe", "block", "--out", out)
@@ -127,7 +126,26 @@ def test_the_command(tmp_path: Path) -> None:
     assert "2, which share each linear; split by tokens elsewhere" in (out / "report.md").read_text()
     refused = torchrun(*common, "--tp", 4, "--out", tmp_path / "other")
     assert refused.returncode != 0
-    assert "--tp is 4, and there are 2 processes" in refused.stderr
+    assert "--tp is 4, but torchrun has started 2" in refused.stderr
+
+
+def test_a_resumed_command_with_a_failed_check(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    write_texts(texts)
+    out = tmp_path / "out"
+    common = ("train", texts, "--model", "tiny", "--batch-size", 2, "--device", "cpu", "--tp", 2, "--out", out)
+    assert torchrun(*common, "--steps", 2).returncode == 0
+    failed = torchrun(*common, "--steps", 2, "--resume", "--against", "bf16", "--max-gap", 1e-9)
+    assert failed.returncode != 0
+    assert failed.stderr.count("FAILED: current: the final validation loss") == 1  # said once
+    assert "barrier" not in failed.stderr  # no rank waits for another
+    assert "torchrun --nproc-per-node 2" in (out / "report.md").read_text()
+
+
+def test_heads_that_ranks_cannot_share_are_a_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"2 query and 1 key/value heads .* 2 ranks; choose a --tp that divides 1"):
+        MICRO.check_ranks(2)
 
 
 def test_a_rank_that_dies_ends_the_command(tmp_path: Path) -> None:
@@ -135,9 +153,10 @@ def test_a_rank_that_dies_ends_the_command(tmp_path: Path) -> None:
     texts.mkdir()
     out = tmp_path / "out"
     done = torchrun(
-        "train", write_texts(texts), "--model", "micro", "--steps", 50, "--device", "cpu", "--tp", 2, "--out", out,
-        script=DIES,
+        "train", write_texts(texts), "--model", "tiny", "--batch-size", 2, "--steps", 50, "--device", "cpu",
+        "--tp", 2, "--out", out, script=DIES,
     )  # fmt: skip
     assert done.returncode not in (0, None)
-    assert "SIGKILL" in done.stderr
+    assert "exitcode: -9" in done.stderr
+    assert (out / "metrics.jsonl").read_text().count("\n") == 2  # it had begun
     assert not (out / "report.md").exists()

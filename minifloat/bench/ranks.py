@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -203,6 +202,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
+    if unknown := set(options.suites) - SUITES.keys():
+        parser.error(f"there is no suite {', '.join(unknown)}; choose from {', '.join(SUITES)}")
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     group = Group.of(dist.group.WORLD)
@@ -219,7 +220,6 @@ def main() -> None:
         path.write_text(json.dumps(told | {"lines": [asdict(line) for line in lines]}, indent=1))
     dist.barrier()
     dist.destroy_process_group()
-    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from minifloat.distributed.group import Group
 from minifloat.train.ranks import ALONE, Ranks
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=5)
-"""A collective that waits longer ends the command: a rank has died."""
+TIMEOUT = timedelta(hours=1)
+"""Longer than the first rank ever takes to write a checkpoint; of ranks that die torchrun ends the others."""
 
 
 @contextmanager
@@ -25,18 +25,21 @@ def joined(tp: int, sequence_parallel: bool, device: torch.device) -> Iterator[t
     """The ranks of this command and the device of this one; inside, all but the first one's standard output is lost.
 
     Raises:
-        ValueError: torchrun has not started `tp` processes, or there are fewer GPUs than ranks on this machine.
+        ValueError: torchrun has not started `tp` processes, there are fewer GPUs than ranks on this machine, or
+            `device` is one of them.
     """
     started = int(os.environ.get("WORLD_SIZE", 1)) if dist.is_torchelastic_launched() else 1
     if tp < 1 or started != tp:
         raise ValueError(
-            f"--tp is {tp}, and there are {started} processes; start {max(tp, 1)} with: torchrun --nproc-per-node "
-            f"{max(tp, 1)} --no-python minifloat train --tp {max(tp, 1)} ..."
+            f"--tp is {tp}, but torchrun has started {started}; give --tp {started}, or start {max(tp, 1)} with: "
+            f"{launcher(max(tp, 1))}minifloat train --tp {max(tp, 1)} ..."
         )
     if tp == 1:
         yield ALONE, device
         return
     if device.type == "cuda":
+        if device.index is not None:
+            raise ValueError(f"--tp gives each rank a GPU of its own, and --device is {device}; use --device cuda")
         local = int(os.environ["LOCAL_RANK"])
         if local >= torch.cuda.device_count():
             raise ValueError(
@@ -53,6 +56,11 @@ def joined(tp: int, sequence_parallel: bool, device: torch.device) -> Iterator[t
     # Only in order: after an error the other ranks may wait in a collective, and torchrun ends them.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def launcher(ranks: int) -> str:
+    """What starts so many ranks of a command on one machine, before the command; nothing for one."""
+    return "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
 
 
 def from_first(value: T, ranks: Ranks) -> T:

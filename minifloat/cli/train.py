@@ -19,7 +19,7 @@ from minifloat import Linear
 from minifloat.cli import choose_device, device_name, user_errors
 from minifloat.cli.observe import Observer, observers, tensorboard_class
 from minifloat.cli.out import claimed
-from minifloat.cli.ranks import from_first, joined
+from minifloat.cli.ranks import from_first, joined, launcher
 from minifloat.cli.resume import check_runs, checkpoint_folder, choose, resume_command
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
@@ -56,6 +56,7 @@ class Job:
     ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
+        self.model.check_ranks(self.ranks.group.size)
         for name in self.names:
             self.checkpoints(name)  # raises ValueError now for what would not work later
 
@@ -130,9 +131,12 @@ def train(
                 held.enter_context(claimed(folder))
             check_runs(names, folder)
             job = Job(names, sizes, config, corpus, chosen, folder, save_every, keep, starts, tensorboard, ranks)
+            told = [job.checkpoints(name).settings for name in names]
+            if from_first(told, ranks) != told:
+                raise ValueError("this rank has other text or options than the first; start all with the same ones")
         runs = run_or_stop(job)
         limit = default_gap(recipe) if max_gap is None else max_gap
-        if ranks.first and not conclude(job, runs, limit, max_gradient_gap):
+        if not from_first(not ranks.first or conclude(job, runs, limit, max_gradient_gap), ranks):
             raise typer.Exit(1)
 
 
@@ -171,10 +175,13 @@ def run_or_stop(job: Job) -> list[Run]:
         try:
             return execute(job, signal_that_came)
         except Interrupted as stopped:
-            typer.echo(f"{stopped}\ncontinue with: {resume_command(sys.argv[1:], job.out)}", err=True)
+            if job.ranks.first:
+                again = launcher(job.ranks.group.size) + resume_command(sys.argv[1:], job.out)
+                typer.echo(f"{stopped}\ncontinue with: {again}", err=True)
             raise typer.Exit(128 + (signal_that_came() or signal.SIGINT)) from stopped
         except FloatingPointError as error:
-            typer.echo(f"FAILED: {error}", err=True)
+            if job.ranks.first:
+                typer.echo(f"FAILED: {error}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -239,14 +246,15 @@ def facts(job: Job, runs: list[Run]) -> dict[str, str]:
     """What the report says about the conditions."""
     sizes, config = job.model, job.config
     return {
-        "command": f"`minifloat {shlex.join(sys.argv[1:])}`",
+        "command": f"`{launcher(job.ranks.group.size)}minifloat {shlex.join(sys.argv[1:])}`",
         "model": f"{runs[0].parameters:,} parameters, {sizes}",
         "training": f"{config}",
         "text": job.corpus.source,
         "device": device_name(job.device),
         **({} if job.ranks.alone else {"ranks": _ranks(job.ranks)}),
         **{f"{name} continued from": f"step {start.step}, {start.path}" for name, start in job.starts.items()},
-        "peak memory": "of each run" if job.device.type == "cuda" else "of the process up to each run's end",
+        "peak memory": ("of each run" if job.device.type == "cuda" else "of the process up to each run's end")
+        + ("" if job.ranks.alone else ", on the first rank"),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
         "high precision": "the embedding, the norms, the attention product and the output head, in every recipe",
     }

@@ -26,7 +26,7 @@ _functional = torch.ops._c10d_functional
 class Pending(Generic[T]):
     """A transfer under way; :meth:`wait` gives its result, in the order of the stream, without waiting on the host.
 
-    It keeps the tensors that are being sent until then, and nothing afterwards.
+    What is being sent is kept until then by the backend's handles, and nothing is kept afterwards.
     """
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], T]) -> None:

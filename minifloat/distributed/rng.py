@@ -35,6 +35,8 @@ def draw_apart(group: Group, function: Callable[..., T], x: Tensor, *args: objec
 
 
 def _draw_apart(rank: int, function: Callable[..., T], x: Tensor, *args: object) -> T:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("dropout that ranks draw apart cannot be captured in a CUDA graph; set its probability to 0")
     with _apart(rank, x.device):
         return function(x, *args)
 

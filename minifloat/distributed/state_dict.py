@@ -64,13 +64,26 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     ``prepare`` on, and a checkpoint's can be loaded from then on. Without a group, plain tensors.
 
     Raises:
-        ValueError: layers are sharded over different groups; a parameter is quantized.
+        ValueError: layers are sharded over different groups; a parameter is quantized; ranks do not share the amaxes
+            of delayed scaling, so that there is no one history to save.
     """
+    _check_histories(model)
     layout = _Layout(model)
     state: dict[str, Any] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         state |= layout.entries(key, value.detach(), value) if isinstance(value, Tensor) else {key: value}
     return state
+
+
+def _check_histories(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        plan = module._latest_plan[1] if isinstance(module, Linear) and module._latest_plan is not None else None
+        if plan is None or plan.delayed is None or plan.delayed.reduce_amax or module.parallel.group.size == 1:
+            continue
+        raise ValueError(
+            f"sharded_state_dict: {name} has histories of its own on each rank (reduce_amax=False), which one "
+            "checkpoint cannot hold; train with reduce_amax=True"
+        )
 
 
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:

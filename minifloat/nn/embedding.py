@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.distributed.collectives import all_gather_rows
+from minifloat.distributed.group import Group
 from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.parameters import InitMethod
@@ -130,6 +131,17 @@ class VocabParallelEmbedding(nn.Embedding):
         )
         return result
 
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
+        """Communicates with other ranks from the next forward on, as many as before; the table stays as it is.
+
+        Raises:
+            ValueError: the table is sharded over another number of ranks.
+        """
+        group, old = Group.of(tp_group), self.parallel.group
+        if group.size != old.size:
+            raise ValueError(f"{self.label}: its table is cut for {old.size} ranks, not for a group of {group.size}")
+        self.parallel = TensorParallel("row", self.parallel.sequence_parallel, group)
+
     @property
     def label(self) -> str:
         """What errors call the layer."""
@@ -151,6 +163,10 @@ class VocabParallelEmbedding(nn.Embedding):
         self._mark()
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark()
+
     def _mark(self) -> None:
         group = self.parallel.group
         if group.size > 1:
@@ -167,7 +183,7 @@ class _LookUp(torch.autograd.Function):
         ctx.save_for_backward(rows, elsewhere)
         ctx.call, ctx.table_rows = call, weight.shape[0]
         values = F.embedding(rows, weight).masked_fill_(elsewhere[..., None], 0)
-        return call.reduce_output(values.flatten(0, -2), None).reshape(shape)
+        return call.reduce_output(values.reshape(-1, values.shape[-1]), None).reshape(shape)
 
     @staticmethod
     @once_differentiable

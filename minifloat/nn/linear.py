@@ -134,7 +134,8 @@ class Linear(LinearCalls):
                 parameter has not changed since (see :meth:`invalidate`); None keeps nothing.
             fp8_output: return Y quantized, as the next layer would quantize it.
             fp8_grad: return the gradient of X quantized.
-            rows_per_rank: those shares, of all ranks; equal ones if not given.
+            rows_per_rank: those shares, of all ranks; equal ones if not given. Every rank must give the same: unequal
+                shares without it, or others on some rank, end in an error of the backend, or wait for its timeout.
         """
         self.check_input(x)
         parallel = self.parallel.of_call(x.shape, rows_per_rank, self.label)

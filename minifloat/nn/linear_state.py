@@ -236,3 +236,4 @@ class LinearState(LinearParameters):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         if not local_metadata.get("assign_to_params_buffers"):  # there the histories are replaced after the weight
             self._bind_scales()
+        self._mark_parameters()  # which may be others now

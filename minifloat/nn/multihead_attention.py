@@ -25,6 +25,7 @@ from minifloat.nn.multihead_parts import (
     check_sizes,
     make_projection,
     normalize_heads,
+    own_bias,
     own_heads,
 )
 from minifloat.nn.parameters import InitMethod
@@ -263,7 +264,7 @@ class MultiheadAttention(nn.Module):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            core_attention_bias=own_heads(core_attention_bias, self.heads, self.parallel),
+            core_attention_bias=own_bias(core_attention_bias, self.heads, self.parallel),
         )
         run = partial(run_checkpointed, attend) if checkpoint_core_attention else attend
         if self.parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:

@@ -49,6 +49,14 @@ def own_heads(t: Any, heads: int, parallel: TensorParallel) -> Any:
     return t.narrow(-3, parallel.group.rank * heads, heads) if t.shape[-3] == heads * parallel.group.size else t
 
 
+def own_bias(bias: Tensor | None, heads: int, parallel: TensorParallel) -> Tensor | None:
+    """The same of a bias, whose gradient is that of the heads of all ranks."""
+    if parallel.mode is None or bias is None:
+        return bias
+    own: Tensor = own_heads(TensorParallel("column", True, parallel.group).replicated(bias), heads, parallel)
+    return own
+
+
 def check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | None) -> None:
     if heads < 1 or groups < 1 or heads % groups:
         raise ValueError(

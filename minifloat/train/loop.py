@@ -124,7 +124,8 @@ def keep_last_good(state: TrainState, checkpoints: Checkpoints | None) -> str:
     """Saves the state if it is any good and says where."""
     if checkpoints is None or state.step == 0:
         return "the run stops here"
-    if not all(bool(parameter.isfinite().all()) for parameter in state.model.parameters()):
+    bad = not all(bool(parameter.isfinite().all()) for parameter in state.model.parameters())
+    if state.ranks.any(bad, state.device):
         return "nothing is saved, because parameters are not finite either"
     return f"the state after step {state.step} is saved in {state.save(checkpoints, peak_memory(state))}"
 

@@ -46,6 +46,15 @@ class ModelConfig:
             if width % 16:
                 raise ValueError(f"{name} is {width}; choose a multiple of 16")
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ValueError where a rank would have a part of a head."""
+        most = math.gcd(self.heads, self.kv_heads)
+        if most % ranks:
+            raise ValueError(
+                f"{self.heads} query and {self.kv_heads} key/value heads do not divide by {ranks} ranks; "
+                f"choose a --tp that divides {most}, or another --model"
+            )
+
     @property
     def head_dim(self) -> int:
         return self.dim // self.heads
@@ -149,9 +158,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.ranks = ranks
-        for name, heads in (("query", config.heads), ("key/value", config.kv_heads)):
-            if heads % ranks.group.size:
-                raise ValueError(f"{heads} {name} heads do not divide by {ranks.group.size} ranks; choose another --tp")
+        config.check_ranks(ranks.group.size)
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.blocks = nn.ModuleList(Block(config, linear, ranks) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)

@@ -85,9 +85,11 @@ class Ranks:
         """Makes gradients of the sum of the ranks' losses those of the mean over all tokens, in one all-reduce."""
         if not self.splits_tokens:
             return
-        gradients = [(p.grad, sharded(p)) for p in model.parameters() if p.grad is not None]
+        # A linear marks all of its parameters, and sums the gradients of those that it does not split by itself.
+        complete = "tensor_model_parallel"
+        gradients = [(p.grad, hasattr(p, complete)) for p in model.parameters() if p.grad is not None]
         torch._foreach_mul_([gradient for gradient, _ in gradients], 1 / self.group.size)
-        partial = [gradient for gradient, complete in gradients if not complete]
+        partial = [gradient for gradient, summed in gradients if not summed]
         flat = torch.cat([gradient.flatten() for gradient in partial])
         dist.all_reduce(flat, group=self.group.process_group)
         for gradient, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
@@ -111,7 +113,7 @@ class Ranks:
             if parameter is not None and self._is_part(tensor, parameter):
                 parts = [torch.empty_like(tensor) for _ in range(self.group.size)]
                 dist.all_gather(parts, tensor.detach().contiguous(), group=self.group.process_group)
-                result[name] = torch.cat(parts, dim(parameter))
+                result[name] = torch.cat(parts, dim(parameter)).cpu()  # of all parameters, more than a GPU may hold
         return result
 
     def part(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
