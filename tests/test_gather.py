@@ -124,7 +124,7 @@ def test_bytes_on_the_wire(worker_pool: Pools) -> None:
             assert sum(sent.bytes for sent in before) == agreement, drawn
             assert sum(sent.bytes for sent in during) == gathered, drawn
             assert {sent.dtype for sent in during} == {torch.uint8}
-            assert {sent.dtype for sent in before if sent.collective != "all_reduce"} <= {torch.uint8}
+            assert {sent.dtype for sent in before if sent.collective != "allreduce_"} <= {torch.uint8}
             assert len({sent.collective for sent in during}) == 1, "one call of the backend"
 
 
