@@ -15,6 +15,8 @@ import triton
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.kernels.activation import blocks as activation_blocks
+from minifloat.kernels.norm import blocks as norm_blocks
 from minifloat.kernels.quantize import blocks, empty_cast, nvfp4, per_tensor
 from minifloat.kernels.quantize.job import Job, Target
 from minifloat.kernels.tiles import Tile, tile
@@ -42,6 +44,12 @@ TILES = {
         Tile(16, cols, warps) for cols, warps in ((256, 2), (256, 4), (512, 4), (512, 8), (1024, 4), (1024, 8))
     ],
 }
+BEHIND_PRODUCERS = [
+    Tile(rows, cols, warps)
+    for rows, cols in ((32, 128), (16, 128), (64, 128), (32, 64), (16, 256))
+    for warps in (2, 4, 8)
+]
+"""Enlarged to whole blocks, with their warps."""
 
 
 def job(x: Tensor, fmt: Format, dims: Iterable[int]) -> tuple[Job, int]:
@@ -56,7 +64,7 @@ def job(x: Tensor, fmt: Format, dims: Iterable[int]) -> tuple[Job, int]:
     return Job(x, None, targets.get(ROWWISE), targets.get(COLUMNWISE)), moved
 
 
-def report(name: str, moved: int, candidates: list[Tile], launch: Callable[[Tile], None], default: Tile) -> None:
+def report(name: str, moved: int, candidates: list[Tile], launch: Callable[[Tile], object], default: Tile) -> None:
     speeds = {}
     for candidate in candidates:
         try:
@@ -89,6 +97,29 @@ def main(rows: int = 16384, cols: int = 8192) -> None:
                 f"{name} {what}", moved, TILES[kernel], lambda t, k=kernel, j=made: run[k]([j], None, t),
                 tile(kernel, device),
             )  # fmt: skip
+    behind_producers(x)
+
+
+def behind_producers(x: Tensor) -> None:
+    """Norm, activation and its gradient, cast in blocks by the kernel that computes them: ``x`` is what comes out."""
+    size = x.numel()
+    wide, gamma = torch.cat([x, x], 1), torch.ones_like(x[0])
+    for kind, fmt in (("block", FORMATS["cast_block strips"]), ("mx", FORMATS["cast_mx strips"])):
+        for what, dims in (("row", (True, False)), ("both", (True, True))):
+            how = fmt.spec, *dims, fmt.block == 128
+            of_norm = x, None, gamma, None, "RMSNorm", 1e-5, False, fmt, *dims, fmt.block == 128
+            calls: dict[str, tuple[int, Callable[[Tile], object]]] = {
+                "activation": (4, lambda t, h=how: activation_blocks.cast(wide, "swiglu", (), *h, t)),
+                "activation_backward": (
+                    6, lambda t, h=how: activation_blocks.backward_cast(x, wide, "swiglu", (), *h, False, t)
+                ),
+                "norm": (4, lambda t, a=of_norm: norm_blocks.cast(*a, t)),
+            }  # fmt: skip
+            for kernel, (read, launch) in calls.items():
+                written = sum(dims) * (2 if kernel == "activation_backward" else 1)
+                name = f"{kernel}_{kind}" + "_columnwise" * (kind == "block" and what == "both")
+                moved = size * (read + written)
+                report(f"{name} {what}", moved, BEHIND_PRODUCERS, launch, tile(name, x.device))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from tests.test_norm import U
 
 FP32 = torch.float32
 Results = dict[str, Tensor]
-"""``y``, ``n`` if returned, and gradients: ``x`` and parameters by their names in the module."""
+"""``y``, ``n`` and the stream ``s`` if returned, gradients: ``x``, ``residual``, parameters by their names there."""
 
 
 def only_delayed(quantizer: Quantizer) -> bool:
@@ -135,14 +135,18 @@ class Model:
         self.linears = {name: LinearModel(getattr(module, name), recipe, self.checks) for name in names}
 
     @torch.no_grad()
-    def step(self, x: Tensor, dy: Tensor, dtype: torch.dtype, dn: Tensor | None = None, seed: int = 1) -> Results:
-        """Output and gradients; ``dn`` is the gradient of the norm's result, if that is returned."""
+    def step(
+        self, x: Tensor, dy: Tensor, dtype: torch.dtype, dn: Tensor | None = None, seed: int = 1,
+        residual: Tensor | None = None, ds: Tensor | None = None,
+    ) -> Results:  # fmt: skip
+        """Output and gradients; ``dn`` and ``ds`` are those of the norm's result and of the stream, if returned."""
         self.checks.noted.clear()
-        rows = x.to(dtype).reshape(-1, x.shape[-1])
+        stream = x if residual is None else x + residual
+        rows = stream.to(dtype).reshape(-1, x.shape[-1])
         norm, gamma, beta = self.module.norm.norm, self.module.norm.weight, self.module.norm.bias
         first, *rest = self.linears.values()
         wide = only_delayed(first.plan.input) and not self.module.return_layernorm_output
-        n, *saved, _ = norm_forward(
+        n, *saved, _, _ = norm_forward(
             rows, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma, FP32 if wide else dtype
         )
         self.checks.note(check_norm, norm, rows, gamma, beta, n)
@@ -158,8 +162,11 @@ class Model:
             found = dict(zip(("dx", "w", "b"), first.backward(dh), strict=True))
             grads |= {f"fc1.{key}": found[key] for key in ("w", "b")}
         dn_all = found["dx"] if dn is None else found["dx"] + self.rows(dn)
-        dx, dgamma, dbeta = norm_backward(dn_all, rows, gamma, *saved, norm.normalization, norm.zero_centered_gamma)
+        norm_of = norm.normalization, norm.zero_centered_gamma
+        dx, dgamma, dbeta = norm_backward(dn_all, rows, gamma, *saved, *norm_of)
         self.checks.note(check_norm_gradients, norm, rows, gamma, beta, dn_all, dx, dgamma, dbeta)
+        if ds is not None:
+            dx, *_ = norm_backward(dn_all, rows, gamma, *saved, *norm_of, self.rows(ds))
         results = {
             "y": y.reshape(*x.shape[:-1], y.shape[-1]),
             "x": dx.to(x.dtype).reshape(x.shape),
@@ -168,6 +175,8 @@ class Model:
         results |= {} if beta is None else {"norm.bias": dbeta}
         results |= {key.replace(".w", ".weight").replace(".b", ".bias"): grad for key, grad in grads.items()}
         results |= {"n": n.reshape(x.shape)} if self.module.return_layernorm_output else {}
+        results |= {} if residual is None else {"residual": results["x"]}
+        results |= {} if ds is None else {"s": stream}
         return results
 
     @staticmethod
@@ -197,6 +206,31 @@ class Model:
                 found[f"{name}.{side}_scaling.scale"] = history.scale
                 found[f"{name}.{side}_scaling.amax_history"] = history.amax_history
         return found
+
+
+class NormOnStream(torch.autograd.Function):
+    """X and its norm by a module of ours; the gradient of X, which goes on, is added before the norm's one rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> tuple[Tensor, Tensor]:
+        options = of.normalization, of.eps, of.zero_centered_gamma
+        n, mean, rsigma, _, _ = norm_forward(x.reshape(-1, x.shape[-1]), gamma, beta, *options, x.dtype)
+        ctx.save_for_backward(x, gamma, mean, rsigma)
+        ctx.of = of
+        return x.clone(), n.reshape(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dn: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, mean, rsigma = ctx.saved_tensors
+        dx, dn, rows = (t.reshape(-1, x.shape[-1]) for t in (dx, dn, x))
+        of = ctx.of.normalization, ctx.of.zero_centered_gamma
+        total, dgamma, dbeta = norm_backward(dn, rows, gamma, mean, rsigma, *of, dx)
+        return total.reshape(x.shape), dgamma, dbeta if ctx.needs_input_grad[2] else None, None
+
+
+def norm_on_stream(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """:class:`NormOnStream` of a norm module."""
+    return NormOnStream.apply(x, norm.weight, norm.bias, norm.norm)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---- one number against float64 ----
@@ -266,11 +300,14 @@ def check_activation_gradient(da: Tensor, h: Tensor, of: Activation, dh: Tensor)
 
 def run(
     module: nn.Module, x: Tensor, dy: Tensor, recipe: Recipe | None, torch_autocast: bool = False,
-    dn: Tensor | None = None, seed: int = 1, **kwargs: Any,
+    dn: Tensor | None = None, seed: int = 1, residual: Tensor | None = None, ds: Tensor | None = None, **kwargs: Any,
 ) -> Results:  # fmt: skip
     """One forward and backward of a module under ``recipe``; gradients of earlier ones are dropped."""
     module.zero_grad()
     x = x.detach().requires_grad_()
+    kwargs |= {"return_residual": True} if ds is not None else {}
+    if residual is not None:
+        residual = kwargs["residual"] = residual.detach().requires_grad_()
     with (
         autocast(enabled=recipe is not None, recipe=recipe),
         torch.autocast(x.device.type, torch.bfloat16, enabled=torch_autocast),
@@ -278,10 +315,15 @@ def run(
         outputs = module(x, **kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.manual_seed(seed)
-    torch.autograd.backward([outputs[0], *outputs[-1:][: dn is not None]], [dy, dn] if dn is not None else [dy])
-    results = {"y": outputs[0].detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
+    named = {"s": outputs[-1]} if ds is not None else {}
     if getattr(module, "return_layernorm_output", False):
-        results["n"] = outputs[-1].detach()
+        named["n"] = outputs[-1 - len(named)]
+    pairs = [(outputs[0], dy), (named.get("n"), dn), (named.get("s"), ds)]
+    given = [(output, gradient) for output, gradient in pairs if output is not None and gradient is not None]
+    torch.autograd.backward(*zip(*given, strict=True))
+    results = {"y": outputs[0].detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
+    results |= {name: output.detach() for name, output in named.items()}
+    results |= {} if residual is None else {"residual": residual.grad}
     return {name: value for name, value in results.items() if value is not None}
 
 

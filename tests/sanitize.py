@@ -35,11 +35,13 @@ from torch import Tensor
 import minifloat.kernels
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.kernels.activation import NAMES, fused, out_columns, parameters_of
+from minifloat.kernels.activation import blocks as activation_blocks
 from minifloat.kernels.delayed import gpu as delayed
 from minifloat.kernels.launch import Kernel, count_launches
 from minifloat.kernels.matmul.spread import finish, spread
 from minifloat.kernels.matmul.transpose import k_major_copy
 from minifloat.kernels.norm import NORMALIZATIONS, backward, cast, forward
+from minifloat.kernels.norm import blocks as norm_blocks
 from minifloat.kernels.quantize import amax_shape, decode, empty_cast, gpu, pipeline
 from minifloat.quantizer import cast_all
 from minifloat.recipe import QuantizerRole, named
@@ -201,11 +203,12 @@ def norms(normalization: str, device: torch.device) -> None:
         gamma = matrix(shape[1:], dtype, device)
         beta = gamma if normalization == "LayerNorm" and i > 1 else None
         of = gamma, beta, normalization, 1e-5, zero_centered
-        saved = forward.forward(x, residual if i % 2 or shape == WIDE else None, *of, dtype, True)
+        other = residual if i % 2 or shape == WIDE else None
+        saved = forward.forward(x, other, *of, dtype, True)
         for wanted in ((True, True), (True, False), (False, True))[: 3 if shape == ODD else 1]:
-            cast.norm_cast(x, *of, ones((1,), device), GIVEN, *wanted)
-        for other in (residual, None)[: 2 if shape == ODD else 1]:
-            backward.backward(dy, x, gamma, saved.mean, saved.rsigma, normalization, zero_centered, other)
+            cast.norm_cast(x, other, *of, ones((1,), device), GIVEN, *wanted)
+        for dresidual in (residual, None)[: 2 if shape == ODD else 1]:
+            backward.backward(dy, x, gamma, saved.mean, saved.rsigma, normalization, zero_centered, dresidual)
 
 
 def activations(name: str, device: torch.device) -> None:
@@ -220,6 +223,24 @@ def activations(name: str, device: torch.device) -> None:
         fused.cast(x, *formula, scale, GIVEN.spec, *wanted)
         fused.backward(dy, x, *formula, dtype, True, dtype == BF16)
         fused.backward_cast(dy, x, *formula, scale, "e5m2/tensor/given", *wanted, True)
+
+
+def produced_blocks(device: torch.device) -> None:
+    """Norms, activations and their gradients that are cast in blocks at once; of two halves each is whole blocks."""
+    on_gpu = device.type == "cuda"  # the interpreter takes long
+    for fmt in (STRIPS, TILES, MX) if on_gpu else (MX,):
+        for shape, dtype in (((129, 272), BF16), (ODD, FP32)) if on_gpu else (((33, 48), BF16),):
+            gamma = matrix(shape[1:], dtype, device)
+            for wanted in ((True, True, True), (True, False, True), (False, True, False))[: 3 if shape == ODD else 1]:
+                how = fmt.spec, *wanted
+                x, dy = matrix(shape, dtype, device), matrix(shape, dtype, device)
+                halves, of_halves = (matrix((shape[0], n * fmt.block), dtype, device) for n in (2, 1))
+                activation_blocks.cast(matrix((shape[0], 2 * shape[1]), dtype, device), "swiglu", (), *how)
+                activation_blocks.cast(x, "sigmoid", (), *how)
+                activation_blocks.backward_cast(dy, x, "gelu", (), *how, True)
+                activation_blocks.backward_cast(of_halves, halves, "swiglu", (), *how, False)
+                options = "LayerNorm", 1e-5, False, fmt, *wanted
+                norm_blocks.cast(x, dy if dtype == BF16 else None, gamma, gamma, *options)
 
 
 def replays(device: torch.device) -> None:
@@ -247,6 +268,7 @@ GROUPS: dict[str, Group] = {
     "delayed scaling": delayed_scaling,
     **{f"norm {name}": partial(norms, name) for name in NORMALIZATIONS},
     **{f"activation {name}": partial(activations, name) for name in NAMES},
+    "norm and activation in blocks": produced_blocks,
     "replay": replays,
 }
 

@@ -29,6 +29,7 @@ from minifloat.functional.activation import activate
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, as_recipe
 from tests import transformer_model as model
+from tests.fused_model import norm_on_stream
 
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 HIDDEN, FFN, HEADS, LENGTH, BATCH, KEYS = 32, 48, 4, 6, 3, 5
@@ -235,12 +236,15 @@ def by_hand(layer: TransformerLayer, x: Tensor) -> Tensor:
         heads = (t.unflatten(-1, (-1, HIDDEN // HEADS)) for t in (q, k, v))
         return of.proj(of.core_attention(*heads))
 
-    own = layer.self_attention
-    h = x + attend(own, *own.qkv.linear(own.qkv.norm(x)).chunk(3, -1))
+    own, encoder = layer.self_attention, x
+    x, n = norm_on_stream(own.qkv.norm, x)
+    h = x + attend(own, *own.qkv.linear(n).chunk(3, -1))
     other, mlp = layer.inter_attention, layer.layernorm_mlp
     if other is not None:
-        h = h + attend(other, other.query.linear(other.query.norm(h)), *other.key_value(x).chunk(2, -1))
-    return h + mlp.fc2(activate(mlp.fc1(mlp.norm(h)), mlp.activation))
+        h, n = norm_on_stream(other.query.norm, h)
+        h = h + attend(other, other.query.linear(n), *other.key_value(encoder).chunk(2, -1))
+    h, n = norm_on_stream(mlp.norm, h)
+    return h + mlp.fc2(activate(mlp.fc1(n), mlp.activation))
 
 
 @pytest.mark.parametrize("layer_type", ["encoder", "decoder"])
@@ -611,14 +615,13 @@ def test_compiled(recipe: str | None, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_on_a_gpu(recipe: str) -> None:
-    """Near the unquantized layer, and to the bit what the parts give one by one."""
+    """Near the unquantized layer, and in fp32 to the bit what the parts give one by one: sums are rounded alike."""
     options = SIZES | LLAMA | {"hidden_size": 128, "ffn_hidden_size": 192}
-    dtype = torch.float32 if recipe == "delayed" else torch.bfloat16
-    layer = TransformerLayer(**options, device="cuda", params_dtype=dtype)
+    layer = TransformerLayer(**options, device="cuda")
     parts = copy.deepcopy(layer)
     for norm in (parts.self_attention.qkv.norm, parts.layernorm_mlp.norm):
         norm.register_forward_hook(lambda *_: None)  # so that the parts are called one by one
-    x = torch.randn(4, 32, 128, device="cuda", dtype=dtype)
+    x = torch.randn(4, 32, 128, device="cuda")
     turned = RotaryPositionEmbedding(32, device="cuda")(32)
     with sdpa_kernel(SDPBackend.MATH):  # the others' sums have no fixed order
         for _ in range(3):

@@ -225,7 +225,7 @@ def test_bias_gradient(name: str, shape: tuple[int, int], device: torch.device) 
 @pytest.mark.parametrize("name", ["gelu", "clamped_swiglu"])
 def test_compiled_for_sm_90(name: str) -> None:
     """Accesses are 16 bytes wide, nothing spills, and no product is contracted."""
-    formula = fused._formula(name, activation.parameters_of(name))
+    formula = fused.formula(name, activation.parameters_of(name))
     u8 = torch.uint8
     for value, kind in ((True, "activation"), (False, "activation_columnwise")):
         tile, target = fused.TILES[kind], BF16 if value else u8

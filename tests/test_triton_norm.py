@@ -45,9 +45,10 @@ def run_cast(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, **option
     spec, wanted, choice = options.get("spec", SPEC), options.get("wanted", (True, True)), options.get("choice")
     with count_launches() as launches:
         out = cast.norm_cast(
-            x, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma, scale, parse(spec), *wanted, choice
-        )
-    assert launches == {"norm_cast_kernel": 1}
+            x, options.get("residual"), gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma,
+            scale, parse(spec), *wanted, sums=choice,
+        )  # fmt: skip
+    assert launches == {"norm_statistics_kernel": 1, "norm_cast_kernel": 1} if x.shape[0] else {"norm_cast_kernel": 1}
     return out
 
 
@@ -103,7 +104,7 @@ def check_cast(
     ):
         assert torch.equal(each, codes if want else codes.new_empty(0))
         assert not want or x.numel() == 0 or each.stride() == strides
-    assert_same_bits(got[2:], (scale_inv, amax, value.mean, value.rsigma))
+    assert_same_bits(got[2:], (scale_inv, amax, value.mean, value.rsigma, x.new_empty(0)))
 
 
 def check_backward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, choice: NormTile | None = None) -> None:
@@ -213,12 +214,33 @@ def test_one_bad_row_spoils_no_other(norm: Norm, value: float, device: torch.dev
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_NORM
 def test_residual_is_added_first(norm: Norm, dtype: torch.dtype, choice: NormTile | None, device: torch.device) -> None:
-    x, gamma, beta = make(norm, (9, 40), dtype, device)
+    x, gamma, beta = make(norm, (5, 24), dtype, device)
+    check_residual(norm, x, torch.randn_like(x), gamma, beta, choice)
+
+
+def check_residual(
+    norm: Norm, x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor | None, choice: NormTile | None = None
+) -> None:
+    """The sum, and all that the kernels give of it, in every bit."""
+    total = x + residual
+    got = run_forward(norm, x, gamma, beta, x.dtype, residual=residual, choice=choice)
+    want = run_forward(norm, total, gamma, beta, x.dtype, choice=choice)
+    assert_same_bits(got, (*want[:-1], total))
+    got_cast = run_cast(norm, x, gamma, beta, residual=residual, choice=choice)
+    want_cast = run_cast(norm, total, gamma, beta, choice=choice)
+    assert_same_bits(got_cast, (*want_cast[:-1], total))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (33, 70), (2, 1000)], ids=str)
+def test_residuals_of_any_shape_and_value(shape: tuple[int, int], device: torch.device) -> None:
+    """Odd sizes, no rows, other layouts, and sums that are NaN, infinite, zero, denormal or halfway between two."""
+    norm = Norm()
+    x, gamma, beta = make(norm, shape, BF16, device)
     residual = torch.randn_like(x)
-    got = run_forward(norm, x, gamma, beta, dtype, residual=residual, choice=choice)
-    assert torch.equal(got.total, x + residual)
-    want = run_forward(norm, x + residual, gamma, beta, dtype, choice=choice)
-    assert_same_bits(got[2:] + got[:1], want[2:] + want[:1])
+    for row, (a, b) in enumerate([(torch.inf, -torch.inf), (3e38, 3e38), (1e-39, 1e-39), (256.0, 1.0), (1.5, -1.5)]):
+        x[row * 7 : row * 7 + 1, row % shape[1]], residual[row * 7 : row * 7 + 1, row % shape[1]] = a, b
+    check_residual(norm, x, residual, gamma, beta)
+    check_residual(norm, x.T.contiguous().T, residual.T.contiguous().T, gamma.float(), None)
 
 
 @FOR_EACH_NORM
@@ -228,23 +250,28 @@ def test_operations_on_their_device(norm: Norm, device: torch.device) -> None:
     of = norm.normalization, norm.eps, norm.zero_centered_gamma
     scale = torch.tensor([8.0], device=device)
     with count_launches() as launches:
-        y, mean, rsigma, amax = operations.norm_forward(x, gamma, beta, *of, FP32, True)
-        total, *_ = operations.norm_add_forward(x, x, gamma, beta, *of, BF16, False)
+        y, mean, rsigma, amax, _ = operations.norm_forward(x, gamma, beta, *of, FP32, True)
+        *_, total = operations.norm_forward(x, gamma, beta, *of, BF16, False, x)
         row, column, scale_inv, cast_amax, *_ = operations.norm_cast(x, gamma, beta, *of, scale, SPEC, True, True)
+        *_, total_too = operations.norm_cast(x, gamma, beta, *of, scale, SPEC, True, True, x)
         gradients = operations.norm_backward(x, x, gamma, mean, rsigma, of[0], of[2], x)
-    names = {"norm_forward_kernel": 2, "norm_cast_kernel": 1, "norm_backward_kernel": 1, "norm_parameters_kernel": 1}
+    names = {
+        "norm_forward_kernel": 2, "norm_statistics_kernel": 2, "norm_cast_kernel": 2,
+        "norm_backward_kernel": 1, "norm_parameters_kernel": 1,
+    }  # fmt: skip
     assert launches == (names if device.type == "cuda" else {})
-    assert torch.equal(total, x + x)
+    assert torch.equal(total, x + x) and torch.equal(total_too, x + x)
     want = quantize.cast(y, scale, None, parse(SPEC), COLUMNWISE)
     assert torch.equal(row, want.codes) and torch.equal(column, want.codes)
     assert_same_bits((scale_inv, cast_amax), want[1:])
     assert_same_bits((amax,), want[2:])
     assert [g.shape for g in gradients] == [x.shape, gamma.shape, gamma.shape if beta is not None else (0,)]
-    for with_amax in (False, True):
-        torch.library.opcheck(operations.norm_forward, (x, gamma, beta, *of, FP32, with_amax))
-        torch.library.opcheck(operations.norm_add_forward, (x, x, gamma, beta, *of, BF16, with_amax))
-    for wanted in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(operations.norm_cast, (x, gamma, beta, *of, scale, SPEC, *wanted))
+    for with_amax, residual in ((False, None), (True, x)):
+        torch.library.opcheck(operations.norm_forward, (x, gamma, beta, *of, FP32, with_amax, residual))
+    for row_wise, column_wise, residual in ((True, True, None), (True, False, x), (False, True, None)):
+        torch.library.opcheck(
+            operations.norm_cast, (x, gamma, beta, *of, scale, SPEC, row_wise, column_wise, residual)
+        )  # fmt: skip
     for other in (None, x):
         torch.library.opcheck(operations.norm_backward, (x, x, gamma, mean, rsigma, of[0], of[2], other))
 
@@ -252,7 +279,7 @@ def test_operations_on_their_device(norm: Norm, device: torch.device) -> None:
 def test_a_residual_of_another_shape_is_refused() -> None:
     x = torch.ones(2, 4)
     with pytest.raises(ValueError, match=r"residual has shape \(4,\)"):
-        operations.norm_add_forward(x, x[0], x[0], None, "RMSNorm", 1e-5, False, FP32, False)
+        operations.norm_forward(x, x[0], None, "RMSNorm", 1e-5, False, FP32, False, x[0])
 
 
 @pytest.mark.gpu
@@ -265,3 +292,13 @@ def test_a_residual_of_another_shape_is_refused() -> None:
 def test_large_shapes(check: Any, normalization: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     norm = Norm(normalization)
     check(norm, *make(norm, shape, dtype, torch.device("cuda")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4097, 768), (1000, 5120), (515, 8192), (65, 65536), (33, 20001), (999, 15)])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("normalization", operations.NORMALIZATIONS)
+def test_large_residuals(normalization: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    norm = Norm(normalization)
+    x, gamma, beta = make(norm, shape, dtype, torch.device("cuda"))
+    check_residual(norm, x, torch.randn_like(x), gamma, beta)

@@ -13,7 +13,16 @@ from torch import Tensor
 from minifloat.bench import gate
 from minifloat.bench.registry import Call, Case, Contender, Measure, Outputs, Roofline, Row
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.producers import Activation, Norm, act_quantize, norm_quantize
+from minifloat.functional.producers import (
+    Activation,
+    Norm,
+    act_quantize,
+    act_value,
+    dact_quantize,
+    dact_value,
+    norm_quantize,
+    norm_value,
+)
 from minifloat.kernels.quantize import reference
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
@@ -30,11 +39,12 @@ FORMATS = {
     "nvfp4": ("nvfp4", "input"),
 }
 """The recipe and the tensor whose format it is."""
-PRODUCERS = ("RMSNorm", "SwiGLU")
+PRODUCERS = ("RMSNorm", "SwiGLU", "SwiGLU's gradient")
 ORIENTATIONS = ("rowwise", "both")
 GOALS = {"rowwise": 0.90, "both": 0.85}  # of the speed of a copy
 BEHIND_PRODUCER = 0.80
-PLAIN = ("current per tensor", "delayed per tensor")  # what compiled PyTorch casts beside us, and what producers do
+PLAIN = ("current per tensor", "delayed per tensor")  # what compiled PyTorch casts beside us
+BLOCKS = ("block strips", "mxfp8")  # what producers cast at once, timed beside value and cast
 
 EPS = 1e-5
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
@@ -72,12 +82,14 @@ def expected(x: Tensor, how: Quantizer, orientation: str, scale: Tensor | None) 
     return [*outputs, *cast(how.format(COLUMNWISE), COLUMNWISE)] if orientation == "both" else outputs
 
 
-def values_error(value: Tensor) -> Callable[[Outputs], float]:
-    """How far E4M3 codes of one scale are from the values that they stand for."""
+def values_error(value: Tensor, fmt: Format) -> Callable[[Outputs], float]:
+    """How far E4M3 codes, along the rows first, are from the values that they stand for."""
+    rows, cols = value.shape
 
     def error(outputs: Outputs) -> float:
-        pairs = zip(outputs[::2], outputs[1::2], strict=True)
-        return gate.relative_error([c.view(E4M3).float() * s for c, s in pairs], [value] * (len(outputs) // 2))
+        casts = zip(outputs[::2], outputs[1::2], (ROWWISE, COLUMNWISE), strict=False)
+        found = [reference.dequantize(codes, scale, None, fmt, dim, rows, cols) for codes, scale, dim in casts]
+        return gate.relative_error(found, [value] * (len(outputs) // 2))
 
     return error
 
@@ -111,35 +123,45 @@ def build(name: str, device: torch.device, tiny: bool) -> Case:
         )  # fmt: skip
         if name in PLAIN:
             compiled = partial(_compiled, x, scale, orientation == "both")
-            label, error = f"torch {orientation}, compiled", values_error(x.float())
+            label, error = f"torch {orientation}, compiled", values_error(x.float(), how.row_format)
             contenders.append(Contender(label, compiled, error, VALUES_BOUND, roofline, compiled=True))
     return Case(tuple(contenders), axis=None)
 
 
 def build_produced(producer: str, name: str, device: torch.device, tiny: bool) -> Case:
-    """One format behind a norm or an activation, which read bf16 and write codes."""
-    rows, cols = TINY if tiny else SHAPE
-    x = _random((rows, cols if producer == "RMSNorm" else 2 * cols), device)
-    gamma = 1 + 0.1 * _random((1, cols), device)[0]
-    if producer == "RMSNorm":
-        value = F.rms_norm(x.float(), (cols,), gamma.float(), EPS)
-    else:
-        gate_half, up = x.float().chunk(2, -1)
-        value = F.silu(gate_half) * up
+    """One format behind a norm, an activation or its gradient, which read bf16 and write codes."""
+    inputs, value = _inputs(producer, *(TINY if tiny else SHAPE), device)
     scale = _scale(value) if FORMATS[name][0] == "delayed" else None
     contenders = []
     for orientation in ORIENTATIONS:
         how = quantizer(name, orientation)
-        written = value.numel() * (1 + (orientation == "both")) + (4 * rows if producer == "RMSNorm" else 0)
-        reads = 1 if scale is not None else 2
-        call = partial(_produce, producer, x, gamma, how, scale, orientation)
-        contenders.append(
-            Contender(
-                f"minifloat {orientation}", partial(_as_is, call), values_error(value), VALUES_BOUND,
-                Roofline(x.nbytes * reads + written), {"roofline": BEHIND_PRODUCER},
+        fmt = how.row_format
+        of_codes = value.numel() * (1 + (fmt.scale_dtype.itemsize / fmt.block if fmt.block else 0))
+        written = of_codes * (1 + (orientation == "both")) + (4 * len(value) if producer == "RMSNorm" else 0)
+        read = sum(each.nbytes for each in inputs) * (2 if fmt.needs_amax else 1)
+        error, roofline = values_error(value, fmt), Roofline(read + written)
+        ways = {"minifloat": _produce, "minifloat value + cast,": _value_and_cast}
+        for label, way in list(ways.items())[: 2 if name in BLOCKS else 1]:
+            call = partial(way, producer, inputs, how, scale, orientation)
+            goals: dict[Measure, float] = {"roofline": BEHIND_PRODUCER} if way is _produce else {}
+            contenders.append(
+                Contender(f"{label} {orientation}", partial(_as_is, call), error, VALUES_BOUND, roofline, goals)
             )
-        )  # fmt: skip
     return Case(tuple(contenders))
+
+
+def _inputs(producer: str, rows: int, cols: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What a producer reads, in bf16, and the value that it makes, in fp32."""
+    if producer == "RMSNorm":
+        x, gamma = _random((rows, cols), device), 1 + 0.1 * _random((1, cols), device)[0]
+        return (x, gamma), F.rms_norm(x.float(), (cols,), gamma.float(), EPS)
+    x, dy = _random((rows, 2 * cols), device), _random((rows, cols), device)
+    gate_half, up = x.float().chunk(2, -1)
+    if producer == "SwiGLU":
+        return (x,), F.silu(gate_half) * up
+    s = torch.sigmoid(gate_half)
+    dgate = dy.float() * up * (s + gate_half * s * (1 - s))
+    return (x, dy), torch.cat([dgate, dy.float() * gate_half * s], 1)
 
 
 def _as_is(call: Call) -> Call:
@@ -154,14 +176,30 @@ def _cast(how: Quantizer, x: Tensor, scale: Tensor | None, orientation: str) -> 
 
 
 def _produce(
-    producer: str, x: Tensor, gamma: Tensor, how: Quantizer, scale: Tensor | None, orientation: str
+    producer: str, inputs: tuple[Tensor, ...], how: Quantizer, scale: Tensor | None, orientation: str
 ) -> Outputs:
-    amaxes = None if scale is None else (scale,)
+    (x, *other), amaxes = inputs, None if scale is None else (scale,)
     if producer == "RMSNorm":
-        found = norm_quantize(x, gamma, None, Norm("RMSNorm", EPS), how, amaxes)
-    else:
+        found = norm_quantize(x, other[0], None, Norm("RMSNorm", EPS), how, amaxes)
+    elif producer == "SwiGLU":
         found = act_quantize(x, Activation("swiglu"), how, amaxes)
+    else:
+        found = dact_quantize(other[0], x, Activation("swiglu"), how, amaxes)
     return gemm_ready(found.quantized, orientation)
+
+
+def _value_and_cast(
+    producer: str, inputs: tuple[Tensor, ...], how: Quantizer, scale: Tensor | None, orientation: str
+) -> Outputs:
+    """The same in two steps, with the value in between."""
+    x, *other = inputs
+    if producer == "RMSNorm":
+        made = norm_value(x, other[0], None, Norm("RMSNorm", EPS), how)
+    elif producer == "SwiGLU":
+        made = act_value(x, Activation("swiglu"), how)
+    else:
+        made = dact_value(other[0], x, Activation("swiglu"), how)
+    return gemm_ready(made.cast(how), orientation)
 
 
 def _compiled(x: Tensor, scale: Tensor | None, both: bool) -> Call:
@@ -183,6 +221,6 @@ ROWS = (
     *(
         Row("casts", f"{_LABEL} behind {producer}, {name}", partial(build_produced, producer, name))
         for producer in PRODUCERS
-        for name in PLAIN
+        for name in PLAIN + BLOCKS
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,53 +24,64 @@ from minifloat.functional.quantize import delayed_scale, record
 from minifloat.quantizer import Quantizer
 
 
+@dataclass(frozen=True)
+class NormCall:
+    """The norm of one call, and what forward gives beside Y: N (``return_norm``), and S (``return_stream``).
+
+    S goes on in the residual stream. Its gradient then comes here, to be added where dX is computed.
+    """
+
+    norm: Norm
+    return_norm: bool = False
+    return_stream: bool = False
+
+
 class LayerNormLinearFunction(torch.autograd.Function):
-    """N = norm(X), Y = N W^T + b, and the gradients.
+    """S = X + R, N = norm(S), Y = N W^T + b, and the gradients. Without a residual R, S is X.
 
     ======  ========  =================  ======================
     tensor  shape     contracted over    quantized along
     ======  ========  =================  ======================
-    X       [..., K]
+    X, R    [..., K]
+    S       [..., K]
     N       [..., K]  K (M in wgrad)     rowwise (columnwise)
     W       [N, K]    K (N in dgrad)     rowwise (columnwise)
     dY      [..., N]  N (M in wgrad)     rowwise (columnwise)
     ======  ========  =================  ======================
 
     fprop Y = N W^T + b; dgrad dN = dY W; wgrad dW = dY^T N; dX, dgamma and dbeta are the norm's gradients of dN, to
-    which the gradient of a returned N is added first. N itself is not kept, only its columnwise operand.
+    which the gradient of a returned N is added first. The gradient of a returned S is added to dX, which is dR too.
+    Kept are S, rounded to the dtype of X, and the columnwise operand of N, not N itself.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        norm: Norm,
+        norm: NormCall,
         plan: LinearPlan,
         call: LinearCall,
         ready: Ready,
-        return_norm: bool,
         x: Tensor,
+        residual: Tensor | None,
         gamma: Tensor,
         beta: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Any:
-        rounded = return_norm or plan.backward_override == "high_precision"  # which backward reads, too
-        quantizer, scale = produced_quantizer(plan, call), input_scale(plan, call)
-        produced = norm_value(x, gamma, beta, norm, quantizer, scale=scale, return_value=rounded)
-        operands = quantize_produced(plan, call, ready, produced, weight)
-        y, kept = multiply(plan, call, operands, produced.value, weight, bias)
-        ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm, plan, call, kept.layouts
-        ctx.has_beta, ctx.weight = beta is not None, call.needs_parameter(weight)
-        ctx.save_for_backward(*kept.tensors, *(x, gamma, *produced.saved) * call.needs_x)
+        n = norm_produced(norm, plan, call, x, residual, gamma, beta)
+        operands = quantize_produced(plan, call, ready, n, weight)
+        y, kept = multiply(plan, call, operands, n.value, weight, bias)
+        ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm.norm, plan, call, kept.layouts
+        ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
+        ctx.weight = call.needs_parameter(weight)
+        ctx.save_for_backward(*kept.tensors, *(n.stream, gamma, *n.saved) * call.needs_x)
         ctx.set_materialize_grads(False)
-        if produced.value is not None and return_norm and not call.needs_x:
-            ctx.mark_non_differentiable(produced.value)
         y = quantize_output(plan, call, y.reshape(call.parallel.output_shape(x.shape, weight.shape[0])))
-        return (y, produced.value) if return_norm else y
+        return y, *norm_outputs(ctx, norm, call, n)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
         plan: LinearPlan = ctx.plan
         call: LinearCall = ctx.call
         saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
@@ -83,13 +95,45 @@ class LayerNormLinearFunction(torch.autograd.Function):
             if call.use is not None:
                 call.use.backward_finished()
         if call.needs_x:
-            dx, dgamma, dbeta = norm_gradients(ctx.norm, call, dn, dn_returned, *of_norm)
-        return None, None, None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw, db
+            dx, dgamma, dbeta = norm_gradients(ctx.norm, call, dn, dn_returned, ds, *of_norm)
+        dr = dx if ctx.has_residual else None
+        return None, None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw, db
+
+
+def norm_produced(
+    norm: NormCall,
+    plan: LinearPlan,
+    call: LinearCall,
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor | None,
+) -> Produced:
+    """N for the linear of ``plan`` and ``call``; it is rounded if it is returned or backward reads it."""
+    quantizer, scale = produced_quantizer(plan, call), input_scale(plan, call)
+    rounded = norm.return_norm or plan.backward_override == "high_precision"
+    return norm_value(
+        x, gamma, beta, norm.norm, quantizer,
+        residual=residual, scale=scale, at_once=casts_at_once(plan, call), return_value=rounded,
+    )  # fmt: skip
+
+
+def norm_outputs(ctx: Any, norm: NormCall, call: LinearCall, n: Produced) -> tuple[Tensor | None, Tensor | None]:
+    """What forward gives beside Y: N and S, each if it is wanted, without a gradient if none is needed."""
+    outputs = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
+    if not call.needs_x:
+        ctx.mark_non_differentiable(*[output for output in outputs if output is not None])
+    return outputs
 
 
 def input_scale(plan: LinearPlan, call: LinearCall) -> Tensor | None:
     """The delayed scale for the kernel that makes X and casts it at once; None where somebody reads X itself."""
     return None if call.reads_value(plan) else delayed_scale(call.use, "input")
+
+
+def casts_at_once(plan: LinearPlan, call: LinearCall) -> bool:
+    """What makes X may cast it in blocks, too: nobody reads X itself, and no other rank has rows of its blocks."""
+    return not call.reads_value(plan) and not call.parallel.gathers_input
 
 
 def produced_quantizer(plan: LinearPlan, call: LinearCall) -> Quantizer:
@@ -117,18 +161,19 @@ def norm_gradients(
     call: LinearCall,
     dn: Tensor | None,
     dn_returned: Tensor | None,
-    x: Tensor,
+    ds: Tensor | None,
+    stream: Tensor,
     gamma: Tensor,
     *saved: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dX, dgamma and dbeta from the gradients of N, of which either may be missing: dgrad's and a returned N's.
+    """dX, dgamma and dbeta from the gradients of N, dgrad's and a returned N's, and of S; any may be missing.
 
     ``call``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its rows alone.
     """
-    total = add(None if dn is None else dn.reshape(x.shape), dn_returned)
+    total = add(None if dn is None else dn.reshape(stream.shape), dn_returned)
     if total is None:
-        return None, None, None
-    dx, dgamma, dbeta = norm.gradients(total, x, gamma, saved)
+        return ds, None, None
+    dx, dgamma, dbeta = norm.gradients(total, stream, gamma, saved, ds)
     sums = [call.parallel.start_sum_of_rows(each) for each in (dgamma, dbeta)]
     return dx, sums[0].wait(), sums[1].wait()
 

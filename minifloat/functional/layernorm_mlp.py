@@ -11,8 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from minifloat.functional.call import KEPT_TENSORS, Kept, LinearCall, Ready
 from minifloat.functional.layernorm_linear import (
+    NormCall,
+    casts_at_once,
     input_scale,
     norm_gradients,
+    norm_outputs,
+    norm_produced,
     produced_quantizer,
     quantize_produced,
 )
@@ -25,34 +29,31 @@ from minifloat.functional.linear import (
     own_grad_operands,
 )
 from minifloat.functional.plan import LinearPlan
-from minifloat.functional.producers import Activation, Norm, Produced, act_value, dact_value, norm_value
+from minifloat.functional.producers import Activation, Produced, act_value, dact_value
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Quantized
 
 
 @dataclass(frozen=True)
 class MLPCall:
-    """One call: the norm, the activation, and both linears' plans and calls.
+    """One call: the norm, the activation, and both linears' plans and calls."""
 
-    ``return_norm``: give N too.
-    """
-
-    norm: Norm
+    norm: NormCall
     activation: Activation
     plan1: LinearPlan
     call1: LinearCall
     plan2: LinearPlan
     call2: LinearCall
-    return_norm: bool
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
-    """N = norm(X), H = N W1^T + b1, A = act(H), Y = A W2^T + b2, and the gradients.
+    """S = X + R, N = norm(S), H = N W1^T + b1, A = act(H), Y = A W2^T + b2, and the gradients.
 
     ======  =========  =================  ======================
     tensor  shape      contracted over    quantized along
     ======  =========  =================  ======================
-    X       [..., K]
+    X, R    [..., K]   (without a residual R, S is X)
+    S       [..., K]
     N       [..., K]   K (M in wgrad)     rowwise (columnwise)
     W1      [F', K]    K (F' in dgrad)    rowwise (columnwise)
     H       [..., F']  (F' = 2 F if the activation is gated, else F)
@@ -63,7 +64,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
     ======  =========  =================  ======================
 
     fprop H and Y as above; dgrad dA = dY W2, dN = dH W1; wgrad dW2 = dY^T A, dW1 = dH^T N; dH = act'(H) dA; dX, dgamma
-    and dbeta are the norm's gradients of dN. Kept are X, H and the columnwise operands of N and A.
+    and dbeta are the norm's gradients of dN, where the gradient of a returned S is added to dX, which is dR too. Kept
+    are S, H and the columnwise operands of N and A.
     """
 
     @staticmethod
@@ -73,6 +75,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         ready1: Ready,
         ready2: Ready,
         x: Tensor,
+        residual: Tensor | None,
         gamma: Tensor,
         beta: Tensor | None,
         w1: Tensor,
@@ -81,36 +84,32 @@ class LayerNormMLPFunction(torch.autograd.Function):
         b2: Tensor | None,
     ) -> Any:
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
-        seen1, seen2 = (plan.backward_override == "high_precision" for plan in (plan1, plan2))  # backward reads N, A
-        quantizer1, quantizer2 = produced_quantizer(plan1, call1), produced_quantizer(plan2, call2)
-        scale1, scale2 = input_scale(plan1, call1), input_scale(plan2, call2)
-        n = norm_value(
-            x, gamma, beta, mlp.norm, quantizer1, scale=scale1, return_value=mlp.return_norm or seen1
-        )  # fmt: skip
+        n = norm_produced(mlp.norm, plan1, call1, x, residual, gamma, beta)
         operands1 = quantize_produced(plan1, call1, ready1, n, w1)
         h, kept1 = multiply(plan1, call1, operands1, n.value, w1, b1)
-        n_value, n_saved = n.value if mlp.return_norm else None, n.saved
+        returned, of_norm = norm_outputs(ctx, mlp.norm, call1, n), (n.stream, gamma, *n.saved)
         if not torch.compiler.is_compiling():
             ready1.x = ready1.w = None
         del n, operands1  # what is not kept must not lie beside the second half, which is the wider one
-        a = act_value(h, mlp.activation, quantizer2, scale=scale2, return_value=seen2)
+        quantizer, scale = produced_quantizer(plan2, call2), input_scale(plan2, call2)
+        rounded = plan2.backward_override == "high_precision"  # backward reads A
+        at_once = casts_at_once(plan2, call2)
+        a = act_value(h, mlp.activation, quantizer, scale=scale, at_once=at_once, return_value=rounded)
         operands2 = quantize_produced(plan2, call2, ready2, a, w2)
         a_value = a.value if call2.reads_value(plan2) else None
         del a
         y, kept2 = multiply(plan2, call2, operands2, a_value, w2, b2)
-        ctx.mlp, ctx.layouts, ctx.has_beta = mlp, (kept1.layouts, kept2.layouts), beta is not None
+        ctx.mlp, ctx.layouts = mlp, (kept1.layouts, kept2.layouts)
+        ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weights = call1.needs_parameter(w1), call2.needs_parameter(w2)
         h_kept = h if call2.needs_x else None
-        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, *(x, gamma, *n_saved) * call1.needs_x)
+        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, *of_norm * call1.needs_x)
         ctx.set_materialize_grads(False)
-        if n_value is not None and not call1.needs_x:
-            ctx.mark_non_differentiable(n_value)
-        y = y.reshape(*x.shape[:-1], w2.shape[0])
-        return (y, n_value) if mlp.return_norm else y
+        return y.reshape(*x.shape[:-1], w2.shape[0]), *returned
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
         mlp: MLPCall = ctx.mlp
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
         first, second, (h, *of_norm) = _thirds(ctx.saved_tensors)
@@ -136,8 +135,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 if call1.use is not None:
                     call1.use.backward_finished()
         if call1.needs_x:
-            dx, dgamma, dbeta = norm_gradients(mlp.norm, call1, dn, dn_returned, *of_norm)
-        return None, None, None, dx, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
+            dx, dgamma, dbeta = norm_gradients(mlp.norm.norm, call1, dn, dn_returned, ds, *of_norm)
+        dr = dx if ctx.has_residual else None
+        return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
 
 
 def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor) -> Produced:
@@ -148,7 +148,8 @@ def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor) -> Produced:
     quantizer = grad_quantizer(plan, call) if casts else plan.grad_output
     scale = delayed_scale(call.use, "grad_output") if casts and not rounded else None
     return dact_value(
-        da, h, mlp.activation, quantizer, scale=scale, return_value=rounded, with_column_sum=call.needs_b
+        da, h, mlp.activation, quantizer, scale=scale, at_once=casts, return_value=rounded,
+        with_column_sum=call.needs_b,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor:
-        y, *saved, _ = norm_forward(
+        y, *saved, _, _ = norm_forward(
             x.reshape(-1, x.shape[-1]), gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, x.dtype, False
         )
         ctx.save_for_backward(x, gamma, *saved)

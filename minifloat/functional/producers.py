@@ -2,24 +2,26 @@
 
 Each comes at once (:func:`norm_quantize`, :func:`act_quantize`, :func:`dact_quantize`) or in phases: :func:`norm_value`
 and its like give a :class:`Produced`, whose amaxes ranks may agree on before its cast; under current scaling the kernel
-that makes the value finds them. The codes are always those of a cast of the value. That is the fp32 result itself where
-delayed scaling, which needs no amax first, lets one kernel do both; everything else rounds to the dtype of the input
-first (``docs/numerics.md`` 3.3 and 3.4).
+that makes the value finds them. Delayed scaling, and blocks, whose amaxes are their own, let that kernel cast it too,
+so that nobody writes it; NVFP4 needs an amax of all of it first. The codes are always those of a cast of the value.
+That is the fp32 result itself under delayed scaling; everything else rounds to the dtype of the input first
+(``docs/numerics.md`` 3.3 and 3.4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.at_once import CastAtOnce, reads_fp32
 from minifloat.kernels import activation, norm
+from minifloat.kernels.norm.in_blocks import norm_cast_blocks
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Amaxes, Layouts, Quantizer, as_matrix, assemble
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,19 @@ class Norm:
         norm.check_name(self.normalization)
 
     def gradients(
-        self, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, ...]
+        self, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, ...], dresidual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """dx like ``x``, dgamma and dbeta (None for RMSNorm) like gamma, all computed in fp32.
 
         Args:
             dy: [..., K], any float dtype.
             saved: :attr:`Produced.saved`.
+            dresidual: another gradient of ``x``, added to dx before its one rounding.
         """
         mean, rsigma = saved
+        other = None if dresidual is None else as_matrix(dresidual)
         dx, dgamma, dbeta = norm.norm_backward(
-            as_matrix(dy), as_matrix(x), gamma, mean, rsigma, self.normalization, self.zero_centered_gamma
+            as_matrix(dy), as_matrix(x), gamma, mean, rsigma, self.normalization, self.zero_centered_gamma, other
         )
         return dx.reshape(x.shape), dgamma, dbeta if self.normalization == "LayerNorm" else None
 
@@ -93,6 +97,7 @@ class Produced(NamedTuple):
         amaxes: those that the cast needs, where the kernel that made the value found them.
         quantized: its operands, if it was cast at once.
         column_sum: the sum of the value over its rows, [K], if it was asked for: the gradient of a bias.
+        stream: what a norm was of, [..., K]: its input, to which a residual may have been added.
     """
 
     value: Tensor | None
@@ -101,6 +106,7 @@ class Produced(NamedTuple):
     amaxes: Amaxes | None = None
     quantized: Quantized | None = None
     column_sum: Tensor | None = None
+    stream: Tensor | None = None
 
     def amax(self, quantizer: Quantizer) -> Amaxes:
         """What ranks that share the value agree on before its cast."""
@@ -144,12 +150,6 @@ class Cast(NamedTuple):
     saved: tuple[Tensor, ...]
 
 
-def reads_fp32(quantizer: Quantizer) -> bool:
-    """The cast of a producer reads its fp32 result: delayed scaling in each orientation that is wanted."""
-    casts = quantizer.casts
-    return len(casts) > 0 and not quantizer.chained and all(fmt.scale_rule == "given" for fmt, _ in casts)
-
-
 # ---- the value, or the cast at once ----
 
 
@@ -160,36 +160,50 @@ def norm_value(
     of: Norm,
     quantizer: Quantizer,
     *,
+    residual: Tensor | None = None,
     scale: Tensor | None = None,
+    at_once: bool = False,
     return_value: bool = False,
 ) -> Produced:
-    """LayerNorm or RMSNorm of ``x``, to be cast with ``quantizer``.
+    """LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
         gamma, beta: [K], any float dtype; RMSNorm has no beta.
         quantizer: of the operand to come; it decides whether the value is rounded.
+        residual: [..., K] in the dtype of ``x``; the sum, rounded to it, is :attr:`Produced.stream`.
         scale: that of delayed scaling, fp32 [1]: with it the kernel that norms casts too, and gives no value.
+        at_once: so it does for blocks that need no amax but their own. Not where ranks that share a block agree first.
         return_value: others see the value too, so it is rounded to the dtype of ``x`` whatever the quantizer.
 
     Raises:
         TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
     """
-    matrix = as_matrix(x)
+    matrix, added = as_matrix(x), None if residual is None else as_matrix(residual)
     options = of.normalization, of.eps, of.zero_centered_gamma
-    cast = None if return_value else _CastAtOnce.of(quantizer, scale, x)
+    cast = None if return_value else CastAtOnce.of(quantizer, scale, at_once, x)
     if cast is not None:
-        *outputs, mean, rsigma = norm.norm_cast(matrix, gamma, beta, *options, *cast.arguments)
+        operation = norm.norm_cast if cast.given else norm_cast_blocks
+        *outputs, mean, rsigma, total = operation(matrix, gamma, beta, *options, *cast.arguments, added)
         quantized = cast.operands(outputs, (matrix.shape[0], matrix.shape[1]))
-        return Produced(None, x.dtype, (mean, rsigma), quantized=quantized)
+        stream = x if residual is None else total.reshape(x.shape)
+        return Produced(None, x.dtype, (mean, rsigma), quantized=quantized, stream=stream)
     dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
     measures = _measures(quantizer)
-    y, mean, rsigma, amax = norm.norm_forward(matrix, gamma, beta, *options, dtype, measures)
-    return Produced(y.reshape(x.shape), x.dtype, (mean, rsigma), _amaxes(quantizer, amax) if measures else None)
+    y, mean, rsigma, amax, total = norm.norm_forward(matrix, gamma, beta, *options, dtype, measures, added)
+    stream = x if residual is None else total.reshape(x.shape)
+    amaxes = _amaxes(quantizer, amax) if measures else None
+    return Produced(y.reshape(x.shape), x.dtype, (mean, rsigma), amaxes, stream=stream)
 
 
 def act_value(
-    x: Tensor, of: Activation, quantizer: Quantizer, *, scale: Tensor | None = None, return_value: bool = False
+    x: Tensor,
+    of: Activation,
+    quantizer: Quantizer,
+    *,
+    scale: Tensor | None = None,
+    at_once: bool = False,
+    return_value: bool = False,
 ) -> Produced:
     """An activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
 
@@ -197,9 +211,10 @@ def act_value(
     """
     matrix = as_matrix(x)
     columns = activation.out_columns(of.name, matrix.shape[1])
-    cast = None if return_value else _CastAtOnce.of(quantizer, scale, x)
+    cast = None if return_value else CastAtOnce.of(quantizer, scale, at_once, x)
     if cast is not None:
-        outputs = activation.activation_cast(matrix, of.name, of.parameters, *cast.arguments)
+        operation = activation.activation_cast if cast.given else activation.activation_cast_blocks
+        outputs = operation(matrix, of.name, of.parameters, *cast.arguments)
         return Produced(None, x.dtype, quantized=cast.operands(outputs, (matrix.shape[0], columns)))
     dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
     measures = _measures(quantizer)
@@ -215,20 +230,23 @@ def dact_value(
     quantizer: Quantizer,
     *,
     scale: Tensor | None = None,
+    at_once: bool = False,
     return_value: bool = False,
     with_column_sum: bool = False,
 ) -> Produced:
     """The gradient of an activation with respect to its input ``x`` [..., K], to be cast with ``quantizer``.
 
-    Delayed scaling reads the fp32 result of plain activations only; that of a gated one is rounded first.
-    ``with_column_sum``: give :attr:`Produced.column_sum` too. Other arguments and errors as in :func:`norm_value`.
+    Delayed scaling reads the fp32 result of plain activations only; that of a gated one is rounded first. Blocks that
+    straddle its two halves are not cast at once. ``with_column_sum``: give :attr:`Produced.column_sum` too. Other
+    arguments and errors as in :func:`norm_value`.
     """
     operands = as_matrix(dy), as_matrix(x), of.name, of.parameters
-    cast = None if return_value else _CastAtOnce.of(quantizer, scale, x)
-    if cast is not None:
-        *outputs, total = activation.activation_backward_cast(*operands, *cast.arguments, with_column_sum)
+    cast = None if return_value else CastAtOnce.of(quantizer, scale, at_once, x)
+    if cast is not None and (cast.given or not of.gated or cast.divides(x.shape[-1] // 2)):
+        operation = activation.activation_backward_cast if cast.given else activation.activation_backward_cast_blocks
+        *outputs, total = operation(*operands, *cast.arguments, with_column_sum)
         quantized = cast.operands(outputs, (operands[1].shape[0], operands[1].shape[1]))
-        total = total.to(x.dtype) if of.gated else total
+        total = total if cast.given and not of.gated else total.to(x.dtype)
         return Produced(None, x.dtype, quantized=quantized, column_sum=total if with_column_sum else None)
     dtype = torch.float32 if reads_fp32(quantizer) and not return_value and not of.gated else x.dtype
     measures = _measures(quantizer)
@@ -237,34 +255,6 @@ def dact_value(
     return Produced(
         dx.reshape(x.shape), x.dtype, amaxes=amaxes, column_sum=total.to(dtype) if with_column_sum else None
     )
-
-
-class _CastAtOnce(NamedTuple):
-    """A cast with a given scale, done by the kernel that makes the value."""
-
-    quantizer: Quantizer
-    layouts: Layouts
-    scale: Tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, quantizer: Quantizer, scale: Tensor | None, x: Tensor) -> _CastAtOnce | None:
-        """None where the value is needed first; ``x`` is the input of what is cast."""
-        if scale is None or len(quantizer.casts) != 1 or not reads_fp32(quantizer):
-            return None
-        return cls(quantizer, quantizer.layouts(x.device.type), scale, x.dtype)
-
-    @property
-    def arguments(self) -> tuple[Tensor, str, bool, bool]:
-        """The scale, the format, and whether codes are wanted along the rows, and transposed along the columns."""
-        dims = [dim for _, dim in self.layouts]
-        return self.scale, self.layouts[0][0].spec, ROWWISE in dims, COLUMNWISE in dims
-
-    def operands(self, outputs: Sequence[Tensor], shape: tuple[int, int]) -> Quantized:
-        """Of the outputs of the operation: codes along the rows and along the columns, their scale and their amax."""
-        row, column, scale_inv, amax = outputs
-        each = [(row if dim == ROWWISE else column, scale_inv, amax, self.scale) for _, dim in self.layouts]
-        return assemble(self.quantizer, self.layouts, iter(each), shape, self.dtype)
 
 
 def _measures(quantizer: Quantizer) -> bool:
@@ -297,8 +287,7 @@ def norm_quantize(
         amaxes: ``(scale,)`` for delayed scaling; None otherwise, unless they were agreed on before.
         rng: seed and offset of stochastic rounding; None draws them.
     """
-    scale = _scale(quantizer, amaxes)
-    produced = norm_value(x, gamma, beta, of, quantizer, scale=scale, return_value=return_value)
+    produced = norm_value(x, gamma, beta, of, quantizer, **_known(quantizer, amaxes), return_value=return_value)
     return _cast(produced, quantizer, amaxes, rng, return_value)
 
 
@@ -312,7 +301,7 @@ def act_quantize(
     return_value: bool = False,
 ) -> Cast:
     """:func:`act_value` and its cast at once; ``amaxes`` and ``rng`` as in :func:`norm_quantize`."""
-    produced = act_value(x, of, quantizer, scale=_scale(quantizer, amaxes), return_value=return_value)
+    produced = act_value(x, of, quantizer, **_known(quantizer, amaxes), return_value=return_value)
     return _cast(produced, quantizer, amaxes, rng, return_value)
 
 
@@ -327,13 +316,20 @@ def dact_quantize(
     return_value: bool = False,
 ) -> Cast:
     """:func:`dact_value` and its cast at once; ``amaxes`` and ``rng`` as in :func:`norm_quantize`."""
-    produced = dact_value(dy, x, of, quantizer, scale=_scale(quantizer, amaxes), return_value=return_value)
+    produced = dact_value(dy, x, of, quantizer, **_known(quantizer, amaxes), return_value=return_value)
     return _cast(produced, quantizer, amaxes, rng, return_value)
 
 
-def _scale(quantizer: Quantizer, amaxes: Amaxes | None) -> Tensor | None:
-    """The scale that is among ``amaxes`` if the cast takes one."""
-    return amaxes[0] if amaxes is not None and reads_fp32(quantizer) else None
+class _Known(TypedDict):
+    scale: Tensor | None
+    at_once: bool
+
+
+def _known(quantizer: Quantizer, amaxes: Amaxes | None) -> _Known:
+    """The scale that is among ``amaxes`` if the cast takes one; without any nobody agreed on those of blocks."""
+    nothing = amaxes is None or all(amax is None for amax in amaxes)
+    scale = amaxes[0] if amaxes is not None and reads_fp32(quantizer) else None
+    return _Known(scale=scale, at_once=nothing)
 
 
 def _cast(produced: Produced, quantizer: Quantizer, amaxes: Amaxes | None, rng: Tensor | None, keep: bool) -> Cast:

@@ -29,6 +29,17 @@ SM_90: dict[str, Tile] = {
     "cast_nvfp4": Tile(16, 512, 4),
     "cast_nvfp4_search": Tile(16, 256, 4),  # 4-over-6
     "cast_nvfp4_unaligned": Tile(16, 128, 4),  # stochastic, where rows do not begin at 16 bytes
+    "activation_block": Tile(32, 128, 4),
+    "activation_block_columnwise": Tile(128, 128, 8),
+    "activation_mx": Tile(32, 128, 2),
+    "activation_backward_block": Tile(16, 256, 4),
+    "activation_backward_block_columnwise": Tile(128, 128, 8),
+    "activation_backward_mx": Tile(32, 64, 2),
+    "norm": Tile(32, 256, 4),
+    "norm_columnwise": Tile(32, 128, 4),
+    "norm_block": Tile(32, 128, 2),
+    "norm_block_columnwise": Tile(128, 128, 8),
+    "norm_mx": Tile(32, 64, 1),
     "amax_nvfp4": Tile(16, 512, 4),
     "amax_nvfp4_lines": Tile(128, 64, 4),
 }

@@ -9,84 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import functional_call
 
-from minifloat.distributed.tensor_parallel import UNSHARDED, Mode
-from minifloat.functional.layernorm_linear import LayerNormLinearFunction
+from minifloat.distributed.tensor_parallel import Mode
+from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
 from minifloat.nn.linear import Linear
-from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parts import (
+    add_residual,
+    call_alone,
+    call_norm,
+    fuses,
+    make_norm,
+    needs_gradient,
+    runs_alone,
+    to_add,
+)
 from minifloat.recipe import Recipe
-
-NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-
-
-def make_norm(
-    normalization: str,
-    size: int,
-    eps: float,
-    zero_centered_gamma: bool,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> LayerNorm | RMSNorm:
-    """The norm module of that name.
-
-    Raises:
-        ValueError: there is no such norm.
-    """
-    if normalization not in NORMS:
-        raise ValueError(f"there is no normalization {normalization!r}; choose one of {', '.join(NORMS)}")
-    return NORMS[normalization](size, eps, zero_centered_gamma, dtype, device)
-
-
-def part_name(name: str | None, part: str) -> str:
-    """What recipes and errors call a part of a module of that name."""
-    return f"{name}.{part}" if name else part
-
-
-def runs_alone(*parts: nn.Module) -> bool:
-    """Some part is to be called as a module: it has hooks or a ``forward`` of its own, is none of ours, or keeps X.
-
-    The fused function reads the parts' parameters and never calls them.
-    """
-    return any(
-        type(part) not in (Linear, LayerNorm, RMSNorm)
-        or getattr(part, "save_original_input", False)
-        or "forward" in part.__dict__
-        or part._forward_hooks
-        or part._forward_pre_hooks
-        or part._backward_hooks
-        or part._backward_pre_hooks
-        for part in parts
-    )
-
-
-def call_alone(
-    part: nn.Module,
-    x: Tensor,
-    is_first_microbatch: bool | None,
-    fp8_output: bool = False,
-    rows_per_rank: Sequence[int] | None = None,
-) -> tuple[Any, Any]:
-    """Y, and the bias or norm's result that the part returns with it, or None.
-
-    What replaced a part need not know options that are not used, nor return more than Y.
-    """
-    options: dict[str, Any] = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
-    options |= ({"fp8_output": True} if fp8_output else {}) | (
-        {} if rows_per_rank is None else {"rows_per_rank": rows_per_rank}
-    )
-    outputs = part(x, **options)
-    return outputs if isinstance(outputs, tuple) else (outputs, None)
-
-
-def call_norm(norm: nn.Module, x: Tensor, linear: nn.Module) -> Any:
-    """N for a linear. If that gathers the rows of all ranks, the norm's parameters get the gradients of all of them."""
-    parallel = linear.parallel if isinstance(linear, Linear) else UNSHARDED
-    if not parallel.sequence_parallel:
-        return norm(x)
-    shared = {name: parallel.replicated(parameter) for name, parameter in norm.named_parameters()}
-    return functional_call(norm, shared, (x,))
 
 
 class LayerNormLinear(nn.Module):
@@ -172,43 +110,63 @@ class LayerNormLinear(nn.Module):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         rows_per_rank: Sequence[int] | None = None,
+        residual: Tensor | None = None,
+        return_residual: bool = False,
     ) -> Any:
         """X [..., in_features] to Y [..., out_features], or to a tuple.
 
-        The tuple is Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
-        ``is_first_microbatch``, ``fp8_output`` and ``rows_per_rank`` are those of :class:`~minifloat.Linear`.
+        The tuple is Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``, then
+        the residual stream if ``return_residual``. ``is_first_microbatch``, ``fp8_output`` and ``rows_per_rank`` are
+        those of :class:`~minifloat.Linear`.
+
+        Args:
+            residual: of the shape of X: the norm is of S = X + residual, rounded to the dtype of both, which the
+                norm's kernel adds.
+            return_residual: forward also gives S, of the shape of X (X itself where no residual is given). Whatever
+                gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
         """
         recipe = None if runs_alone(self.norm, self.linear) else self.linear.recipe_in_force()
+        bias: Tensor | None
         if recipe is None:
-            n = call_norm(self.norm, x, self.linear)
-            y, bias = call_alone(self.linear, n, is_first_microbatch, fp8_output, rows_per_rank)
+            stream = add_residual(x, residual, self.linear)
+            n = call_norm(self.norm, stream, self.linear)
+            options = {"fp8_output": fp8_output, "rows_per_rank": rows_per_rank}
+            y, bias = call_alone(self.linear, n, is_first_microbatch=is_first_microbatch, **options)
         else:
-            y, n = self._fused(x, recipe, is_first_microbatch, fp8_output, rows_per_rank)
+            x, residual = to_add(x, residual, self.linear)
+            y, n, stream = self._fused(
+                x, residual, recipe, is_first_microbatch, fp8_output, rows_per_rank, return_residual
+            )  # fmt: skip
             bias = self.linear.bias_vector() if self.return_bias else None
-        outputs = (y, *([bias] if self.return_bias else []), *([n] if self.return_layernorm_output else []))
+        asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
+        outputs = (y, *[output for wanted, output in asked if wanted])
         return outputs if len(outputs) > 1 else y
 
     def _fused(
         self,
         x: Tensor,
+        residual: Tensor | None,
         recipe: Recipe,
         is_first_microbatch: bool | None,
         fp8_output: bool,
         rows_per_rank: Sequence[int] | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        return_residual: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Y, the norm's result if it is returned, and S."""
         self.linear.check_input(x)
         parallel = self.linear.parallel.of_call(x.shape, rows_per_rank, self.linear.label)
         dtype = self.linear.compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
         started = self.linear.start(
-            recipe, dtype, needs_gradient(x, gamma, beta), is_first_microbatch, fp8_output, parallel=parallel
+            recipe, dtype, needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output, parallel=parallel
         )
-        result = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
-            self.norm.norm, started.plan, started.call, started.ready, self.return_layernorm_output,
-            x.to(dtype), gamma, beta, started.weight, started.bias,
+        norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
+        y, n, stream = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
+            norm, started.plan, started.call, started.ready,
+            x.to(dtype), residual, gamma, beta, started.weight, started.bias,
         )  # fmt: skip
         started.finish()
-        return result if self.return_layernorm_output else (result, None)
+        return y, n, x if stream is None else stream
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """As :meth:`Linear.set_tensor_parallel_group`."""
@@ -222,8 +180,3 @@ class LayerNormLinear(nn.Module):
     def backward_dw(self) -> None:
         """As :meth:`Linear.backward_dw`."""
         self.linear.backward_dw()
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Some of them requires a gradient."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

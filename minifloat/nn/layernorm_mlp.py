@@ -12,11 +12,22 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.functional.activation import activate
+from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.functional.producers import Activation
-from minifloat.nn.layernorm_linear import call_alone, call_norm, make_norm, needs_gradient, part_name, runs_alone
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parts import (
+    add_residual,
+    call_alone,
+    call_norm,
+    fuses,
+    make_norm,
+    needs_gradient,
+    part_name,
+    runs_alone,
+    to_add,
+)
 from minifloat.recipe import Recipe
 from minifloat.recompute import checkpoint as run_checkpointed
 
@@ -116,56 +127,78 @@ class LayerNormMLP(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, is_first_microbatch: bool | None = None, rows_per_rank: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        is_first_microbatch: bool | None = None,
+        rows_per_rank: Sequence[int] | None = None,
+        residual: Tensor | None = None,
+        return_residual: bool = False,
     ) -> Any:
         """X [..., hidden_size] to Y of the same shape, or to a tuple.
 
-        The tuple is Y, then fc2's bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
-        ``is_first_microbatch`` and ``rows_per_rank`` are those of :class:`~minifloat.Linear`.
+        The tuple is Y, then fc2's bias if ``return_bias``, then the norm's result if ``return_layernorm_output``, then
+        the residual stream if ``return_residual``. ``is_first_microbatch`` and ``rows_per_rank`` are those of
+        :class:`~minifloat.Linear`, ``residual`` and ``return_residual`` those of :class:`~minifloat.LayerNormLinear`.
         """
         if self.checkpoint and torch.is_grad_enabled():
-            outputs = run_checkpointed(self._run, x, is_first_microbatch, rows_per_rank)
+            stream = add_residual(x, residual, self.fc1)  # which is kept, not what it is the sum of
+            outputs = run_checkpointed(self._run, stream, None, is_first_microbatch, rows_per_rank, return_residual)
         else:
-            outputs = self._run(x, is_first_microbatch, rows_per_rank)
+            outputs = self._run(x, residual, is_first_microbatch, rows_per_rank, return_residual)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _run(
-        self, x: Tensor, is_first_microbatch: bool | None, rows: Sequence[int] | None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        is_first_microbatch: bool | None,
+        rows: Sequence[int] | None,
+        return_residual: bool,
     ) -> tuple[Tensor | None, ...]:
         alone = runs_alone(self.norm, self.fc1, self.fc2)
         first, second = (None if alone else linear.recipe_in_force() for linear in (self.fc1, self.fc2))
+        bias: Tensor | None
         if first is None or second is None:
-            n = call_norm(self.norm, x, self.fc1)
-            h, _ = call_alone(self.fc1, n, is_first_microbatch, rows_per_rank=rows)
-            y, bias = call_alone(self.fc2, activate(h, self.activation), is_first_microbatch, rows_per_rank=rows)
+            stream = add_residual(x, residual, self.fc1)
+            n = call_norm(self.norm, stream, self.fc1)
+            options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows}
+            h, _ = call_alone(self.fc1, n, **options)
+            y, bias = call_alone(self.fc2, activate(h, self.activation), **options)
         else:
-            y, n = self._fused(x, (first, second), is_first_microbatch, rows)
+            x, residual = to_add(x, residual, self.fc1)
+            y, n, stream = self._fused(x, residual, (first, second), is_first_microbatch, rows, return_residual)
             bias = self.fc2.returned_bias(self.fc2.parallel) if self.return_bias else None
-        return (y, *([bias] if self.return_bias else []), *([n] if self.return_layernorm_output else []))
+        asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
+        return (y, *[output for wanted, output in asked if wanted])
 
     def _fused(
-        self, x: Tensor, recipes: tuple[Recipe, Recipe], is_first_microbatch: bool | None, rows: Sequence[int] | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        recipes: tuple[Recipe, Recipe],
+        is_first_microbatch: bool | None,
+        rows: Sequence[int] | None,
+        return_residual: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Y, the norm's result if it is returned, and what the norm was of."""
         self.fc1.check_input(x)
         column = self.fc1.parallel.of_call(x.shape, rows, self.fc1.label)
         row = self.fc2.parallel.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2.label)
         dtype = self.fc1.compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
-        needs_x = needs_gradient(x, gamma, beta)
+        needs_x = needs_gradient(x, residual, gamma, beta)
         first = self.fc1.start(recipes[0], dtype, needs_x, is_first_microbatch, parallel=column)
         needs_hidden = needs_x or needs_gradient(first.weight, first.bias)
         second = self.fc2.start(recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row)
-        mlp = MLPCall(
-            self.norm.norm, self.activation, first.plan, first.call, second.plan, second.call,
-            self.return_layernorm_output,
-        )  # fmt: skip
-        result = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
-            mlp, first.ready, second.ready, x.to(dtype), gamma, beta,
+        norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
+        mlp = MLPCall(norm, self.activation, first.plan, first.call, second.plan, second.call)
+        y, n, stream = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
+            mlp, first.ready, second.ready, x.to(dtype), residual, gamma, beta,
             first.weight, first.bias, second.weight, second.bias,
         )  # fmt: skip
         first.finish()
         second.finish()
-        return result if self.return_layernorm_output else (result, None)
+        return y, n, x if stream is None else stream
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """As :meth:`Linear.set_tensor_parallel_group`, of both linears."""

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.distributed.rng import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
-from minifloat.nn.layernorm_linear import call_alone, part_name
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parts import call_on_stream, part_name
 from minifloat.recipe import Recipe
 
 
@@ -201,8 +201,11 @@ class TransformerLayer(nn.Module):
                 if encoder_output is None
                 else "TransformerLayer(layer_type='encoder') takes no encoder_output; use layer_type='decoder'"
             )
-        self_attention = partial(
+        x, attended = self._sublayer(
             self.self_attention,
+            hidden_states,
+            None,
+            attention_mask,
             is_first_microbatch=is_first_microbatch,
             checkpoint_core_attention=checkpoint_core_attention,
             rotary_pos_emb=rotary_pos_emb,
@@ -211,10 +214,11 @@ class TransformerLayer(nn.Module):
             core_attention_bias=core_attention_bias,
             rows_per_rank=rows_per_rank,
         )
-        x = self._add(hidden_states, self_attention(hidden_states, attention_mask))
         if self.inter_attention is not None:
-            attended = self.inter_attention(
+            x, attended = self._sublayer(
+                self.inter_attention,
                 x,
+                attended,
                 enc_dec_attn_mask,
                 encoder_output,
                 is_first_microbatch=is_first_microbatch,
@@ -224,17 +228,28 @@ class TransformerLayer(nn.Module):
                 rows_per_rank=rows_per_rank,
                 encoder_rows_per_rank=encoder_rows_per_rank,
             )
-            x = self._add(x, attended)
-        if not self.parallel_attention_mlp:
-            return self._add(x, call_alone(self.layernorm_mlp, x, is_first_microbatch, rows_per_rank=rows_per_rank))
-        transformed, _ = call_alone(self.layernorm_mlp, hidden_states, is_first_microbatch, rows_per_rank=rows_per_rank)
-        return x + self._drop(transformed)
+        mlp = partial(
+            self._sublayer,
+            self.layernorm_mlp,
+            is_first_microbatch=is_first_microbatch,
+            rows_per_rank=rows_per_rank,
+        )
+        if self.parallel_attention_mlp:
+            _, transformed = mlp(hidden_states, None)
+            return x + attended + transformed
+        x, transformed = mlp(x, attended)
+        return x + transformed
 
-    def _add(self, x: Tensor, result: Any) -> Tensor:
-        """The residual connection: to X, or to what the norm made of it, which then comes with the result."""
-        y, n = result if isinstance(result, tuple) else (result, None)
-        added: Tensor = (n if self.residual_post_layernorm else x) + self._drop(y)
-        return added
+    def _sublayer(
+        self, part: nn.Module, x: Tensor, residual: Tensor | None, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """A residual connection around ``part(x + residual)``: what its result is added to, and that after dropout.
+
+        It is added to what the part's norm is of, or to what that makes of it. The next part's norm adds the two.
+        """
+        kinds = MultiheadAttention, LayerNormMLP
+        y, n, stream = call_on_stream(part, kinds, x, residual, *args, **options)
+        return n if self.residual_post_layernorm else stream, self._drop(y)
 
     def _drop(self, y: Tensor) -> Tensor:
         """Dropout; of rows that no other rank has, if that is how the residual stream is split."""

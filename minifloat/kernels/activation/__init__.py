@@ -12,10 +12,12 @@ from minifloat.formats import parse
 from minifloat.kernels.activation import reference
 from minifloat.kernels.activation.reference import DEFAULTS, NAMES, gated
 from minifloat.kernels.library import register
+from minifloat.kernels.quantize import block_cast, empty_block_cast
 
 __all__ = [
-    "DEFAULTS", "NAMES", "activation_backward", "activation_backward_cast", "activation_cast", "activation_forward",
-    "check_name", "gated", "out_columns", "parameters_of",
+    "DEFAULTS", "NAMES", "activation_backward", "activation_backward_cast", "activation_backward_cast_blocks",
+    "activation_cast", "activation_cast_blocks", "activation_forward", "check_name", "gated", "out_columns",
+    "parameters_of",
 ]  # fmt: skip
 
 Parameters = Sequence[float]
@@ -114,6 +116,35 @@ def _fake_backward_cast(
     return *codes, torch.empty_like(scale), _amax_like(x, True), _bias_like(x, with_bias)
 
 
+def _cast_blocks(
+    x: Tensor, name: str, parameters: Parameters, format: str, rowwise: bool, columnwise: bool, k_major: bool
+) -> tuple[Tensor, ...]:
+    y, _ = _forward(x, name, parameters, x.dtype, False)
+    return block_cast(y, parse(format), rowwise, columnwise, k_major)
+
+
+def _fake_cast_blocks(
+    x: Tensor, name: str, parameters: Parameters, format: str, rowwise: bool, columnwise: bool, k_major: bool
+) -> tuple[Tensor, ...]:
+    return empty_block_cast(x, out_columns(name, x.shape[-1]), parse(format), rowwise, columnwise, k_major)
+
+
+def _backward_cast_blocks(
+    dy: Tensor, x: Tensor, name: str, parameters: Parameters, format: str, rowwise: bool, columnwise: bool,
+    k_major: bool, with_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dx, _, dbias = _backward(dy, x, name, parameters, x.dtype, False, with_bias)
+    return *block_cast(dx, parse(format), rowwise, columnwise, k_major), dbias
+
+
+def _fake_backward_cast_blocks(
+    dy: Tensor, x: Tensor, name: str, parameters: Parameters, format: str, rowwise: bool, columnwise: bool,
+    k_major: bool, with_bias: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    casts = empty_block_cast(x, x.shape[1], parse(format), rowwise, columnwise, k_major)
+    return *casts, _bias_like(x, with_bias)
+
+
 def _amax_like(x: Tensor, wanted: bool) -> Tensor:
     return x.new_empty(1 if wanted else 0, dtype=torch.float32)
 
@@ -129,6 +160,17 @@ def _fused(function: str) -> Callable[..., tuple[Tensor, ...]]:
         from minifloat.kernels.activation import fused
 
         return getattr(fused, function)(*args)
+
+    return run
+
+
+def _in_blocks(function: str) -> Callable[..., tuple[Tensor, ...]]:
+    """The same of the module of those that cast in blocks."""
+
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        from minifloat.kernels.activation import blocks
+
+        return getattr(blocks, function)(*args)
 
     return run
 
@@ -181,4 +223,29 @@ activation_backward_cast = register(
 
 The cast reads the fp32 gradient of plain activations; that of a gated one is rounded to the dtype of ``x`` first
 (``docs/numerics.md`` 3.4). The amax and dbias are those of what the cast reads.
+"""
+
+activation_cast_blocks = register(
+    "activation_cast_blocks(Tensor x, str name, float[] parameters, str format, bool rowwise, bool columnwise, "
+    "bool k_major) -> (Tensor, Tensor, Tensor, Tensor)",
+    _cast_blocks,
+    _fake_cast_blocks,
+    cuda=_in_blocks("cast"),
+)
+"""The activation of ``x`` [M, K], rounded to the dtype of ``x`` and cast in blocks, whose amaxes are their own.
+
+``format`` is one of ``quantize.casts_blocks``. Returns codes and scales along the rows, then along the columns, those
+that are not wanted [0]; ``k_major`` and all else as in ``quantize.cast``.
+"""
+
+activation_backward_cast_blocks = register(
+    "activation_backward_cast_blocks(Tensor dy, Tensor x, str name, float[] parameters, str format, bool rowwise, "
+    "bool columnwise, bool k_major, bool with_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_cast_blocks,
+    _fake_backward_cast_blocks,
+    cuda=_in_blocks("backward_cast"),
+)
+"""The gradient with respect to ``x`` [M, K], rounded and cast as :data:`activation_cast_blocks` does, and dbias.
+
+Of a gated activation each half of K must be whole blocks. dbias as in :data:`activation_backward`.
 """

@@ -29,11 +29,11 @@ from minifloat.kernels.quantize.job import aligned
 from minifloat.kernels.tiles import Tile
 
 TILES = {
-    "activation": Tile(4, 512, 4),
+    "activation": Tile(16, 256, 8),
     "activation_columnwise": Tile(64, 128, 8),
     "activation_backward": Tile(4, 512, 4),
     "activation_backward_bias": Tile(64, 64, 8),
-    "activation_backward_columnwise": Tile(64, 64, 8),
+    "activation_backward_columnwise": Tile(32, 64, 4),
 }
 """Rows, columns of the result, and warps. A bias gradient's order of sums is that of its tile."""
 
@@ -165,8 +165,8 @@ def forward(
     y = x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype)
     amax = _amax(x, with_amax)
     choice = choice or TILES["activation"]
-    constants = (*_formula(name, parameters), True, False, False, "", with_amax, *_tile(y.shape, choice))
-    _forward(_programs(y.shape, choice), (x, y, y, x, x, amax), y.shape, constants, choice.warps)
+    constants = (*formula(name, parameters), True, False, False, "", with_amax, *tile_constants(y.shape, choice))
+    _forward(program_count(y.shape, choice), (x, y, y, x, x, amax), y.shape, constants, choice.warps)
     return y, amax
 
 
@@ -187,10 +187,11 @@ def cast(
     scale_inv, amax = torch.empty_like(scale), _amax(x, True)
     choice = choice or TILES["activation_columnwise" if columnwise else "activation"]
     constants = (
-        *_formula(name, parameters), False, rowwise, columnwise, parse(format).element, True, *_tile(shape, choice)
+        *formula(name, parameters), False, rowwise, columnwise, parse(format).element, True,
+        *tile_constants(shape, choice),
     )  # fmt: skip
     # At least one program, even without elements: it stores the scale.
-    programs = max(1, _programs(shape, choice))
+    programs = max(1, program_count(shape, choice))
     _forward(programs, (x, row, column, scale, scale_inv, amax), shape, constants, choice.warps)
     return row, column, scale_inv, amax
 
@@ -210,13 +211,13 @@ def backward(
     dy, x = ready(dy), ready(x)
     dx = torch.empty_like(x, dtype=dtype)
     choice = choice or TILES["activation_backward_bias" if with_bias else "activation_backward"]
-    amax, partial = _amax(x, with_amax), _partial(x, with_bias, choice)
+    amax, partial = _amax(x, with_amax), partial_sums(x, with_bias, choice)
     constants = (
-        *_formula(name, parameters), True, False, False, "", with_amax, with_bias, *_tile(dy.shape, choice)
+        *formula(name, parameters), True, False, False, "", with_amax, with_bias, *tile_constants(dy.shape, choice)
     )  # fmt: skip
     tensors = dy, x, dx, dx, x, x, amax, partial
-    _backward(_programs(dy.shape, choice), tensors, dy.shape, constants, choice.warps)
-    return dx, amax, _bias(partial, with_bias)
+    _backward(program_count(dy.shape, choice), tensors, dy.shape, constants, choice.warps)
+    return dx, amax, bias_gradient(partial, with_bias)
 
 
 def backward_cast(
@@ -236,19 +237,19 @@ def backward_cast(
     dy, x = ready(dy), ready(x)
     row, column = empty_codes(x, x.shape[0], x.shape[1], rowwise, columnwise)
     scale_inv, amax = torch.empty_like(scale), _amax(x, True)
-    kind = "_columnwise" if columnwise else "_bias" if with_bias else ""
+    kind = "_bias" if with_bias else "_columnwise" if columnwise else ""
     choice = choice or TILES["activation_backward" + kind]
-    partial = _partial(x, with_bias, choice)
+    partial = partial_sums(x, with_bias, choice)
     constants = (
-        *_formula(name, parameters), False, rowwise, columnwise, parse(format).element, True, with_bias,
-        *_tile(dy.shape, choice),
+        *formula(name, parameters), False, rowwise, columnwise, parse(format).element, True, with_bias,
+        *tile_constants(dy.shape, choice),
     )  # fmt: skip
     tensors = dy, x, row, column, scale, scale_inv, amax, partial
-    _backward(max(1, _programs(dy.shape, choice)), tensors, dy.shape, constants, choice.warps)
-    return row, column, scale_inv, amax, _bias(partial, with_bias)
+    _backward(max(1, program_count(dy.shape, choice)), tensors, dy.shape, constants, choice.warps)
+    return row, column, scale_inv, amax, bias_gradient(partial, with_bias)
 
 
-def _formula(name: str, parameters: Sequence[float]) -> tuple[str, float, float | None, float, bool]:
+def formula(name: str, parameters: Sequence[float]) -> tuple[str, float, float | None, float, bool]:
     """NAME, SLOPE, LIMIT, OFFSET and GATED of the kernels."""
     if name == CLAMPED:
         limit, slope, offset = parameters
@@ -259,11 +260,12 @@ def _formula(name: str, parameters: Sequence[float]) -> tuple[str, float, float 
     return gate, 0.0, None, 0.0, gated(name)
 
 
-def _tile(shape: Sequence[int], choice: Tile) -> tuple[bool, bool, int, int]:
+def tile_constants(shape: Sequence[int], choice: Tile) -> tuple[bool, bool, int, int]:
+    """ALIGNED_M, ALIGNED_N, BLOCK_M and BLOCK_N of the kernels."""
     return aligned(shape[:1]), aligned(shape[1:]), choice.rows, choice.cols
 
 
-def _programs(shape: Sequence[int], choice: Tile) -> int:
+def program_count(shape: Sequence[int], choice: Tile) -> int:
     return triton.cdiv(shape[0], choice.rows) * triton.cdiv(shape[1], choice.cols)
 
 
@@ -272,10 +274,10 @@ def _amax(like: Tensor, wanted: bool) -> Tensor:
     return like.new_zeros(1 if wanted else 0, dtype=torch.float32)
 
 
-def _partial(x: Tensor, wanted: bool, choice: Tile) -> Tensor:
+def partial_sums(x: Tensor, wanted: bool, choice: Tile) -> Tensor:
     """Sums of the columns of ``x`` over the rows of each tile."""
     return x.new_empty((triton.cdiv(x.shape[0], choice.rows) if wanted else 0, x.shape[1]), dtype=torch.float32)
 
 
-def _bias(partial: Tensor, wanted: bool) -> Tensor:
+def bias_gradient(partial: Tensor, wanted: bool) -> Tensor:
     return partial.sum(0) if wanted else partial.new_empty(0)

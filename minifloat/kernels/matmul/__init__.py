@@ -40,7 +40,7 @@ def count_gemms() -> Iterator[Counter[Gemm]]:
     try:
         yield counter
     finally:
-        _counters.remove(counter)
+        _counters[:] = [each for each in _counters if each is not counter]
 
 
 def record(gemm: str, a: str, b: str, backend: str) -> None:

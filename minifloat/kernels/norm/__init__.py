@@ -12,7 +12,7 @@ from minifloat.kernels.norm.reference import NORMALIZATIONS
 from minifloat.kernels.quantize import empty_cast
 from minifloat.kernels.quantize import reference as quantize_reference
 
-__all__ = ["NORMALIZATIONS", "check_name", "norm_add_forward", "norm_backward", "norm_cast", "norm_forward"]
+__all__ = ["NORMALIZATIONS", "check_name", "norm_backward", "norm_cast", "norm_forward"]
 
 _WHOLE = Format("e4m3")  # any with one scale for the tensor, to measure its amax
 
@@ -23,8 +23,10 @@ def check_name(normalization: str) -> None:
         raise ValueError(f"normalization is {normalization!r}; {' or '.join(NORMALIZATIONS)}")
 
 
-def _check(x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
+def _check(x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
     check_name(normalization)
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)} but x {tuple(x.shape)}; they are added")
     for name, parameter in (("gamma", gamma), ("beta", beta)):
         if parameter is not None and parameter.shape != x.shape[-1:]:
             raise ValueError(
@@ -44,12 +46,22 @@ def _forward(
     zero_centered: bool,
     dtype: torch.dtype,
     with_amax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, gamma, beta, normalization)
-    wide, mean, rsigma = reference.forward(x.float(), gamma, beta, normalization, eps, zero_centered)
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check(x, residual, gamma, beta, normalization)
+    source, total = _add(x, residual)
+    wide, mean, rsigma = reference.forward(source.float(), gamma, beta, normalization, eps, zero_centered)
     y = wide.to(dtype).contiguous()
     amax = quantize_reference.amax(y, _WHOLE, ROWWISE) if with_amax else x.new_empty(0, dtype=torch.float32)
-    return y, mean, rsigma, amax
+    return y, mean, rsigma, amax, total
+
+
+def _add(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is normalized, and the operations' ``total``."""
+    if residual is None:
+        return x, x.new_empty(0)
+    total = (x.float() + residual.float()).to(x.dtype).contiguous()
+    return total, total
 
 
 def _forward_on_gpu(
@@ -61,12 +73,12 @@ def _forward_on_gpu(
     zero_centered: bool,
     dtype: torch.dtype,
     with_amax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from minifloat.kernels.norm import forward
 
-    _check(x, gamma, beta, normalization)
-    out = forward.forward(x, None, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
-    return out.y, out.mean, out.rsigma, out.amax
+    _check(x, residual, gamma, beta, normalization)
+    return forward.forward(x, residual, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
 
 
 def _fake_forward(
@@ -78,71 +90,17 @@ def _fake_forward(
     zero_centered: bool,
     dtype: torch.dtype,
     with_amax: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, gamma, beta, normalization)
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check(x, residual, gamma, beta, normalization)
     amax = x.new_empty(1 if with_amax else 0, dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), *_fake_statistics(x, normalization), amax
+    total = x.new_empty(0 if residual is None else x.shape)
+    return x.new_empty(x.shape, dtype=dtype), *_fake_statistics(x, normalization), amax, total
 
 
 def _fake_statistics(x: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
     rsigma = x.new_empty(x.shape[0], dtype=torch.float32)
     return torch.empty_like(rsigma) if normalization == "LayerNorm" else x.new_empty(0, dtype=torch.float32), rsigma
-
-
-def _add_forward(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype,
-    with_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check_residual(x, residual)
-    total = (x.float() + residual.float()).to(x.dtype).contiguous()
-    return total, *_forward(total, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
-
-
-def _add_forward_on_gpu(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype,
-    with_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from minifloat.kernels.norm import forward
-
-    _check(x, gamma, beta, normalization)
-    _check_residual(x, residual)
-    out = forward.forward(x, residual, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
-    return out.total, out.y, out.mean, out.rsigma, out.amax
-
-
-def _fake_add_forward(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype,
-    with_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check_residual(x, residual)
-    outputs = _fake_forward(x, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
-    return x.new_empty(x.shape), *outputs
-
-
-def _check_residual(x: Tensor, residual: Tensor) -> None:
-    if residual.shape != x.shape:
-        raise ValueError(f"residual has shape {tuple(residual.shape)} but x {tuple(x.shape)}; they are added")
 
 
 def _norm_cast(
@@ -156,14 +114,18 @@ def _norm_cast(
     spec: str,
     rowwise: bool,
     columnwise: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     fmt = parse(spec)
     assert fmt.scale_rule == "given", spec
-    y, mean, rsigma, _ = _forward(x, gamma, beta, normalization, eps, zero_centered, torch.float32)
+    y, mean, rsigma, _, total = _forward(
+        x, gamma, beta, normalization, eps, zero_centered, torch.float32, residual=residual
+    )
     codes, scale_inv, amax = quantize_reference.cast(y, scale, None, fmt, ROWWISE)
     nothing = codes.new_empty(0)
     transposed = codes.t().clone(memory_format=torch.contiguous_format).t()  # outputs must not share memory
-    return codes if rowwise else nothing, transposed if columnwise else nothing, scale_inv, amax, mean, rsigma
+    row, column = codes if rowwise else nothing, transposed if columnwise else nothing
+    return row, column, scale_inv, amax, mean, rsigma, total
 
 
 def _norm_cast_on_gpu(
@@ -177,14 +139,15 @@ def _norm_cast_on_gpu(
     spec: str,
     rowwise: bool,
     columnwise: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from minifloat.kernels.norm import cast
 
-    _check(x, gamma, beta, normalization)
+    _check(x, residual, gamma, beta, normalization)
     fmt = parse(spec)
     assert fmt.scale_rule == "given", spec
     return cast.norm_cast(
-        x, gamma, beta, normalization, eps, zero_centered, scale, fmt, rowwise, columnwise
+        x, residual, gamma, beta, normalization, eps, zero_centered, scale, fmt, rowwise, columnwise
     )  # fmt: skip
 
 
@@ -199,8 +162,9 @@ def _fake_norm_cast(
     spec: str,
     rowwise: bool,
     columnwise: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, gamma, beta, normalization)
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check(x, residual, gamma, beta, normalization)
     fmt = parse(spec)
     nothing = x.new_empty(0, dtype=torch.uint8)
     return (
@@ -209,6 +173,7 @@ def _fake_norm_cast(
         x.new_empty(1, dtype=torch.float32),
         x.new_empty(1, dtype=torch.float32),
         *_fake_statistics(x, normalization),
+        x.new_empty(0 if residual is None else x.shape),
     )
 
 
@@ -262,38 +227,31 @@ def _fake_backward(
 
 norm_forward = register(
     "norm_forward(Tensor x, Tensor gamma, Tensor? beta, str normalization, float eps, bool zero_centered, "
-    "ScalarType dtype, bool with_amax=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "ScalarType dtype, bool with_amax=False, Tensor? residual=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
     cuda=_forward_on_gpu,
 )
-"""``y`` [M, K] in ``dtype``, fp32 mean and rsigma [M] for the backward (RMSNorm: an empty mean), and the amax of ``y``.
+"""``y`` [M, K] in ``dtype``, fp32 mean and rsigma [M] for the backward (RMSNorm: an empty mean), amax of ``y``, total.
 
 ``x`` is [M, K] bf16, fp16 or fp32, gamma and beta [K]; see :func:`reference.forward`. The amax, fp32 [1], is that of
-the rounded ``y`` without its NaNs; it is empty unless asked for.
+the rounded ``y`` without its NaNs; it is empty unless asked for. With a ``residual`` [M, K] it is the norm of
+``total = x + residual`` [M, K], rounded to the dtype of ``x``; without one the total is empty.
 """
-
-norm_add_forward = register(
-    "norm_add_forward(Tensor x, Tensor residual, Tensor gamma, Tensor? beta, str normalization, float eps, "
-    "bool zero_centered, ScalarType dtype, bool with_amax) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _add_forward,
-    _fake_add_forward,
-    cuda=_add_forward_on_gpu,
-)
-"""``total = x + residual`` [M, K], rounded to the dtype of ``x``, then what :data:`norm_forward` gives of it."""
 
 norm_cast = register(
     "norm_cast(Tensor x, Tensor gamma, Tensor? beta, str normalization, float eps, bool zero_centered, Tensor scale, "
-    "str format, bool rowwise, bool columnwise) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "str format, bool rowwise, bool columnwise, Tensor? residual=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _norm_cast,
     _fake_norm_cast,
     cuda=_norm_cast_on_gpu,
 )
-"""Codes of the fp32 norm with a given scale: row_codes, column_codes, scale_inv, amax, mean, rsigma.
+"""Codes of the fp32 norm with a given scale: row_codes, column_codes, scale_inv, amax, mean, rsigma, total.
 
 ``scale`` is fp32 [1] and ``format`` one of rule "given". Both codes are uint8 [M, K], the columnwise ones with M
 consecutive in memory (strides (1, M)); which is not wanted is empty. scale_inv and amax (of the norm before scaling,
-without NaNs) are fp32 [1]; mean and rsigma as in :data:`norm_forward`, whose fp32 ``y`` the codes are those of.
+without NaNs) are fp32 [1]; mean, rsigma and total are those of :data:`norm_forward`, whose fp32 ``y`` is cast.
 """
 
 norm_backward = register(

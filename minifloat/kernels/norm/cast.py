@@ -1,7 +1,8 @@
-"""The norm and its cast with a given scale in one Triton kernel: 2 bytes read an element, 1 or 2 written.
+"""The norm cast with a given scale without being written: one kernel reads rows for their statistics, a second casts.
 
-A program takes a block of rows. It finds their statistics, a few rows at a time as the forward kernel does and in the
-same order, then reads the block again, now from the cache, and casts it tile by tile.
+A kernel that does both reads x once, but holds few rows at a time: transposed codes then go to memory in pieces of few
+bytes, and what that costs is more than the second reading. The cast begins with the rows that were read last, of which
+the cache still has some.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.kernels.launch import Kernel, ready
-from minifloat.kernels.norm.device import normalize, row_statistics
-from minifloat.kernels.norm.tile import NormTile, forward_tile
+from minifloat.kernels.norm.device import normalize
+from minifloat.kernels.norm.statistics import statistics
+from minifloat.kernels.norm.tile import NormTile
 from minifloat.kernels.quantize import empty_cast
 from minifloat.kernels.quantize.device import (
     cast_fp8,
@@ -27,58 +29,38 @@ from minifloat.kernels.quantize.device import (
     single_bytes,
     store_codes,
 )
-
-CAST_ELEMENTS = 4096
-"""Elements of a tile that is cast at a time."""
-
-
-def cast_rows(width: int, statistics_rows: int) -> int:
-    """Rows of a program: a sector of the transposed codes is 32 bytes; of wide rows the cache holds fewer.
-
-    They are more than those of a tile of the statistics: tiles of one shape share a layout, which changes sums.
-    """
-    return max(32 if width <= 2048 else 16, 2 * statistics_rows)
+from minifloat.kernels.tiles import Tile, tile
 
 
 @triton.jit
 def norm_cast_kernel(
-    x, gamma, beta, scale, row_codes, column_codes, scale_inv, amax, mean, rsigma,
+    x, gamma, beta, mean, rsigma, scale, row_codes, column_codes, scale_inv, amax,
     M, K,
-    EPS: tl.constexpr, CENTERED: tl.constexpr, HAS_BETA: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_BETA: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, ELEMENT: tl.constexpr,
-    ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, ONE_CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    M = extent(M, ALIGNED_M)
-    K = extent(K, ALIGNED_K)
-    first = tl.program_id(0) * BLOCK_M
-    for step in range(0, BLOCK_M, ROWS):
-        m = first + step + tl.arange(0, ROWS)
-        row_mean, row_rsigma = row_statistics(x, x, m, M, K, EPS, CENTERED, False, ONE_CHUNK, ROWS, BLOCK)
-        if CENTERED:
-            tl.store(mean + m, row_mean, mask=m < M)
-        tl.store(rsigma + m, row_rsigma, mask=m < M)
-    tl.debug_barrier()  # the rows' statistics go to other threads, by way of their outputs
-    m = first + tl.arange(0, BLOCK_M)
-    block_rsigma = tl.load(rsigma + m, mask=m < M, other=0.0)
-    block_mean = tl.load(mean + m, mask=m < M, other=0.0) if CENTERED else block_rsigma
+    M, K = extent(M, ALIGNED_M), extent(K, ALIGNED_K)
+    tiles = tl.cdiv(K, BLOCK_K)
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    m = place // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = place % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    row_rsigma = tl.load(rsigma + m, mask=m < M, other=0.0)
+    row_mean = tl.load(mean + m, mask=m < M, other=0.0) if CENTERED else row_rsigma
     level = tl.load(scale)
-    largest = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        values = load_tile(x, m, k, M, K)
-        y = normalize(values, block_mean, block_rsigma, gamma, beta, k, K, CENTERED, HAS_BETA, ZERO_CENTERED)
-        codes = cast_fp8(y * level, ELEMENT)
-        if COLUMN:
-            codes = single_bytes(codes, M)
-        if ROW:
-            store_codes(row_codes, codes, m, k, M, K, False)
-        if COLUMN:
-            store_codes(column_codes, codes, m, k, M, K, True)
-        inside = (m[:, None] < M) & (k[None, :] < K)
-        largest = tl.maximum(largest, tl.where(inside, tl.abs(y), 0.0))
-    record_max(amax, tl.max(tl.max(largest, axis=1), axis=0))
-    if first == 0:
+    values = load_tile(x, m, k, M, K)
+    y = normalize(values, row_mean, row_rsigma, gamma, beta, k, K, CENTERED, HAS_BETA, ZERO_CENTERED)
+    codes = cast_fp8(y * level, ELEMENT)
+    if COLUMN:
+        codes = single_bytes(codes, M)
+    if ROW:
+        store_codes(row_codes, codes, m, k, M, K, False)
+    if COLUMN:
+        store_codes(column_codes, codes, m, k, M, K, True)
+    inside = (m[:, None] < M) & (k[None, :] < K)
+    magnitudes = tl.where(inside, tl.abs(y), 0.0)
+    record_max(amax, tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0))  # of nothing but NaN 0
+    if place == 0:
         tl.store(scale_inv, reciprocal(level))
 
 
@@ -86,7 +68,7 @@ _cast = Kernel(norm_cast_kernel)
 
 
 class NormCast(NamedTuple):
-    """Codes [M, K] rowwise and columnwise, scale_inv and amax [1], mean and rsigma [M]; what is not there is empty."""
+    """Codes [M, K] rowwise and columnwise, scale_inv and amax [1], mean and rsigma [M], total [M, K]; or empty."""
 
     row_codes: Tensor
     column_codes: Tensor
@@ -94,10 +76,12 @@ class NormCast(NamedTuple):
     amax: Tensor
     mean: Tensor
     rsigma: Tensor
+    total: Tensor
 
 
 def norm_cast(
     x: Tensor,
+    residual: Tensor | None,
     gamma: Tensor,
     beta: Tensor | None,
     normalization: str,
@@ -107,34 +91,37 @@ def norm_cast(
     fmt: Format,
     rowwise: bool,
     columnwise: bool,
-    choice: NormTile | None = None,
+    choice: Tile | None = None,
+    sums: NormTile | None = None,
 ) -> NormCast:
-    """The codes of the norm of ``x``; the arguments are those of the operation."""
+    """The codes of the norm of ``x``, or of ``total = x + residual``; the arguments are those of the operation.
+
+    ``choice`` and ``sums`` are tiles other than the pinned ones, of the cast and of the statistics.
+    """
     rows, width = x.shape
     x, gamma = ready(x), ready(gamma)
-    centered = normalization == "LayerNorm"
+    mean, rsigma, total = statistics(x, residual, normalization, eps, sums)
     nothing = x.new_empty(0, dtype=torch.uint8)
     out = NormCast(
         empty_cast(x, fmt, ROWWISE, False)[0] if rowwise else nothing,
         empty_cast(x, fmt, COLUMNWISE, True)[0] if columnwise else nothing,
         x.new_empty(1, dtype=torch.float32),
         x.new_zeros(1, dtype=torch.float32),
-        x.new_empty(rows if centered else 0, dtype=torch.float32),
-        x.new_empty(rows, dtype=torch.float32),
+        mean,
+        rsigma,
+        total,
     )
-    choice = choice or forward_tile(width)
-    block_rows = cast_rows(width, choice.rows)
+    choice = choice or tile("norm_columnwise" if columnwise else "norm", x.device)
     _cast(
-        max(1, triton.cdiv(rows, block_rows)),  # without rows there is still a scale
+        max(1, triton.cdiv(rows, choice.rows) * triton.cdiv(width, choice.cols)),  # without rows there is still a scale
         (
-            x, gamma, gamma if beta is None else ready(beta), scale, out.row_codes, out.column_codes,
-            out.scale_inv, out.amax, out.mean, out.rsigma,
+            x if residual is None else total, gamma, gamma if beta is None else ready(beta), mean, rsigma, scale,
+            out.row_codes, out.column_codes, out.scale_inv, out.amax,
         ),
         (rows, width),
         (
-            eps, centered, beta is not None, zero_centered, rowwise, columnwise, fmt.element,
-            rows % 16 == 0, width % 16 == 0, choice.one_chunk, choice.rows, choice.block,
-            block_rows, CAST_ELEMENTS // block_rows,
+            normalization == "LayerNorm", beta is not None, zero_centered, rowwise, columnwise, fmt.element,
+            rows % 16 == 0, width % 16 == 0, choice.rows, choice.cols,
         ),
         choice.warps,
     )  # fmt: skip

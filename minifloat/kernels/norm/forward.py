@@ -50,13 +50,13 @@ _forward = Kernel(norm_forward_kernel)
 
 
 class Forward(NamedTuple):
-    """``y`` and ``total`` [M, K], mean and rsigma [M], amax [1]; what is not there is empty."""
+    """``y`` [M, K], mean and rsigma [M], amax [1], ``total`` [M, K]; what is not there is empty."""
 
     y: Tensor
-    total: Tensor
     mean: Tensor
     rsigma: Tensor
     amax: Tensor
+    total: Tensor
 
 
 def forward(
@@ -77,10 +77,10 @@ def forward(
     centered = normalization == "LayerNorm"
     out = Forward(
         x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(0 if residual is None else x.shape),
         x.new_empty(rows if centered else 0, dtype=torch.float32),
         x.new_empty(rows, dtype=torch.float32),
         x.new_zeros(1 if with_amax else 0, dtype=torch.float32),
+        x.new_empty(0 if residual is None else x.shape),
     )
     choice = choice or forward_tile(width)
     _forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,9 +112,13 @@ def _fake_cast(
     return outputs
 
 
-def empty_cast(x: Tensor, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the codes and scales of a cast of ``x``; ``k_major`` as in :data:`cast`."""
-    codes, scales = code_shape(fmt, dim, *x.shape), scale_shape(fmt, dim, *x.shape)
+def empty_cast(x: Tensor, fmt: Format, dim: int, k_major: bool, columns: int | None = None) -> tuple[Tensor, Tensor]:
+    """Memory for the codes and scales of a cast of ``x``; ``k_major`` as in :data:`cast`.
+
+    ``columns``: of the matrix that is cast, where a kernel makes it of ``x`` and it has others.
+    """
+    rows, columns = x.shape[0], x.shape[1] if columns is None else columns
+    codes, scales = code_shape(fmt, dim, rows, columns), scale_shape(fmt, dim, rows, columns)
     transposed = k_major and dim == COLUMNWISE
     scales_transposed = k_major and dim == ROWWISE and fmt.block > 0 and not fmt.tile
     return (
@@ -124,6 +129,41 @@ def empty_cast(x: Tensor, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor,
         if scales_transposed
         else x.new_empty(scales, dtype=fmt.scale_dtype),
     )
+
+
+class BlockCast(NamedTuple):
+    """Codes and scales of a matrix in blocks; those of an orientation that is not wanted are empty, [0]."""
+
+    row_codes: Tensor
+    row_scales: Tensor
+    column_codes: Tensor
+    column_scales: Tensor
+
+
+def casts_blocks(fmt: Format) -> bool:
+    """The cast of a block needs nothing but the block, and there are kernels for it."""
+    plain = not fmt.packed and fmt.transform == "none" and fmt.scale_rule in ("fp32", "pow2", "e8m0")
+    return plain and 16 <= fmt.block <= 256
+
+
+def block_cast(y: Tensor, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool) -> BlockCast:
+    """The reference's casts of ``y``, with memory orders as of :data:`cast`."""
+    dims = [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
+    count = len(dims)
+    made = _cast([y] * count, [None] * count, [None] * count, [fmt.spec] * count, dims, [k_major] * count, None)
+    nothing = _no_cast(y, fmt), _no_cast(y, fmt)
+    row = made[0:2] if rowwise else nothing[0]
+    return BlockCast(*row, *(made[-3:-1] if columnwise else nothing[1]))
+
+
+def empty_block_cast(x: Tensor, columns: int, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool) -> BlockCast:
+    """Memory for what :func:`block_cast` gives of a matrix with the rows of ``x`` and ``columns`` columns."""
+    row = empty_cast(x, fmt, ROWWISE, k_major, columns) if rowwise else _no_cast(x, fmt)
+    return BlockCast(*row, *(empty_cast(x, fmt, COLUMNWISE, k_major, columns) if columnwise else _no_cast(x, fmt)))
+
+
+def _no_cast(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=fmt.scale_dtype)
 
 
 def _fake_dequantize(

@@ -31,6 +31,8 @@ from minifloat.kernels.tiles import Tile, tile
 
 CANDIDATES = (Tile(32, 128, 1), Tile(32, 128, 2), Tile(32, 64, 1), Tile(64, 128, 4), Tile(128, 128, 8))
 """Tiles worth timing. One that does not hold whole blocks is enlarged to do, and its warps with it."""
+MOST_WARPS = 32
+"""Of a program: 1024 threads."""
 
 
 @triton.jit
@@ -128,6 +130,48 @@ def grid_places(
 
 
 @triton.jit
+def store_block_cast(
+    values, first_m, first_k, M, K,
+    row_levels, row_codes, row_scales, column_levels, column_codes, column_scales,
+    row_stride_m, row_stride_k, column_stride_m, column_stride_k,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Casts a tile of fp32 ``values``, 0 outside of the matrix [M, K], that begins at whole blocks.
+
+    Whatever made the values: a load, or a norm or activation of what was loaded. ``..._levels`` are read if ``GIVEN``.
+    """
+    SHORT: tl.constexpr = BLOCK if TILE else 1
+    BLOCK_M: tl.constexpr = values.shape[0]
+    BLOCK_K: tl.constexpr = values.shape[1]
+    m = first_m + tl.arange(0, BLOCK_M)
+    k = first_k + tl.arange(0, BLOCK_K)
+    if ROW or TILE:  # square tiles are the same codes in both orientations
+        codes, scale = cast_blocks(
+            values, row_levels, first_m, first_k, M, K, SHORT, BLOCK, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
+        )
+    if ROW:
+        if RULE != "amax":
+            store_codes(row_codes, codes, m, k, M, K, False)
+        where, inside = grid_places(
+            first_m, first_k, M, K, row_stride_m, row_stride_k, SHORT, BLOCK, BLOCK_M, BLOCK_K
+        )  # fmt: skip
+        tl.store(row_scales + where, scale, mask=inside)
+    if COLUMN:
+        if not TILE:
+            codes, scale = cast_blocks(
+                values, column_levels, first_m, first_k, M, K, BLOCK, SHORT, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
+            )
+        if RULE != "amax":
+            store_codes(column_codes, codes, m, k, M, K, K_MAJOR)
+        where, inside = grid_places(
+            first_m, first_k, M, K, column_stride_m, column_stride_k, BLOCK, SHORT, BLOCK_M, BLOCK_K
+        )  # fmt: skip
+        tl.store(column_scales + where, scale, mask=inside)
+
+
+@triton.jit
 def cast_block_kernel(
     xs, row_levels, row_codes, row_scales, column_levels, column_codes, column_scales, noop,
     starts, Ms, Ks, row_strides_m, row_strides_k, column_strides_m, column_strides_k,
@@ -139,7 +183,6 @@ def cast_block_kernel(
 ):  # fmt: skip
     if skips(noop, CAN_SKIP):
         return
-    SHORT: tl.constexpr = BLOCK if TILE else 1
     program = tl.program_id(0)
     x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
     M = extent(pick(Ms, starts, program, COUNT), ALIGNED_M)
@@ -148,33 +191,16 @@ def cast_block_kernel(
     tiles = tl.cdiv(K, BLOCK_K)
     first_m = place // tiles * BLOCK_M
     first_k = place % tiles * BLOCK_K
-    m = first_m + tl.arange(0, BLOCK_M)
-    k = first_k + tl.arange(0, BLOCK_K)
-    values = load_tile(x, m, k, M, K)
-    if ROW or TILE:  # square tiles are the same codes in both orientations
-        levels = pick(row_levels, starts, program, COUNT)
-        codes, scale = cast_blocks(
-            values, levels, first_m, first_k, M, K, SHORT, BLOCK, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
-        )
-    if ROW:
-        if RULE != "amax":
-            store_codes(tl.multiple_of(pick(row_codes, starts, program, COUNT), 16), codes, m, k, M, K, False)
-        stride_m = pick(row_strides_m, starts, program, COUNT)
-        stride_k = pick(row_strides_k, starts, program, COUNT)
-        where, inside = grid_places(first_m, first_k, M, K, stride_m, stride_k, SHORT, BLOCK, BLOCK_M, BLOCK_K)
-        tl.store(pick(row_scales, starts, program, COUNT) + where, scale, mask=inside)
-    if COLUMN:
-        if not TILE:
-            levels = pick(column_levels, starts, program, COUNT)
-            codes, scale = cast_blocks(
-                values, levels, first_m, first_k, M, K, BLOCK, SHORT, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
-            )
-        if RULE != "amax":
-            store_codes(tl.multiple_of(pick(column_codes, starts, program, COUNT), 16), codes, m, k, M, K, K_MAJOR)
-        stride_m = pick(column_strides_m, starts, program, COUNT)
-        stride_k = pick(column_strides_k, starts, program, COUNT)
-        where, inside = grid_places(first_m, first_k, M, K, stride_m, stride_k, BLOCK, SHORT, BLOCK_M, BLOCK_K)
-        tl.store(pick(column_scales, starts, program, COUNT) + where, scale, mask=inside)
+    values = load_tile(x, first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K), M, K)
+    store_block_cast(
+        values, first_m, first_k, M, K,
+        pick(row_levels, starts, program, COUNT), tl.multiple_of(pick(row_codes, starts, program, COUNT), 16),
+        pick(row_scales, starts, program, COUNT), pick(column_levels, starts, program, COUNT),
+        tl.multiple_of(pick(column_codes, starts, program, COUNT), 16), pick(column_scales, starts, program, COUNT),
+        pick(row_strides_m, starts, program, COUNT), pick(row_strides_k, starts, program, COUNT),
+        pick(column_strides_m, starts, program, COUNT), pick(column_strides_k, starts, program, COUNT),
+        ROW, COLUMN, K_MAJOR, GIVEN, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+    )  # fmt: skip
 
 
 _cast = Kernel(cast_block_kernel)
@@ -224,9 +250,7 @@ def _launch(jobs: Sequence[Job], rule: str, scales: str, noop: Tensor | None, ch
     assert all(_kind(target) == (fmt, given) for job in jobs for target in job.targets), "not alike"
     choice = choice or tile("cast_block" if fmt.block > 32 else "cast_mx", first.x.device)
     rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
-    block_m = max(choice.rows, fmt.block if fmt.tile or first.column else 1)
-    block_k = max(choice.cols, fmt.block if fmt.tile or first.row else 1)
-    warps = choice.warps * (block_m * block_k) // (choice.rows * choice.cols)
+    block_m, block_k, warps = whole_blocks(choice, fmt, first.row is not None, first.column is not None)
     if not aligned(rows + cols):
         warps = max(warps, 8)  # every element has an address of its own, for which few threads have too few registers
     programs = Programs.of([triton.cdiv(M, block_m) * triton.cdiv(K, block_k) for M, K in zip(rows, cols, strict=True)])
@@ -251,6 +275,13 @@ def _launch(jobs: Sequence[Job], rule: str, scales: str, noop: Tensor | None, ch
         constants,
         warps,
     )
+
+
+def whole_blocks(choice: Tile, fmt: Format, row: bool, column: bool) -> Tile:
+    """``choice``, enlarged to hold whole blocks of the orientations that are cast, and its warps with it."""
+    rows = max(choice.rows, fmt.block if fmt.tile or column else 1)
+    cols = max(choice.cols, fmt.block if fmt.tile or row else 1)
+    return Tile(rows, cols, min(choice.warps * (rows * cols) // (choice.rows * choice.cols), MOST_WARPS))
 
 
 def _level(target: Target) -> Tensor:

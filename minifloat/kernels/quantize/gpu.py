@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.kernels.launch import ready
-from minifloat.kernels.quantize import amax_shape, blocks, empty_cast, nvfp4, per_tensor
+from minifloat.kernels.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
 from minifloat.kernels.quantize.job import LARGEST_GROUP, Job, Target, groups
 
 
@@ -17,8 +17,8 @@ def casts(fmt: Format) -> bool:
     """There are kernels for the format; any other is the reference's."""
     if fmt.scale_rule == "two_level":
         return fmt.block == 16
-    known = fmt.packed is False and fmt.transform == "none" and fmt.scale_rule in ("fp32", "pow2", "e8m0", "given")
-    return known and (fmt.block == 0 or 16 <= fmt.block <= 256)
+    whole = fmt.block == 0 and fmt.transform == "none" and fmt.scale_rule in ("fp32", "pow2", "given")
+    return whole or casts_blocks(fmt)
 
 
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:

@@ -1,0 +1,135 @@
+"""How a fused module treats the modules that it is made of: when it must call them, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from minifloat.distributed.tensor_parallel import UNSHARDED
+from minifloat.functional.amp import autocast_dtype
+from minifloat.nn.linear import Linear
+from minifloat.nn.norm import LayerNorm, RMSNorm
+from minifloat.tensor import QuantizedTensor
+
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def make_norm(
+    normalization: str,
+    size: int,
+    eps: float,
+    zero_centered_gamma: bool,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> LayerNorm | RMSNorm:
+    """The norm module of that name.
+
+    Raises:
+        ValueError: there is no such norm.
+    """
+    if normalization not in NORMS:
+        raise ValueError(f"there is no normalization {normalization!r}; choose one of {', '.join(NORMS)}")
+    return NORMS[normalization](size, eps, zero_centered_gamma, dtype, device)
+
+
+def part_name(name: str | None, part: str) -> str:
+    """What recipes and errors call a part of a module of that name."""
+    return f"{name}.{part}" if name else part
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Some of them requires a gradient."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+# ---- a part that is called ----
+
+
+def is_own(part: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """It is of one of these classes of ours, and nobody sees its calls: no hooks, no ``forward`` of its own."""
+    return type(part) in kinds and not (
+        "forward" in part.__dict__
+        or part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+    )
+
+
+def runs_alone(*parts: nn.Module) -> bool:
+    """Some part is to be called as a module: it is seen, was replaced (:func:`is_own`), or keeps X.
+
+    The fused function reads the parts' parameters and never calls them.
+    """
+    return any(
+        not is_own(part, Linear, LayerNorm, RMSNorm) or getattr(part, "save_original_input", False) for part in parts
+    )
+
+
+def call_alone(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tuple[Any, Any]:
+    """Y, and the bias or norm's result that the part returns with it, or None.
+
+    What replaced a part need not know options that are not used, nor return more than Y.
+    """
+    used = {name: value for name, value in options.items() if value is not None and value is not False}
+    outputs = part(x, *args, **used)
+    return outputs if isinstance(outputs, tuple) else (outputs, None)
+
+
+def call_norm(norm: nn.Module, x: Tensor, linear: nn.Module) -> Any:
+    """N for a linear. If that gathers the rows of all ranks, the norm's parameters get the gradients of all of them."""
+    parallel = linear.parallel if isinstance(linear, Linear) else UNSHARDED
+    if not parallel.sequence_parallel:
+        return norm(x)
+    shared = {name: parallel.replicated(parameter) for name, parameter in norm.named_parameters()}
+    return functional_call(norm, shared, (x,))
+
+
+# ---- the residual stream ----
+
+
+def call_on_stream(
+    part: nn.Module, kinds: Sequence[type[nn.Module]], x: Tensor, residual: Tensor | None, *args: Any, **options: Any
+) -> tuple[Any, Any, Tensor]:
+    """What :func:`call_alone` gives of ``part(x + residual)``, and that sum, or X where there is no residual.
+
+    A part of one of ``kinds`` that nobody sees adds within its norm's kernel, in forward and in backward.
+    """
+    if not is_own(part, *kinds):
+        stream = add_residual(x, residual, part)
+        return *call_alone(part, stream, *args, **options), stream
+    *outputs, stream = part(x, *args, residual=residual, return_residual=True, **options)
+    return outputs[0], outputs[1] if len(outputs) > 1 else None, stream
+
+
+def add_residual(x: Tensor, residual: Tensor | None, module: nn.Module) -> Tensor:
+    """``x + residual``, of one shape; X itself where there is no residual. ``module``: what errors name.
+
+    Raises:
+        ValueError: their shapes differ.
+    """
+    if residual is None:
+        return x
+    if residual.shape != x.shape:
+        label = getattr(module, "label", type(module).__name__)
+        raise ValueError(
+            f"{label}: residual has shape {tuple(residual.shape)} but the input {tuple(x.shape)}; they are added"
+        )
+    return x + residual
+
+
+def fuses(x: Tensor) -> bool:
+    """The kernel of the norm reads ``x`` itself, not what it must be converted to."""
+    return x.dtype == autocast_dtype(x) and not isinstance(x, QuantizedTensor)
+
+
+def to_add(x: Tensor, residual: Tensor | None, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """X and the residual for the kernel of the norm; where it cannot add them, their sum and None."""
+    alike = residual is not None and x.shape == residual.shape and x.dtype == residual.dtype
+    if residual is not None and alike and fuses(x) and fuses(residual):
+        return x, residual
+    return add_residual(x, residual, module), None
