@@ -181,7 +181,8 @@ def test_padding(mask_type: Any, softcap: Any, by_mask: bool, device: torch.devi
     for b, (n, m) in enumerate(zip(lengths_q.tolist(), lengths_kv.tolist(), strict=True)):
         kept[b, 0, :n, :m] = pairs(n, m, "no_mask" if mask_type == "padding" else mask_type)
     assert not y[1, 2:].any() and not y[2].any()
-    gradients = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+    # A second backward is for CPUs: PyTorch's compiled ones free what was saved as they go.
+    gradients = torch.autograd.grad(y.sum(), leaves, retain_graph=device.type == "cpu")
     assert all(g.isfinite().all() for g in gradients) and not gradients[0][1, 2:].any()
     if device.type == "cpu":  # a GPU may multiply fp32 scores in TF32
         check(y, leaves, kept, softcap=softcap)

@@ -461,9 +461,10 @@ def test_compiled_layers_count_their_gemms() -> None:
 def test_inductor_on_a_gpu(name: str, way: Way) -> None:
     """Inductor's kernels around ours change nothing."""
     twins = Twins(RECIPES[name], way, backend="inductor", device="cuda")
-    for tokens in (48, 5, 64, 1):
-        twins.step((tokens,))
-        grads_cleared(twins)
+    with torch._inductor.config.patch(shape_padding=False):  # of products in high precision, by what a timing says
+        for tokens in (48, 5, 64, 1):
+            twins.step((tokens,))
+            grads_cleared(twins)
 
 
 def _replayed(layer: Linear, x: Tensor, dy: Tensor) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]:

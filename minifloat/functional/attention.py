@@ -120,7 +120,11 @@ def by_math(
 
 
 def by_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None) -> Tensor:
-    """FlexAttention, compiled on a GPU: blocks that the mask leaves empty are not computed."""
+    """FlexAttention, compiled on a GPU: blocks that the mask leaves empty are not computed.
+
+    Compiled backwards of PyTorch free what was saved as they go, and refuse ``retain_graph=True`` unless
+    ``torch._functorch.config.donated_buffer`` is False.
+    """
     from torch.nn.attention import flex_attention as flex
 
     score_mod = None if softcap is None else _softcap(softcap, q.device)
@@ -172,15 +176,7 @@ def _new_block_mask(mask: Mask, batch: int | None, queries: int, keys: int, devi
 
 @functools.cache
 def _compiled(function: Any) -> Any:
-    compiled: Any = torch.compile(function)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Compiled backwards otherwise free what was saved as they go, and refuse retain_graph=True.
-        patch: Any = torch._functorch.config.patch
-        with patch(donated_buffer=False):
-            return compiled(*args, **kwargs)
-
-    return call
+    return torch.compile(function)
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:
