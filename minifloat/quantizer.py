@@ -150,8 +150,8 @@ class _Batch(NamedTuple):
 
     ``amax_...`` list what needs an amax first, ``cast_...`` what is quantized; ``..._of`` says which tensor it is of.
     ``levels``: for each cast which of its tensor's amaxes it takes. ``stochastic``: tensors that need random bits.
-    ``given``: which casts of each tensor take a scale from outside. ``requests``: the same for kernels, by which
-    tensors have amaxes that are known.
+    ``given``: which casts of each tensor take a scale from outside. ``amax_request``: the amaxes alone, for kernels.
+    ``requests``: the casts, for kernels, by which tensors have amaxes that are known.
     """
 
     amax_of: list[int]
@@ -167,11 +167,16 @@ class _Batch(NamedTuple):
     stochastic: list[int]
     layouts: list[Layouts]
     given: list[list[bool]]
+    amax_request: Request
     requests: dict[tuple[bool, ...], Request]
 
 
 def _new_batch(quantizers: Sequence[Quantizer], gemm_ready_on: str) -> _Batch:
-    batch = _Batch([], [], [], [], [], [], [], [], [], [], [], [q.layouts(gemm_ready_on) for q in quantizers], [], {})
+    layouts = [quantizer.layouts(gemm_ready_on) for quantizer in quantizers]
+    amaxes = Request([], [], [], [], [], [], [], [], {})
+    batch = _Batch(
+        amaxes.amax_of, amaxes.amax_formats, amaxes.amax_dims, [], [], [], [], [], [], [], [], layouts, [], amaxes, {}
+    )
     for i, quantizer in enumerate(quantizers):
         batch.needs_amax.append([fmt.needs_amax for fmt, _ in quantizer.casts])
         batch.given.append([fmt.scale_rule == "given" for fmt, _ in quantizer.casts])
@@ -228,7 +233,13 @@ def find_amaxes(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[A
     batch = _batch(quantizers, "")
     if not batch.amax_of:
         return [(None,) * len(wanted) for wanted in batch.needs_amax]
-    found = iter(quantize.amax([as_matrix(xs[i]) for i in batch.amax_of], batch.amax_formats, batch.amax_dims))
+    matrices = [as_matrix(x) for x in xs]
+    if _directly(matrices):
+        from minifloat.kernels.quantize import pipeline  # which needs Triton
+
+        found = iter(pipeline.run(batch.amax_request, matrices, (), ())[1])
+    else:
+        found = iter(quantize.amax([matrices[i] for i in batch.amax_of], batch.amax_formats, batch.amax_dims))
     return [tuple([next(found) if needed else None for needed in wanted]) for wanted in batch.needs_amax]
 
 
@@ -292,7 +303,9 @@ def cast_all(
 def _check_scales(batch: _Batch, given: Sequence[Tensor | None]) -> None:
     for fmt, level in zip(batch.formats, given, strict=True):
         if level is None and fmt.scale_rule == "given":
-            raise ValueError("delayed scaling casts with a scale from its history; pass it as amaxes=(scale,)")
+            raise ValueError(
+                "delayed scaling casts with a scale from its history; pass it as scale= or in amaxes=(scale,)"
+            )
 
 
 def _directly(xs: Sequence[Tensor]) -> bool:
@@ -319,14 +332,16 @@ def _cast_directly(
         else:
             given.append(None if levels is None else levels[place])
     _check_scales(batch, given)
-    seeds = {i: quantize.draw_seed(xs[i]) for i in batch.stochastic}
-    drawn = [
-        seeds[i] if seeds and fmt.rounding == "stochastic" else None
-        for i, fmt in zip(batch.cast_of, batch.formats, strict=True)
-    ]
+    drawn: list[Tensor | None] = [None] * len(batch.cast_of)
+    if batch.stochastic:
+        seeds = {i: quantize.draw_seed(xs[i]) for i in batch.stochastic}
+        drawn = [
+            seeds[i] if fmt.rounding == "stochastic" else None
+            for i, fmt in zip(batch.cast_of, batch.formats, strict=True)
+        ]
     from minifloat.kernels.quantize import pipeline  # which needs Triton
 
-    outputs = iter(pipeline.run(request, xs, given, drawn) if batch.cast_of else ())
+    outputs = iter(pipeline.run(request, xs, given, drawn)[0] if batch.cast_of else ())
     return [
         assemble(quantizer, layouts, outputs, (x.shape[0], x.shape[1]), x.dtype, x)
         for x, quantizer, layouts in zip(xs, quantizers, batch.layouts, strict=True)

@@ -248,6 +248,29 @@ def test_known_amaxes(case: str, device: torch.device) -> None:
     assert [type(each) for each in known(how)] == [pipeline._Recording] * 4
 
 
+@pytest.mark.parametrize("case", ["current", "nvfp4", "delayed", "stochastic | nearest", "NVFP4 strips | tiles"])
+def test_amaxes_alone(case: str, device: torch.device) -> None:
+    """As before an agreement between ranks, which may put the result in their place."""
+    how = CASES[case]
+    before: list[Amaxes] = []
+    for call in range(3):
+        xs = values(device, (32, 48), (17, 33), (16, 16), scale=10.0**call)[: len(how)]
+        expected = [
+            tuple([quantize._amax([x], [fmt.spec], [dim])[0] if fmt.needs_amax else None for fmt, dim in q.casts])
+            for x, q in zip(xs, how, strict=True)
+        ]
+        with torch.no_grad(), nothing_else() if call else count_launches():
+            found = find_amaxes(xs, how)
+        for levels, others in zip(found, expected, strict=True):
+            for level, other in zip(levels, others, strict=True):
+                assert_same_bits(level, other)
+        for level in [level for levels in before for level in levels if level is not None]:
+            assert level == -1.0, "memory of an earlier call"
+        before = found
+        for level in [level for levels in found for level in levels if level is not None]:
+            level.fill_(-1.0)
+
+
 def test_levels_that_a_recording_cannot_take(device: torch.device) -> None:
     """They are cast step by step, before and after something was recorded."""
     (x,) = values(device, (32, 48))

@@ -116,7 +116,10 @@ def known_amaxes(rank: int, size: int) -> list[str]:
     for drawn in (example((5, 9), PER_TENSOR), example((5, 9), PLAIN, HADAMARD), example((16, 9), PLAIN, HADAMARD)):
         x, shards, quantizer = values(drawn), ShardMap(drawn.rows), drawn.quantizer()
         own = x[shards.first(rank) : shards.end(rank)]
-        part = quantize_shard(own, quantizer, shards, world(), amaxes=quantizer.amax(own))
+        amaxes = quantizer.amax(own)
+        part = quantize_shard(own, quantizer, shards, world(), amaxes=amaxes)
+        for kept, again in zip(amaxes, quantizer.amax(own), strict=True):
+            assert kept is not None and again is not None and torch.equal(kept, again), "the caller's own"
         found = gather(part, shards, world(), rowwise=True, columnwise=True)
         results.append(difference(found, quantizer(x)))
     return results

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minifloat.distributed import Group, ShardMap
+from minifloat.distributed import Group, ShardMap, memo
 from minifloat.distributed.shard_map import moves_rows, unit_rows
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, parse
 from minifloat.kernels.quantize import code_shape, scale_shape
@@ -139,3 +140,21 @@ def test_group_of_one() -> None:
     assert Group.of(None) == Group() == Group("", 1, 0)
     assert Group.of(Group("tp", 4, 3)) == Group("tp", 4, 3)
     assert hash(ShardMap((1, 2))) == hash(ShardMap((1, 2))) and ShardMap.even(3, 2) == ShardMap((3, 3))
+
+
+def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal arguments are computed once, of those used lately; and by a compiler, which looks inside, every time."""
+    asked: list[ShardMap] = []
+
+    @memo.kept
+    def total(shards: ShardMap) -> int:
+        asked.append(shards)
+        return shards.total
+
+    assert [total(ShardMap((1, 2))), total(ShardMap((1, 2))), total(ShardMap((4,)))] == [3, 3, 4] and len(asked) == 2
+    for rows in range(memo.MOST_KEPT):
+        total(ShardMap((rows, 0)))
+    total(ShardMap((1, 2)))
+    assert len(asked) == memo.MOST_KEPT + 3, "what was not asked for again has made room"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert total(ShardMap((1, 2))) == 3 and len(asked) == memo.MOST_KEPT + 4

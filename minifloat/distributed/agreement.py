@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minifloat.distributed.collectives import as_bytes, exchange_rows, from_bytes, max_of_all, waited
 from minifloat.distributed.group import Group
+from minifloat.distributed.memo import kept
 from minifloat.distributed.shard_map import ShardMap, moves_rows, unit_rows
 from minifloat.formats import ROWWISE, Format
 from minifloat.kernels import quantize
@@ -16,19 +17,29 @@ from minifloat.kernels.quantize import scale_shape
 from minifloat.quantizer import Amaxes, Quantizer
 
 
-def reduce_amaxes(amaxes: Sequence[Amaxes], quantizers: Sequence[Quantizer], group: Group) -> list[Amaxes]:
-    """The largest over the ranks of each tensor's amaxes, in one all-reduce; those of single rows are a rank's own."""
-    result = [list(each) for each in amaxes]
-    places: list[tuple[int, int]] = []
-    own: list[Tensor] = []
-    for i, (quantizer, levels) in enumerate(zip(quantizers, amaxes, strict=True)):
-        for j, ((fmt, dim), amax) in enumerate(zip(quantizer.casts, levels, strict=True)):
-            if fmt.needs_amax and amax is not None and not (fmt.amax_per_row and dim == ROWWISE):
-                places.append((i, j))
-                own.append(amax)
-    for (i, j), amax in zip(places, max_of_all(own, group), strict=True):
-        result[i][j] = amax
-    return [tuple(each) for each in result]
+def reduce_amaxes(levels: Amaxes, quantizer: Quantizer, group: Group, *, in_place: bool) -> Amaxes:
+    """The largest over the ranks of a tensor's amaxes, in one all-reduce; those of single rows are a rank's own.
+
+    Args:
+        levels: one entry a cast. Scales, and None where blocks find their own, stay what they are.
+        in_place: the result may take the memory of ``levels``.
+    """
+    own: dict[int, Tensor] = {}
+    for i in _reduced(quantizer):
+        level = levels[i]
+        if level is not None:
+            own[i] = level
+    agreed = dict(zip(own, max_of_all(list(own.values()), group, in_place=in_place), strict=True))
+    return tuple([agreed.get(i, level) for i, level in enumerate(levels)])
+
+
+@kept
+def _reduced(quantizer: Quantizer) -> tuple[int, ...]:
+    """The casts whose amax all ranks share."""
+    return tuple([
+        i for i, (fmt, dim) in enumerate(quantizer.casts)
+        if fmt.needs_amax and not (fmt.amax_per_row and dim == ROWWISE)
+    ])  # fmt: skip
 
 
 def straddling_amaxes(

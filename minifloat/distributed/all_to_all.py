@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minifloat.distributed.checks import check_exchanged
+from minifloat.distributed.checks import Check, check_exchanged
 from minifloat.distributed.collectives import Pending, start_exchange
 from minifloat.distributed.group import Group
 from minifloat.formats import ROWWISE
@@ -12,7 +12,7 @@ from minifloat.operand import Operand
 
 
 def start_all_to_all(
-    operand: Operand, send: Sequence[int], receive: Sequence[int], group: Group, *, check: bool = False
+    operand: Operand, send: Sequence[int], receive: Sequence[int], group: Group, *, check: Check = False
 ) -> Pending[Operand]:
     """Starts to send rows of a quantized matrix, such as tokens to their experts, with the scales of those rows.
 
@@ -51,7 +51,7 @@ def start_all_to_all(
 
 
 def all_to_all(
-    operand: Operand, send: Sequence[int], receive: Sequence[int], group: Group, *, check: bool = False
+    operand: Operand, send: Sequence[int], receive: Sequence[int], group: Group, *, check: Check = False
 ) -> Operand:
     """The rows that other ranks have for this one; see :func:`start_all_to_all`."""
     return start_all_to_all(operand, send, receive, group, check=check).wait()

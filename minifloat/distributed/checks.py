@@ -1,43 +1,79 @@
 """Whether the ranks of a collective agree on dtype, sizes and row counts, asked before it could hang or corrupt.
 
-Asking costs a small all-gather and a synchronisation with the host: for debugging, and not inside a compiled graph.
+Asking costs a small exchange of Python objects and waits of the host: for debugging, and not inside a compiled graph.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
 
-_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+T = TypeVar("T")
+Check = bool | str
+"""Whether to look at all ranks, and raise on each of them. A string does so too, and names the layer in the error."""
 
 
 class _Line(NamedTuple):
     """What one rank brings: ``x`` [rows, cols] with its later dims flattened, and the row counts that it was given."""
 
+    collective: str
     dtype: torch.dtype
     rows: int
     cols: int
     counts: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype} [{self.rows}, {self.cols}]" + f" with row counts {self.counts}" * bool(self.counts)
 
-def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group, everywhere: bool) -> None:
-    """Each rank brings the rows that ``shards`` says; ``everywhere``: look at all ranks, and raise on each of them.
+
+def check_call(
+    label: str, collective: str, shape: Sequence[int], lengths: Sequence[int] | None, split: bool, group: Group
+) -> None:
+    """What all ranks give to a layer fits together; to be asked before one of them could fail alone.
+
+    Args:
+        label: of the layer.
+        collective: the first that would go wrong.
+        shape: of X on this rank.
+        lengths: the ``rows_per_rank`` that it was given.
+        split: dim 0 of X is shared out over the ranks, as ``lengths`` says, or else evenly.
+
+    Raises:
+        ValueError: on every rank, naming the collective and the sizes.
+    """
+    table = _of_all((tuple(shape), None if lengths is None else tuple(lengths)), group)
+    shapes, given = [line[0] for line in table], {line[1] for line in table}
+    own = [each[:1] for each in shapes]
+    wanted = own[:1] * group.size if lengths is None or not split else [(length,) for length in lengths]
+    if len(given) == 1 and own == wanted and len({each[1:] for each in shapes}) == 1:
+        return
+    lines = [
+        f"rank {rank}: X {each}" + ("" if rows is None else f" with rows_per_rank={list(rows)}")
+        for rank, (each, rows) in enumerate(table)
+    ]
+    way_out = "; give all ranks the same rows_per_rank, with the rows of each" * split
+    raise ValueError(f"{label}: {collective}: the ranks do not fit together: {'; '.join(lines)}{way_out}")
+
+
+def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group, everywhere: Check) -> None:
+    """Each rank brings the rows that ``shards`` says, of which ``everywhere`` asks all ranks.
 
     Raises:
         ValueError: it does not, or ranks differ in dtype, columns or ``shards``; names the collective and the sizes.
     """
     if everywhere:
-        table = _table(x, shards.rows, group.size, group)
-        alike = len({(line.dtype, line.cols, line.counts) for line in table}) == 1
+        table = _table(collective, x, shards.rows, group)
+        alike = len({(line.collective, line.dtype, line.cols, line.counts) for line in table}) == 1
         if not alike or [line.rows for line in table] != list(table[0].counts):
-            raise _disagreement(collective, table)
+            raise _disagreement(collective, table, everywhere)
     if shards.size != group.size or x.shape[0] != shards.rows[group.rank]:
         raise ValueError(
             f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows, but the row counts of the ranks "
@@ -45,12 +81,13 @@ def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group, ev
         )
 
 
-def check_summed(collective: str, x: Tensor, shards: ShardMap | None, group: Group, everywhere: bool) -> None:
+def check_summed(collective: str, x: Tensor, shards: ShardMap | None, group: Group, everywhere: Check) -> None:
     """All ranks bring equal sizes, of rows to be split as ``shards`` says; else as :func:`check_sharded`."""
     if everywhere:
-        table = _table(x, shards.rows if shards else (), group.size if shards else 0, group)
-        if len(set(table)) > 1 or (shards and sum(table[0].counts) != table[0].rows):
-            raise _disagreement(collective, table)
+        table = _table(collective, x, shards.rows if shards else (), group)
+        fits = shards is None or (shards.size == group.size and shards.total == table[0].rows)
+        if len(set(table)) > 1 or not fits:
+            raise _disagreement(collective, table, everywhere)
     if shards is not None and (shards.size != group.size or x.shape[0] != shards.total):
         raise ValueError(
             f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows to sum, of which the ranks are to "
@@ -59,16 +96,16 @@ def check_summed(collective: str, x: Tensor, shards: ShardMap | None, group: Gro
 
 
 def check_exchanged(
-    collective: str, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, everywhere: bool
+    collective: str, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, everywhere: Check
 ) -> None:
     """Each rank brings the rows that it sends, which are those that others expect; else as :func:`check_sharded`."""
     if everywhere:
-        table = _table(x, (*send, *receive), 2 * group.size, group)
+        table = _table(collective, x, (*send, *receive), group)
         sent = [line.counts[: group.size] for line in table]
         expected = [line.counts[group.size :] for line in table]
-        alike = len({(line.dtype, line.cols) for line in table}) == 1
+        alike = len({(line.collective, line.dtype, line.cols, len(line.counts)) for line in table}) == 1
         if not alike or sent != list(zip(*expected, strict=True)) or [sum(s) for s in sent] != [t.rows for t in table]:
-            raise _disagreement(collective, table)
+            raise _disagreement(collective, table, everywhere)
     if len(send) != group.size or len(receive) != group.size or sum(send) != x.shape[0]:
         raise ValueError(
             f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows, sends {tuple(send)} and receives "
@@ -76,20 +113,25 @@ def check_exchanged(
         )
 
 
-def _table(x: Tensor, counts: Sequence[int], number: int, group: Group) -> list[_Line]:
-    """What every rank brings. Counts of another number than this are shown as -1: all must send equally much."""
-    listed = list(counts) if len(counts) == number else [-1] * number
+def _table(collective: str, x: Tensor, counts: Sequence[int], group: Group) -> list[_Line]:
+    """What every rank brings."""
     rows = x.shape[0] if x.dim() else 1
-    stated = torch.tensor([[_DTYPES.index(x.dtype), rows, math.prod(x.shape[1:]), *listed]], device=x.device)
+    return _of_all(_Line(collective, x.dtype, rows, math.prod(x.shape[1:]), tuple(counts)), group)
+
+
+def _of_all(value: T, group: Group) -> list[T]:
+    """The value of every rank."""
+    values = [value] * group.size
     if group.size > 1:
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(stated, group.size, group.name)
-        stated = torch.ops._c10d_functional.wait_tensor(gathered)
-    return [_Line(_DTYPES[dtype], rows, cols, tuple(rest)) for dtype, rows, cols, *rest in stated.tolist()]
+        dist.all_gather_object(values, value, group=group.process_group)
+    return values
 
 
-def _disagreement(collective: str, table: Sequence[_Line]) -> ValueError:
+def _disagreement(collective: str, table: Sequence[_Line], everywhere: Check) -> ValueError:
+    names = {line.collective for line in table}
+    what = "the ranks do not fit together" if len(names) == 1 else "ranks are in other collectives"
     lines = [
-        f"rank {rank}: {line.dtype} [{line.rows}, {line.cols}]" + f" with row counts {line.counts}" * bool(line.counts)
-        for rank, line in enumerate(table)
+        f"rank {rank}: " + f"{line.collective} of " * (len(names) > 1) + str(line) for rank, line in enumerate(table)
     ]
-    return ValueError(f"{collective}: the ranks do not fit together: {'; '.join(lines)}")
+    layer = f"{everywhere}: " if isinstance(everywhere, str) else ""
+    return ValueError(f"{layer}{collective}: {what}: {'; '.join(lines)}")

@@ -7,6 +7,7 @@ costs a small all-gather and a synchronisation with the host, and raise alike wh
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat.distributed.checks import check_sharded, check_summed
+from minifloat.distributed.checks import Check, check_sharded, check_summed
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
 
@@ -45,17 +46,24 @@ class Pending(Generic[T]):
 
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of ``x`` [rows, ...] as uint8 [rows, bytes of a row]; a copy unless ``x`` is contiguous."""
+    if x.dtype == torch.uint8 and x.dim() == 2:
+        return x.contiguous()
     width = math.prod(x.shape[1:])
     if x.numel() == 0:
         return x.new_empty(x.shape[0], width * x.itemsize, dtype=torch.uint8)
-    # Of a dim of size 1 even a contiguous tensor may have any stride, which a view of another dtype does not take.
-    return x.contiguous().as_strided((x.shape[0], width), (width, 1)).view(torch.uint8)
+    x = x.contiguous()
+    if x.dim() != 2 or x.stride(1) != 1:  # of a dim of size 1, which a view of another dtype does not take
+        x = x.as_strided((x.shape[0], width), (width, 1))
+    return x.view(torch.uint8)
 
 
 def from_bytes(data: Tensor, like: Tensor) -> Tensor:
     """The inverse of :func:`as_bytes` for tensors of other rows of the same kind as ``like``."""
     shape = data.shape[0], *like.shape[1:]
-    return data.view(like.dtype).reshape(shape) if data.numel() else like.new_empty(shape)
+    if data.numel() == 0:
+        return like.new_empty(shape)
+    values = data if like.dtype == data.dtype else data.view(like.dtype)
+    return values if like.dim() == 2 else values.reshape(shape)
 
 
 def waited(x: Tensor) -> Tensor:
@@ -64,10 +72,30 @@ def waited(x: Tensor) -> Tensor:
     return result
 
 
+# The two collectives of a quantized gather are called as methods of the process group: PyTorch's functions look at so
+# much first that a small gather takes longer on the host than on the device. Their options are made once.
+
+
+@functools.cache
+def _gather_options(overlapped: bool) -> Any:
+    options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.asyncOp = overlapped
+    return options
+
+
+@functools.cache
+def _max_options() -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]
+    return options
+
+
 # ---- moving rows ----
 
 
-def start_transfers(sends: Sequence[Tensor], receives: Sequence[Tensor | None], group: Group) -> Pending[list[Tensor]]:
+def start_transfers(
+    sends: Sequence[Tensor], receives: Sequence[Tensor | None], group: Group, *, overlapped: bool = True
+) -> Pending[list[Tensor]]:
     """Concatenates over the ranks each of several tensors, in one call of the backend.
 
     Inside a coalescing region that the caller has opened on the group the transfers join it: they are there when its
@@ -76,6 +104,8 @@ def start_transfers(sends: Sequence[Tensor], receives: Sequence[Tensor | None], 
     Args:
         sends: uint8 [rows, bytes], contiguous, of one size on all ranks.
         receives: uint8 [size * rows, bytes] to receive into, contiguous; None: new ones.
+        overlapped: beside what is computed meanwhile. Where the wait follows at once, a transfer in the stream of the
+            computation needs no events between streams.
     """
     if torch.compiler.is_compiling():
         gathered = _functional.all_gather_into_tensor_coalesced(list(sends), group.size, group.name)
@@ -85,21 +115,14 @@ def start_transfers(sends: Sequence[Tensor], receives: Sequence[Tensor | None], 
         for send, target in zip(sends, receives, strict=True)
     ]
     process_group = group.process_group
-    gather_one = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    pairs = list(zip(targets, sends, strict=True))
-    works: list[Any] = []
+    work = None
     if coalescing(process_group):
-        for target, send in pairs:
+        gather_one = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        for target, send in zip(targets, sends, strict=True):
             gather_one(target, send, group=process_group, async_op=True)
-    elif len(pairs) == 1:
-        works.append(gather_one(*pairs[0], group=process_group, async_op=True))
-    elif pairs:
-        # Without a device: naming one breaks gloo, and both backends have a coalesced gather.
-        with dist.distributed_c10d._coalescing_manager(process_group, async_ops=True) as manager:
-            for target, send in pairs:
-                gather_one(target, send, group=process_group, async_op=True)
-        works.append(manager)
-    return Pending(works, lambda: targets)
+    elif targets:
+        work = process_group.allgather_into_tensor_coalesced(targets, list(sends), _gather_options(overlapped))
+    return Pending([] if work is None else [work], lambda: targets)
 
 
 def coalescing(process_group: dist.ProcessGroup) -> bool:
@@ -112,7 +135,12 @@ def _into(target: Tensor | None, value: Tensor) -> Tensor:
 
 
 def start_all_gather_rows(
-    xs: Sequence[Tensor], maps: Sequence[ShardMap], group: Group, into: Sequence[Tensor | None] | None = None
+    xs: Sequence[Tensor],
+    maps: Sequence[ShardMap],
+    group: Group,
+    into: Sequence[Tensor | None] | None = None,
+    *,
+    overlapped: bool = True,
 ) -> Pending[list[Tensor]]:
     """Gathers several tensors along their first dim, in one call of the backend.
 
@@ -122,23 +150,25 @@ def start_all_gather_rows(
         xs: [rows, ...] each, of any dtype: this rank's rows.
         maps: the rows of every rank, for each tensor.
         into: contiguous tensors [sum(rows), ...] to fill; None where there is none.
+        overlapped: as in :func:`start_transfers`.
     """
     targets = [None] * len(xs) if into is None else list(into)
     if group.size == 1:
         return Pending([], lambda: [_into(target, x) for x, target in zip(xs, targets, strict=True)])
     sends, receives, places = [], [], []
     for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True)):
-        data = as_bytes(x)
-        if rows.largest * data.shape[1] == 0:
+        data, largest = as_bytes(x), rows.largest
+        own, width = data.shape
+        if largest * width == 0:
             continue
-        if x.shape[0] != rows.largest:
-            padded = data.new_empty(rows.largest, data.shape[1])
-            padded[: x.shape[0]] = data
+        if own != largest:
+            padded = data.new_empty(largest, width)
+            padded[:own] = data
             data = padded
         sends.append(data)
         receives.append(as_bytes(target) if target is not None and rows.is_even else None)
         places.append(place)
-    transfer = start_transfers(sends, receives, group)
+    transfer = start_transfers(sends, receives, group, overlapped=overlapped)
 
     def finish() -> list[Tensor]:
         gathered = dict(zip(places, transfer.wait(), strict=True))
@@ -156,21 +186,21 @@ def _put_together(data: Tensor | None, x: Tensor, rows: ShardMap, target: Tensor
         return x.new_empty(rows.total, *x.shape[1:]) if target is None else target
     if rows.is_even:
         return from_bytes(data, x) if target is None else target
-    parts = [data[rank * rows.largest :][:count] for rank, count in enumerate(rows.rows)]
+    parts = data.split([length for count in rows.rows for length in (count, rows.largest - count)])[::2]
     if target is None:
         return from_bytes(torch.cat(parts), x)
     torch.cat(parts, out=as_bytes(target))
     return target
 
 
-def all_gather_rows(x: Tensor, shards: ShardMap, group: Group, *, check: bool = False) -> Tensor:
+def all_gather_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Tensor:
     """``x`` [rows, ...] of every rank below each other, in any dtype.
 
     Raises:
         ValueError: ``x`` has not the rows that ``shards`` says, or with ``check`` what another rank's has not.
     """
     check_sharded("all_gather_rows", x, shards, group, check)
-    return start_all_gather_rows([x], [shards], group).wait()[0]
+    return start_all_gather_rows([x], [shards], group, overlapped=False).wait()[0]
 
 
 def start_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending[Tensor]:
@@ -193,7 +223,7 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 # ---- sums ----
 
 
-def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: bool = False) -> Pending[Tensor]:
+def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Pending[Tensor]:
     """Starts :func:`reduce_scatter_rows`."""
     check_summed("reduce_scatter_rows", x, shards, group, check)
     if group.size == 1:
@@ -216,7 +246,7 @@ def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, chec
     return Pending([work], lambda: summed[:own])
 
 
-def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: bool = False) -> Tensor:
+def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Tensor:
     """This rank's rows of the sum of all ranks' ``x``, in its own dtype.
 
     Args:
@@ -229,7 +259,7 @@ def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: boo
     return start_reduce_scatter_rows(x, shards, group, check=check).wait()
 
 
-def start_all_reduce(x: Tensor, group: Group, *, check: bool = False) -> Pending[Tensor]:
+def start_all_reduce(x: Tensor, group: Group, *, check: Check = False) -> Pending[Tensor]:
     """Starts :func:`all_reduce`."""
     check_summed("all_reduce", x, None, group, check)
     if group.size == 1 or x.numel() == 0:
@@ -242,7 +272,7 @@ def start_all_reduce(x: Tensor, group: Group, *, check: bool = False) -> Pending
     return Pending([work], lambda: addend)
 
 
-def all_reduce(x: Tensor, group: Group, *, check: bool = False) -> Tensor:
+def all_reduce(x: Tensor, group: Group, *, check: Check = False) -> Tensor:
     """The sum of all ranks' ``x``, in its own dtype, which may be in the memory of ``x``: use the result alone.
 
     Raises:
@@ -251,13 +281,18 @@ def all_reduce(x: Tensor, group: Group, *, check: bool = False) -> Tensor:
     return start_all_reduce(x, group, check=check).wait()
 
 
-def max_of_all(xs: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """The largest over the ranks of each element of several fp32 tensors [n], in one all-reduce."""
+def max_of_all(xs: Sequence[Tensor], group: Group, *, in_place: bool = False) -> list[Tensor]:
+    """The largest over the ranks of each element of several fp32 tensors [n], in one all-reduce.
+
+    ``in_place``: the result may take the memory of ``xs``.
+    """
     if group.size == 1 or not xs:
         return list(xs)
-    largest = torch.cat(list(xs))
+    largest = xs[0] if in_place and len(xs) == 1 else torch.cat(list(xs))
     if torch.compiler.is_compiling():
         largest = waited(_functional.all_reduce(largest, "max", group.name))
     else:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group.process_group)
-    return list(largest.split([x.shape[0] for x in xs]))
+        work = group.process_group.allreduce([largest], _max_options())
+        if work is not None:  # of a backend that does not work in the stream
+            work.wait()
+    return [largest] if len(xs) == 1 else list(largest.split([x.shape[0] for x in xs]))

@@ -8,11 +8,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minifloat import capability
-from minifloat.distributed.checks import check_sharded
+from minifloat.distributed.checks import Check, check_sharded
 from minifloat.distributed.collectives import Pending, start_all_gather_rows
 from minifloat.distributed.group import Group
+from minifloat.distributed.memo import kept
 from minifloat.distributed.shard_map import ShardMap
-from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.kernels.library import directly
 from minifloat.operand import Operand, Quantized
 
@@ -26,11 +27,11 @@ def gather(
     columnwise: bool,
     into: Quantized | None = None,
     gemm_ready: bool = False,
-    check: bool = False,
+    check: Check = False,
 ) -> Quantized:
     """The quantized whole, [sum(rows), K], from the parts of all ranks; arguments as of :func:`start_gather`."""
-    usage = {"rowwise": rowwise, "columnwise": columnwise, "gemm_ready": gemm_ready, "check": check}
-    return start_gather([part], shards, group, into=None if into is None else [into], **usage).wait()[0]
+    dims = _dims(rowwise, columnwise)
+    return _start([part], shards, group, dims, [into], gemm_ready, check, overlapped=False).wait()[0]
 
 
 def start_gather(
@@ -42,7 +43,7 @@ def start_gather(
     columnwise: bool,
     into: Sequence[Quantized] | None = None,
     gemm_ready: bool = False,
-    check: bool = False,
+    check: Check = False,
 ) -> Pending[list[Quantized]]:
     """Starts to gather several quantized tensors in one call of the backend; ``wait()`` gives them.
 
@@ -62,91 +63,97 @@ def start_gather(
         ValueError: a part lacks an orientation or has not the rows that ``shards`` says, or ``into`` has other formats,
             dtypes or shapes than the wholes.
     """
-    dims = [dim for dim, wanted in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if wanted]
     targets = [None] * len(parts) if into is None else list(into)
-    plans = [_plan(part, shards, dims, target) for part, target in zip(parts, targets, strict=True)]
-    moved = [rows for plan in plans for source in plan.sources for rows in source.moved]
-    for rows in moved:
-        check_sharded("gather", rows.own, rows.map, group, check)
-    transfer = start_all_gather_rows([r.own for r in moved], [r.map for r in moved], group, [r.target for r in moved])
+    return _start(parts, shards, group, _dims(rowwise, columnwise), targets, gemm_ready, check, overlapped=True)
+
+
+def _dims(rowwise: bool, columnwise: bool) -> list[int]:
+    return [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
+
+
+def _start(
+    parts: Sequence[Quantized],
+    shards: ShardMap,
+    group: Group,
+    dims: Sequence[int],
+    targets: Sequence[Quantized | None],
+    gemm_ready: bool,
+    check: Check,
+    *,
+    overlapped: bool,
+) -> Pending[list[Quantized]]:
+    plans = [_plan(part, dims) for part in parts]
+    xs: list[Tensor] = []
+    maps: list[ShardMap] = []
+    places: list[Tensor | None] = []
+    for plan, target in zip(plans, targets, strict=True):
+        for dim, operand in plan.operands.items():
+            into = None if target is None else _checked_target(operand, target.along(dim), shards)
+            for field, rows in _moved(operand.format, operand.dim, shards):
+                x, place = getattr(operand, field), getattr(into, field, None)
+                check_sharded("gather", x, rows, group, check)
+                xs.append(x)
+                maps.append(rows)
+                places.append(place if place is not None and place.is_contiguous() else None)
+    transfer = start_all_gather_rows(xs, maps, group, places, overlapped=overlapped)
 
     def finish() -> list[Quantized]:
         gathered = iter(transfer.wait())
         return [
-            _assemble(plan, [_whole(source, gathered, shards) for source in plan.sources], target, gemm_ready)
-            for plan, target in zip(plans, targets, strict=True)
+            _assemble(plan, gathered, shards, target, gemm_ready) for plan, target in zip(plans, targets, strict=True)
         ]
 
     return Pending([], finish)
 
 
-class _Rows(NamedTuple):
-    """A tensor that is gathered along its first dim: this rank's rows, those of all ranks, where the whole may go."""
-
-    own: Tensor
-    map: ShardMap
-    target: Tensor | None
-
-
-class _Source(NamedTuple):
-    """An operand, and which of its fields are gathered; the other tensors are equal on all ranks."""
-
-    operand: Operand
-    fields: tuple[str, ...]
-    moved: list[_Rows]
-
-
 class _Plan(NamedTuple):
-    """What is gathered of a tensor: the operands that serve the wanted dims, each once, and which serves which."""
+    """What is gathered of a tensor: the operands, by the first dim that each serves; for each wanted dim which one."""
 
-    sources: list[_Source]
+    operands: dict[int, Operand]
     serving: dict[int, int]
 
 
-def _plan(part: Quantized, shards: ShardMap, dims: Sequence[int], into: Quantized | None) -> _Plan:
-    plan = _Plan([], {})
+def _plan(part: Quantized, dims: Sequence[int]) -> _Plan:
+    plan = _Plan({}, {})
     for dim in dims:
         operand = part.along(dim)
-        known = [i for i, source in enumerate(plan.sources) if source.operand is operand]
-        plan.serving[dim] = known[0] if known else len(plan.sources)
-        if not known:
-            plan.sources.append(_source(operand, shards, None if into is None else into.along(dim)))
+        known = [first for first, other in plan.operands.items() if other is operand]
+        plan.serving[dim] = known[0] if known else dim
+        plan.operands.setdefault(plan.serving[dim], operand)
     return plan
 
 
-def _source(operand: Operand, shards: ShardMap, target: Operand | None) -> _Source:
-    fmt, dim = operand.format, operand.dim
-    maps = {"codes": shards.codes(fmt, dim)}
+@kept
+def _moved(fmt: Format, dim: int, shards: ShardMap) -> tuple[tuple[str, ShardMap], ...]:
+    """The fields of an operand that are gathered, and the rows that each rank has of them; others are equal on all."""
+    moved = [("codes", shards.codes(fmt, dim))]
     if fmt.quantized and fmt.block:
-        maps["scale_inv"] = shards.scales(fmt, dim)
+        moved.append(("scale_inv", shards.scales(fmt, dim)))
     if fmt.amax_per_row and dim == ROWWISE:
-        maps["amax"] = shards
-    moved = []
-    for field, rows in maps.items():
-        own, place = getattr(operand, field), getattr(target, field, None)
-        moved.append(_Rows(own, rows, place if place is not None and place.is_contiguous() else None))
-    if target is not None:
-        _check_target(operand, target, shards)
-    return _Source(operand, tuple(maps), moved)
+        moved.append(("amax", shards))
+    return tuple(moved)
 
 
-def _check_target(operand: Operand, target: Operand, shards: ShardMap) -> None:
+def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Operand:
     shape = shards.total, operand.shape[1]
     if (target.format, target.shape, target.dtype) != (operand.format, shape, operand.dtype):
         raise ValueError(
             f"gathering {operand.format.spec} of {operand.dtype} {shape} into {target.format.spec} of {target.dtype} "
             f"{target.shape}: give operands of the whole, as the quantizer makes them of a tensor of that shape"
         )
+    return target
 
 
-def _whole(source: _Source, gathered: Iterator[Tensor], shards: ShardMap) -> Operand:
-    own = source.operand
-    made = {field: next(gathered) for field in source.fields}
+def _whole(own: Operand, gathered: Iterator[Tensor], shards: ShardMap) -> Operand:
+    made = {field: next(gathered) for field, _ in _moved(own.format, own.dim, shards)}
     scale_inv, amax = made.get("scale_inv", own.scale_inv), made.get("amax", own.amax)
     return Operand(made["codes"], scale_inv, amax, own.format, own.dim, (shards.total, own.shape[1]), own.dtype)
 
 
-def _assemble(plan: _Plan, wholes: Sequence[Operand], into: Quantized | None, gemm_ready: bool) -> Quantized:
+def _assemble(
+    plan: _Plan, gathered: Iterator[Tensor], shards: ShardMap, into: Quantized | None, gemm_ready: bool
+) -> Quantized:
+    wholes = {dim: _whole(own, gathered, shards) for dim, own in plan.operands.items()}
     found = {dim: _laid_out(wholes[i], dim) if gemm_ready else wholes[i] for dim, i in plan.serving.items()}
     if into is None:
         return Quantized(found.get(ROWWISE), found.get(COLUMNWISE))

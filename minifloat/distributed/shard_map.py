@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from minifloat.distributed.memo import kept
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.kernels.quantize import code_shape, scale_shape
 
@@ -93,6 +94,7 @@ class ShardMap:
 
     # ---- units ----
 
+    @kept
     def whole_units(self, unit: int) -> ShardMap:
         """The rows that belong to each rank if units of ``unit`` rows stay whole."""
         ends = [min(end + -end % unit, self.total) for end in accumulate(self.rows)]
@@ -113,11 +115,13 @@ class ShardMap:
         tail = end if end == self.total else max(head, end - end % unit)
         return Pieces(head - first, tail - first, end - first)
 
+    @kept
     def straddling(self, rank: int, unit: int) -> tuple[int | None, int | None]:
         """The numbers of the units of ``unit`` rows that the head and the tail of ``rank`` are part of, if any."""
         first, cut = self.first(rank), self.pieces(rank, unit)
         return first // unit if cut.head else None, (first + cut.tail) // unit if cut.end > cut.tail else None
 
+    @kept
     def sent(self, unit: int) -> tuple[tuple[int, ...], ...]:
         """``[from][to]``: rows of straddling units that each rank sends to their owners, less than a unit a rank."""
         table = [[0] * self.size for _ in self.rows]

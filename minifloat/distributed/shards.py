@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from minifloat.distributed.agreement import reduce_amaxes, rows_owned, rows_returned, straddling_amaxes
-from minifloat.distributed.checks import check_sharded
+from minifloat.distributed.checks import Check, check_sharded
 from minifloat.distributed.collectives import waited
 from minifloat.distributed.group import Group
+from minifloat.distributed.memo import kept
 from minifloat.distributed.shard_map import ShardMap, moves_rows, unit_rows
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.kernels import quantize
 from minifloat.operand import Quantized
-from minifloat.quantizer import Amaxes, Quantizer, as_matrix, assemble, cast_all
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix, assemble, cast_all, find_amaxes
 from minifloat.tensor import QuantizedTensor
 
 _functional = torch.ops._c10d_functional
@@ -40,7 +41,7 @@ def quantize_shard(
     amaxes: Amaxes | None = None,
     scale: Tensor | None = None,
     rng: Tensor | None = None,
-    check: bool = False,
+    check: Check = False,
 ) -> Quantized:
     """This rank's part of the quantized whole; a collective. :func:`~minifloat.distributed.gather.gather` joins parts.
 
@@ -63,10 +64,12 @@ def quantize_shard(
     if group.size == 1:
         return cast_all([x], [quantizer], [amaxes], None if rng is None else [rng], scales=[scale])[0]
     x = x.contiguous()
+    if _as_one_process_would(quantizer, shards):
+        found = find_amaxes([x], [quantizer])[0] if amaxes is None else amaxes
+        agreed = reduce_amaxes(found, quantizer, group, in_place=amaxes is None)
+        return cast_all([x], [quantizer], [agreed], scales=[scale])[0]
     sources = _sources(x, quantizer, shards, group)
     levels = _levels(sources, quantizer, shards, group, amaxes, scale)
-    if _as_one_process_would(quantizer, shards):
-        return cast_all([x], [quantizer], [tuple(levels)])[0]
     pieces = _pieces(sources, levels, quantizer, shards, group)
     made = _cast(pieces, quantizer, rng, group)
     outputs = [
@@ -123,6 +126,7 @@ def _travels(held: Quantized, fmt: Format, dim: int, shards: ShardMap, scales_ag
     return serves and (own or scales_agree or not fmt.quantized) and shards.aligned(unit_rows(fmt, along))
 
 
+@kept
 def _as_one_process_would(quantizer: Quantizer, shards: ShardMap) -> bool:
     """With the amaxes agreed on, an ordinary cast of the rank's rows gives its part: nothing straddles or is drawn."""
     return not quantizer.chained and all(
@@ -171,7 +175,7 @@ def _levels(
         found = quantize.amax(unknown, [fmt.spec for _, fmt, _ in missing], [dim for _, _, dim in missing])
         for (i, _, _), amax in zip(missing, found, strict=True):
             levels[i] = amax
-    return list(reduce_amaxes([tuple(levels)], [quantizer], group)[0])
+    return list(reduce_amaxes(tuple(levels), quantizer, group, in_place=amaxes is None))
 
 
 class _Piece(NamedTuple):

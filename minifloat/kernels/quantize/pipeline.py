@@ -26,22 +26,27 @@ Output = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 def run(
     request: Request, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
-) -> list[Output]:
-    """The casts of ``xs``; ``given`` and ``rngs``: for each cast its amax or scale, if known, and its random seed."""
+) -> tuple[list[Output], list[Tensor]]:
+    """The casts of ``xs``, and the amaxes that were found; of both what the request asks for.
+
+    Args:
+        given, rngs: for each cast its amax or scale, if known, and its random seed.
+    """
     if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in xs):  # kernels would read copies
-        return _step_by_step(request, xs, given, rngs)[0]
+        return _step_by_step(request, xs, given, rngs)
     device = xs[0].get_device()
     if not all(level is None or _plain(level, device) for level in given):
-        return _step_by_step(request, xs, given, rngs)[0]
-    # Which tensors are one and the same is part of what was recorded.
+        return _step_by_step(request, xs, given, rngs)
+    # Which tensors are one and the same is part of what was recorded. No comparison of a tensor with None: it is slow.
     everyone = [id(tensor) for tensor in (*xs, *given, *rngs)]
-    key = (device, *[(x.shape, x.dtype) for x in xs], *[everyone.index(each) for each in everyone], given.count(None))
+    missing = [level is None for level in given].count(True)
+    key = (device, *[(x.shape, x.dtype) for x in xs], *[everyone.index(each) for each in everyone], missing)
     if key not in request.known:
         if len(request.known) >= MOST_SHAPES:
             request.known.clear()
         return _record(request, key, xs, given, rngs)
     recording = request.known[key]
-    return (_step_by_step(request, xs, given, rngs)[0]) if recording is None else recording.replay(xs, given, rngs)
+    return _step_by_step(request, xs, given, rngs) if recording is None else recording.replay(xs, given, rngs)
 
 
 def _plain(level: Tensor, device: int) -> bool:
@@ -52,10 +57,11 @@ def _plain(level: Tensor, device: int) -> bool:
 def _step_by_step(
     request: Request, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
 ) -> tuple[list[Output], list[Tensor]]:
-    """The outputs, and the amaxes that were found."""
     amaxes: list[Tensor] = []
     if request.amax_of:
         amaxes = _amax_on_gpu([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
+    if not request.cast_of:
+        return [], amaxes
     levels = [given[j] if own < 0 else amaxes[own] for j, own in enumerate(request.own_level)]
     sources = [xs[i] for i in request.cast_of]
     made = _cast_on_gpu(sources, levels, rngs, request.formats, request.dims, request.k_major, None)
@@ -64,7 +70,7 @@ def _step_by_step(
 
 def _record(
     request: Request, key: Any, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
-) -> list[Output]:
+) -> tuple[list[Output], list[Tensor]]:
     with recorded() as launches:
         outputs, amaxes = _step_by_step(request, xs, given, rngs)
     slots: dict[int, int] = {}  # of a tensor, by its identity, the place in the list that `_Recording.replay` makes
@@ -84,7 +90,7 @@ def _record(
         request.known[key] = _Recording(request, prepared, outputs, nothing)  # type: ignore[arg-type]
     else:
         request.known[key] = None
-    return outputs
+    return outputs, amaxes
 
 
 class _Recording:
@@ -104,12 +110,14 @@ class _Recording:
             for j, fmt in enumerate(parsed)
         ]
         self.zeros = self.amaxes + sum(self.measures)
-        self.shown = [fmt.scale_rule == "two_level" for fmt in parsed]  # whose amax is part of the operand
+        # Casts whose amax is part of the operand; whether any amax is for the caller to see.
+        self.shown = [fmt.scale_rule == "two_level" for fmt in parsed]
+        self.shows = not parsed or any(self.shown)
         self.nothing = nothing
 
     def replay(
         self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
-    ) -> list[Output]:
+    ) -> tuple[list[Output], list[Tensor]]:
         device = xs[0].device
         codes = [torch.empty_strided(shape, stride, dtype=torch.uint8, device=device) for shape, stride in self.codes]
         scales: list[Tensor] = []
@@ -124,13 +132,17 @@ class _Recording:
         for launch in self.launches:
             launch.run(pointers)
         outputs: list[Output] = []
+        found: list[Tensor] = []
+        if zeros is not None and self.shows:
+            alone = self.zeros == self.amaxes == 1
+            found = [zeros] if alone else [zeros[i : i + 1] for i in range(self.amaxes)]
         measured = self.amaxes
         for j, own in enumerate(self.own_level):
             level, amax = given[j], None
-            if zeros is not None and self.shown[j] and own >= 0:
-                level = zeros[own : own + 1]
+            if self.shown[j] and own >= 0:
+                level = found[own]
             if zeros is not None and self.measures[j]:
                 amax = zeros[measured : measured + 1]
                 measured += 1
             outputs.append((codes[j], scales[j], amax, level))
-        return outputs
+        return outputs, found

@@ -1,0 +1,121 @@
+"""``set_check``: layers whose ranks disagree raise on every rank, and name the layer, the collective and the sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import minifloat
+from minifloat import LayerNormMLP, Linear, TransformerLayer
+from minifloat.distributed import parallelize, set_check
+from minifloat.functional.cross_entropy import cross_entropy
+from tests.conftest import Pools
+
+SIZES = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def raised(call: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
+
+
+def linear(mode: Any, sequence: bool, recipe: str | None = "block") -> Linear:
+    layer = Linear(8, 8, name="it", recipe=recipe, parallel_mode=mode, sequence_parallel=sequence, tp_group=world())
+    set_check(layer)
+    return layer
+
+
+def forwards(rank: int, size: int) -> dict[str, str]:
+    """What is said of calls whose sizes differ: 2 rows on the first rank, 3 on the other."""
+    x, half = torch.randn(2 + rank, 8), torch.randn(2 + 2 * rank, 4)
+    column, row = linear("column", True), linear("row", True)
+    counts = (2, 3) if rank else (3, 2)
+    mlp = TransformerLayer(8, 8, 2, set_parallel_mode=True, sequence_parallel=True, tp_group=world(), **SIZES)
+    set_check(mlp)
+    return {
+        "column": raised(lambda: column(x)),
+        "rows_per_rank": raised(lambda: column(x, rows_per_rank=counts)),  # without: one fails alone, the other waits
+        "row": raised(lambda: row(half)),
+        "replicated": raised(lambda: linear("row", False)(half)),
+        "before backward": raised(lambda: linear("column", False)(x)),
+        "unquantized": raised(lambda: linear("column", True, None)(x)),
+        "dtype": raised(lambda: column(x.bfloat16() if rank else x, rows_per_rank=(2, 3))),
+        "attention": raised(lambda: mlp(x[:, None])),
+    }
+
+
+COLUMN = "Linear 'it': gather of X: the ranks do not fit together: rank 0: X (2, 8); rank 1: X (3, 8); give all ranks"
+MESSAGES = {
+    "column": COLUMN,
+    "rows_per_rank": "rank 0: X (2, 8) with rows_per_rank=[3, 2]; rank 1: X (3, 8) with rows_per_rank=[2, 3]",
+    "row": "Linear 'it': reduce_scatter_rows of Y: the ranks do not fit together: rank 0: X (2, 4); rank 1: X (4, 4)",
+    "replicated": "Linear 'it': all_reduce of Y: the ranks do not fit together: rank 0: X (2, 4); rank 1: X (4, 4)",
+    "before backward": "Linear 'it': all_reduce of dX: the ranks do not fit together: rank 0: X (2, 8); rank 1: X (3",
+    "unquantized": COLUMN,
+    "dtype": "Linear 'it': quantize_shard: the ranks do not fit together: rank 0: torch.float32 [2, 8] with row counts "
+    "(2, 3); rank 1: torch.bfloat16 [3, 8] with row counts (2, 3)",
+    "attention": "gather of X: the ranks do not fit together: rank 0: X (2, 1, 8); rank 1: X (3, 1, 8)",
+}
+
+
+def test_forward(worker_pool: Pools) -> None:
+    first, second = worker_pool(2).run(forwards)
+    assert first == second  # which the ranks survive, in step
+    for case, message in MESSAGES.items():
+        assert message in first[case], case
+
+
+def backwards(rank: int, size: int) -> list[str]:
+    """Backwards in another order on each rank, and what the vocabulary-parallel collectives say."""
+    layers = linear("column", False, None), linear("column", True, None)
+    a, b = (layer(torch.randn(2, layer.in_features, requires_grad=True)) for layer in layers)
+    found = [raised(lambda: (a if rank else b).sum().backward())]
+    embedding = minifloat.VocabParallelEmbedding(4, 2, sequence_parallel=True, tp_group=world())
+    set_check(embedding)
+    embedding.to(torch.bfloat16 if rank else torch.float32)
+    found.append(raised(lambda: embedding(torch.tensor([0, 3]))))
+    logits, target = torch.randn(3 + rank, 2), torch.zeros(3 + rank, dtype=torch.long)
+    return [*found, raised(lambda: cross_entropy(logits, target, tp_group=world(), classes=4, check=True))]
+
+
+def test_backward(worker_pool: Pools) -> None:
+    first, second = worker_pool(2).run(backwards)
+    assert [each.partition(": ranks are")[2] for each in first] == [each.partition(": ranks are")[2] for each in second]
+    order, dtype, loss = first
+    assert "ranks are in other collectives: rank 0: gather of " in order and "; rank 1: all_reduce of " in order
+    assert "VocabParallelEmbedding(4, 2): reduce_scatter_rows: the ranks do not fit together" in dtype
+    assert "cross_entropy: all_gather_rows: the ranks do not fit together: rank 0: torch.float32 [1, 6]" in loss
+
+
+def checked(rank: int, size: int) -> list[list[Tensor]]:
+    """Outputs and gradients with and without."""
+    results = []
+    for check in (False, True):
+        torch.manual_seed(0)
+        layers = {"embedding": nn.Embedding(10, 8), "mlp": LayerNormMLP(8, 16), "norm": minifloat.RMSNorm(8)}
+        model = nn.ModuleDict(layers)
+        parallelize(model, world(), plan={"embedding": "vocabulary", "norm": "sequence"}, check=check)
+        with minifloat.autocast(recipe=minifloat.Float8BlockScaling()):
+            rows = (1, 4)
+            x = model["embedding"](torch.arange(5), rows_per_rank=rows)
+            y = model["norm"](model["mlp"](x, rows_per_rank=rows))
+        y.square().sum().backward()
+        results.append([y.detach(), *[p.grad for p in model.parameters() if p.grad is not None]])
+        set_check(model, False)
+        assert not model["mlp"].fc1.parallel.check
+    return results
+
+
+def test_checks_change_nothing(worker_pool: Pools) -> None:
+    for without, with_check in worker_pool(2).run(checked):
+        assert len(without) == 9 and all(torch.equal(a, b) for a, b in zip(without, with_check, strict=True))
