@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minifloat import delayed
 from minifloat.delayed import History
+from minifloat.distributed.group import Group
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, as_recipe
 
 
@@ -100,16 +101,14 @@ class Region:
             member = member.before
         while members:
             group = members[0].group
-            delayed.update([m.state.history(m.recipe, forward) for m in members if m.group is group], group)
-            members = [m for m in members if m.group is not group]
+            delayed.update([m.state.history(m.recipe, forward) for m in members if m.group == group], group)
+            members = [m for m in members if m.group != group]
 
 
 class Member:
     """A module in a region, and what was in it before."""
 
-    def __init__(
-        self, state: Histories, recipe: DelayedScaling, group: dist.ProcessGroup | None, before: Member | None
-    ) -> None:
+    def __init__(self, state: Histories, recipe: DelayedScaling, group: Group | None, before: Member | None) -> None:
         self.state = state
         self.recipe = recipe
         self.group = group
@@ -121,7 +120,7 @@ class Use:
 
     A module's backward history is updated when the backward of its first use in the region ends: backward runs in
     reverse, so that is its last. Where ranks reduce, the region's first module with a backward does it for all, in one
-    all-reduce.
+    all-reduce; but a compiled backward, which is traced before the region's later modules are known, does its own.
 
     Args:
         states: what keeps the forward and the backward history.
@@ -146,13 +145,14 @@ class Use:
         self.records = records, backward
         self.region = None if context is None else context.region
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
+        self.shared = self.region is not None and self.group is not None and not torch.compiler.is_compiling()
         self.first = self.opens = True
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
         if self.region is not None and backward:
             self.first = states[1].region is not self.region
             states[1].region = self.region
-            if self.group is not None:
+            if self.shared:
                 self.opens = self.region.backward is None
                 self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
 
@@ -165,11 +165,11 @@ class Use:
         """Updates what the end of this backward completes."""
         if not self.records[1]:
             return
-        if self.region is None or self.group is None:
-            if self.first:
-                delayed.update([self.histories[1]], self.group)
-        elif self.opens:
-            self.region.update(forward=False)
+        if self.region is not None and self.shared:
+            if self.opens:
+                self.region.update(forward=False)
+        elif self.first:
+            delayed.update([self.histories[1]], self.group)
 
 
 def current() -> autocast | None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat import formats
+from minifloat.distributed.collectives import max_of_all
+from minifloat.distributed.group import Group
 from minifloat.kernels import delayed as kernels
 from minifloat.recipe import DelayedScaling
 
@@ -42,33 +44,28 @@ def is_custom(recipe: DelayedScaling) -> bool:
     return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
 
 
-def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> Group | None:
     """The group that amaxes are reduced over, all ranks by default; None where there is nothing to reduce."""
     if not recipe.reduce_amax or not dist.is_available() or not dist.is_initialized():
         return None
-    group = group if group is not None else dist.group.WORLD
-    return group if group is not None and group.size() > 1 else None
+    found = Group.of(group if group is not None else dist.group.WORLD)
+    return found if found.size > 1 else None
 
 
-def update(histories: Sequence[History], group: dist.ProcessGroup | None = None) -> None:
+def update(histories: Sequence[History], group: Group | None = None) -> None:
     """Reduces the newest amaxes (one MAX all-reduce for all), rolls the histories and computes the next scales."""
     if not histories:
         return
     if group is not None:
-        _reduce([history.amax_history for history in histories], group)
+        newest = [history.amax_history[0] for history in histories]
+        for amaxes, largest in zip(newest, max_of_all(newest, group), strict=True):
+            amaxes.copy_(largest)
     fused = [history for history in histories if not is_custom(history.recipe)]
     if fused:
         kernels.update([h.amax_history for h in fused], [h.scale for h in fused], [h.rule for h in fused])
     for history in histories:
         if is_custom(history.recipe):
             _update_by_callables(history)
-
-
-def _reduce(histories: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    newest = torch.cat([history[0] for history in histories])
-    dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=group)
-    for history, amaxes in zip(histories, newest.split([history.shape[1] for history in histories]), strict=True):
-        history[0].copy_(amaxes)
 
 
 @torch.no_grad()

@@ -200,11 +200,11 @@ class Attention:
         attended: Tensor = self.core(q, k, v)
         return attended.flatten(0, 1)
 
-    def backward(self, dys: Sequence[Tensor]) -> list[Tensor]:
-        """dX of each rank."""
+    def backward(self, dys: Sequence[Tensor], streams: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """dX of each rank; ``streams``: other gradients of its X, added before the one rounding."""
         for attended, gradient in zip(self.attended, self.row.backward(dys), strict=True):
             torch.autograd.backward([attended], [gradient])
-        dxs = self.first.backward([x.grad for x in self.projected if x.grad is not None])
+        dxs = self.first.backward([x.grad for x in self.projected if x.grad is not None], streams)
         of_norms = self._of_norms()
         self.grads = []
         for first, row in zip(self.first.grads, self.row.grads, strict=True):
@@ -245,8 +245,8 @@ class Layer:
 
     def backward(self, dys: Sequence[Tensor]) -> list[Tensor]:
         """dX of each rank."""
-        dhs = [dy + dh for dy, dh in zip(dys, self.mlp.backward(dys), strict=True)]
-        dxs = [dh + dx for dh, dx in zip(dhs, self.attention.backward(dhs), strict=True)]
+        dhs = self.mlp.backward(dys, dys)
+        dxs = self.attention.backward(dhs, dhs)
         self.grads = [
             {f"self_attention.{name}": grad for name, grad in first.items()}
             | {f"layernorm_mlp.{name}": grad for name, grad in second.items()}

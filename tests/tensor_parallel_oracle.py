@@ -298,15 +298,15 @@ class LayerNormLinear:
         norm, dtype = self.norm, producer_dtype(self.linear, xs[0].dtype)
         options = norm.normalization, norm.eps, norm.zero_centered_gamma
         outputs = [norm_forward(x, self.gamma, self.beta, *options, dtype) for x in xs]
-        self.saved = [(x, self.gamma, mean, rsigma) for x, (_, mean, rsigma, _) in zip(xs, outputs, strict=True)]
+        self.saved = [(x, self.gamma, *statistics[:2]) for x, (_, *statistics) in zip(xs, outputs, strict=True)]
         return self.linear.forward([n for n, *_ in outputs], dtype=xs[0].dtype)
 
-    def backward(self, dys: Sequence[Tensor]) -> list[Tensor]:
-        """dX of each rank."""
-        dns, norm = self.linear.backward(dys), self.norm
+    def backward(self, dys: Sequence[Tensor], streams: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """dX of each rank; ``streams``: other gradients of its X, added before the one rounding."""
+        dns, norm, others = self.linear.backward(dys), self.norm, streams or [None] * len(dys)
         outputs = [
-            norm_backward(dn, *saved, norm.normalization, norm.zero_centered_gamma)
-            for dn, saved in zip(dns, self.saved, strict=True)
+            norm_backward(dn, *saved, norm.normalization, norm.zero_centered_gamma, other)
+            for dn, saved, other in zip(dns, self.saved, others, strict=True)
         ]
         dxs, *sums = zip(*outputs, strict=True)
         dgammas, dbetas = (self.group.replicated(each) for each in sums)
@@ -332,15 +332,15 @@ class LayerNormMLP:
         activated = [activation_forward(h, of.name, of.parameters, dtype, False)[0] for h in self.hs]
         return self.fc2.forward(activated, [len(x) for x in xs], xs[0].dtype)
 
-    def backward(self, dys: Sequence[Tensor]) -> list[Tensor]:
-        """dX of each rank."""
+    def backward(self, dys: Sequence[Tensor], streams: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """dX of each rank; ``streams`` as of :class:`LayerNormLinear`."""
         of, plan, das = self.activation, self.first.linear.plan, self.fc2.backward(dys)
         wide = only_delayed(plan.grad_output) and plan.backward_override is None and not of.gated
         dhs = [
             activation_backward(da, h, of.name, of.parameters, FP32 if wide else h.dtype, False, False)[0]
             for da, h in zip(das, self.hs, strict=True)
         ]
-        dxs = self.first.backward(dhs)
+        dxs = self.first.backward(dhs, streams)
         self.grads = [
             {name.replace("linear.", "fc1."): grad for name, grad in first.items()}
             | {f"fc2.{name}": grad for name, grad in second.items()}

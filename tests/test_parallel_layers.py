@@ -21,7 +21,8 @@ from minifloat import (
     prepare,
     quantized_model_init,
 )
-from minifloat.distributed.tensor_parallel import Gathered, TensorParallel
+from minifloat.distributed.gathered import Gathered
+from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.conftest import Pools

@@ -16,6 +16,7 @@ from minifloat import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, a
 from minifloat.distributed.model import parallelize
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.recipe import DelayedScaling, Recipe, named
+from minifloat.tensor import QuantizedTensor
 from tests.conftest import Pools
 from tests.fused_model import assert_same
 from tests.tensor_parallel_layers import BATCH, HIDDEN, Case, step
@@ -233,13 +234,56 @@ def test_one_rank() -> None:
         dist.destroy_process_group()
 
 
+# ---- quantized parameters ----
+
+
+def of_quantized(rank: int, size: int, recipe: str, trained: bool) -> None:
+    def made(**options: Any) -> TransformerLayer:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = LLAMA | {"fuse_qkv_params": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            return TransformerLayer(HIDDEN, 72, 12, params_dtype=torch.bfloat16, **sizes, **options)
+
+    layer = made()
+    born = made(set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD)
+    if trained:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.copy_(torch.randn(p.shape))
+        whole = {name: p.dequantize().detach() for name, p in layer.named_parameters() if hasattr(p, "dequantize")}
+    parallelize(layer, dist.group.WORLD)  # type: ignore[arg-type]
+    found, wanted = dict(layer.named_parameters()), dict(born.named_parameters())
+    assert found.keys() == wanted.keys() and sum(isinstance(p, QuantizedTensor) for p in found.values()) == 4
+    for name, p in found.items():
+        if isinstance(p, QuantizedTensor):
+            assert vars(p)["partition_parts"] == vars(wanted[name])["partition_parts"]
+            assert (p.get_high_precision_init_val() is None) == trained
+            if trained:  # what the codes stood for, cut, and cast by itself
+                linear = layer.get_submodule(name.removesuffix(".weight"))
+                with torch.no_grad():
+                    wanted[name].copy_(linear.partitions["weight"].cut(whole[name]))  # type: ignore[operator, union-attr]
+            assert torch.equal(p.dequantize(), wanted[name].dequantize()), name
+    if not trained:
+        torch.manual_seed(rank)
+        x = torch.randn(5, 2, HIDDEN).bfloat16()
+        with autocast(recipe=recipe):
+            assert torch.equal(layer(x), born(x))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "delayed"])
+def test_of_quantized_parameters(worker_pool: Pools, recipe: str, trained: bool) -> None:
+    """Each piece is cast by itself, from the values before the first cast where these are still right."""
+    worker_pool(2).run(of_quantized, recipe, trained)
+
+
 # ---- errors ----
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"heads": 9}, "9 query heads .* do not divide by tp_size=2"),
     "width": ({"ffn": 27}, r"parallelize: layers.0.layernorm_mlp.fc1: .*=27 does not divide by tp_size=2"),
     "twice": ({"twice": True}, "layers.0.self_attention.qkv is sharded already, over 2 ranks"),
-    "quantized": ({"quantized": True}, r"layers.0.self_attention.qkv.linear.query_weight is a QuantizedTensor"),
     "tied": ({"tied": True, "plan": {"head": "column"}}, "embedding.weight and head.weight are one parameter"),
     "nothing": ({"plan": {"tail": "column"}}, "nothing fits {'tail': 'column'}"),
     "inside": ({"plan": {"layers.0.layernorm_mlp.fc1": "column"}}, "nothing fits {'layers.0.layernorm_mlp.fc1'"),
@@ -258,9 +302,6 @@ def test_refused(worker_pool: Pools, name: str) -> None:
 
 def _refused(rank: int, size: int, options: dict[str, Any]) -> None:
     model = _model(options.get("tied", False))
-    if options.get("quantized"):
-        with quantized_model_init(recipe="current"):
-            model = Model()
     if "heads" in options or "ffn" in options:
         model.layers[0] = TransformerLayer(HIDDEN * 3 // 4, options.get("ffn", 72), options.get("heads", 12))
     if options.get("replaced"):

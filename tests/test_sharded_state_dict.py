@@ -23,6 +23,7 @@ from minifloat.distributed.state_dict import (
     sharded_state_dict,
 )
 from minifloat.recipe import DelayedScaling
+from minifloat.tensor import QuantizedTensor
 from tests.conftest import Pools
 from tests.fused_model import assert_same
 
@@ -168,11 +169,56 @@ def test_histories_come_and_go() -> None:
     load_sharded_state_dict(other, sharded_state_dict(Linear(8, 8)))
 
 
+def quantized(recipe: str, seed: int) -> nn.Module:
+    """A model whose weights are kept quantized: columns of several, rows, fused parts."""
+    torch.manual_seed(seed)
+    options: Any = {"activation": "swiglu", "fuse_qkv_params": True, **SMALL}
+    with quantized_model_init(recipe=recipe):
+        model = TransformerLayer(HIDDEN, 24, HEADS, params_dtype=torch.bfloat16, **options)
+    return parallelize(model, dist.group.WORLD) if dist.is_initialized() else model  # type: ignore[arg-type]
+
+
+def save_quantized(rank: int, size: int, recipe: str, folder: str) -> dict[str, Any]:
+    state = sharded_state_dict(quantized(recipe, 1))
+    dcp.save(state, checkpoint_id=folder)
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def load_quantized(rank: int, size: int, recipe: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The operands of all weights after a load, and those of the saved values, cut and cast here."""
+    model, other = quantized(recipe, 2), quantized(recipe, 3)
+    state = sharded_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    load_sharded_state_dict(model, state)
+    assert sum(isinstance(p, QuantizedTensor) for p in model.parameters()) == 4
+    found = {key: p.dequantize().detach() for key, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+    load_sharded_state_dict(other, whole)
+    wanted = {key: p.dequantize().detach() for key, p in other.named_parameters() if isinstance(p, QuantizedTensor)}
+    assert_same(found, wanted)
+    return whole, {key: value for key, value in found.items() if "fc2" in key}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in one process
+@pytest.mark.parametrize(("recipe", "saved", "loaded"), [("current", 2, 1), ("block", 1, 2), ("mxfp8", 2, 2)])
+def test_quantized_parameters(worker_pool: Pools, tmp_path: Path, recipe: str, saved: int, loaded: int) -> None:
+    """What codes stand for is saved, and is the same bits on any number of ranks; each casts its own part of it."""
+    args = recipe, str(tmp_path / "checkpoint")
+    states = [save_quantized(0, 1, *args)] if saved == 1 else worker_pool(saved).run(save_quantized, *args)
+    results = [load_quantized(0, 1, *args)] if loaded == 1 else worker_pool(loaded).run(load_quantized, *args)
+    for whole, _ in results:
+        assert_same(whole, states[0])
+    pieces = torch.cat([piece["layernorm_mlp.fc2.weight"] for _, piece in results], 1)
+    torch.testing.assert_close(pieces, states[0]["layernorm_mlp.fc2.weight"], rtol=0.07, atol=1e-3)
+    if recipe == "mxfp8":
+        assert torch.equal(pieces, states[0]["layernorm_mlp.fc2.weight"])  # scales that are powers of two lose nothing
+
+
 def test_refused(worker_pool: Pools) -> None:
     with quantized_model_init(recipe="current"):
         layer = Linear(16, 16)
-    with pytest.raises(ValueError, match="weight is a QuantizedTensor"):
-        sharded_state_dict(layer)
+    with pytest.raises(ValueError, match="the optimizer has quantized parameters"):
+        sharded_optimizer_state_dict(layer, torch.optim.AdamW(layer.parameters()))
     model = Linear(8, 8)
     with pytest.raises(RuntimeError, match="Missing key"):
         load_sharded_state_dict(model, {"weight": torch.zeros(8, 8)})

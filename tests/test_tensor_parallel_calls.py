@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from minifloat.autocast import autocast
 from minifloat.distributed.collectives import Pending
-from minifloat.distributed.tensor_parallel import Gathered, TensorParallel
+from minifloat.distributed.gathered import Gathered
+from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.functional import gemm
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear
 from minifloat.operand import Operand

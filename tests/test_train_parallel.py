@@ -120,7 +120,7 @@ def test_the_command(tmp_path: Path) -> None:
     texts.mkdir()
     out = tmp_path / "out"
     common = ("train", write_texts(texts), "--model", "tiny", "--batch-size", 2, "--steps", 2, "--device", "cpu")
-    done = torchrun(*common, "--tp", 2, "--recipe", "block", "--out", out)
+    done = torchrun(*common, "--tp", 2, "--recipe", "block", "--out", out, "--check-ranks")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("block: validation loss") == 1, "the first rank alone talks"
     assert "2, which share each linear; split by tokens elsewhere" in (out / "report.md").read_text()

@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from minifloat.distributed.group import Group
 from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.functional.cross_entropy import cross_entropy
+from minifloat.functional.linear_cross_entropy import linear_cross_entropy
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.embedding import VocabParallelEmbedding
 from tests.conftest import Pools
@@ -287,6 +288,79 @@ def test_cross_entropy_compiles_to_one_graph(worker_pool: Pools) -> None:
         )
         for one, other in zip(eager, compiled, strict=True):
             torch.testing.assert_close(one[:2], other[:2])
+
+
+# ---- Output head and cross entropy ----------------------------------------------------------------------------------
+
+
+def head(rank: int, size: int, tensors: Any, options: dict[str, Any], rows: Any, compiled: bool) -> Any:
+    """Loss and gradients of this rank's rows of hidden (all where ``rows`` is None) and of the head."""
+    hidden, weight, bias, target = tensors
+    shards = list(vocabulary_shards(len(weight), size).rows)
+    w, b = (None if t is None else t.split(shards)[rank].clone().requires_grad_() for t in (weight, bias))
+    x = (hidden if rows is None else hidden.split(list(rows))[rank]).clone().requires_grad_()
+    ranks = {"tp_group": Group.of(world()), "classes": len(weight)}
+    split = {} if rows is None else {"sequence_parallel": True, "rows_per_rank": rows}
+
+    def loss_of(x: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(x, w, target, b, **options, **ranks, **split)  # type: ignore[arg-type]
+
+    call = torch.compile(loss_of, fullgraph=True, backend="aot_eager") if compiled else loss_of
+    loss = call(x, target)
+    (2 * loss).backward()
+    return loss.detach(), x.grad, *(t.grad for t in (w, b) if t is not None)
+
+
+@WORLDS
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "reduction": "sum", "bias": True}])
+def test_linear_cross_entropy(options: Any, dtype: Any, split: bool, size: int, worker_pool: Pools) -> None:
+    """29 classes and 18 tokens in chunks of 4: the float64 loss and gradients, and the unsharded ones as closely."""
+    options = dict(options)
+    hidden, weight = torch.randn(9, 2, 12).to(dtype), torch.randn(29, 12).to(dtype)
+    bias = torch.randn(29).to(dtype) if options.pop("bias", False) else None
+    target = some_targets(18, 29).reshape(9, 2)
+    leaves = [t.double().clone().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    exact = leaves[0] @ leaves[1].t() + (leaves[2] if bias is not None else 0)
+    expected = F.cross_entropy(exact.flatten(0, 1), target.flatten(), **options)
+    gradients = torch.autograd.grad(2 * expected, leaves)
+    rows = {2: (4, 5), 3: (0, 7, 2)}[size] if split else None
+    given = (hidden, weight, bias, target), {**options, "chunk_rows": 4}, rows, False
+    losses, dhidden, *heads = zip(*worker_pool(size).run(head, *given), strict=True)
+    found = [torch.cat(dhidden) if split else all_same(dhidden), *(torch.cat(each) for each in heads)]
+    # A bf16 logit is rounded, and so is each rank's addend of the gradient of hidden.
+    tolerance = {FP64: 1e-12, FP32: 5e-6, BF16: 3e-2}[dtype]
+    torch.testing.assert_close(all_same(losses).double(), expected.detach(), rtol=tolerance, atol=tolerance)
+    for one, other in zip(found, gradients, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+def test_linear_cross_entropy_compiles_to_one_graph(worker_pool: Pools) -> None:
+    tensors = torch.randn(6, 4), torch.randn(9, 4), torch.randn(9), some_targets(6, 9)
+    eager, compiled = (worker_pool(2).run(head, tensors, {"chunk_rows": 4}, (2, 4), on) for on in (False, True))
+    for one, other in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def wrong_head(rank: int, size: int) -> None:
+    hidden, weight, target = torch.randn(4, 3), torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
+    ranks: Any = {"tp_group": world(), "classes": 8}
+    for classes, message in ((None, "classes="), (12, r"\(6, 6\)")):
+        with pytest.raises(ValueError, match=message):
+            linear_cross_entropy(hidden, weight, target, tp_group=world(), classes=classes)
+    with pytest.raises(ValueError, match="linear_cross_entropy: rows_per_rank"):
+        linear_cross_entropy(hidden, weight, target, **ranks, sequence_parallel=True, rows_per_rank=(3, 5))
+    with pytest.raises(ValueError, match=r"target has shape \(4,\), input \(8, 3\)"):
+        linear_cross_entropy(hidden, weight, target, **ranks, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: all_reduce of dX.* 0: X \(4, 3\); rank 1: X \(3, 3"):
+        own = 4 - rank
+        linear_cross_entropy(hidden[:own], weight, target[:own], **ranks, check=True)
+
+
+def test_bad_input_of_a_shared_head_is_an_error_on_all_ranks(worker_pool: Pools) -> None:
+    worker_pool(2).run(wrong_head)
 
 
 def wrong_cross_entropy(rank: int, size: int) -> list[str]:

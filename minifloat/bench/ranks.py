@@ -1,8 +1,8 @@
 """What several GPUs reach together: the quantized all-gather and a tensor-parallel layer, beside bf16 in the same run.
 
-Run as ``torchrun --nproc-per-node 4 -m minifloat.bench.ranks gather layer --out FOLDER``. As in ``minifloat bench``
-contenders take turns in each round, a result is checked before it is timed, and what is quoted is the median over the
-rounds of the ratio to bf16. The time of a call is that of the slowest rank.
+Run as ``torchrun --nproc-per-node 4 -m minifloat.bench.ranks gather layer exposed --out FOLDER``. As in
+``minifloat bench`` contenders take turns in each round, a result is checked before it is timed, and what is quoted is
+the median over the rounds of the ratio to bf16. The time of a call is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from minifloat import TransformerLayer
+from minifloat.bench.exposed import Exposure, exposure
 from minifloat.bench.gate import bound, relative_error
+from minifloat.cli.ranks import leave
 from minifloat.distributed.gather import gather
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
 from minifloat.distributed.shards import quantize_shard
+from minifloat.distributed.tensor_parallel import Overlap, set_overlap
+from minifloat.functional import count_gemms
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.recipe import QuantizerRole, named
@@ -42,6 +46,10 @@ FRACTION_GOAL = 0.9  # of the speed that the parts of a quantized all-gather wou
 LAYERS = {"8B": (4096, 14336, 32, 8), "70B": (8192, 28672, 64, 8)}  # hidden, ffn, heads, groups of Llama 3
 TOKENS, BATCH = 16384, 2
 LAYER_GOALS = {"current": 1.3, "block": 1.2}
+VARIANTS: dict[Overlap, tuple[str, ...]] = {
+    "handles": ("bf16", "delayed", "current", "block"),
+    "symmetric_memory": ("bf16", "delayed", "current"),  # which PyTorch has no products of blocks on
+}
 
 
 @dataclass(frozen=True)
@@ -154,37 +162,72 @@ def gather_lines(
         yield Line(row, name, statistics.median(times), ratio, 0.0, goal, times)
 
 
-def layers(group: Group, rounds: int, shapes: Mapping[str, tuple[int, int, int, int]] = LAYERS) -> Iterator[Line]:
-    """Forward and backward of a layer, tensor and sequence parallel, its weights cast every step."""
+class Steps(NamedTuple):
+    """One way to run a layer: a step, how far its results are from bf16's, and who its baseline is."""
+
+    call: Call
+    error: float
+    baseline: str
+
+
+def layer_steps(group: Group, shape: tuple[int, int, int, int]) -> dict[str, Steps]:
+    """Forward and backward of a layer, tensor and sequence parallel, its weights cast every step, in all variants.
+
+    Each has been run and checked; the baseline is bf16 whose communication is hidden in the same way.
+    """
+    hidden, ffn, heads, groups = shape
     device = torch.device("cuda", torch.cuda.current_device())
-    for name, (hidden, ffn, heads, groups) in shapes.items():
-        length = TOKENS // BATCH // group.size
-        generator = torch.Generator(device).manual_seed(group.rank)
-        x, dy = (
-            torch.randn(length, BATCH, hidden, device=device, dtype=torch.bfloat16, generator=generator)
-            for _ in range(2)
-        )
-        x.requires_grad_()
-        make = partial(
-            TransformerLayer, hidden, ffn, heads, groups, 1e-5, 0.0, 0.0, attn_input_format="sbhd",
-            fuse_qkv_params=True, normalization="RMSNorm", activation="swiglu", bias=False, device=device,
-            params_dtype=torch.bfloat16, set_parallel_mode=True, sequence_parallel=True, tp_group=group.process_group,
-        )  # fmt: skip
-        outputs: dict[str, list[Tensor]] = {}
-        calls: dict[str, Call] = {}
-        for recipe in ("bf16", "delayed", "current", "block"):
+    length = TOKENS // BATCH // group.size
+    generator = torch.Generator(device).manual_seed(group.rank)
+    x, dy = (
+        torch.randn(length, BATCH, hidden, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2)
+    )
+    x.requires_grad_()
+    make = partial(
+        TransformerLayer, hidden, ffn, heads, groups, 1e-5, 0.0, 0.0, attn_input_format="sbhd",
+        fuse_qkv_params=True, normalization="RMSNorm", activation="swiglu", bias=False, device=device,
+        params_dtype=torch.bfloat16, set_parallel_mode=True, sequence_parallel=True, tp_group=group.process_group,
+    )  # fmt: skip
+    found: dict[str, Steps] = {}
+    expected: list[Tensor] = []
+    for overlap, recipes in VARIANTS.items():
+        for recipe in recipes:
+            name = recipe if overlap == "handles" else f"{recipe}, {overlap}"
             torch.manual_seed(0)
-            calls[recipe] = partial(step, make(recipe=None if recipe == "bf16" else recipe), x, dy)
-            for _ in range(3):  # delayed scaling finds its scales
-                outputs[recipe] = calls[recipe]()
-        found = timed(calls, rounds)
-        for recipe, times in found.items():
-            error = relative_error(outputs[recipe][:2], outputs["bf16"][:2])
-            if recipe != "bf16" and error > bound(recipe, 4):
-                raise AssertionError(f"{name} {recipe}: output or dX is {error:.3f} off bf16's")
-            ratio = statistics.median(b / t for b, t in zip(found["bf16"], times, strict=True))
-            goal = LAYER_GOALS.get(recipe)
-            yield Line(f"layer {name}, {group.size}-way", recipe, statistics.median(times), ratio, error, goal, times)
+            layer = make(recipe=None if recipe == "bf16" else recipe)
+            set_overlap(layer, overlap)
+            call = partial(step, layer, x, dy)
+            with count_gemms() as counted:
+                for _ in range(3):  # delayed scaling finds its scales
+                    outputs = [output.detach() for output in call()[:2]]
+            if any(gemm.backend == "symmetric memory" for gemm in counted) != (overlap == "symmetric_memory"):
+                raise AssertionError(f"{name} did not run as it is called")
+            expected = expected or outputs
+            error = relative_error(outputs, expected)
+            if error > bound(recipe, 4):
+                raise AssertionError(f"{name}: output or dX is {error:.3f} off bf16's")
+            found[name] = Steps(call, error, name.replace(recipe, "bf16"))
+    return found
+
+
+def layers(group: Group, rounds: int, shapes: Mapping[str, tuple[int, int, int, int]] = LAYERS) -> Iterator[Line]:
+    """The time of a step."""
+    for name, shape in shapes.items():
+        steps = layer_steps(group, shape)
+        found = timed({each: one.call for each, one in steps.items()}, rounds)
+        for each, times in found.items():
+            base = found[steps[each].baseline]
+            ratio = statistics.median(b / t for b, t in zip(base, times, strict=True))
+            goal = LAYER_GOALS.get(each.split(",")[0])
+            row = f"layer {name}, {group.size}-way"
+            yield Line(row, each, statistics.median(times), ratio, steps[each].error, goal, times)
+
+
+def exposed(group: Group, rounds: int) -> Iterator[Exposure]:
+    """What of a step's communication nothing hides."""
+    for name, shape in LAYERS.items():
+        for each, one in layer_steps(group, shape).items():
+            yield exposure(f"exposed {name}, {group.size}-way", each, one.call)
 
 
 def step(layer: TransformerLayer, x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -193,7 +236,9 @@ def step(layer: TransformerLayer, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
 
 
-SUITES: dict[str, Callable[[Group, int], Iterator[Line]]] = {"gather": gathers, "layer": layers}
+SUITES: dict[str, Callable[[Group, int], Iterator[Line | Exposure]]] = {
+    "gather": gathers, "layer": layers, "exposed": exposed,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -207,7 +252,7 @@ def main() -> None:
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     group = Group.of(dist.group.WORLD)
-    lines: list[Line] = []
+    lines: list[Line | Exposure] = []
     for suite in options.suites:
         for line in SUITES[suite](group, options.rounds):
             lines.append(line)
@@ -218,8 +263,7 @@ def main() -> None:
         told = {"device": torch.cuda.get_device_name(), "ranks": group.size, "torch": torch.__version__}
         path = options.out / f"{date.today()}-bench-ranks-{'-'.join(options.suites)}.json"
         path.write_text(json.dumps(told | {"lines": [asdict(line) for line in lines]}, indent=1))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

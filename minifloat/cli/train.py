@@ -21,6 +21,7 @@ from minifloat.cli.observe import Observer, observers, tensorboard_class
 from minifloat.cli.out import claimed
 from minifloat.cli.ranks import from_first, joined, launcher
 from minifloat.cli.resume import check_runs, checkpoint_folder, choose, resume_command
+from minifloat.distributed.tensor_parallel import Overlap, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
 from minifloat.train.checkpoint import TOKENIZER, Checkpoint, Checkpoints
@@ -54,6 +55,8 @@ class Job:
     starts: dict[str, Checkpoint] = field(default_factory=dict)  # by name; what each run continues from
     tensorboard: bool = False
     ranks: Ranks = ALONE
+    check_ranks: bool = False
+    tp_overlap: Overlap = "handles"
 
     def __post_init__(self) -> None:
         self.model.check_ranks(self.ranks.group.size)
@@ -100,6 +103,12 @@ def train(
     sequence_parallel: Annotated[
         bool, typer.Option(help="with --tp: what is not split by columns is split by tokens")
     ] = True,
+    check_ranks: Annotated[
+        bool, typer.Option("--check-ranks", help="with --tp: compare sizes before each exchange; slow, for debugging")
+    ] = False,
+    tp_overlap: Annotated[
+        Overlap, typer.Option(help="with --tp: what hides communication; symmetric_memory: GEMMs that communicate")
+    ] = "handles",
     max_gap: Annotated[
         float | None,
         typer.Option(help=f"largest relative gap of the losses; default {MAX_GAP}, 4-bit {MAX_GAP_4BIT}; inf: any"),
@@ -130,7 +139,10 @@ def train(
             if ranks.first:
                 held.enter_context(claimed(folder))
             check_runs(names, folder)
-            job = Job(names, sizes, config, corpus, chosen, folder, save_every, keep, starts, tensorboard, ranks)
+            job = Job(
+                names, sizes, config, corpus, chosen, folder, save_every, keep, starts, tensorboard, ranks, check_ranks,
+                tp_overlap,
+            )  # fmt: skip
             told = [job.checkpoints(name).settings for name in names]
             if from_first(told, ranks) != told:
                 raise ValueError("this rank has other text or options than the first; start all with the same ones")
@@ -194,6 +206,11 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
         for name in job.names:
             linear = partial(Linear, bias=False, recipe=recipe_of(name))
             model = Transformer(job.model, linear, seed=job.config.seed, ranks=job.ranks)
+            set_overlap(model, job.tp_overlap)
+            if job.check_ranks:
+                from minifloat.distributed import set_check  # which brings DTensor along
+
+                set_check(model)
             runs.append(
                 train_model(
                     name, model, job.model.context, job.corpus, job.config, job.device, observer(name),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from minifloat.distributed.group import Group
-from minifloat.distributed.tensor_parallel import Mode, TensorParallel
+from minifloat.distributed.tensor_parallel import Mode, Overlap, TensorParallel, check_overlap
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -24,7 +26,7 @@ from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.multihead_parts import check_parallel
 from minifloat.nn.sharding import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
-from minifloat.tensor import QuantizedTensor
+from minifloat.tensor import QuantizedTensor, quantize
 
 Style = Literal["column", "row", "vocabulary", "sequence"]
 _LAYERS = (TransformerLayer, MultiheadAttention, LayerNormMLP)
@@ -57,6 +59,8 @@ def parallelize(
     *,
     sequence_parallel: bool = True,
     plan: Mapping[str, Style] | None = None,
+    check: bool = False,
+    overlap: Overlap = "handles",
 ) -> nn.Module:
     """Shares the layers of ``model`` out over ranks, which all have the whole of it, in place.
 
@@ -68,6 +72,10 @@ def parallelize(
     they are, with recipes, names, hooks and delayed scaling's state; sharded parameters are new objects, so optimizers
     are made afterwards. Parameters that modules share stay shared where all of these are sharded alike.
 
+    Of a quantized parameter (``quantized_model_init``) the piece is cast anew, by itself: from the values before the
+    first cast if these were preserved and the parameter still has them, which gives the layer that was made parallel
+    from the seed; else from what its codes stand for, which rounds a second time where a scale spans what is cut.
+
     Args:
         model: the same on all ranks: sizes and values.
         mesh: the ranks: one dim of a device mesh, or a process group. A single rank changes nothing.
@@ -77,29 +85,64 @@ def parallelize(
             :class:`~minifloat.LayerNormLinear`); ``"vocabulary"`` for an ``nn.Embedding``, which becomes a
             ``VocabParallelEmbedding``; ``"sequence"`` for a module that works on rows of its own, such as a final norm:
             the gradients of its parameters are summed over the ranks. What is not named stays as it is.
+        check: as :func:`set_check` does.
+        overlap: as :func:`~minifloat.distributed.set_overlap` does.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: a size does not divide by the number of ranks; a parameter is quantized, a DTensor, sharded already
-            or shared with a module that is cut in another way; a pattern fits nothing. Nothing was changed then.
+        ValueError: a size does not divide by the number of ranks; a parameter is a DTensor, sharded already or shared
+            with a module that is cut in another way; a pattern fits nothing; ``overlap`` is none. Nothing was
+            changed then.
     """
+    check_overlap(overlap)
     group = Group.of(mesh)
     if group.size == 1:
         return model
-    shards = _planned(model, TensorParallel("column", sequence_parallel, group), plan or {})
+    shards = _planned(model, TensorParallel("column", sequence_parallel, group, overlap, check=check), plan or {})
     _check_parameters(model, shards)
     made: dict[Tensor, nn.Parameter] = {}
     for shard in shards:
         for name, partition in shard.cuts.items():
             whole = shard.module.get_parameter(name)
             if whole not in made:
-                made[whole] = nn.Parameter(_piece(whole.detach(), partition), requires_grad=whole.requires_grad)
+                made[whole] = _own(shard.module, whole, partition)
             shard.module.register_parameter(name, made[whole])
     for shard in shards:
         shard.finish()
     return model
+
+
+def set_check(model: nn.Module, check: bool = True) -> None:
+    """Says whether the tensor-parallel layers of ``model`` compare what the ranks bring, from their next forward on.
+
+    For debugging: dtype, sizes and row counts, before a call of a layer and before each collective in it, forward and
+    backward. If they do not fit together, each rank raises a ``ValueError`` that names the layer, the collective and
+    what every rank brought. It costs a few small transfers and waits of the host for each, and compiled code has to do
+    without. All ranks must say the same.
+    """
+    for module in model.modules():
+        for holder in (module, *module._forward_pre_hooks.values()):
+            parallel = getattr(holder, "parallel", None)
+            if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
+                setattr(holder, "parallel", replace(parallel, check=check))  # noqa: B010 - hooks have any type
+
+
+def _own(module: nn.Module, whole: Tensor, partition: Partition) -> nn.Parameter:
+    """This rank's piece of a parameter; of a quantized one cast by itself, as of a layer that is made parallel."""
+    if not isinstance(whole, QuantizedTensor):
+        return nn.Parameter(_piece(whole.detach(), partition), requires_grad=whole.requires_grad)
+    assert isinstance(module, Linear)
+    values, preserve = whole.dequantize().detach(), False
+    before = whole.get_high_precision_init_val()
+    if before is not None and not whole.is_meta:
+        before = before.to(whole.device)
+        cast = quantize(before, whole.quantizer, scale=whole.scale)
+        preserve = torch.equal(cast.dequantize(), values)  # it has not been trained since
+        values = before if preserve else values
+    piece = nn.Parameter(_piece(values, partition), requires_grad=whole.requires_grad)
+    return module.quantized_weight(piece, whole.quantizer, preserve)
 
 
 def _piece(whole: Tensor, partition: Partition) -> Tensor:
@@ -123,11 +166,9 @@ def _check_parameters(model: nn.Module, shards: list[Shard]) -> None:
                 f"parallelize: {' and '.join(uses)} are one parameter, which would be cut in different ways; name all "
                 "of its modules in plan, or untie them"
             )
-        if partition is not None and isinstance(parameter, (QuantizedTensor, DTensor)):
+        if partition is not None and isinstance(parameter, DTensor):
             raise ValueError(
-                f"parallelize: {name} is a {type(parameter).__name__}, which cannot be cut; parallelize the model "
-                "before fully_shard, and make quantized parameters with set_parallel_mode=True inside of "
-                "quantized_model_init"
+                f"parallelize: {name} is a DTensor, which cannot be cut; parallelize the model before fully_shard"
             )
 
 
@@ -201,7 +242,7 @@ def _linear(
         raise ValueError(f"parallelize: {name} is a {type(linear).__name__}; only a minifloat.Linear can be sharded")
     if linear.parallel.mode is not None:
         raise ValueError(f"parallelize: {name} is sharded already, over {linear.parallel.group.size} ranks")
-    parallel = TensorParallel(mode, parallel.sequence_parallel, parallel.group)
+    parallel = replace(parallel, mode=mode)
     rows = linear.parameters_split or {f"rows {i}": count for i, count in enumerate(parts or (linear.out_features,))}
     found = partitions(f"parallelize: {name}", parallel, linear.in_features, rows)
     cuts: dict[str, Partition] = {}
@@ -233,7 +274,7 @@ def _embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Sha
 
     def finish() -> None:
         attributes = {
-            "parallel": TensorParallel("row", parallel.sequence_parallel, group),
+            "parallel": replace(parallel, mode="row"),
             "init_method": None,
             "vocabulary": vocabulary,
             "first": rows.first(group.rank),

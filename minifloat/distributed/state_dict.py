@@ -60,19 +60,26 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """``model.state_dict()`` with DTensors: ``Shard`` for what ranks have pieces of, ``Replicate`` for the rest.
 
     They are the memory of the model: what is loaded into them is loaded into it, but for delayed scaling's histories of
-    another length, which :func:`load_sharded_state_dict` sees to. Layers have histories from their first step or from
-    ``prepare`` on, and a checkpoint's can be loaded from then on. Without a group, plain tensors.
+    another length and for quantized parameters, which :func:`load_sharded_state_dict` sees to. Of the latter an entry
+    is a copy: the values that the codes stand for, in the parameter's dtype, cast again when they are loaded. Layers
+    have histories from their first step or from ``prepare`` on, and a checkpoint's can be loaded from then on. Without
+    a group, plain tensors.
 
     Raises:
-        ValueError: layers are sharded over different groups; a parameter is quantized; ranks do not share the amaxes
-            of delayed scaling, so that there is no one history to save.
+        ValueError: layers are sharded over different groups; a parameter is a DTensor already; ranks do not share the
+            amaxes of delayed scaling, so that there is no one history to save.
     """
     _check_histories(model)
     layout = _Layout(model)
     state: dict[str, Any] = {}
     for key, value in model.state_dict(keep_vars=True).items():
-        state |= layout.entries(key, value.detach(), value) if isinstance(value, Tensor) else {key: value}
+        state |= layout.entries(key, _values(value), value) if isinstance(value, Tensor) else {key: value}
     return state
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Its memory, or what its codes stand for."""
+    return (tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor).detach()
 
 
 def _check_histories(model: nn.Module) -> None:
@@ -114,7 +121,7 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict
     stepped yet gets its state by a step with a learning rate and gradients of 0.
 
     Raises:
-        ValueError: some state has neither the size of its parameter nor is a number.
+        ValueError: some state has neither the size of its parameter nor is a number; a parameter is quantized.
     """
     _give_state(optimizer)
     layout = _Layout(model)
@@ -160,7 +167,16 @@ def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple
 
 
 def _give_state(optimizer: Optimizer) -> None:
-    """State as of new parameters, whose values stay as they are."""
+    """State as of new parameters, whose values stay as they are.
+
+    Raises:
+        ValueError: a parameter is quantized: a step would cast it again, and the state is that of master weights.
+    """
+    if any(isinstance(p, QuantizedTensor) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "sharded_optimizer_state_dict: the optimizer has quantized parameters; parameters in high precision are "
+            "needed"
+        )
     if optimizer.state:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -189,11 +205,8 @@ class _Layout:
 
     def of(self, key: str, tensor: Tensor) -> list[Entry]:
         """The entries of a parameter or buffer, which says itself how it is cut."""
-        if isinstance(tensor, (QuantizedTensor, DTensor)):
-            raise ValueError(
-                f"sharded_state_dict: {key} is a {type(tensor).__name__}; parameters in high precision are needed, "
-                "without fully_shard"
-            )
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"sharded_state_dict: {key} is a DTensor; use it on a model without fully_shard")
         sharded = getattr(tensor, "tensor_model_parallel", False)
         dim: int | None = tensor.partition_dim if sharded else None  # type: ignore[attr-defined]
         size, lengths = (self.group.size, tensor.partition_parts) if sharded else (1, (0,))  # type: ignore[attr-defined]

@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from minifloat.distributed import collectives
+from minifloat.distributed import collectives, symmetric_memory
+from minifloat.distributed.checks import Check, check_call, check_sharded
 from minifloat.distributed.collectives import Pending
 from minifloat.distributed.gather import start_gather
+from minifloat.distributed.gathered import Gathered, GatheredByProduct, multiplied, only
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
 from minifloat.distributed.shards import prepare_shard
 from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.gemm import Product
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Amaxes, Quantizer
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 T = TypeVar("T")
 Mode = Literal["column", "row"]
-
-
-class Gathered:
-    """Operands of a whole tensor that are on their way: whoever reads one waits for it, and it is kept no longer."""
-
-    def __init__(self, arriving: Sequence[Pending[list[Quantized]]]) -> None:
-        self._arriving = list(arriving)
-        self._here: dict[int, Operand] = {}
-
-    def along(self, dim: int) -> Operand:
-        """The operand that a GEMM contracts along ``dim``; each can be had once."""
-        while dim not in self._here:
-            (rowwise, columnwise), *_ = self._arriving.pop(0).wait()
-            if rowwise is not None:
-                self._here[ROWWISE] = rowwise
-            if columnwise is not None:
-                self._here[COLUMNWISE] = columnwise
-        return self._here.pop(dim)
+Overlap = Literal["handles", "symmetric_memory"]
+"""What goes on while rows travel: other work, between two handles, or the very product that reads or makes them."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +51,21 @@ class TensorParallel:
         mode: None is no parallelism: nothing is gathered and nothing is summed.
         sequence_parallel: where X (column) or Y (row) is not split by columns, it is by rows.
         group: the ranks.
+        overlap: under sequence parallelism: what hides the gathers and sums. ``"symmetric_memory"`` is for products
+            that :mod:`~minifloat.distributed.symmetric_memory` has; others have handles as ever.
         lengths: of a call under sequence parallelism: how much of dim 0 of X (column) or Y (row) each rank has.
         shards: the same in rows of the matrix [M, K].
+        check: before each collective of a layer, ranks compare what they bring to it, and raise on each of them if that
+            does not fit together: for debugging. Of a call it is the label of the layer.
     """
 
     mode: Mode | None = None
     sequence_parallel: bool = False
     group: Group = Group()  # noqa: RUF009 - immutable
+    overlap: Overlap = "handles"
     lengths: tuple[int, ...] = ()
     shards: ShardMap | None = None
+    check: Check = False
 
     def of_call(self, shape: Sequence[int], lengths: Sequence[int] | None, label: str) -> TensorParallel:
         """With the rows of a call whose X, on this rank, has ``shape``; see :meth:`Linear.forward`.
@@ -80,10 +73,12 @@ class TensorParallel:
         Raises:
             ValueError: naming ``label``, where the numbers do not fit.
         """
+        if self.check and self.group.size > 1:
+            check_call(label, self._first_collective, shape, lengths, self.gathers_input, self.group)
         if not self.sequence_parallel:
             if lengths is not None and (self.mode is not None or tuple(lengths) != tuple(shape[:1])):
                 raise ValueError(f"{label}: rows_per_rank={list(lengths)} is for sequence_parallel=True only")
-            return self
+            return replace(self, check=label) if self.check else self
         if len(shape) < 2:
             raise ValueError(f"{label}: sequence_parallel splits dim 0 of X {tuple(shape)}; give it a dim of rows")
         size, rank, own = self.group.size, self.group.rank, shape[0]
@@ -102,7 +97,8 @@ class TensorParallel:
         for extent in shape[1:-1]:
             inner *= extent
         shards = ShardMap(tuple([length * inner for length in lengths]))
-        return TensorParallel(self.mode, True, self.group, tuple(lengths), shards)
+        check = label if self.check else False
+        return TensorParallel(self.mode, True, self.group, self.overlap, tuple(lengths), shards, check)
 
     @property
     def gathers_input(self) -> bool:
@@ -113,6 +109,13 @@ class TensorParallel:
     def gathers_grad_output(self) -> bool:
         """dgrad and wgrad read the dY of all ranks."""
         return self.sequence_parallel and self.mode == "row"
+
+    @property
+    def _first_collective(self) -> str:
+        """What the sizes of X on the ranks matter to first."""
+        if self.mode == "row":
+            return "reduce_scatter_rows of Y" if self.sequence_parallel else "all_reduce of Y"
+        return "gather of X" if self.sequence_parallel else "all_reduce of dX"
 
     def output_shape(self, shape: Sequence[int], features: int) -> tuple[int, ...]:
         """Of Y on this rank, from that of X."""
@@ -134,6 +137,8 @@ class TensorParallel:
             amaxes: of these rows, where they are known; ranks agree on the largest.
         """
         assert self.shards is not None
+        if self.check:
+            check_sharded("quantize_shard", as_matrix(x), self.shards, self.group, self.check)
         return prepare_shard(x, quantizer, self.shards, self.group, amaxes=amaxes, scale=scale)
 
     def gather(self, part: Quantized, *, rowwise: bool = False, columnwise: bool = False) -> Gathered:
@@ -142,36 +147,55 @@ class TensorParallel:
         wanted = [(rowwise, columnwise)] if rowwise or columnwise else []
         if rowwise and columnwise and part.along(ROWWISE) is not part.along(COLUMNWISE):
             wanted = [(True, False), (False, True)]
-        return Gathered(
-            [start_gather([part], self.shards, self.group, rowwise=r, columnwise=c, gemm_ready=True) for r, c in wanted]
-        )
+        by_product = rowwise and self._carries(part.along(ROWWISE))
+        arriving = [
+            start_gather([part], self.shards, self.group, rowwise=r, columnwise=c, gemm_ready=True, check=self.check)
+            for r, c in (wanted[1:] if by_product else wanted)
+        ]
+        if by_product:
+            return GatheredByProduct(part.along(ROWWISE), self.shards, self.group, wanted[0][1], arriving)
+        return Gathered(arriving)
 
-    # ---- what is summed ----
+    def _carries(self, a: Operand) -> bool:
+        """Rows of ``a``, or of its product, can travel through symmetric memory, and shall."""
+        if self.overlap != "symmetric_memory" or self.check or self.shards is None:
+            return False
+        return symmetric_memory.carries(a, self.shards, self.group)
 
-    def fused_bias(self, bias: Tensor | None) -> Tensor | None:
-        """What fprop adds to its product: a sum over ranks takes the bias once, at its end."""
-        return None if self.mode == "row" else bias
+    # ---- what is multiplied and summed ----
 
-    def reduce_output(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """Y of a linear from this rank's product, in whose memory it may be."""
+    def output(self, product: Product, x: Quantized | Gathered, bias: Tensor | None) -> Tensor:
+        """Y of a linear, from fprop without its bias: a sum over ranks takes that once, at its end."""
         if self.mode != "row":
-            return y
-        y = self._start_sum(y).wait()
+            return multiplied(product._replace(bias=bias), x)
+        y = self._start_summed(product, only(x, ROWWISE)).wait()
         return y if bias is None else (y + bias).to(y.dtype)
 
-    def start_reduce_grad_input(self, dx: Tensor) -> Pending[Tensor]:
-        """Begins to sum this rank's dX, in whose memory the sum may be."""
-        return self._start_sum(dx) if self.mode == "column" else done(dx)
+    def start_grad_input(self, product: Product, dy: Quantized | Gathered, wgrad_follows: bool) -> Pending[Tensor]:
+        """dX of a linear, from dgrad; a sum over ranks begins, and may be in the memory of this rank's addend.
+
+        Two transfers of a column-parallel backward, X and dX, have two products to hide behind: where wgrad follows,
+        dX travels meanwhile, else while dgrad makes it.
+        """
+        if self.mode != "column":
+            return done(multiplied(product, dy))
+        if wgrad_follows:
+            return self._start_sum(multiplied(product, dy))
+        return self._start_summed(product, only(dy, ROWWISE))
+
+    def reduce_output(self, y: Tensor) -> Tensor:
+        """The sum over ranks of what a row-parallel layer computed without a product, in whose memory it may be."""
+        return self._start_sum(y).wait() if self.mode == "row" else y
 
     def start_reduce_bias_gradient(self, db: Tensor | None) -> Pending[Tensor | None]:
-        """The same of db, if it is needed, where each rank has seen its own rows of dY only."""
+        """Begins to sum db, if it is needed, where each rank has seen its own rows of dY only."""
         return self.start_sum_of_rows(db) if self.mode == "row" else done(db)
 
     def start_sum_of_rows(self, gradient: Tensor | None) -> Pending[Tensor | None]:
         """The same of the gradient of a parameter that all ranks have, to which each one's rows add."""
         if gradient is None or not self.sequence_parallel:
             return done(gradient)
-        return Pending([], collectives.start_all_reduce(gradient, self.group).wait)
+        return Pending([], collectives.start_all_reduce(gradient, self.group, check=self.check).wait)
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """``parameter``, which all ranks have and each uses for its own rows, with the gradient of all of them."""
@@ -180,15 +204,45 @@ class TensorParallel:
         result: Tensor = _Replicated.apply(parameter, self)  # type: ignore[no-untyped-call]
         return result
 
+    def _start_summed(self, product: Product, a: Quantized) -> Pending[Tensor]:
+        """The sum of the ranks' products, whose addends may travel while it is computed."""
+        if self._carries(a.any) and symmetric_memory.multiplies(product, a.any):
+            return done(symmetric_memory.multiply_and_sum(product, a.any, self.group))
+        return self._start_sum(product.of(a))
+
     def _start_sum(self, x: Tensor) -> Pending[Tensor]:
         if not self.sequence_parallel:
-            return collectives.start_all_reduce(x, self.group)
+            return collectives.start_all_reduce(x, self.group, check=self.check)
         assert self.shards is not None
-        return collectives.start_reduce_scatter_rows(x, self.shards, self.group)
+        return collectives.start_reduce_scatter_rows(x, self.shards, self.group, check=self.check)
 
 
 UNSHARDED = TensorParallel()
 """One rank does it all."""
+
+
+def set_overlap(model: nn.Module, overlap: Overlap) -> None:
+    """Says how the tensor-parallel layers of ``model`` hide what travels, from their next forward on, on all ranks.
+
+    Args:
+        overlap: ``"handles"``: collectives of the backend, beside other work. ``"symmetric_memory"``: where it can be
+            (``docs/distributed.md``, Overlap), the products that read or make what travels are cut into parts, which
+            travel one by one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    check_overlap(overlap)
+    for module in model.modules():
+        parallel = getattr(module, "parallel", None)
+        if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
+            module.parallel = replace(parallel, overlap=overlap)  # type: ignore[assignment]
+
+
+def check_overlap(overlap: str) -> None:
+    """Raises a ValueError where ``overlap`` is none."""
+    if overlap not in get_args(Overlap):
+        raise ValueError(f"overlap={overlap!r}; use {' or '.join(map(repr, get_args(Overlap)))}")
 
 
 def done(x: T) -> Pending[T]:

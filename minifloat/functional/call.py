@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from minifloat.autocast import Use
-from minifloat.distributed.tensor_parallel import Gathered, TensorParallel
+from minifloat.distributed.gathered import Gathered
+from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.functional.plan import LinearPlan
 from minifloat.operand import Layout, Operand, Quantized
 from minifloat.quantizer import Quantizer

@@ -1,7 +1,8 @@
-"""Cross entropy that never holds all logits in fp32, and one that never holds all logits."""
+"""Cross entropy that never holds all logits in fp32."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.distributed import Group, ShardMap
+from minifloat.distributed.checks import Check
 from minifloat.distributed.collectives import all_gather_rows
-from minifloat.functional.amp import autocast_to
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.kernels import cross_entropy as kernels
 
@@ -29,6 +30,7 @@ def cross_entropy(
     *,
     tp_group: Group | dist.ProcessGroup | DeviceMesh | None = None,
     classes: int | None = None,
+    check: bool = False,
 ) -> Tensor:
     """``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
 
@@ -51,6 +53,7 @@ def cross_entropy(
         chunk_rows: rows held in fp32 at a time; None chooses about 64 MiB.
         tp_group: the ranks that share the classes out.
         classes: how many classes all ranks have together; needed with a ``tp_group`` of several.
+        check: ranks first compare how many rows each has, as layers do after ``set_check``.
 
     Returns:
         The loss in fp32 whatever the dtype of the logits (fp64 for fp64): a number, or [...] for ``"none"``, with 0
@@ -60,14 +63,15 @@ def cross_entropy(
         ValueError: shapes that do not fit, targets that are not integers, options out of range; logits of other
             classes than the rank's.
     """
-    _check(logits, target, label_smoothing, reduction, ("mean", "sum", "none"), chunk_rows)
+    check_arguments(logits, logits.shape, target, label_smoothing, reduction, ("mean", "sum", "none"), chunk_rows)
     group = Group.of(tp_group)
-    first, classes = _place(logits.shape[-1], group, classes)
+    first, classes = place(logits.shape[-1], group, classes)
     rows = target.reshape(-1).long()
     loss: Tensor = CrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
         logits.reshape(-1, logits.shape[-1]),
         rows,
         group,
+        check and "cross_entropy",
         label_smoothing,
         ignore_index,
         chunk_rows or 0,
@@ -79,63 +83,14 @@ def cross_entropy(
     return loss.sum() if reduction == "sum" else loss.sum() / (rows != ignore_index).sum()
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum"] = "mean",
-    chunk_rows: int | None = None,
-) -> Tensor:
-    """:func:`cross_entropy` of ``hidden @ weight.t() + bias``, with logits for ``chunk_rows`` rows at a time.
-
-    The gradients are computed in the forward, while the logits of a chunk are there, and scaled in the backward: kept
-    in between are that of ``hidden``, in its dtype, and those of weight and bias, summed over the chunks in fp32. The
-    products are computed in the dtype of ``hidden``, or of ``torch.autocast``, and are not quantized.
-
-    Args:
-        hidden: [..., D], bf16, fp16, fp32 or fp64.
-        weight: [V, D], of the output head; its gradient comes in its own dtype.
-        target: int [...].
-        bias: [V].
-
-    Other arguments, the returned loss and the errors are those of :func:`cross_entropy`.
-    """
-    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"cross_entropy: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}; [..., D] and [V, D] are "
-            "needed"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"cross_entropy: bias has shape {tuple(bias.shape)}; one entry for each of {len(weight)} rows")
-    _check(hidden, target, label_smoothing, reduction, ("mean", "sum"), chunk_rows)
-    hidden = autocast_to(hidden)
-    grad = torch.is_grad_enabled()
-    needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    loss: Tensor = LinearCrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        target.reshape(-1).long(),
-        label_smoothing,
-        ignore_index,
-        reduction,
-        chunk_rows or 0,
-        needs,
-    )
-    return loss
-
-
 class CrossEntropyFunction(torch.autograd.Function):
     """Losses [M] of logits [M, V], those of this rank's classes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Group, *options: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Group, check: Check, *options: Any) -> Tensor:
         label_smoothing, ignore_index, _, _, classes = options
         own = kernels.cross_entropy_statistics(logits, target, *options)
-        statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group)
+        statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group, check=check)
         loss, lse = kernels.loss_of_parts(statistics, target == ignore_index, label_smoothing, classes)
         ctx.save_for_backward(logits, target, lse)
         ctx.options = options
@@ -145,49 +100,10 @@ class CrossEntropyFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dlogits = kernels.cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
-        return dlogits, None, None, None, None, None, None, None
+        return dlogits, None, None, None, None, None, None, None, None
 
 
-class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss of hidden [M, D] under a head [V, D]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        label_smoothing: float,
-        ignore_index: int,
-        reduction: str,
-        chunk_rows: int,
-        needs: list[bool],
-    ) -> Tensor:
-        w, b = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        total, *gradients = kernels.linear_cross_entropy(
-            hidden, w, b, target, label_smoothing, ignore_index, chunk_rows, needs
-        )
-        count = (target != ignore_index).sum() if reduction == "mean" else torch.ones_like(total)
-        ctx.save_for_backward(count, *gradients)
-        ctx.needs = needs
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        return total / count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        count, *gradients = ctx.saved_tensors
-        # The gradients of no target are 0, not 0 / 0. They are scaled in fp32: a bf16 one would round the scale too.
-        scale = dloss / count.clamp(min=1)
-        scaled = (
-            (gradient.to(scale.dtype) * scale).to(dtype) if need else None
-            for gradient, dtype, need in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
-        )
-        return *scaled, None, None, None, None, None, None
-
-
-def _place(here: int, group: Group, classes: int | None) -> tuple[int, int]:
+def place(here: int, group: Group, classes: int | None) -> tuple[int, int]:
     """The first class of this rank's ``here``, and how many there are in all.
 
     Raises:
@@ -209,8 +125,9 @@ def _place(here: int, group: Group, classes: int | None) -> tuple[int, int]:
     return shards.first(group.rank), classes
 
 
-def _check(
+def check_arguments(
     rows: Tensor,
+    shape: Sequence[int],
     target: Tensor,
     label_smoothing: float,
     reduction: str,
@@ -219,10 +136,10 @@ def _check(
 ) -> None:
     if not rows.is_floating_point():
         raise ValueError(f"cross_entropy: input is {rows.dtype}; a floating-point tensor is needed")
-    if rows.dim() == 0 or target.shape != rows.shape[:-1]:
+    if not shape or tuple(target.shape) != tuple(shape[:-1]):
         raise ValueError(
-            f"cross_entropy: target has shape {tuple(target.shape)}, input {tuple(rows.shape)}; one target is needed "
-            f"for each row, {tuple(rows.shape[:-1])}"
+            f"cross_entropy: target has shape {tuple(target.shape)}, input {tuple(shape)}; one target is needed "
+            f"for each row, {tuple(shape[:-1])}"
         )
     if target.dtype not in _INTEGERS:
         raise ValueError(f"cross_entropy: target is {target.dtype}; class indices are needed, as target.long()")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,33 @@ def wgrad(dy: Quantized, x: Quantized, *, out_dtype: torch.dtype, fast_accum: bo
     """dW [N, K] = dY^T X, contracting M: both operands columnwise."""
     a, b = dy.along(COLUMNWISE), x.along(COLUMNWISE)
     return _multiply("wgrad", a, COLUMNWISE, b, COLUMNWISE, out_dtype, None, fast_accum)
+
+
+class Product(NamedTuple):
+    """fprop or dgrad but for its left operand, which ranks may have to gather, as they may have to sum the result.
+
+    Args:
+        gemm: which of the two.
+        w: W [N, K], of which fprop reads the rowwise operand and dgrad the columnwise one.
+        out_dtype, fast_accum, bias: as of :func:`fprop`; dgrad has no bias.
+    """
+
+    gemm: Literal["fprop", "dgrad"]
+    w: Quantized
+    out_dtype: torch.dtype
+    fast_accum: bool = False
+    bias: Tensor | None = None
+
+    @property
+    def along(self) -> int:
+        """The dim of W that is contracted."""
+        return ROWWISE if self.gemm == "fprop" else COLUMNWISE
+
+    def of(self, a: Quantized) -> Tensor:
+        """Y [M, N] of X [M, K], or dX [M, K] of dY [M, N]."""
+        if self.gemm == "fprop":
+            return fprop(a, self.w, self.bias, out_dtype=self.out_dtype, fast_accum=self.fast_accum)
+        return dgrad(a, self.w, out_dtype=self.out_dtype, fast_accum=self.fast_accum)
 
 
 def _multiply(

@@ -12,10 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from minifloat.autocast import Use
 from minifloat.distributed.collectives import Pending
-from minifloat.distributed.tensor_parallel import Gathered
+from minifloat.distributed.gathered import Gathered, only
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
-from minifloat.functional import gemm
+from minifloat.functional import gemm, shared_cast
 from minifloat.functional.call import Kept, LinearCall, Operands, Ready
+from minifloat.functional.gemm import Product
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.quantize import cast_with, delayed_scale, quantize, quantize_part, reuse
 from minifloat.functional.weight_gradient import weight_gradient
@@ -130,10 +131,12 @@ def _quantize_and_gather(
         assert x is not None
         quantizer = call.input_quantizer(plan, x)
         part = label(quantize_part(x, quantizer, "input", call.use, call.parallel, x_scale, x_amaxes))
-    gathered = call.parallel.gather(part, rowwise=True)
+    gathered = shared_cast.gathered(part) or call.parallel.gather(part, rowwise=True)
     if w is None:
         w = quantize([weight], [weight_quantizer(plan, call.needs_x)], ["weight"], call.use)[0]
-    return Operands(gathered, w, part)
+    if not torch.compiler.is_compiling():
+        ready.x = part
+    return Operands(shared_cast.offer(part, gathered), w, part)
 
 
 def multiply(
@@ -150,9 +153,7 @@ def multiply(
     ``x`` may be None where backward does not read it: see :meth:`LinearCall.reads_value`.
     """
     x_operands, w, x_part = operands
-    fused = call.parallel.fused_bias(bias)
-    y = gemm.fprop(only(x_operands, ROWWISE), w, fused, out_dtype=call.dtype, fast_accum=plan.fast_fprop)
-    y = call.parallel.reduce_output(y, bias)
+    y = call.parallel.output(Product("fprop", w, call.dtype, plan.fast_fprop), x_operands, bias)
     return y, Kept(_kept_input(plan, call, x, x_part), _kept_weight(plan, call, weight, w), x_scale)
 
 
@@ -166,10 +167,9 @@ def gradients(
     dx = dw = None
     x = _input_for_wgrad(plan, call, kept) if call.needs_w else None
     if call.needs_x:
-        product = gemm.dgrad(
-            only(dy, ROWWISE), _for_backward(plan, kept.w), out_dtype=call.dtype, fast_accum=plan.fast_dgrad
-        )
-        dx = call.parallel.start_reduce_grad_input(product)
+        product = Product("dgrad", _for_backward(plan, kept.w), call.dtype, plan.fast_dgrad)
+        wgrad_follows = call.needs_w and call.wgrad_tasks is None
+        dx = call.parallel.start_grad_input(product, dy, wgrad_follows)
     if x is not None:
         dw = weight_gradient(call, weight, partial(_wgrad, plan, only(dy, COLUMNWISE), x))
     return None if dx is None else dx.wait(), dw
@@ -178,12 +178,6 @@ def gradients(
 def _wgrad(plan: LinearPlan, dy: Quantized, x: Quantized | Gathered, dtype: torch.dtype) -> Tensor:
     operand = x.along(_kept_along(plan))
     return gemm.wgrad(dy, _for_backward(plan, operand), out_dtype=dtype, fast_accum=plan.fast_wgrad)
-
-
-def only(operands: Quantized | Gathered, dim: int) -> Quantized:
-    """What a GEMM reads that contracts ``dim``, and nothing that would live as long."""
-    operand = operands.along(dim)
-    return Quantized(operand, None) if dim == ROWWISE else Quantized(None, operand)
 
 
 def quantize_output(plan: LinearPlan, call: LinearCall, y: Tensor) -> Tensor:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
+from minifloat.distributed.gathered import Gathered
+from minifloat.distributed.group import Group
+from minifloat.distributed.shard_map import ShardMap
+from minifloat.formats import ROWWISE
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor
+
+Ranks = tuple[Group, ShardMap | None]
+"""Who gathers an input, and the rows that each has of it."""
 
 
 class _Latest(NamedTuple):
@@ -21,6 +30,7 @@ class _Latest(NamedTuple):
     version: int
     dtype: torch.dtype
     quantizer: Quantizer
+    ranks: Ranks | None
     capturing: bool  # into a CUDA graph: such operands have values in a replay only, others are constants to it
     operands: Quantized
     readers: set[int]
@@ -31,6 +41,8 @@ class _Slot:
 
     def __init__(self) -> None:
         self.latest: _Latest | None = None
+        self.scopes = 0
+        self.whole: tuple[Quantized, Quantized] | None = None  # a part and what was gathered of it, inside of a scope
 
 
 class _Local(threading.local):
@@ -41,8 +53,52 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def find(x: Tensor, dtype: torch.dtype, quantizer: Quantizer, reader: object) -> Quantized | None:
+@contextmanager
+def gathered_once() -> Iterator[None]:
+    """Column-parallel linears that are given one X inside, one after the other, gather it once.
+
+        with gathered_once():
+            q, k, v = self.query(x), self.key(x), self.value(x)
+
+    Under sequence parallelism a linear frees what it gathers right after its product, since nobody knows whether
+    another one will read it; here it stays until another tensor is gathered or the context ends. Only what
+    siblings would gather alike is shared: not under delayed scaling, which has a scale for each layer, not in high
+    precision, not in compiled code. In backward each gathers X again.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    slot = _local.slot
+    slot.scopes += 1
+    try:
+        yield
+    finally:
+        slot.scopes -= 1
+        slot.whole = None
+
+
+def gathered(part: Quantized) -> Quantized | None:
+    """What a sibling has just gathered of this very ``part``, rowwise."""
+    whole = None if torch.compiler.is_compiling() else _local.slot.whole
+    return whole[1] if whole is not None and whole[0] is part else None
+
+
+def offer(part: Quantized, whole: Quantized | Gathered) -> Quantized | Gathered:
+    """What fprop reads of ``whole``, gathered of ``part``; inside of :func:`gathered_once` it stays for siblings."""
+    if torch.compiler.is_compiling() or type(whole) is not Gathered or not _local.slot.scopes:
+        return whole
+    slot = _local.slot
+    slot.whole = None  # the one before is freed before this one arrives
+    slot.whole = part, Quantized(whole.along(ROWWISE), None)
+    return slot.whole[1]
+
+
+def find(
+    x: Tensor, dtype: torch.dtype, quantizer: Quantizer, reader: object, ranks: Ranks | None = None
+) -> Quantized | None:
     """The operands that another layer just made of this very ``x``, cast to ``dtype`` first, if they are the same.
+
+    ``ranks``: where X is gathered: they are this rank's part. All ranks find the same, since they run the same.
 
     A layer that comes a second time is no sibling but a new call: ``x`` may be a buffer that was filled anew in a way
     that PyTorch does not count.
@@ -53,13 +109,20 @@ def find(x: Tensor, dtype: torch.dtype, quantizer: Quantizer, reader: object) ->
     if latest is None or latest.source() is not x or x.is_inference() or id(reader) in latest.readers:
         return None
     same = latest.version == x._version and latest.dtype == dtype and latest.quantizer == quantizer
-    if not same or latest.capturing != _capturing(x):
+    if not same or latest.ranks != ranks or latest.capturing != _capturing(x):
         return None
     latest.readers.add(id(reader))
     return latest.operands
 
 
-def keep(x: Tensor, dtype: torch.dtype, quantizer: Quantizer, operands: Quantized | None, reader: object) -> None:
+def keep(
+    x: Tensor,
+    dtype: torch.dtype,
+    quantizer: Quantizer,
+    operands: Quantized | None,
+    reader: object,
+    ranks: Ranks | None = None,
+) -> None:
     """Offers operands of ``x`` to the next layers, until ``x`` is gone or another tensor is quantized.
 
     Not where a sibling's would differ: each has its own delayed scale and draws its own random bits. A compiled graph
@@ -67,6 +130,8 @@ def keep(x: Tensor, dtype: torch.dtype, quantizer: Quantizer, operands: Quantize
     """
     if torch.compiler.is_compiling() or operands is None or isinstance(x, QuantizedTensor) or x.is_inference():
         return
+    if ranks is not None and not quantizer.quantized:
+        return  # the part is X itself, which would live as long
     if any(fmt.scale_rule == "given" or fmt.rounding == "stochastic" for fmt, _ in quantizer.casts):
         return
     slot = _local.slot
@@ -77,7 +142,8 @@ def keep(x: Tensor, dtype: torch.dtype, quantizer: Quantizer, operands: Quantize
         if slot.latest is not None and slot.latest.source is dead:
             slot.latest = None
 
-    slot.latest = _Latest(ref(x, forget), x._version, dtype, quantizer, _capturing(x), operands, {id(reader)})
+    source = ref(x, forget)
+    slot.latest = _Latest(source, x._version, dtype, quantizer, ranks, _capturing(x), operands, {id(reader)})
 
 
 def _capturing(x: Tensor) -> bool:

@@ -14,7 +14,8 @@ _CHUNK_ELEMENTS = 2**24
 """How many logits are held in fp32 at a time: 64 MiB."""
 
 
-def _chunks(rows: int, classes: int, chunk_rows: int) -> Iterator[slice]:
+def chunks(rows: int, classes: int, chunk_rows: int) -> Iterator[slice]:
+    """Which of so many rows are held in fp32 at a time; ``chunk_rows`` 0 chooses."""
     step = chunk_rows or max(1, _CHUNK_ELEMENTS // max(1, classes))
     return (slice(start, start + step) for start in range(0, rows, step))
 
@@ -89,7 +90,7 @@ def _forward(
 ) -> Tensor:
     statistics = _fake_forward(logits, target, label_smoothing, ignore_index, chunk_rows, first, classes)
     targets = _Targets.of(target, ignore_index, first, logits.shape[1], classes)
-    for rows in _chunks(logits.shape[0], logits.shape[1], chunk_rows):
+    for rows in chunks(logits.shape[0], logits.shape[1], chunk_rows):
         statistics[:, rows] = _statistics(logits[rows].to(statistics.dtype), targets.at(rows), label_smoothing)
     statistics[1].masked_fill_(~targets.own, 0)
     return statistics
@@ -115,7 +116,7 @@ def _backward(
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     targets = _Targets.of(target, ignore_index, first, logits.shape[1], classes)
     dloss = dloss.masked_fill(targets.ignored, 0)  # the mean over no target divides by 0
-    for rows in _chunks(logits.shape[0], logits.shape[1], chunk_rows):
+    for rows in chunks(logits.shape[0], logits.shape[1], chunk_rows):
         z = logits[rows].to(lse.dtype, copy=True)
         gradient = _gradient_(z, targets.at(rows), lse[rows], label_smoothing, classes)
         dlogits[rows] = gradient.mul_(dloss[rows, None])
@@ -151,7 +152,7 @@ def _linear(
         each.zero_()
     classes = weight.shape[0]
     targets = _Targets.of(target, ignore_index, 0, classes, classes)
-    for rows in _chunks(hidden.shape[0], classes, chunk_rows):
+    for rows in chunks(hidden.shape[0], classes, chunk_rows):
         logits = torch.nn.functional.linear(hidden[rows], weight, bias)
         z = logits.to(total.dtype)
         statistics = _statistics(z, targets.at(rows), label_smoothing)

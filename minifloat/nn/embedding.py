@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -90,7 +91,7 @@ class VocabParallelEmbedding(nn.Embedding):
         """
         module.__class__ = cls
         assert isinstance(module, cls)
-        parallel = TensorParallel("row", parallel.sequence_parallel, parallel.group)
+        parallel = replace(parallel, mode="row")
         module.num_embeddings = module._set_up(module.num_embeddings, parallel, None)
         assert len(module.weight) == module.num_embeddings, (module.weight.shape, module.num_embeddings)
         module._mark()
@@ -140,7 +141,7 @@ class VocabParallelEmbedding(nn.Embedding):
         group, old = Group.of(tp_group), self.parallel.group
         if group.size != old.size:
             raise ValueError(f"{self.label}: its table is cut for {old.size} ranks, not for a group of {group.size}")
-        self.parallel = TensorParallel("row", self.parallel.sequence_parallel, group)
+        self.parallel = replace(self.parallel, group=group)
 
     @property
     def label(self) -> str:
@@ -183,7 +184,7 @@ class _LookUp(torch.autograd.Function):
         ctx.save_for_backward(rows, elsewhere)
         ctx.call, ctx.table_rows = call, weight.shape[0]
         values = F.embedding(rows, weight).masked_fill_(elsewhere[..., None], 0)
-        return call.reduce_output(values.reshape(-1, values.shape[-1]), None).reshape(shape)
+        return call.reduce_output(values.reshape(-1, values.shape[-1])).reshape(shape)
 
     @staticmethod
     @once_differentiable
@@ -192,7 +193,7 @@ class _LookUp(torch.autograd.Function):
         call: TensorParallel = ctx.call
         dy = dy.reshape(-1, dy.shape[-1])
         if call.shards is not None:
-            dy = all_gather_rows(dy, call.shards, call.group)
+            dy = all_gather_rows(dy, call.shards, call.group, check=call.check)
         dy = dy.reshape(*rows.shape, dy.shape[-1]).masked_fill(elsewhere[..., None], 0)
         dweight = torch.ops.aten.embedding_dense_backward(dy, rows, ctx.table_rows, -1, False)
         return dweight, None, None, None, None

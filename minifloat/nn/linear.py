@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.distributed.group import Group
-from minifloat.distributed.tensor_parallel import Mode, TensorParallel
+from minifloat.distributed.tensor_parallel import Mode
 from minifloat.functional import shared_cast
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.quantize import reuse
@@ -135,7 +136,8 @@ class Linear(LinearCalls):
             fp8_output: return Y quantized, as the next layer would quantize it.
             fp8_grad: return the gradient of X quantized.
             rows_per_rank: those shares, of all ranks; equal ones if not given. Every rank must give the same: unequal
-                shares without it, or others on some rank, end in an error of the backend, or wait for its timeout.
+                shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
+                after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
         self.check_input(x)
         parallel = self.parallel.of_call(x.shape, rows_per_rank, self.label)
@@ -152,13 +154,13 @@ class Linear(LinearCalls):
         plan, call, ready, weight, bias = started
         source, x = x, x.to(dtype)
         quantizer = call.input_quantizer(plan, x)
-        if not parallel.gathers_input:
-            ready.x = reuse(x, quantizer)
-            if ready.x is None:
-                ready.x = shared_cast.find(source, dtype, quantizer, self)
+        ranks = (parallel.group, parallel.shards) if parallel.gathers_input else None
+        ready.x = reuse(x, quantizer) if ranks is None else None
+        if ready.x is None:
+            ready.x = shared_cast.find(source, dtype, quantizer, self, ranks)
         y: Tensor = LinearFunction.apply(plan, call, ready, x, weight, bias)  # type: ignore[no-untyped-call]
         if not call.keeps_input(plan, x):  # else X lives as long as the graph, and its operands would with it
-            shared_cast.keep(source, dtype, quantizer, ready.x, self)
+            shared_cast.keep(source, dtype, quantizer, ready.x, self, ranks)
         started.finish()
         return (y, self.returned_bias(parallel)) if self.return_bias else y
 
@@ -174,7 +176,7 @@ class Linear(LinearCalls):
                 f"{self.label}: its parameters are for tp_size={self.parallel.group.size}, not for a group of "
                 f"{group.size} ranks; make a new layer with tp_group"
             )
-        self.parallel = TensorParallel(self.parallel.mode, self.parallel.sequence_parallel, group)
+        self.parallel = replace(self.parallel, group=group)
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.

@@ -30,7 +30,9 @@ class LinearParameters(nn.Linear):
     @property
     def label(self) -> str:
         """What errors call the layer."""
-        return f"Linear {self.name!r}" if self.name else f"Linear({self.in_features}, {self.out_features})"
+        if self.name or torch.compiler.is_compiling():  # sizes of modules that FSDP2 manages are symbols to a compiler
+            return f"Linear {self.name!r}"
+        return f"Linear({self.in_features}, {self.out_features})"
 
     def weight_matrix(self) -> Tensor:
         """W [out_features, in_features], this rank's: the parameter, or all of ``parameters_split`` as one."""
@@ -73,11 +75,12 @@ class LinearParameters(nn.Linear):
     def _fill(self, kind: str, names: Sequence[str], init: InitMethod) -> None:
         """Fills parameters that are ranges of the rows of one tensor: ``init`` is given that, as before the split.
 
-        Of a sharded layer it is given the tensor of all ranks, each of which keeps its own: the layer starts as the
-        unsharded one does from the same seed.
+        Of a sharded layer it is given the tensor of all ranks, each of which keeps its own, be it tensor-parallel or
+        FSDP2's: the layer starts as the unsharded one does from the same seed.
         """
         parts, partition = [getattr(self, name) for name in names], self.partitions.get(kind)
-        if len(parts) == 1 and not isinstance(parts[0], QuantizedTensor) and partition is None:
+        plain = all(not isinstance(part, QuantizedTensor) and not parameters.is_sharded(part) for part in parts)
+        if len(parts) == 1 and plain and partition is None:
             init(parts[0])
         elif parts:
             rows = [part.shape[0] for part in parts]
@@ -91,7 +94,8 @@ class LinearParameters(nn.Linear):
 
     @torch.no_grad()
     def _write(self, parameter: Tensor, values: Tensor) -> None:
-        parameter.copy_(values)
+        rows, own = parameters.own_rows(parameter, values)
+        rows.copy_(own)
 
     def _share_out(self, split: Mapping[str, int] | None, fused: Sequence[int] | None) -> None:
         """From the sizes of the whole to those of this rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from minifloat.distributed.rng import draw_apart
 from minifloat.distributed.tensor_parallel import Mode, TensorParallel
 from minifloat.functional.amp import autocast_to
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
-from minifloat.nn.layernorm_linear import LayerNormLinear, call_alone, make_norm, part_name
+from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_parts import (
     check_encoder_output,
@@ -29,6 +30,7 @@ from minifloat.nn.multihead_parts import (
     own_heads,
 )
 from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parts import call_alone, call_on_stream, make_norm, part_name
 from minifloat.nn.rope import apply_rotary_pos_emb
 from minifloat.nn.sharding import tensor_parallel
 from minifloat.recipe import Recipe
@@ -215,7 +217,7 @@ class MultiheadAttention(nn.Module):
         for part in self.children():
             if isinstance(part, (Linear, LayerNormLinear)):
                 part.set_tensor_parallel_group(tp_group)
-        self.parallel = TensorParallel(self.parallel.mode, self.parallel.sequence_parallel, Group.of(tp_group))
+        self.parallel = replace(self.parallel, group=Group.of(tp_group))
 
     def forward(
         self,
@@ -234,6 +236,8 @@ class MultiheadAttention(nn.Module):
         bottom_right_diagonal: bool | None = None,
         rows_per_rank: Sequence[int] | None = None,
         encoder_rows_per_rank: Sequence[int] | None = None,
+        residual: Tensor | None = None,
+        return_residual: bool = False,
     ) -> Any:
         """X to Y, both [s, b, hidden_size], [b, s, hidden_size] or [tokens, hidden_size] as ``qkv_format`` says.
 
@@ -246,16 +250,21 @@ class MultiheadAttention(nn.Module):
                 parallelism, of the whole sequence.
             rows_per_rank: under sequence parallelism, how many positions (``thd``: tokens) of X and Y each rank has,
                 and of ``encoder_output`` ``encoder_rows_per_rank``; equally many if not given.
+            residual: of the shape of X, added to it first. ``return_residual``: forward also gives that sum, or X where
+                there is no residual; see :meth:`LayerNormLinear.forward`, which adds where ``input_layernorm`` is set.
 
         Returns:
-            Y, or a tuple: Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``.
+            Y, or a tuple: Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``,
+            then the residual stream if ``return_residual``.
 
         Raises:
             ValueError: ``encoder_output`` is missing, or given to self attention.
         """
         check_encoder_output(self.attention_type, encoder_output)
         rows = rows_per_rank, encoder_rows_per_rank
-        (q, k, v), norm_output = self._query_key_value(hidden_states, encoder_output, is_first_microbatch, rows)
+        (q, k, v), n, stream = self._query_key_value(
+            hidden_states, residual, encoder_output, is_first_microbatch, rows
+        )  # fmt: skip
         of_q, of_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         q = self._place(q, self.query_norm, of_q, cu_seqlens_q)
         k = self._place(k, self.key_norm, of_k, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv)
@@ -270,26 +279,32 @@ class MultiheadAttention(nn.Module):
         if self.parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
             run = partial(draw_apart, self.parallel.group, run)
         attended = run(q, k, v, own_heads(attention_mask, self.heads, self.parallel), cu_seqlens_q, cu_seqlens_kv)
-        y, bias = call_alone(self.proj, attended, is_first_microbatch, rows_per_rank=rows_per_rank)
-        outputs = (y, *([bias] if self.return_bias else []), *norm_output)
+        y, bias = call_alone(
+            self.proj, attended, is_first_microbatch=is_first_microbatch, rows_per_rank=rows_per_rank
+        )  # fmt: skip
+        asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
+        outputs = (y, *[output for wanted, output in asked if wanted])
         return outputs if len(outputs) > 1 else y
 
     def _query_key_value(
         self,
         x: Tensor,
+        residual: Tensor | None,
         encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
         rows: tuple[Sequence[int] | None, Sequence[int] | None],
-    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Each [..., heads, channels]; and the norm's result, if it is wanted. ``rows``: of both inputs, a rank."""
+    ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
+        """Each [..., heads, channels]; the norm's result, if it is wanted; the stream. ``rows``: of both inputs."""
         linear = self.qkv if encoder_output is None else self.query
-        projected, n = call_alone(linear, x, is_first_microbatch, rows_per_rank=rows[0])
-        norm_output = [n] if self.return_layernorm_output else []
+        options = {"is_first_microbatch": is_first_microbatch}
+        projected, n, stream = call_on_stream(
+            linear, (LayerNormLinear,), x, residual, rows_per_rank=rows[0], **options
+        )  # fmt: skip
         heads = projected.unflatten(-1, (-1, self.channels))
         if encoder_output is None:
-            return heads.split((self.heads, self.groups, self.groups), -2), norm_output
-        key_value, _ = call_alone(self.key_value, encoder_output, is_first_microbatch, rows_per_rank=rows[1])
-        return (heads, *key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)), norm_output
+            return heads.split((self.heads, self.groups, self.groups), -2), n, stream
+        key_value, _ = call_alone(self.key_value, encoder_output, rows_per_rank=rows[1], **options)
+        return (heads, *key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)), n, stream
 
     def extra_repr(self) -> str:
         rotated = ", rotary_pos_interleaved=True" if self.rotary_pos_interleaved else ""

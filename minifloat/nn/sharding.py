@@ -115,9 +115,7 @@ def mark(parameter: Tensor, partition: Partition | None) -> None:
         setattr(parameter, name, value)
 
 
-def check_scales_agree(
-    label: str, parallel: TensorParallel, recipe: DelayedScaling, group: dist.ProcessGroup | None
-) -> None:
+def check_scales_agree(label: str, parallel: TensorParallel, recipe: DelayedScaling, group: Group | None) -> None:
     """Raises where the ranks of a gathered tensor would cast it with different delayed scales.
 
     Args:
@@ -133,9 +131,9 @@ def check_scales_agree(
             f"{label}: sequence_parallel=True gathers tensors that all ranks cast with one scale, but "
             "DelayedScaling(reduce_amax=False) gives each rank its own; use reduce_amax=True"
         )
-    if group is dist.group.WORLD:
+    if group is not None and group.size == dist.get_world_size():
         return
-    agree = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group))
+    agree = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group.process_group))
     missing = set(dist.get_process_group_ranks(parallel.group.process_group)) - agree
     if missing:
         raise ValueError(

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minifloat.distributed import gathered_once
 from minifloat.train.ranks import ALONE, Ranks, fill_normal
 
 # (in_features, out_features) -> a linear without bias; on several ranks with what `Ranks.linear` gives
@@ -104,9 +105,11 @@ class Attention(nn.Module):
 
     def forward(self, x_ND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         length = cos_TE.shape[0]
-        q_BHTE = rotate(self._heads(self.query(x_ND), length), cos_TE, sin_TE)
-        k_BGTE = rotate(self._heads(self.key(x_ND), length), cos_TE, sin_TE)
-        v_BGTE = self._heads(self.value(x_ND), length)
+        with gathered_once():
+            q_ND, k_ND, v_ND = self.query(x_ND), self.key(x_ND), self.value(x_ND)
+        q_BHTE = rotate(self._heads(q_ND, length), cos_TE, sin_TE)
+        k_BGTE = rotate(self._heads(k_ND, length), cos_TE, sin_TE)
+        v_BGTE = self._heads(v_ND, length)
         y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=True)
         out: Tensor = self.output(y_BHTE.transpose(1, 2).flatten(2).flatten(0, 1))
         return out
@@ -126,7 +129,9 @@ class SwiGLU(nn.Module):
         self.down = linear(config.hidden, config.dim, **ranks.linear("row"))
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x_ND)) * self.up(x_ND))
+        with gathered_once():
+            gate_NF, up_NF = self.gate(x_ND), self.up(x_ND)
+        out: Tensor = self.down(F.silu(gate_NF) * up_NF)
         return out
 
 
