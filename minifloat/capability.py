@@ -124,8 +124,6 @@ def symmetric_memory(a: Format, b: Format, device: torch.device) -> Support:
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return False, f"{device.type}: symmetric memory is that of several NVIDIA GPUs"
-    if torch.cuda.device_count() < 2:
-        return False, "there is one GPU only"
     if not (a.quantized or b.quantized):
         return True, "torch.ops.symm_mem"
     if a.block or b.block or not (a.quantized and b.quantized):
@@ -166,8 +164,9 @@ def table(device: torch.device) -> list[Row]:
     for operation in ("amax, cast, dequantize", "norm, activation"):
         rows.append(Row(operation, "all", "triton" if runs else "reference", reason))
     overlapped: dict[Support, list[str]] = {}
+    alone = (False, "there is one GPU only") if device.type == "cuda" and torch.cuda.device_count() < 2 else None
     for name, a, b in (("bf16", IDENTITY, IDENTITY), *PAIRS):
-        overlapped.setdefault(symmetric_memory(a, b, device), []).append(name)
+        overlapped.setdefault(alone or symmetric_memory(a, b, device), []).append(name)
     for (fused, reason), names in overlapped.items():
         formats = "all" if len(overlapped) == 1 else "; ".join(names)
         rows.append(Row("GEMM that communicates", formats, "symmetric memory" if fused else "handles", reason))

@@ -233,13 +233,12 @@ def find_amaxes(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[A
     batch = _batch(quantizers, "")
     if not batch.amax_of:
         return [(None,) * len(wanted) for wanted in batch.needs_amax]
-    matrices = [as_matrix(x) for x in xs]
-    if _directly(matrices):
+    if _directly(xs):
         from minifloat.kernels.quantize import pipeline  # which needs Triton
 
-        found = iter(pipeline.run(batch.amax_request, matrices, (), ())[1])
+        found = iter(pipeline.run(batch.amax_request, [as_matrix(x) for x in xs], (), ())[1])
     else:
-        found = iter(quantize.amax([matrices[i] for i in batch.amax_of], batch.amax_formats, batch.amax_dims))
+        found = iter(quantize.amax([as_matrix(xs[i]) for i in batch.amax_of], batch.amax_formats, batch.amax_dims))
     return [tuple([next(found) if needed else None for needed in wanted]) for wanted in batch.needs_amax]
 
 

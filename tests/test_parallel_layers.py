@@ -127,6 +127,14 @@ def test_numbers(worker_pool: Pools, recipe: Recipe, rows: tuple[int, ...], sequ
     assert_oracle(worker_pool, case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(1, 1), (7, 7), (127, 127), (128, 128), (129, 129), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_numbers_of_more_rows(worker_pool: Pools, recipe: Recipe, rows: tuple[int, ...]) -> None:
+    """The same."""
+    test_numbers(worker_pool, recipe, rows, True)
+
+
 @SEQUENCE
 @pytest.mark.parametrize("options", [{"fuse_qkv_params": True}, {"qk_norm_type": "RMSNorm"}], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())

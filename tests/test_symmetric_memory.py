@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, get_args
 from unittest import mock
@@ -36,6 +37,7 @@ from tests.tensor_parallel_cases import Case, Results
 RECIPES: dict[str, Recipe | None] = {
     "none": None, "delayed": DelayedScaling(amax_history_len=3), "current": named("current"),
 }  # fmt: skip
+DEQUANTIZED = replace(named("current"), backward_override="dequantized")  # type: ignore[type-var]
 FUSED = {"column": {"fprop"}, "norm": {"fprop"}, "row": {"fprop", "dgrad"}, "gated mlp": {"fprop", "dgrad"}}
 PLAIN = capability.symmetric_memory
 WHOLES: list[StorageWeakRef] = []  # what the stand-ins gathered
@@ -186,6 +188,14 @@ def test_a_sum_that_no_wgrad_hides_travels_during_dgrad(worker_pool: Pools, reci
         assert fused == {"fprop", "dgrad"}
 
 
+@pytest.mark.parametrize("kind", ["column", "gated mlp"])
+def test_a_backward_of_what_codes_stand_for(worker_pool: Pools, kind: str) -> None:
+    """There wgrad reads X rowwise: it is gathered beside dgrad, not by a product."""
+    case = replace(case_of(kind, "current"), recipe=DEQUANTIZED)
+    for fused, _ in worker_pool(2).run(_both, case):
+        assert "fprop" in fused
+
+
 OTHERWISE: dict[str, tuple[Case, set[str]]] = {
     "ragged rows": (case_of("row", "current", (6, 3)), set()),
     "no rows": (case_of("column", "current", (0, 0)), set()),
@@ -234,8 +244,13 @@ def test_rows_of_the_table() -> None:
 
 
 def test_one_gpu_only() -> None:
-    with mock.patch.object(torch.cuda, "device_count", lambda: 1), mock.patch.object(torch.version, "cuda", "13.0"):
-        assert capability.symmetric_memory(IDENTITY, IDENTITY, torch.device("cuda")) == (False, "there is one GPU only")
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(capability, "choose", lambda *args: ("native", "")),
+        mock.patch.object(capability, "kernels", lambda device: (True, "")),
+    ):
+        row = capability.table(torch.device("cuda"))[-1]
+        assert row == ("GEMM that communicates", "all", "handles", "there is one GPU only")
 
 
 PLACES = {
@@ -252,7 +267,7 @@ def test_reachable(name: str) -> None:
     places, expected = PLACES[name]
 
     def tell(found: list[Any], own: Any, group: Any) -> None:
-        found[:] = places
+        found[:] = [own] * len(places) if isinstance(own, bool) else places
 
     with (
         mock.patch.object(dist, "all_gather_object", tell),
@@ -261,7 +276,7 @@ def test_reachable(name: str) -> None:
         mock.patch.object(torch.cuda, "device_count", lambda: max(2, len(places) + 1) if len(places) > 2 else 2),
         mock.patch.object(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 3}),
     ):
-        assert symmetric_memory.reachable.__wrapped__(Group("g", len(places), 0)) is expected
+        assert symmetric_memory._find_reachable(Group("g", len(places), 0)) is expected
 
 
 def test_compiled_graphs_have_functional_collectives() -> None:

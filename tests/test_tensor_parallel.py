@@ -81,6 +81,18 @@ def test_numbers(worker_pool: Pools, recipe: Recipe | None, rows: tuple[int, ...
         assert_case(worker_pool, Case(kind, rows, False, recipe, scales))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [(129, 129), (1000, 1000), (1003, 997)], ids=str)
+@pytest.mark.parametrize("recipe", NAMED.values(), ids=NAMED.keys())
+def test_numbers_of_many_rows(
+    worker_pool: Pools, recipe: Recipe | None, rows: tuple[int, ...], kind: str, sequence_parallel: bool
+) -> None:
+    """The same; delayed scaling over five steps."""
+    assert_case(worker_pool, Case(kind, rows, sequence_parallel, recipe, scales_of(recipe)))
+
+
 @pytest.mark.parametrize(("kind", "sequence_parallel"), [("column", True), ("row", True), ("mlp", False)])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_numbers_of_more_recipes(worker_pool: Pools, recipe: Recipe, kind: str, sequence_parallel: bool) -> None:

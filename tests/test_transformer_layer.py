@@ -609,6 +609,20 @@ def test_compiled(recipe: str | None, backend: str) -> None:
     assert_all_equal(dict(layer.named_buffers()), dict(eager.named_buffers()))
 
 
+def test_every_linear_is_told_which_microbatch_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused, part by part, and behind a hook."""
+    layer, x = TransformerLayer(**SIZES, layer_type="decoder"), tokens()
+    given: list[bool | None] = []
+    ready = Linear.ready_weight
+    monkeypatch.setattr(Linear, "ready_weight", lambda self, *call: given.append(call[-1]) or ready(self, *call))
+    for part in (None, layer.self_attention, layer.layernorm_mlp.norm):
+        if part is not None:
+            part.register_forward_pre_hook(lambda *_: None)
+        with autocast(recipe="current"):
+            layer(x, encoder_output=x, is_first_microbatch=False)
+    assert given == [False] * 3 * 7
+
+
 # ---- on a GPU ----
 
 

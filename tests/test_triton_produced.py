@@ -290,6 +290,16 @@ def test_large_norms_on_a_gpu(spec: str) -> None:
                     assert_norm(norm_cast(norm, x, gamma, beta, spec, wanted, residual), want, spec, wanted)
 
 
+def test_norm_without_beta(device: torch.device) -> None:
+    """Right of the last column lies minus the mean, times 1 + gamma of no gamma: in no amax."""
+    for zero_centered in (False, True):
+        norm = Norm("LayerNorm", zero_centered_gamma=zero_centered)
+        x, gamma, _ = make_norm(norm, (35, 70), FP32, device)
+        x, gamma = x + 50, gamma * 1e-3 - float(zero_centered)
+        for spec in (STRIPS, MX):
+            assert_norm(norm_cast(norm, x, gamma, None, spec, BOTH), norm_of(norm, x, gamma, None), spec, BOTH)
+
+
 @pytest.mark.gpu
 @FOR_EACH_FORMAT
 def test_large_activations_on_a_gpu(spec: str) -> None:

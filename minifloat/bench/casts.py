@@ -140,8 +140,8 @@ def build_produced(producer: str, name: str, device: torch.device, tiny: bool) -
         written = of_codes * (1 + (orientation == "both")) + (4 * len(value) if producer == "RMSNorm" else 0)
         read = sum(each.nbytes for each in inputs) * (2 if fmt.needs_amax else 1)
         error, roofline = values_error(value, fmt), Roofline(read + written)
-        ways = {"minifloat": _produce, "minifloat value + cast,": _value_and_cast}
-        for label, way in list(ways.items())[: 2 if name in BLOCKS else 1]:
+        ways = {"minifloat": _produce} | ({"minifloat value + cast,": _value_and_cast} if name in BLOCKS else {})
+        for label, way in ways.items():
             call = partial(way, producer, inputs, how, scale, orientation)
             goals: dict[Measure, float] = {"roofline": BEHIND_PRODUCER} if way is _produce else {}
             contenders.append(

@@ -21,7 +21,7 @@ from minifloat.cli.observe import Observer, observers, tensorboard_class
 from minifloat.cli.out import claimed
 from minifloat.cli.ranks import from_first, joined, launcher
 from minifloat.cli.resume import check_runs, checkpoint_folder, choose, resume_command
-from minifloat.distributed.tensor_parallel import Overlap, set_overlap
+from minifloat.distributed.tensor_parallel import Overlap, set_check, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
 from minifloat.train.checkpoint import TOKENIZER, Checkpoint, Checkpoints
@@ -208,8 +208,6 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
             model = Transformer(job.model, linear, seed=job.config.seed, ranks=job.ranks)
             set_overlap(model, job.tp_overlap)
             if job.check_ranks:
-                from minifloat.distributed import set_check  # which brings DTensor along
-
                 set_check(model)
             runs.append(
                 train_model(

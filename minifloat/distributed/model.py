@@ -114,21 +114,6 @@ def parallelize(
     return model
 
 
-def set_check(model: nn.Module, check: bool = True) -> None:
-    """Says whether the tensor-parallel layers of ``model`` compare what the ranks bring, from their next forward on.
-
-    For debugging: dtype, sizes and row counts, before a call of a layer and before each collective in it, forward and
-    backward. If they do not fit together, each rank raises a ``ValueError`` that names the layer, the collective and
-    what every rank brought. It costs a few small transfers and waits of the host for each, and compiled code has to do
-    without. All ranks must say the same.
-    """
-    for module in model.modules():
-        for holder in (module, *module._forward_pre_hooks.values()):
-            parallel = getattr(holder, "parallel", None)
-            if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
-                setattr(holder, "parallel", replace(parallel, check=check))  # noqa: B010 - hooks have any type
-
-
 def _own(module: nn.Module, whole: Tensor, partition: Partition) -> nn.Parameter:
     """This rank's piece of a parameter; of a quantized one cast by itself, as of a layer that is made parallel."""
     if not isinstance(whole, QuantizedTensor):
@@ -270,21 +255,9 @@ def _embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Sha
             f"max_norm={module.max_norm}; 'vocabulary' takes an nn.Embedding without either"
         )
     group, vocabulary = parallel.group, module.num_embeddings
-    rows = vocabulary_shards(vocabulary, group.size)
-
-    def finish() -> None:
-        attributes = {
-            "parallel": replace(parallel, mode="row"),
-            "init_method": None,
-            "vocabulary": vocabulary,
-            "first": rows.first(group.rank),
-            "num_embeddings": rows.rows[group.rank],
-        }
-        module.__class__ = VocabParallelEmbedding
-        module.__dict__.update(attributes)
-        module._mark()  # type: ignore[operator]
-
-    return Shard(name, module, {"weight": Partition(0, (vocabulary,), group.size, group.rank)}, finish)
+    vocabulary_shards(vocabulary, group.size)  # which raises now, before anything is changed
+    cuts = {"weight": Partition(0, (vocabulary,), group.size, group.rank)}
+    return Shard(name, module, cuts, partial(VocabParallelEmbedding.adopt, module, parallel))
 
 
 class _SumGradients:

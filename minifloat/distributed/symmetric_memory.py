@@ -12,6 +12,7 @@ from functools import cache
 from importlib import import_module
 from itertools import permutations
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -57,14 +58,30 @@ def multiplies(product: Product, a: Operand) -> bool:
     return fits and (product.bias is None or product.out_dtype != torch.float32)  # which the epilogue cannot add
 
 
-@cache
+_reachable: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+# Not by the group's name, which another group may have when this one is gone.
+
+
 def reachable(group: Group) -> bool:
-    """All ranks have a GPU of their own in one host, and these can read each other's memory. A collective."""
+    """All ranks have a GPU of their own in one host, which can read each other's memory. A collective, at first."""
+    if group.process_group not in _reachable:
+        _reachable[group.process_group] = _find_reachable(group)
+    return _reachable[group.process_group]
+
+
+def _find_reachable(group: Group) -> bool:
     places: list[tuple[str, int]] = [("", 0)] * group.size
     own = socket.gethostname(), torch.cuda.current_device()
     dist.all_gather_object(places, own, group=group.process_group)
+    answers = [False] * group.size  # ranks may see different GPUs, and must not go different ways
+    dist.all_gather_object(answers, _reaches(places), group=group.process_group)
+    return all(answers)
+
+
+def _reaches(places: list[tuple[str, int]]) -> bool:
+    """As far as this rank sees: the GPUs at ``places`` are in one host, different, visible and read each other."""
     hosts, devices = {host for host, _ in places}, [device for _, device in places]
-    if len(hosts) > 1 or len(set(devices)) < group.size or max(devices) >= torch.cuda.device_count():
+    if len(hosts) > 1 or len(set(devices)) < len(places) or max(devices) >= torch.cuda.device_count():
         return False
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(devices, 2))
 

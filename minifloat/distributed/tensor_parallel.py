@@ -67,14 +67,18 @@ class TensorParallel:
     shards: ShardMap | None = None
     check: Check = False
 
-    def of_call(self, shape: Sequence[int], lengths: Sequence[int] | None, label: str) -> TensorParallel:
+    def of_call(
+        self, shape: Sequence[int], lengths: Sequence[int] | None, label: str, dtype: torch.dtype | None = None
+    ) -> TensorParallel:
         """With the rows of a call whose X, on this rank, has ``shape``; see :meth:`Linear.forward`.
+
+        ``dtype``: of X, which ranks compare too. Where they compare, this comes before whatever one could raise alone.
 
         Raises:
             ValueError: naming ``label``, where the numbers do not fit.
         """
         if self.check and self.group.size > 1:
-            check_call(label, self._first_collective, shape, lengths, self.gathers_input, self.group)
+            check_call(label, self._first_collective, shape, dtype, lengths, self.gathers_input, self.group)
         if not self.sequence_parallel:
             if lengths is not None and (self.mode is not None or tuple(lengths) != tuple(shape[:1])):
                 raise ValueError(f"{label}: rows_per_rank={list(lengths)} is for sequence_parallel=True only")
@@ -141,13 +145,18 @@ class TensorParallel:
             check_sharded("quantize_shard", as_matrix(x), self.shards, self.group, self.check)
         return prepare_shard(x, quantizer, self.shards, self.group, amaxes=amaxes, scale=scale)
 
-    def gather(self, part: Quantized, *, rowwise: bool = False, columnwise: bool = False) -> Gathered:
-        """Starts to gather a part in the orientations that are wanted, the rowwise one first."""
+    def gather(
+        self, part: Quantized, *, rowwise: bool = False, columnwise: bool = False, multiplied: bool = True
+    ) -> Gathered:
+        """Starts to gather a part in the orientations that are wanted, the rowwise one first.
+
+        ``multiplied``: the rowwise one is for fprop or dgrad, which may bring it.
+        """
         assert self.shards is not None
         wanted = [(rowwise, columnwise)] if rowwise or columnwise else []
         if rowwise and columnwise and part.along(ROWWISE) is not part.along(COLUMNWISE):
             wanted = [(True, False), (False, True)]
-        by_product = rowwise and self._carries(part.along(ROWWISE))
+        by_product = rowwise and multiplied and self._carries(part.along(ROWWISE))
         arriving = [
             start_gather([part], self.shards, self.group, rowwise=r, columnwise=c, gemm_ready=True, check=self.check)
             for r, c in (wanted[1:] if by_product else wanted)
@@ -237,6 +246,21 @@ def set_overlap(model: nn.Module, overlap: Overlap) -> None:
         parallel = getattr(module, "parallel", None)
         if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
             module.parallel = replace(parallel, overlap=overlap)  # type: ignore[assignment]
+
+
+def set_check(model: nn.Module, check: bool = True) -> None:
+    """Says whether the tensor-parallel layers of ``model`` compare what the ranks bring, from their next forward on.
+
+    For debugging: dtype, sizes and row counts, before a call of a layer and before each collective in it, forward and
+    backward. If they do not fit together, each rank raises a ``ValueError`` that names the layer, the collective and
+    what every rank brought. It costs a few small transfers and waits of the host for each, and compiled code has to do
+    without. All ranks must say the same.
+    """
+    for module in model.modules():
+        for holder in (module, *module._forward_pre_hooks.values()):
+            parallel = getattr(holder, "parallel", None)
+            if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
+                setattr(holder, "parallel", replace(parallel, check=check))  # noqa: B010 - hooks have any type
 
 
 def check_overlap(overlap: str) -> None:

@@ -77,7 +77,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*kept.tensors, *(n.stream, gamma, *n.saved) * call.needs_x)
         ctx.set_materialize_grads(False)
         y = quantize_output(plan, call, y.reshape(call.parallel.output_shape(x.shape, weight.shape[0])))
-        return y, *norm_outputs(ctx, norm, call, n)
+        return y, *norm_outputs(ctx, norm, call, n, x, residual)
 
     @staticmethod
     @once_differentiable
@@ -118,12 +118,15 @@ def norm_produced(
     )  # fmt: skip
 
 
-def norm_outputs(ctx: Any, norm: NormCall, call: LinearCall, n: Produced) -> tuple[Tensor | None, Tensor | None]:
-    """What forward gives beside Y: N and S, each if it is wanted, without a gradient if none is needed."""
-    outputs = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
-    if not call.needs_x:
-        ctx.mark_non_differentiable(*[output for output in outputs if output is not None])
-    return outputs
+def norm_outputs(
+    ctx: Any, norm: NormCall, call: LinearCall, n: Produced, x: Tensor, residual: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What forward gives beside Y: N and S, each if it is wanted, and with a gradient if what it is made of has one."""
+    value, stream = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
+    moving = x.requires_grad or (residual is not None and residual.requires_grad)
+    fixed = (None if call.needs_x else value), (None if moving else stream)
+    ctx.mark_non_differentiable(*[output for output in fixed if output is not None])
+    return value, stream
 
 
 def input_scale(plan: LinearPlan, call: LinearCall) -> Tensor | None:

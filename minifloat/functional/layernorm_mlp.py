@@ -87,7 +87,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         n = norm_produced(mlp.norm, plan1, call1, x, residual, gamma, beta)
         operands1 = quantize_produced(plan1, call1, ready1, n, w1)
         h, kept1 = multiply(plan1, call1, operands1, n.value, w1, b1)
-        returned, of_norm = norm_outputs(ctx, mlp.norm, call1, n), (n.stream, gamma, *n.saved)
+        returned, of_norm = norm_outputs(ctx, mlp.norm, call1, n, x, residual), (n.stream, gamma, *n.saved)
         if not torch.compiler.is_compiling():
             ready1.x = ready1.w = None
         del n, operands1  # what is not kept must not lie beside the second half, which is the wider one

@@ -275,7 +275,7 @@ def _input_for_wgrad(plan: LinearPlan, call: LinearCall, kept: Kept) -> Quantize
     if not call.parallel.gathers_input:
         return part
     by_rows = _kept_along(plan) == ROWWISE
-    return call.parallel.gather(part, rowwise=by_rows, columnwise=not by_rows)
+    return call.parallel.gather(part, rowwise=by_rows, columnwise=not by_rows, multiplied=False)
 
 
 def _kept_along(plan: LinearPlan) -> int:

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifloat.distributed.gathered import Gathered
 from minifloat.distributed.group import Group
@@ -33,7 +33,7 @@ class _Latest(NamedTuple):
     ranks: Ranks | None
     capturing: bool  # into a CUDA graph: such operands have values in a replay only, others are constants to it
     operands: Quantized
-    readers: set[int]
+    readers: WeakSet[nn.Module]  # not their ids, which others have later, on some ranks and not on others
 
 
 class _Slot:
@@ -94,7 +94,7 @@ def offer(part: Quantized, whole: Quantized | Gathered) -> Quantized | Gathered:
 
 
 def find(
-    x: Tensor, dtype: torch.dtype, quantizer: Quantizer, reader: object, ranks: Ranks | None = None
+    x: Tensor, dtype: torch.dtype, quantizer: Quantizer, reader: nn.Module, ranks: Ranks | None = None
 ) -> Quantized | None:
     """The operands that another layer just made of this very ``x``, cast to ``dtype`` first, if they are the same.
 
@@ -106,12 +106,12 @@ def find(
     if torch.compiler.is_compiling():
         return None
     latest = _local.slot.latest
-    if latest is None or latest.source() is not x or x.is_inference() or id(reader) in latest.readers:
+    if latest is None or latest.source() is not x or x.is_inference() or reader in latest.readers:
         return None
     same = latest.version == x._version and latest.dtype == dtype and latest.quantizer == quantizer
     if not same or latest.ranks != ranks or latest.capturing != _capturing(x):
         return None
-    latest.readers.add(id(reader))
+    latest.readers.add(reader)
     return latest.operands
 
 
@@ -120,7 +120,7 @@ def keep(
     dtype: torch.dtype,
     quantizer: Quantizer,
     operands: Quantized | None,
-    reader: object,
+    reader: nn.Module,
     ranks: Ranks | None = None,
 ) -> None:
     """Offers operands of ``x`` to the next layers, until ``x`` is gone or another tensor is quantized.
@@ -143,7 +143,8 @@ def keep(
             slot.latest = None
 
     source = ref(x, forget)
-    slot.latest = _Latest(source, x._version, dtype, quantizer, ranks, _capturing(x), operands, {id(reader)})
+    readers = WeakSet([reader])
+    slot.latest = _Latest(source, x._version, dtype, quantizer, ranks, _capturing(x), operands, readers)
 
 
 def _capturing(x: Tensor) -> bool:

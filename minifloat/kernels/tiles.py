@@ -35,7 +35,7 @@ SM_90: dict[str, Tile] = {
     "activation_backward_block": Tile(16, 256, 4),
     "activation_backward_block_columnwise": Tile(128, 128, 8),
     "activation_backward_mx": Tile(32, 64, 2),
-    "norm": Tile(32, 256, 4),
+    "norm": Tile(32, 256, 4),  # behind statistics, with a given scale
     "norm_columnwise": Tile(32, 128, 4),
     "norm_block": Tile(32, 128, 2),
     "norm_block_columnwise": Tile(128, 128, 8),

@@ -130,7 +130,7 @@ class LayerNormLinear(nn.Module):
         if recipe is None:
             stream = add_residual(x, residual, self.linear)
             n = call_norm(self.norm, stream, self.linear)
-            options = {"fp8_output": fp8_output, "rows_per_rank": rows_per_rank}
+            options = {"fp8_output": fp8_output or None, "rows_per_rank": rows_per_rank}  # a replaced part knows less
             y, bias = call_alone(self.linear, n, is_first_microbatch=is_first_microbatch, **options)
         else:
             x, residual = to_add(x, residual, self.linear)
@@ -153,8 +153,8 @@ class LayerNormLinear(nn.Module):
         return_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Y, the norm's result if it is returned, and S."""
+        parallel = self.linear.parallel.of_call(x.shape, rows_per_rank, self.linear.label, x.dtype)
         self.linear.check_input(x)
-        parallel = self.linear.parallel.of_call(x.shape, rows_per_rank, self.linear.label)
         dtype = self.linear.compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
         started = self.linear.start(

@@ -50,7 +50,7 @@ class LayerNormMLP(nn.Module):
         activation_params: by name: ``limit``, ``alpha`` and ``glu_linear_offset`` of clamped_swiglu.
         init_method, output_layer_init_method: fill the weights of fc1 and fc2 in place.
         return_layernorm_output: forward also gives the norm's result.
-        checkpoint: keep X alone, and compute the rest again in backward.
+        checkpoint: keep X alone (with a residual their sum), and compute the rest again in backward.
         recipe: of both linears, as of :class:`~minifloat.Linear`.
         set_parallel_mode: fc1 is column-parallel, each half of a gated one by itself, and fc2 row-parallel, over the
             ranks of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them. The sizes given are those of all ranks.
@@ -181,8 +181,8 @@ class LayerNormMLP(nn.Module):
         return_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Y, the norm's result if it is returned, and what the norm was of."""
+        column = self.fc1.parallel.of_call(x.shape, rows, self.fc1.label, x.dtype)
         self.fc1.check_input(x)
-        column = self.fc1.parallel.of_call(x.shape, rows, self.fc1.label)
         row = self.fc2.parallel.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2.label)
         dtype = self.fc1.compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias

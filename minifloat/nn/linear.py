@@ -139,8 +139,8 @@ class Linear(LinearCalls):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
+        parallel = self.parallel.of_call(x.shape, rows_per_rank, self.label, x.dtype)
         self.check_input(x)
-        parallel = self.parallel.of_call(x.shape, rows_per_rank, self.label)
         recipe, run = self.recipe_in_force(), None
         if recipe is None:
             run = self._calibrate(x)

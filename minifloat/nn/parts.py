@@ -75,7 +75,7 @@ def call_alone(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tuple[
 
     What replaced a part need not know options that are not used, nor return more than Y.
     """
-    used = {name: value for name, value in options.items() if value is not None and value is not False}
+    used = {name: value for name, value in options.items() if value is not None}
     outputs = part(x, *args, **used)
     return outputs if isinstance(outputs, tuple) else (outputs, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -153,24 +154,12 @@ def _bias_like(x: Tensor, wanted: bool) -> Tensor:
     return x.new_empty(x.shape[1] if wanted else 0, dtype=torch.float32)
 
 
-def _fused(function: str) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of the module of Triton kernels, which is imported when first called."""
+def _kernels(module: str, function: str) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of a module of this package that has kernels, and needs Triton: imported when first called."""
 
     def run(*args: Any) -> tuple[Tensor, ...]:
-        from minifloat.kernels.activation import fused
-
-        return getattr(fused, function)(*args)
-
-    return run
-
-
-def _in_blocks(function: str) -> Callable[..., tuple[Tensor, ...]]:
-    """The same of the module of those that cast in blocks."""
-
-    def run(*args: Any) -> tuple[Tensor, ...]:
-        from minifloat.kernels.activation import blocks
-
-        return getattr(blocks, function)(*args)
+        result: tuple[Tensor, ...] = getattr(import_module(f"{__name__}.{module}"), function)(*args)
+        return result
 
     return run
 
@@ -179,7 +168,7 @@ activation_forward = register(
     "activation_forward(Tensor x, str name, float[] parameters, ScalarType dtype, bool with_amax) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
-    cuda=_fused("forward"),
+    cuda=_kernels("fused", "forward"),
 )
 """The activation of ``x`` [M, K] in ``dtype``: [M, K], or [M, K / 2] if gated. Parameters: :func:`parameters_of`.
 
@@ -191,7 +180,7 @@ activation_cast = register(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _cast,
     _fake_cast,
-    cuda=_fused("cast"),
+    cuda=_kernels("fused", "cast"),
 )
 """The activation of ``x`` [M, K], cast from fp32 with ``scale``, fp32 [1] (delayed scaling: scale rule ``"given"``).
 
@@ -204,7 +193,7 @@ activation_backward = register(
     "bool with_bias) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
-    cuda=_fused("backward"),
+    cuda=_kernels("fused", "backward"),
 )
 """The gradient with respect to ``x`` [M, K], in ``dtype``; its amax; and dbias.
 
@@ -217,7 +206,7 @@ activation_backward_cast = register(
     "bool rowwise, bool columnwise, bool with_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_cast,
     _fake_backward_cast,
-    cuda=_fused("backward_cast"),
+    cuda=_kernels("fused", "backward_cast"),
 )
 """The gradient with respect to ``x`` [M, K], cast with ``scale``: as :data:`activation_cast`, and dbias.
 
@@ -230,7 +219,7 @@ activation_cast_blocks = register(
     "bool k_major) -> (Tensor, Tensor, Tensor, Tensor)",
     _cast_blocks,
     _fake_cast_blocks,
-    cuda=_in_blocks("cast"),
+    cuda=_kernels("blocks", "cast"),
 )
 """The activation of ``x`` [M, K], rounded to the dtype of ``x`` and cast in blocks, whose amaxes are their own.
 
@@ -243,7 +232,7 @@ activation_backward_cast_blocks = register(
     "bool columnwise, bool k_major, bool with_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_cast_blocks,
     _fake_backward_cast_blocks,
-    cuda=_in_blocks("backward_cast"),
+    cuda=_kernels("blocks", "backward_cast"),
 )
 """The gradient with respect to ``x`` [M, K], rounded and cast as :data:`activation_cast_blocks` does, and dbias.
 

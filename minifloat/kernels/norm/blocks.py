@@ -40,7 +40,7 @@ def norm_blocks_kernel(
     row_mean = tl.load(mean + m, mask=m < M, other=0.0) if CENTERED else row_rsigma
     values = load_tile(x, m, k, M, K)
     values = normalize(values, row_mean, row_rsigma, gamma, beta, k, K, CENTERED, HAS_BETA, ZERO_CENTERED)
-    if HAS_BETA:  # which is all that there is in rows outside
+    if CENTERED or HAS_BETA:  # outside lies minus the mean, times 1 + gamma where there is none, plus beta
         values = tl.where((m[:, None] < M) & (k[None, :] < K), values, 0.0)
     store_block_cast(
         values.to(x.dtype.element_ty).to(tl.float32), first_m, first_k, M, K,
