@@ -233,6 +233,12 @@ def _hooked() -> _Hooked:
     return _Hooked(True, playing=_Playing(_plain[frame], hooks[0]) if frame in _plain else None)
 
 
+def hooks_read() -> bool:
+    """Hooks read now what autograd saves, as those of ``save_on_cpu`` do; those of a checkpoint do not."""
+    hooks = _top_hooks(True)
+    return hooks is not None and _frame_of(hooks[0])[0] is None
+
+
 def _frame_of(hook: Any, depth: int = 2) -> tuple[Any, bool]:
     """The frame of torch's checkpoint that saved tensors go to, and whether it is being recomputed.
 

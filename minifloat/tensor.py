@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from minifloat import tensor_ops
-from minifloat.formats import COLUMNWISE
+from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INNER = tuple(f"{slot}_{name}" for slot in tensor_ops.SLOTS for name in tensor_ops.BUFFERS)
-_FIELDS = frozenset({"_operands", "_outside", "_wholes", "quantizer", "scale", "amax_group", "source_version"})
+_FIELDS = frozenset(
+    {"_operands", "_outside", "_wholes", "quantizer", "scale", "amax_group", "source_version", "gatherer"}
+)
 
 
 def quantize(
@@ -142,6 +144,16 @@ def _cast_all(
     )
 
 
+class Gatherer(Protocol):
+    """What gathers a tensor from the shards of other ranks, one orientation at a time, as FSDP2's hooks do."""
+
+    def fetch(self, *dims: int) -> None:
+        """Sees to it that the operands that serve ``dims`` are there; a collective."""
+
+    def fetch_for(self, quantizer: Quantizer, label: str) -> None:
+        """The same for a call of the layer ``label``, which reads what ``quantizer`` gives."""
+
+
 class QuantizedTensor(torch.Tensor):
     """Operands of one [M, K] matrix, in the shape [..., K] or as a view of it. Made by :func:`quantize`.
 
@@ -156,6 +168,7 @@ class QuantizedTensor(torch.Tensor):
         scale: fp32 [1], what delayed scaling casts with the next time; else None.
         amax_group: the process group that it reduces its amax over, or None. Neither pickled nor copied by value.
         source_version: the version of the tensor that it was last quantized from, where that is known.
+        gatherer: of a tensor that is gathered from shards, some operands of which may have no memory now; else None.
     """
 
     _operands: Quantized
@@ -165,6 +178,7 @@ class QuantizedTensor(torch.Tensor):
     scale: Tensor | None
     amax_group: dist.ProcessGroup | None
     source_version: int | None
+    gatherer: Gatherer | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -183,7 +197,7 @@ class QuantizedTensor(torch.Tensor):
         rowwise, columnwise = operands
         self._operands, self._outside, self._wholes = operands, (), ()
         self.quantizer = quantizer.with_usage(rowwise=rowwise is not None, columnwise=columnwise is not None)
-        self.scale = self.amax_group = self.source_version = None
+        self.scale = self.amax_group = self.source_version = self.gatherer = None
         return self
 
     @staticmethod
@@ -245,6 +259,8 @@ class QuantizedTensor(torch.Tensor):
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         """As :meth:`dequantize`, but the identity format gives its very memory."""
+        if self.gatherer is not None:
+            self.gatherer.fetch(ROWWISE)
         values = self._operands.dequantize(dtype or self.dtype)
         if values.shape == self.shape and self.is_contiguous():
             return values
@@ -280,6 +296,11 @@ class QuantizedTensor(torch.Tensor):
         A tensor of codes that a forward saved may be one of them, and autograd is to notice. In a dispatch handler
         neither the write counts by itself nor does a view share the version of its base.
         """
+        if self.gatherer is not None:
+            raise ValueError(
+                f"this weight of shape {tuple(self.shape)} is gathered from shards, and what is written to it is lost: "
+                "reshard() the module first, and write to the sharded parameter"
+            )
         tensor_ops.store(self._operands, operands, self._outside, noop_flag)
         held = tensor_ops.distinct(self._operands).values()
         written = [buffer for operand in held for buffer in tensor_ops.buffers(operand)]
@@ -357,11 +378,16 @@ class QuantizedTensor(torch.Tensor):
         shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
         out = QuantizedTensor(operands, self.quantizer, shape, operands.any.dtype, stride)
         out.scale, out.amax_group, out.source_version = self.scale, self.amax_group, self.source_version
+        out.gatherer = self.gatherer
         return out
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        if self.gatherer is not None:
+            dims = zip((ROWWISE, COLUMNWISE), self._operands, strict=True)
+            self.gatherer.fetch(*[dim for dim, operand in dims if operand])
         out = self._like(tensor_ops.each(self._operands, lambda o: tensor_ops.map_buffers(o, function)))
         out.scale = None if self.scale is None else function(self.scale)
+        out.gatherer = None
         return out
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -435,7 +461,7 @@ class QuantizedTensor(torch.Tensor):
             return found
         if not self.is_leaf:
             raise RuntimeError("a QuantizedTensor that autograd computed cannot be deep-copied; detach() it first")
-        kept = {"amax_group": self.amax_group, "quantizer": self.quantizer}
+        kept = {"amax_group": self.amax_group, "quantizer": self.quantizer, "gatherer": None}
         copied = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in kept}, memo)
         out = QuantizedTensor(copied["_operands"], self.quantizer, self.shape, self.dtype, self.stride())
         out.__dict__.update(copied | kept)

@@ -14,6 +14,7 @@ import torch
 from tests.distributed_pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
+MOST_CACHED = 2**30  # bytes
 SIGNED_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -68,6 +69,14 @@ def _seed() -> None:
     """The same numbers in every test, whatever ran before it."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _shared_gpu() -> Iterator[None]:
+    """What a test leaves in the allocator's cache is for the other processes that test on the same GPU."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_CACHED:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -9,6 +9,7 @@ from minifloat.distributed.shard_map import ShardMap
 from minifloat.distributed.shards import prepare_shard, quantize_shard
 
 if TYPE_CHECKING:
+    from minifloat.distributed.fsdp import fully_shard, sharded_weights
     from minifloat.distributed.model import parallelize
     from minifloat.distributed.state_dict import (
         load_sharded_optimizer_state_dict,
@@ -16,25 +17,36 @@ if TYPE_CHECKING:
         sharded_optimizer_state_dict,
         sharded_state_dict,
     )
+    from minifloat.distributed.tensor_parallel import set_check, set_overlap
+    from minifloat.functional.shared_cast import gathered_once
 
 __all__ = [
     "Group",
     "ShardMap",
+    "fully_shard",
     "gather",
+    "gathered_once",
     "load_sharded_optimizer_state_dict",
     "load_sharded_state_dict",
     "parallelize",
     "prepare_shard",
     "quantize_shard",
+    "set_check",
+    "set_overlap",
     "sharded_optimizer_state_dict",
     "sharded_state_dict",
+    "sharded_weights",
     "start_gather",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """What stands above the modules of ``nn``, and brings DTensor along: imported at first use."""
+    """What stands above this package's other files, or brings DTensor along: imported at first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    file = "model" if name == "parallelize" else "state_dict"
+    if name == "gathered_once":
+        return getattr(import_module("minifloat.functional.shared_cast"), name)
+    files = {"parallelize": "model", "set_check": "tensor_parallel", "set_overlap": "tensor_parallel"}
+    files |= {"fully_shard": "fsdp", "sharded_weights": "fsdp"}
+    file = files.get(name, "state_dict")
     return getattr(import_module(f"{__name__}.{file}"), name)

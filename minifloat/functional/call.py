@@ -115,6 +115,9 @@ class Kept(NamedTuple):
             None if layout is None or codes is None else layout.operand(codes, scale_inv, amax)
             for layout, (codes, scale_inv, amax) in zip(layouts, (tensors[0:3], tensors[3:6]), strict=True)
         )
+        if not torch.compiler.is_compiling():
+            for each in (x, w):  # a read of memory that FSDP2 has freed would end the process
+                assert each is None or not each.codes.numel() or each.codes.untyped_storage().size(), "not gathered"
         return Kept(x, w, tensors[6])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifloat.autocast import Use
 from minifloat.distributed.tensor_parallel import UNSHARDED
@@ -19,6 +19,7 @@ from minifloat.nn.delayed import AmaxHistory
 from minifloat.nn.linear_parameters import LinearParameters
 from minifloat.nn.parameters import CachedWeight
 from minifloat.operand import Quantized
+from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, Recipe, as_recipe
 from minifloat.tensor import QuantizedTensor
 
@@ -103,9 +104,10 @@ class LinearState(LinearParameters):
 
     @torch.no_grad()
     def _write(self, parameter: Tensor, values: Tensor) -> None:
-        if isinstance(parameter, QuantizedTensor):
-            self._bind_scale(parameter, values)
-            parameter.quantize_(values)
+        rows, own = parameters.own_rows(parameter, values)
+        if isinstance(rows, QuantizedTensor):
+            self._bind_scale(rows, values)
+            rows.quantize_(own)
         else:
             super()._write(parameter, values)
 
@@ -115,19 +117,20 @@ class LinearState(LinearParameters):
         if init is None or self.recipe == "none":
             return
         plan = self.plan(init.recipe)
-        fmt = parameters.given_format(plan.weight)
         if not plan.weight.quantized:
             return
         self._weight_margin = 0 if plan.delayed is None else plan.delayed.margin
         for name in self.weight_names:
-            values = getattr(self, name)
-            scale = None if fmt is None else self._weight_scale()
-            if scale is not None and fmt is not None:
-                parameters.set_scale(scale, values, fmt, self._weight_margin)
-            quantized = parameters.quantized_parameter(
-                values, plan.weight, scale, init.preserve_high_precision_init_val
-            )
-            self.register_parameter(name, quantized)
+            preserve = init.preserve_high_precision_init_val
+            self.register_parameter(name, self.quantized_weight(getattr(self, name), plan.weight, preserve))
+
+    def quantized_weight(self, values: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
+        """``values`` as a weight of this layer that is kept quantized, under delayed scaling with their own scale."""
+        fmt = parameters.given_format(quantizer)
+        scale = None if fmt is None else self._weight_scale()
+        if scale is not None and fmt is not None:
+            parameters.set_scale(scale, values, fmt, self._weight_margin)
+        return parameters.quantized_parameter(values, quantizer, scale, preserve)
 
     def _weight_scale(self) -> Tensor:
         slot = FORWARD_SLOTS.index("weight")
@@ -160,6 +163,8 @@ class LinearState(LinearParameters):
         """The operands of the weight that a call need not make: its own, or those kept for several microbatches."""
         quantizer = weight_quantizer(plan, call.needs_x)
         if isinstance(weight, QuantizedTensor):
+            if weight.gatherer is not None and not torch.compiler.is_compiling():
+                weight.gatherer.fetch_for(quantizer, self.label)
             ready = reuse(weight, quantizer)
             if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan, call.needs_x):
                 ready = weight.operands

@@ -66,8 +66,8 @@ def gradient_norm(
     of ``tp_group``, and count once. A DTensor, as FSDP2 makes them, counts by its placements. Data-parallel replicas
     count once: their gradients must have been averaged before.
 
-    ``fully_shard`` makes new parameters, which no longer say that they are parts: a model that is tensor-parallel and
-    sharded by FSDP2 too is not counted rightly yet.
+    PyTorch's ``fully_shard`` makes new parameters, which no longer say that they are parts, and are not counted rightly
+    in a model that is tensor-parallel too; those of ``minifloat.distributed.fully_shard`` are.
 
     Norms of single gradients are computed in fp32. The ranks exchange them in one all-gather, so that all of them get
     the same bits; DTensors cost one all-reduce a mesh. Where nothing is sharded and gradients are fp32, the bits are

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minifloat.optim.gradients import Gradients, gradient
-from minifloat.optim.masters import KEYS, Master, is_low_precision
+from minifloat.optim.masters import KEYS, Master, is_low_precision, own_rows
 from minifloat.tensor import QuantizedTensor, quantize_all_
 
 _OWN_ENTRIES = ("params", "param_names")
@@ -54,7 +54,7 @@ class MasterWeights(torch.optim.Optimizer):
         options: of ``optimizer_class``, as keyword arguments; param groups may have their own.
 
     Raises:
-        ValueError: ``master`` is neither of the two, or what the optimizer class raises.
+        ValueError: ``master`` is neither, or a remainder of sharded parameters, or what the optimizer class raises.
     """
 
     inner: torch.optim.Optimizer
@@ -282,12 +282,12 @@ class MasterWeights(torch.optim.Optimizer):
 @torch.no_grad()
 def _write(masters: list[Master]) -> None:
     """Rounds masters to their parameters: the quantized ones in one multi-tensor cast, the others in one copy."""
-    quantized = [master for master in masters if isinstance(master.param, QuantizedTensor)]
-    others = [master for master in masters if not isinstance(master.param, QuantizedTensor)]
+    quantized = [master for master in masters if isinstance(master.rows, QuantizedTensor)]
+    others = [master for master in masters if not isinstance(master.rows, QuantizedTensor)]
     if quantized:
-        quantize_all_([m.param for m in quantized], [m.rounded() for m in quantized])  # type: ignore[misc]
+        quantize_all_([m.rows for m in quantized], [own_rows(m.rounded()) for m in quantized])  # type: ignore[misc]
     if others:
-        torch._foreach_copy_([m.param for m in others], [m.rounded() for m in others])
+        torch._foreach_copy_([m.rows for m in others], [own_rows(m.rounded()) for m in others])
     for master in masters:
         master.mark_written()
 

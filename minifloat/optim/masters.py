@@ -16,7 +16,13 @@ KEYS = ("master", "remainder")
 
 def is_low_precision(p: Tensor) -> bool:
     """``p`` is quantized, bf16 or fp16: too coarse for an optimizer to step it."""
-    return isinstance(p, QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16)
+    return isinstance(own_rows(p), QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16)
+
+
+def own_rows(p: Tensor) -> Tensor:
+    """What this rank has of a DTensor, the very tensor; any other is its own."""
+    local: Tensor = getattr(p, "_local_tensor", p)
+    return local
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,15 +59,25 @@ class Master:
         self.param = param
         self.values = nn.Parameter(_initial_values(param))
         self.remainder: Tensor | None = None
-        if with_remainder and param.dtype == torch.bfloat16 and not isinstance(param, QuantizedTensor):
+        if with_remainder and param.dtype == torch.bfloat16 and not isinstance(self.rows, QuantizedTensor):
+            if self.rows is not param:
+                raise ValueError(
+                    f"master='bf16+remainder' is not for sharded parameters, as one of shape {tuple(param.shape)} is: "
+                    "use master='fp32', whose masters are sharded too"
+                )
             high, self.remainder = split(self.values.detach())
             with torch.no_grad():
                 param.copy_(high)
         self.mark_written()
 
+    @property
+    def rows(self) -> Tensor:
+        """The parameter, or what this rank has of it."""
+        return own_rows(self.param)
+
     def mark_written(self) -> None:
         """The parameter as it is now follows from these values."""
-        self._version: int | None = self.param._version
+        self._version: int | None = _version(self.param)
 
     def mark_unknown(self) -> None:
         """The parameter may hold anything: :meth:`follow` has to look."""
@@ -93,29 +109,29 @@ class Master:
         so that the value is one that rounds to what was written. Where no such value has this remainder, which is so
         for most zeros, it becomes 0, and the value what was written.
         """
-        if self.param._version == self._version:
+        if _version(self.param) == self._version:
             return
         if self.remainder is not None:
             high = self.param.detach()
             rounded, _ = split(join(high, self.remainder))
             self.remainder.masked_fill_(rounded.view(torch.int16) != high.view(torch.int16), 0)
         else:
-            now = _exact(self.param.detach())
-            self.values.copy_(torch.where(self._rounds_to(now), self.values, now))
+            now, values = _exact(own_rows(self.param.detach())), own_rows(self.values)
+            values.copy_(torch.where(self._rounds_to(now), values, now))
         self.mark_written()
 
     def _rounds_to(self, now: Tensor) -> Tensor:
         """Where the values round to ``now``, those of the parameter."""
-        held = self.param.detach()
+        held, values = own_rows(self.param.detach()), own_rows(self.values.detach())
         scale = _scale_of_codes(held)
         if scale is None:
-            return _exact(held.clone().copy_(self.values)) == now
+            return _exact(held.clone().copy_(values)) == now
         # Known through its reciprocal, to an ulp or two: what either neighbour rounds to is taken for the same code.
         same = torch.zeros_like(now, dtype=torch.bool)
         for factor in (1 - 2**-22, 1.0, 1 + 2**-22):
             rounded = held.clone()
             rounded.scale = scale * factor  # type: ignore[attr-defined]
-            same |= (_exact(rounded.copy_(self.values)) - now).abs() <= now.abs() * 2**-18
+            same |= (_exact(rounded.copy_(values)) - now).abs() <= now.abs() * 2**-18
         return same
 
     def state(self) -> dict[str, Tensor]:
@@ -161,11 +177,29 @@ def _exact(t: Tensor) -> Tensor:
     return t.dequantize(torch.float32) if isinstance(t, QuantizedTensor) else t.float()
 
 
+def _version(p: Tensor) -> int:
+    """Counts the writes to ``p``: those to a DTensor as such, and those to what this rank has of it."""
+    rows = own_rows(p)
+    if rows is p:
+        return p._version
+    return p._version + (rows._operands.any.codes if isinstance(rows, QuantizedTensor) else rows)._version
+
+
 @torch.no_grad()
 def _initial_values(param: Tensor) -> Tensor:
     """The values before the first cast where the parameter has kept them, which it then forgets; else its own."""
-    kept = param.get_high_precision_init_val() if isinstance(param, QuantizedTensor) else None
-    if kept is None:
-        return _exact(param.detach())
-    param.clear_high_precision_init_val()  # type: ignore[attr-defined]
-    return kept.to(param.device, torch.float32, copy=True).reshape(param.shape)
+    rows = own_rows(param)
+    kept = rows.get_high_precision_init_val() if isinstance(rows, QuantizedTensor) else None
+    if kept is not None:
+        rows.clear_high_precision_init_val()  # type: ignore[attr-defined]
+        kept = kept.to(rows.device, torch.float32, copy=True).reshape(rows.shape)
+    if rows is param or not isinstance(rows, QuantizedTensor):
+        return _exact(param.detach()) if kept is None else kept
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    values = _exact(rows.detach()) if kept is None else kept
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    sharded: Tensor = DTensor.from_local(
+        values, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return sharded

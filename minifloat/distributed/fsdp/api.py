@@ -1,0 +1,147 @@
+"""``fully_shard``: PyTorch's FSDP2, with the weights of quantized linears gathered as codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from minifloat.distributed.fsdp import pytorch
+from minifloat.distributed.fsdp.casting import cast_shards
+from minifloat.distributed.fsdp.rows import rows_of
+from minifloat.distributed.fsdp.weight import ShardedWeight
+from minifloat.formats import COLUMNWISE
+from minifloat.nn.linear import Linear
+from minifloat.quantizer import DTYPES
+from minifloat.recipe import Recipe, as_recipe
+from minifloat.tensor import QuantizedTensor
+
+_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
+"""What a tensor-parallel parameter says of itself, and the DTensor that takes its place must say too."""
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    recipe: Recipe | str | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Shards parameters as ``torch.distributed.fsdp.fully_shard`` does, and gathers weights quantized.
+
+    Call it bottom-up, as PyTorch's own, and on the whole model in the end. What is sharded stays a DTensor in high
+    precision: optimizers, clipping and checkpoints are those of any FSDP2 model. The weight of a
+    :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, travels as codes
+    and scales: those of quantizing the whole weight, bit for bit, whatever the number of rows and of ranks. Each pass
+    sends the orientation that it reads. The rest is gathered in high precision, as in PyTorch: norms, embeddings,
+    biases, and weights that :func:`sharded_weights` does not list.
+
+    Weights are cast from the sharded parameters, once at the start of each forward of the outermost module, with
+    one all-reduce for all amaxes. ``mp_policy.param_dtype`` is the dtype of what they stand for in the layer, and of
+    their gradients, not one that they are rounded to first. Delayed scaling's buffers are not sharded; the ranks of
+    ``mesh`` must agree on its amaxes, which they do unless told otherwise.
+
+    Args:
+        mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params: as of PyTorch's. Over two dims of a mesh
+            the second one shards, and is what weights are agreed on over; the first one replicates.
+        recipe: a recipe or its short name, which every linear in ``module`` that has none of its own gets for good:
+            what is gathered cannot depend on the ``autocast`` around a call.
+
+    Raises:
+        TypeError, ValueError: ``recipe`` is not one.
+        ValueError: ``reshard_after_forward`` is a number of ranks; a linear fuses or delays its weight gradient, which
+            FSDP2 would not reduce.
+    """
+    if not isinstance(reshard_after_forward, bool | None):
+        raise ValueError(
+            f"reshard_after_forward is {reshard_after_forward}: FSDP2 reshards codes to all ranks only; use True, or "
+            "False to keep the gathered weights for backward"
+        )
+    _set_recipes(module, recipe)
+    options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
+    given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
+    before = {
+        (each, name): parameter for each in module.modules() for name, parameter in each.named_parameters(recurse=False)
+    }
+    torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
+    for group in pytorch.param_groups(module):
+        for param in group.fsdp_params:
+            layer, name, shared = pytorch.layer_of(param)
+            whole = before[layer, name]
+            param.sharded_param.__dict__.update({mark: vars(whole)[mark] for mark in _MARKS if mark in vars(whole)})
+            weight = None
+            if isinstance(whole, QuantizedTensor):
+                weight = _of_quantized(whole, layer, param, group)
+            elif pytorch.is_sharded_by_rows(param) and not shared:
+                weight = _of_high_precision(layer, name, param, group)
+            if weight is not None:
+                pytorch.hook(param, weight)
+    module.register_forward_pre_hook(_cast_before_forward, prepend=True)
+    return module
+
+
+def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
+    """The weights below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise."""
+    names = {id(each): name for name, each in module.named_modules()}
+    found = {}
+    for weight in pytorch.extensions_below(module):
+        spec = weight.quantizer.row_format.spec, weight.quantizer.format(COLUMNWISE).spec
+        found[f"{names[id(weight.layer)]}.{weight.name}".lstrip(".")] = spec
+    return found
+
+
+def _set_recipes(module: nn.Module, recipe: Recipe | str | None) -> None:
+    chosen = None if recipe is None or recipe == "none" else as_recipe(recipe)
+    for layer in module.modules():
+        if not isinstance(layer, Linear):
+            continue
+        for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+            if getattr(layer, option):
+                raise ValueError(
+                    f"{layer.label}: {option} leaves gradients where FSDP2 does not reduce them; do without it"
+                )
+        if layer.recipe is None and chosen is not None:
+            layer.recipe = chosen
+
+
+def _of_high_precision(layer: nn.Module, name: str, param: Any, group: Any) -> ShardedWeight | None:
+    """What gathers parameter ``name`` of a layer as codes; None if it is to be gathered in high precision."""
+    if not isinstance(layer, Linear) or not isinstance(layer.recipe, Recipe):
+        return None
+    weight = getattr(layer, name)
+    if layer.weight_names != (name,) or layer.weight_matrix() is not weight or weight.numel() == 0:
+        return None  # a bias; one of several parameters that are cast as one; a transposed weight
+    plan = layer.plan(layer.recipe)
+    if plan.backward_override == "high_precision" or weight.dtype not in DTYPES:
+        return None
+    if not (plan.weight.row_format.quantized and plan.weight.format(COLUMNWISE).quantized):
+        return None
+    quantizer = plan.weight.with_usage(rowwise=True, columnwise=plan.backward_override is None)
+    return ShardedWeight(layer, quantizer, plan.delayed, param, group)
+
+
+def _of_quantized(whole: QuantizedTensor, layer: nn.Module, param: Any, group: Any) -> ShardedWeight:
+    """What gathers a quantized parameter. This rank keeps its rows of the codes, cast with what the whole was."""
+    assert isinstance(layer, Linear) and pytorch.is_sharded_by_rows(param)
+    shards, ranks = pytorch.shards_of(param)
+    rows = rows_of(whole, shards, ranks)
+    rows.scale, rows.amax_group = whole.scale, ranks.process_group if ranks.size > 1 else None
+    initial = whole.get_high_precision_init_val()
+    if initial is not None:
+        rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
+    pytorch.set_own_rows(param, rows)
+    return ShardedWeight(layer, rows.quantizer, None, param, group)
+
+
+@torch.compiler.disable
+def _cast_before_forward(module: nn.Module, args: Any) -> None:
+    weights = pytorch.begin_forward(module)
+    if weights:
+        cast_shards(weights, columnwise=torch.is_grad_enabled())

@@ -1,0 +1,189 @@
+"""The private parts of PyTorch's FSDP2 that quantized gathers depend on, alike in 2.11 and 2.13; read here alone.
+
+FSDP2 asks the local tensor of a sharded parameter for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. A tensor
+that has them would have to keep them through ``to_empty``, ``load_state_dict(assign=True)``, optimizers and
+checkpoints. So parameters stay the plain tensors that they are, and FSDP2's own record of one, its ``FSDPParam``, says
+who has the hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
+
+from minifloat.distributed.group import Group
+from minifloat.distributed.shard_map import ShardMap
+from minifloat.tensor import QuantizedTensor
+
+
+class HookedParam(FSDPParam):
+    """An ``FSDPParam`` whose hooks are those of :attr:`extension`."""
+
+    extension: Any
+
+    @property
+    def _sharded_local_tensor(self) -> Any:
+        return self.extension
+
+    def reset_sharded_param(self) -> None:
+        """Takes note of what others have made of the parameter; codes need no padding, and would not stand it."""
+        parameter = getattr(self._module_info.module, self._module_info.param_name)
+        if not isinstance(parameter._local_tensor, QuantizedTensor):
+            super().reset_sharded_param()  # type: ignore[no-untyped-call]
+            return
+        self.sharded_param, self._sharding_spec = parameter, parameter._spec
+
+
+def hook(param: FSDPParam, extension: Any) -> None:
+    """Lets ``extension`` say what of ``param`` is gathered, and make the unsharded parameter of it."""
+    param.__class__ = HookedParam
+    param.extension = extension  # type: ignore[attr-defined]
+    param._init_extensions()
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """What ``fully_shard`` made for the parameters of a module: none, one, or several for several meshes."""
+    return _groups(_state(module))
+
+
+def begin_forward(module: nn.Module) -> list[Any] | None:
+    """The extensions of all weights below ``module`` if its forward is the outermost one, else None.
+
+    Raises:
+        ValueError: the outermost module was sharded by PyTorch's ``fully_shard``.
+    """
+    if in_backward():
+        return None
+    state = _state(module)
+    root = state._state_ctx.iter_forward_root
+    if root is not None:
+        if not hasattr(root, "_minifloat_casts"):
+            raise ValueError(
+                "the outermost module of this forward was given to PyTorch's own fully_shard, and the weights below it "
+                "were not cast; give it to minifloat.distributed.fully_shard"
+            )
+        return None
+    state._lazy_init()
+    state._minifloat_casts = True
+    context = state._state_ctx
+    if context.post_optim_event is not None:  # the casts, in this stream, come after the optimizer and before gathers
+        state._device_handle.current_stream().wait_event(context.post_optim_event)
+        context.post_optim_event = None
+    return list(_extensions(context.all_states))
+
+
+def extensions_below(module: nn.Module) -> list[Any]:
+    """The extensions of all parameters of ``module`` that have one."""
+    return list(_extensions(_state(each) for each in module.modules() if isinstance(each, FSDPModule)))
+
+
+def _extensions(states: Iterable[Any]) -> Iterator[Any]:
+    for state in states:
+        for group in _groups(state):
+            yield from (param.extension for param in group.fsdp_params if isinstance(param, HookedParam))
+
+
+def in_backward() -> bool:
+    """A recomputation runs forwards inside of backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# ---- one parameter ----
+
+
+def layer_of(param: Any) -> tuple[nn.Module, str, bool]:
+    """The module of a parameter, its name there, and whether other modules share it."""
+    info = param._module_info
+    return info.module, info.param_name, bool(info.shared_modules)
+
+
+def is_sharded_by_rows(param: Any) -> bool:
+    """A plain tensor of which each rank has rows."""
+    sharded = hasattr(param.mesh_info, "shard_process_group")
+    return sharded and not param.is_dtensor and param.fsdp_placement.dim == 0
+
+
+def shards_of(param: Any) -> tuple[ShardMap, Group]:
+    """The rows of every rank, and the ranks: those of the mesh dim that shards, not of one that replicates."""
+    group = Group.of(param.mesh_info.shard_process_group)
+    return rows_of_ranks(param._orig_size[0], group.size), group
+
+
+def rows_of_ranks(rows: int, size: int) -> ShardMap:
+    """How FSDP2 cuts: equal numbers of rows, rounded up, so that the last ranks may have fewer or none."""
+    most = -(-rows // size)
+    return ShardMap(tuple([max(0, min(most, rows - rank * most)) for rank in range(size)]))
+
+
+def set_own_rows(param: Any, rows: Tensor) -> None:
+    """Replaces this rank's rows [m, K] of the sharded parameter."""
+    param.sharded_param._local_tensor = rows
+
+
+def own_rows(param: Any) -> Tensor:
+    """This rank's rows [m, K] of the sharded parameter, on the device that computes."""
+    local: Tensor = param.sharded_param._local_tensor
+    return local.to(param.device, non_blocking=True) if param.offload_to_cpu else local
+
+
+def set_memory(param: Any, received: list[Tensor], joined: list[Tensor]) -> None:
+    """What FSDP2 allocates for a gather, fills (``received``) and frees at the next reshard."""
+    param.all_gather_outputs, param._unsharded_inner_tensors = received, joined
+
+
+def allocate(tensor: Tensor) -> None:
+    """Gives a tensor its memory, if it has none."""
+    alloc_storage(tensor)
+
+
+def free(tensor: Tensor) -> None:
+    """Takes a tensor's memory; it stays the tensor that it is, and what is saved for backward with it."""
+    free_storage(tensor)
+
+
+def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """What is written inside is no change to autograd, which has saved the tensors to read what will be written."""
+    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
+        tuple(tensors)
+    )
+    return kept
+
+
+def is_allocated(tensor: Tensor) -> bool:
+    """The tensor has memory, or needs none."""
+    return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
+
+
+# ---- what a gather is for ----
+
+
+def training_state(group: Any) -> str:
+    """``"FORWARD"``, ``"PRE_BACKWARD"``, ``"POST_BACKWARD"`` or ``"IDLE"``; that of a prefetch is what it is for."""
+    name: str = group._training_state.name
+    return name
+
+
+def reshards_after_forward(group: Any) -> bool:
+    """Whether backward gathers again."""
+    return bool(group._reshard_after_forward)
+
+
+def reshards_after_backward(group: Any) -> bool:
+    """Whether the next forward gathers again."""
+    return bool(group.reshard_after_backward)
+
+
+def _state(module: nn.Module) -> Any:
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def _groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

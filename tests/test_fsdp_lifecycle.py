@@ -1,0 +1,315 @@
+"""``fully_shard``: what is on the wire, what memory holds, checkpoints, prefetching, and mistakes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import minifloat
+from minifloat.distributed.fsdp import fully_shard, pytorch, sharded_weights
+from minifloat.distributed.fsdp.unsharded import Unsharded
+from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.operand import Quantized
+from tests.conftest import Pools
+from tests.fsdp_cases import Case, gathered_bytes, layers, linears, mesh_of, shard, step
+
+# ---- the wire ----
+
+
+class Recorded:
+    """Bytes that this rank hands to FSDP2's all-gathers, in order."""
+
+    def __init__(self, module: Any) -> None:
+        self.sent: list[int] = []
+        for each in module.modules():
+            for group in pytorch.param_groups(each) if isinstance(each, FSDPModule) else []:
+                each.set_custom_all_gather(self._around(group._all_gather_comm))
+
+    def _around(self, comm: Any) -> Any:
+        outer = self
+
+        class Comm(type(comm)):  # type: ignore[misc]
+            def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                outer.sent.append(input_tensor.numel() * input_tensor.itemsize)
+                return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+        return Comm()
+
+
+def wire(rank: int, size: int, recipe: str) -> list[tuple[int, int, int]]:
+    """Of two steps: bytes sent by each gather, what the formula says, and what bf16 would be."""
+    sizes = (256, 2048, 70, 256)
+    model = layers(recipe, *sizes)
+    for child in model:
+        fully_shard(child, mesh=mesh_of(size), reshard_after_forward=True)
+    fully_shard(model, mesh=mesh_of(size))
+    recorded = Recorded(model)
+    step(model, rank)
+    recorded.sent.clear()
+    step(model, rank)
+    quantizer = model[0].plan(model[0].recipe).weight
+    expected = []
+    for dim, order in ((ROWWISE, 1), (COLUMNWISE, -1)):
+        along = ROWWISE if quantizer.format(dim).symmetric else dim
+        for k, n in list(pairwise(sizes))[::order]:
+            shards = pytorch.rows_of_ranks(n, size)
+            expected.append((shards.gather_bytes(quantizer.format(dim), along, k), 2 * shards.largest * k))
+    return [(sent, *formula) for sent, formula in zip(recorded.sent, expected, strict=True)]
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("delayed", 0.5), ("block", 0.52), ("mxfp8", 0.52), ("nvfp4", 0.29)])
+def test_wire_bytes(worker_pool: Pools, recipe: str, most: float) -> None:
+    for gathers in worker_pool(2).run(wire, recipe):
+        assert [sent for sent, _, _ in gathers] == [formula for _, formula, _ in gathers]
+        assert all(sent <= most * bf16 for sent, _, bf16 in (gathers[0], gathers[-1]))  # shards of 8 blocks or more
+
+
+# ---- memory ----
+
+
+def memory(rank: int, size: int, recipe: str) -> list[str]:
+    """What is wrong with the memory of gathered weights: where it is, when it is freed, whether it moves."""
+    model = linears(recipe)
+    shard(model, Case("linears", recipe, reshard=True), mesh_of(size))
+    step(model, rank)
+    weights = pytorch.extensions_below(model)
+    held = [weight._unsharded for weight in weights]
+    tensors = [_tensors(unsharded.operands) for unsharded in held]
+    parameters = [weight._param._unsharded_param for weight in weights]
+    wrong, seen = [], []
+    for child, unsharded in zip(model, held, strict=True):
+
+        def look(module: nn.Module, args: Any, unsharded: Any = unsharded) -> None:
+            seen.append(unsharded.holds(ROWWISE))
+            symmetric = unsharded.operands.rowwise is unsharded.operands.columnwise
+            if not symmetric and unsharded.holds(COLUMNWISE):
+                wrong.append("forward has what backward reads")
+
+        child.register_forward_pre_hook(look)
+    before = alive()
+    step(model, rank)
+    wrong += ["a step leaves memory behind"] * (alive() != before)
+    wrong += ["forward lacks what it reads"] * (seen != [True] * len(weights))
+    for weight, unsharded, before, parameter in zip(weights, held, tensors, parameters, strict=True):
+        wrong += ["a gathered weight outlives its backward"] * (unsharded.holds(ROWWISE) or unsharded.holds(COLUMNWISE))
+        now = _tensors(unsharded.operands)
+        wrong += ["tensors were made anew"] * any(a is not b for a, b in zip(before, now, strict=True))
+        wrong += ["the parameter was made anew"] * (weight._param._unsharded_param is not parameter)
+    return wrong
+
+
+def alive() -> tuple[int, int]:
+    """Storages that tensors hold, and their bytes."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is Tensor and not each.is_meta]
+    sizes = {storage._cdata: storage.size() for storage in storages}
+    return len(sizes), sum(sizes.values())
+
+
+def _tensors(operands: Quantized) -> list[Tensor]:
+    return [t for operand in operands if operand is not None for t in operand[:3] if t is not None]
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+def test_memory(worker_pool: Pools, recipe: str) -> None:
+    assert worker_pool(2).run(memory, recipe) == [[]] * 2
+
+
+# ---- where values come from ----
+
+
+def from_meta(rank: int, size: int) -> list[str]:
+    with torch.device("meta"):
+        model = layers("mxfp8", 24, 70, 2)
+    shard(model, Case("", "mxfp8"), mesh_of(size))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+    return gathered_bytes(model)
+
+
+def assigned(rank: int, size: int) -> list[str]:
+    """Loaded by ``assign=True``, and again after a step, beside a state dict taken before."""
+    model, other = layers("nvfp4", 24, 70, 2), layers("nvfp4", 24, 70, 2)
+    shard(model, Case("", "nvfp4"), mesh_of(size))
+    shard(other, Case("", "nvfp4"), mesh_of(size))
+    assert all(type(value) is DTensor for value in model.state_dict().values())
+    model.load_state_dict(other.state_dict(), assign=True)
+    wrong = gathered_bytes(model)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.mul_(1.7)
+    return wrong + gathered_bytes(model)
+
+
+def saved_and_loaded(rank: int, size: int, folder: str) -> list[str]:
+    """DCP, with the optimizer's state, into a model that has trained otherwise; the next step is then the same."""
+    models = [layers("block", 24, 70, 40) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        shard(model, Case("", "block"), mesh_of(size))
+        optimizers.append(torch.optim.AdamW(model.parameters(), lr=0.1))
+    step(models[0], rank)
+    optimizers[0].step()
+    dcp.save({"model": models[0].state_dict()}, checkpoint_id=folder)
+    state = {"model": models[1].state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    models[1].load_state_dict(state["model"])
+    wrong = gathered_bytes(models[1])
+    same = torch.equal(step(models[0], rank), step(models[1], rank))
+    return wrong + ["the next step differs"] * (not same)
+
+
+def moved(rank: int, size: int) -> list[str]:
+    model = layers("current", 24, 70, 2).double()
+    shard(model.float(), Case("", "current"), mesh_of(size))
+    model.bfloat16()
+    wrong = [] if model[0].weight.dtype == torch.bfloat16 else ["dtype"]
+    found = []
+    model[0].register_forward_pre_hook(lambda module, args: found.append(module.weight.dtype))
+    model(torch.zeros(2, 24, dtype=torch.bfloat16))
+    return wrong + ["logical dtype"] * (found != [torch.bfloat16])
+
+
+def offloaded(rank: int, size: int) -> list[str]:
+    model = layers("mxfp8", 24, 70, 2)
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh_of(size), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return gathered_bytes(model)
+
+
+@pytest.mark.parametrize("fn", [from_meta, assigned, moved, offloaded], ids=lambda fn: fn.__name__)
+def test_values(worker_pool: Pools, fn: Callable[..., Any]) -> None:
+    assert worker_pool(2).run(fn) == [[]] * 2
+
+
+def test_checkpoint(worker_pool: Pools) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert worker_pool(2).run(saved_and_loaded, folder) == [[]] * 2
+
+
+# ---- who gathers when ----
+
+
+def by_hand(rank: int, size: int, recipe: str) -> list[str]:
+    """Unsharded by hand before a forward, of weights that were cast earlier and have changed; then prefetched."""
+    model = layers(recipe, 24, 70, 33, 40)
+    plain = layers(recipe, 24, 70, 33, 40)
+    plain.load_state_dict(model.state_dict())
+    shard(model, Case("", recipe), mesh_of(size))
+    expected = step(plain, rank)
+    outputs = [step(model, rank)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    for child in model:
+        child.unshard(async_op=child is model[1])
+    with torch.no_grad():
+        torch.manual_seed(rank)
+        outputs.append(model(torch.randn(4, 24)) / 8)
+        for child in model:
+            child.unshard()
+            with pytest.raises(ValueError, match="write to the sharded parameter"):
+                child.weight.mul_(0.5)
+            child.reshard()
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+    outputs.append(step(model, rank))
+    return [f"forward {i}" for i, output in enumerate(outputs) if not torch.equal(output, expected)]
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_gathers_by_hand_and_ahead(worker_pool: Pools, recipe: str) -> None:
+    assert worker_pool(2).run(by_hand, recipe) == [[]] * 2
+
+
+def recomputed(rank: int, size: int) -> list[int]:
+    """Gathers that FSDP2 does not know of, in each of three steps under activation checkpointing."""
+    model = layers("mxfp8", 24, 70, 33)
+    shard(model, Case("", "mxfp8", reshard=True), mesh_of(size))
+    for child in model:
+        child.forward = functools.partial(minifloat.checkpoint, child.forward)
+    counts, original = [0] * 3, Unsharded.gather
+    for i in range(3):
+
+        def counting(*args: Any, number: int = i) -> None:
+            counts[number] += 1
+            original(*args)
+
+        with mock.patch.object(Unsharded, "gather", counting):
+            step(model, rank)
+    return counts
+
+
+def test_backward_learns_what_it_reads(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(recomputed) == [[2, 0, 0]] * 2
+
+
+# ---- which weights, and mistakes ----
+
+
+def listed(rank: int, size: int) -> list[dict[str, Any]]:
+    split = nn.Sequential(minifloat.Linear(8, 12, parameters_split={"a": 4, "b": 8}), minifloat.Linear(12, 4))
+    fully_shard(split, mesh=mesh_of(size), recipe="current")
+    tied = nn.Sequential(minifloat.Linear(8, 8, recipe="current"), minifloat.Linear(8, 8, recipe="current"))
+    tied[1].weight = tied[0].weight
+    fully_shard(tied, mesh=mesh_of(size))
+    none = nn.Sequential(minifloat.Linear(8, 8), minifloat.Linear(8, 8, recipe="none"))
+    fully_shard(none, mesh=mesh_of(size))
+    for model in (split, tied, none):
+        step(model, rank)
+    return [sharded_weights(model) for model in (split, tied, none)]
+
+
+def test_sharded_weights(worker_pool: Pools) -> None:
+    spec = "e4m3/tensor/fp32"
+    assert worker_pool(2).run(listed) == [[{"1.weight": (spec, spec)}, {}, {}]] * 2
+
+
+def mistake(rank: int, size: int, which: str) -> None:
+    model = layers("delayed", 8, 12, 4)
+    mesh = mesh_of(size)
+    if which == "fuse":
+        model[0].fuse_wgrad_accumulation = True
+    if which == "number":
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)  # type: ignore[arg-type]
+    if which == "reduce":
+        model[0].recipe = minifloat.DelayedScaling(reduce_amax=False)
+    fully_shard(model[0], mesh=mesh)
+    (torch_fully_shard if which == "torch" else fully_shard)(model, mesh=mesh)
+    if which == "recipe":
+        model[0].recipe = minifloat.MXFP8BlockScaling()
+    step(model, rank)
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("fuse", r"Linear\(8, 12\): fuse_wgrad_accumulation leaves gradients"),
+        ("number", "reshard_after_forward is 2"),
+        ("reduce", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
+        ("torch", "PyTorch's own fully_shard"),
+        ("recipe", "gathered as e4m3/tensor/given, and the recipe in force wants e4m3/1x32/e8m0"),
+    ],
+)
+def test_mistakes(worker_pool: Pools, which: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        worker_pool(2).run(mistake, which)
+    assert re.search(message, str(error.value)), str(error.value)
