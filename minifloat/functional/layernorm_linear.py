@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,13 @@ class NormCall:
     norm: Norm
     return_norm: bool = False
     return_stream: bool = False
+
+    def beside(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+        """N and S, or their gradients, of what there is of them; None for what is not wanted.
+
+        Functions return what is wanted alone: for an output that is None Dynamo may not trace their backward.
+        """
+        return given[0] if self.return_norm else None, given[-1] if self.return_stream else None
 
 
 class LayerNormLinearFunction(torch.autograd.Function):
@@ -71,7 +79,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         n = norm_produced(norm, plan, call, x, residual, gamma, beta)
         operands = quantize_produced(plan, call, ready, n, weight)
         y, kept = multiply(plan, call, operands, n.value, weight, bias)
-        ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm.norm, plan, call, kept.layouts
+        ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm, plan, call, kept.layouts
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weight = call.needs_parameter(weight)
         ctx.save_for_backward(*kept.tensors, *(n.stream, gamma, *n.saved) * call.needs_x)
@@ -81,7 +89,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *beside: Tensor | None) -> tuple[Any, ...]:
         plan: LinearPlan = ctx.plan
         call: LinearCall = ctx.call
         saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
@@ -95,7 +103,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             if call.use is not None:
                 call.use.backward_finished()
         if call.needs_x:
-            dx, dgamma, dbeta = norm_gradients(ctx.norm, call, dn, dn_returned, ds, *of_norm)
+            dx, dgamma, dbeta = norm_gradients(ctx.norm.norm, call, dn, *ctx.norm.beside(beside), *of_norm)
         dr = dx if ctx.has_residual else None
         return None, None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw, db
 
@@ -120,13 +128,13 @@ def norm_produced(
 
 def norm_outputs(
     ctx: Any, norm: NormCall, call: LinearCall, n: Produced, x: Tensor, residual: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+) -> list[Tensor]:
     """What forward gives beside Y: N and S, each if it is wanted, and with a gradient if what it is made of has one."""
     value, stream = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
     moving = x.requires_grad or (residual is not None and residual.requires_grad)
     fixed = (None if call.needs_x else value), (None if moving else stream)
     ctx.mark_non_differentiable(*[output for output in fixed if output is not None])
-    return value, stream
+    return [output for output in (value, stream) if output is not None]
 
 
 def input_scale(plan: LinearPlan, call: LinearCall) -> Tensor | None:

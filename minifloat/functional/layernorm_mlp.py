@@ -109,7 +109,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None, ds: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *beside: Tensor | None) -> tuple[Any, ...]:
         mlp: MLPCall = ctx.mlp
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
         first, second, (h, *of_norm) = _thirds(ctx.saved_tensors)
@@ -135,7 +135,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 if call1.use is not None:
                     call1.use.backward_finished()
         if call1.needs_x:
-            dx, dgamma, dbeta = norm_gradients(mlp.norm.norm, call1, dn, dn_returned, ds, *of_norm)
+            dx, dgamma, dbeta = norm_gradients(mlp.norm.norm, call1, dn, *mlp.norm.beside(beside), *of_norm)
         dr = dx if ctx.has_residual else None
         return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
 

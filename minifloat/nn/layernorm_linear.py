@@ -161,11 +161,12 @@ class LayerNormLinear(nn.Module):
             recipe, dtype, needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output, parallel=parallel
         )
         norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
-        y, n, stream = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
+        y, *beside = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
             norm, started.plan, started.call, started.ready,
             x.to(dtype), residual, gamma, beta, started.weight, started.bias,
         )  # fmt: skip
         started.finish()
+        n, stream = norm.beside(beside)
         return y, n, x if stream is None else stream
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:

@@ -192,12 +192,13 @@ class LayerNormMLP(nn.Module):
         second = self.fc2.start(recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row)
         norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
         mlp = MLPCall(norm, self.activation, first.plan, first.call, second.plan, second.call)
-        y, n, stream = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
+        y, *beside = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
             mlp, first.ready, second.ready, x.to(dtype), residual, gamma, beta,
             first.weight, first.bias, second.weight, second.bias,
         )  # fmt: skip
         first.finish()
         second.finish()
+        n, stream = norm.beside(beside)
         return y, n, x if stream is None else stream
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
