@@ -107,7 +107,7 @@ def _assign_all(
 ) -> None:
     """As :func:`quantize_all_`, of sources that broadcast, with versions left to the caller."""
     pairs = list(zip(targets, sources, strict=True))
-    ready = [s._operands if isinstance(s, QuantizedTensor) and t._same_form(s) else None for t, s in pairs]
+    ready = [s._gathered() if isinstance(s, QuantizedTensor) and t._same_form(s) else None for t, s in pairs]
     missing = [i for i, operands in enumerate(ready) if operands is None]
     values = [s._values() if isinstance(s, QuantizedTensor) else s.detach() for s in (sources[i] for i in missing)]
     fresh = iter(
@@ -381,11 +381,15 @@ class QuantizedTensor(torch.Tensor):
         out.gatherer = self.gatherer
         return out
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+    def _gathered(self) -> Quantized:
+        """The operands, all of which have their memory."""
         if self.gatherer is not None:
             dims = zip((ROWWISE, COLUMNWISE), self._operands, strict=True)
             self.gatherer.fetch(*[dim for dim, operand in dims if operand])
-        out = self._like(tensor_ops.each(self._operands, lambda o: tensor_ops.map_buffers(o, function)))
+        return self._operands
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        out = self._like(tensor_ops.each(self._gathered(), lambda o: tensor_ops.map_buffers(o, function)))
         out.scale = None if self.scale is None else function(self.scale)
         out.gatherer = None
         return out
@@ -450,7 +454,7 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        context = tensor_ops.describe(self.quantizer, self._operands), self.dtype, None
+        context = tensor_ops.describe(self.quantizer, self._gathered()), self.dtype, None
         others = {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
         geometry = tuple(self.shape), self.stride()
         return _rebuild, (self._buffers(), context, *geometry, self.requires_grad, others)
@@ -461,6 +465,7 @@ class QuantizedTensor(torch.Tensor):
             return found
         if not self.is_leaf:
             raise RuntimeError("a QuantizedTensor that autograd computed cannot be deep-copied; detach() it first")
+        self._gathered()
         kept = {"amax_group": self.amax_group, "quantizer": self.quantizer, "gatherer": None}
         copied = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in kept}, memo)
         out = QuantizedTensor(copied["_operands"], self.quantizer, self.shape, self.dtype, self.stride())
@@ -641,6 +646,12 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return empty
 
 
+def _new_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In high precision; the values of this tensor are not read, let alone gathered from other ranks."""
+    t = args[0]
+    return func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
+
+
 def _scale_on(t: QuantizedTensor, device: Any) -> Tensor | None:
     """The delayed scale on another device; one that has no value yet becomes 1, as in a new history."""
     if t.scale is None or not t.scale.is_meta:
@@ -703,6 +714,7 @@ _READS: dict[Any, Handler] = {
     _aten.clone: _clone,
     _aten._to_copy: _to_copy,
     _aten.empty_like: _empty_like,
+    **dict.fromkeys(_packets("zeros_like ones_like full_like rand_like randn_like"), _new_values),
     _aten.new_empty: _new,
     _aten.new_zeros: _new,
     _aten.is_pinned: _is_pinned,

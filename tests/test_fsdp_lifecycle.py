@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -193,7 +193,40 @@ def offloaded(rank: int, size: int) -> list[str]:
     return gathered_bytes(model)
 
 
-@pytest.mark.parametrize("fn", [from_meta, assigned, moved, offloaded], ids=lambda fn: fn.__name__)
+def by_method(rank: int, size: int) -> list[str]:
+    """Another method than ``forward``, first of all and after the weights have changed."""
+    model, plain = layers("mxfp8", 24, 70, 2), layers("mxfp8", 24, 70, 2)
+    model.load_state_dict(plain.state_dict())
+    shard(model, Case("", "mxfp8"), mesh_of(size))
+    model.encode = model.forward
+    register_fsdp_forward_method(model, "encode")
+    x, wrong = torch.randn(4, 24), []
+    for i in range(2):
+        wrong += [f"call {i}"] * (not torch.equal(model.encode(x), plain(x)))
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(2.0)
+    return wrong
+
+
+def copied(rank: int, size: int) -> list[str]:
+    """A gathered weight without its columnwise codes, copied as a whole."""
+    with minifloat.quantized_model_init(recipe="mxfp8"):
+        model, copy = layers("mxfp8", 64, 64), layers("mxfp8", 64, 64)
+    shard(model, Case("", "mxfp8"), mesh_of(size))
+    with torch.no_grad():
+        model(torch.zeros(2, 64))
+        model.reshard()
+        for _ in range(2):
+            model[0].unshard()
+            copy[0].weight.copy_(model[0].weight)
+            model[0].reshard()
+        model[0].unshard()
+        same = torch.equal(copy[0].weight.dequantize(), model[0].weight.dequantize())
+    return [] if same else ["values"]
+
+
+@pytest.mark.parametrize("fn", [from_meta, assigned, moved, offloaded, by_method, copied], ids=lambda fn: fn.__name__)
 def test_values(worker_pool: Pools, fn: Callable[..., Any]) -> None:
     assert worker_pool(2).run(fn) == [[]] * 2
 
@@ -284,13 +317,14 @@ def test_sharded_weights(worker_pool: Pools) -> None:
 
 
 def mistake(rank: int, size: int, which: str) -> None:
-    model = layers("delayed", 8, 12, 4)
+    with minifloat.quantized_model_init(which == "reduce, quantized", recipe="delayed"):
+        model = layers("delayed", 8, 12, 4)
     mesh = mesh_of(size)
     if which == "fuse":
         model[0].fuse_wgrad_accumulation = True
     if which == "number":
         fully_shard(model, mesh=mesh, reshard_after_forward=2)  # type: ignore[arg-type]
-    if which == "reduce":
+    if which.startswith("reduce"):
         model[0].recipe = minifloat.DelayedScaling(reduce_amax=False)
     fully_shard(model[0], mesh=mesh)
     (torch_fully_shard if which == "torch" else fully_shard)(model, mesh=mesh)
@@ -305,6 +339,7 @@ def mistake(rank: int, size: int, which: str) -> None:
         ("fuse", r"Linear\(8, 12\): fuse_wgrad_accumulation leaves gradients"),
         ("number", "reshard_after_forward is 2"),
         ("reduce", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
+        ("reduce, quantized", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
         ("torch", "PyTorch's own fully_shard"),
         ("recipe", "gathered as e4m3/tensor/given, and the recipe in force wants e4m3/1x32/e8m0"),
     ],

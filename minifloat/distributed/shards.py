@@ -64,7 +64,7 @@ def quantize_shard(
     if group.size == 1:
         return cast_all([x], [quantizer], [amaxes], None if rng is None else [rng], scales=[scale])[0]
     x = x.contiguous()
-    if _as_one_process_would(quantizer, shards):
+    if casts_alone(quantizer, shards):
         found = find_amaxes([x], [quantizer])[0] if amaxes is None else amaxes
         agreed = reduce_amaxes(found, quantizer, group, in_place=amaxes is None)
         return cast_all([x], [quantizer], [agreed], scales=[scale])[0]
@@ -127,7 +127,7 @@ def _travels(held: Quantized, fmt: Format, dim: int, shards: ShardMap, scales_ag
 
 
 @kept
-def _as_one_process_would(quantizer: Quantizer, shards: ShardMap) -> bool:
+def casts_alone(quantizer: Quantizer, shards: ShardMap) -> bool:
     """With the amaxes agreed on, an ordinary cast of the rank's rows gives its part: nothing straddles or is drawn."""
     return not quantizer.chained and all(
         shards.aligned(unit_rows(fmt, dim)) and fmt.rounding != "stochastic" for fmt, dim in quantizer.casts

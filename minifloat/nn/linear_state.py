@@ -152,8 +152,9 @@ class LinearState(LinearParameters):
         """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
         for name in self.weight_names:
             weight = getattr(self, name)
-            if isinstance(weight, QuantizedTensor):
-                self._bind_scale(weight)
+            rows = getattr(weight, "_local_tensor", weight)  # of a DTensor, as FSDP2 makes them
+            if isinstance(rows, QuantizedTensor):
+                self._bind_scale(rows)
 
     # ---- the weight of a call ----
 

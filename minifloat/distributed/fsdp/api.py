@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -20,7 +20,7 @@ from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, as_recipe
 from minifloat.tensor import QuantizedTensor
 
-_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
+_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts")
 """What a tensor-parallel parameter says of itself, and the DTensor that takes its place must say too."""
 
 
@@ -70,20 +70,21 @@ def fully_shard(
     before = {
         (each, name): parameter for each in module.modules() for name, parameter in each.named_parameters(recurse=False)
     }
+    notes = {place: dict(vars(parameter)) for place, parameter in before.items()}  # a move to the device loses them
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
     for group in pytorch.param_groups(module):
         for param in group.fsdp_params:
             layer, name, shared = pytorch.layer_of(param)
-            whole = before[layer, name]
-            param.sharded_param.__dict__.update({mark: vars(whole)[mark] for mark in _MARKS if mark in vars(whole)})
+            whole, noted = before[layer, name], notes[layer, name]
+            param.sharded_param.__dict__.update({mark: noted[mark] for mark in _MARKS if mark in noted})
             weight = None
             if isinstance(whole, QuantizedTensor):
-                weight = _of_quantized(whole, layer, param, group)
+                weight = _of_quantized(whole, noted.get("_high_precision_init_val"), layer, param, group)
             elif pytorch.is_sharded_by_rows(param) and not shared:
                 weight = _of_high_precision(layer, name, param, group)
             if weight is not None:
                 pytorch.hook(param, weight)
-    module.register_forward_pre_hook(_cast_before_forward, prepend=True)
+    pytorch.cast_before_forward(module, _cast)
     return module
 
 
@@ -109,6 +110,8 @@ def _set_recipes(module: nn.Module, recipe: Recipe | str | None) -> None:
                 )
         if layer.recipe is None and chosen is not None:
             layer.recipe = chosen
+        if isinstance(layer.recipe, Recipe):
+            layer.plan(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
 
 
 def _of_high_precision(layer: nn.Module, name: str, param: Any, group: Any) -> ShardedWeight | None:
@@ -127,21 +130,28 @@ def _of_high_precision(layer: nn.Module, name: str, param: Any, group: Any) -> S
     return ShardedWeight(layer, quantizer, plan.delayed, param, group)
 
 
-def _of_quantized(whole: QuantizedTensor, layer: nn.Module, param: Any, group: Any) -> ShardedWeight:
+def _of_quantized(
+    whole: QuantizedTensor, initial: Tensor | None, layer: nn.Module, param: Any, group: Any
+) -> ShardedWeight:
     """What gathers a quantized parameter. This rank keeps its rows of the codes, cast with what the whole was."""
-    assert isinstance(layer, Linear) and pytorch.is_sharded_by_rows(param)
+    if not isinstance(layer, Linear) or not pytorch.is_sharded_by_rows(param):
+        raise ValueError(
+            f"{getattr(layer, 'label', type(layer).__name__)}: fully_shard takes quantized parameters of linears, "
+            "sharded by rows; keep this one in high precision"
+        )
+    if param.offload_to_cpu and param.device.type != "cpu":
+        raise ValueError(
+            f"{layer.label}: quantized parameters cannot be offloaded to the CPU; keep them in high precision, or give "
+            "no offload_policy"
+        )
     shards, ranks = pytorch.shards_of(param)
     rows = rows_of(whole, shards, ranks)
     rows.scale, rows.amax_group = whole.scale, ranks.process_group if ranks.size > 1 else None
-    initial = whole.get_high_precision_init_val()
     if initial is not None:
         rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
     pytorch.set_own_rows(param, rows)
     return ShardedWeight(layer, rows.quantizer, None, param, group)
 
 
-@torch.compiler.disable
-def _cast_before_forward(module: nn.Module, args: Any) -> None:
-    weights = pytorch.begin_forward(module)
-    if weights:
-        cast_shards(weights, columnwise=torch.is_grad_enabled())
+def _cast(weights: list[ShardedWeight]) -> None:
+    cast_shards(weights, columnwise=torch.is_grad_enabled())

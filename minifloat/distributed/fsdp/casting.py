@@ -15,11 +15,11 @@ from minifloat.autocast import current
 from minifloat.distributed.collectives import max_of_all
 from minifloat.distributed.fsdp.rows import QuantizedRows
 from minifloat.distributed.group import Group
-from minifloat.distributed.shard_map import ShardMap, unit_rows
-from minifloat.distributed.shards import quantize_shard
+from minifloat.distributed.shards import casts_alone, quantize_shard
 from minifloat.formats import ROWWISE
 from minifloat.functional.plan import FORWARD_SLOTS
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
+from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
             continue
         weight.part = None  # its memory may serve the new one
         quantizer = weight.quantizer.with_usage(columnwise=weight.quantizer.columnwise and columnwise)
-        if _cast_apart(quantizer, weight.shards):
+        if casts_alone(quantizer, weight.shards):
             by_group[weight.group].append(weight)
         else:
             weight.part = quantize_shard(rows, quantizer, weight.shards, weight.group, scale=_delayed_scale(weight))
@@ -59,13 +59,6 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
         parts = cast_all(xs, quantizers, levels, scales=[_delayed_scale(weight) for weight in together])
         for weight, part in zip(together, parts, strict=True):
             weight.part = part
-
-
-def _cast_apart(quantizer: Quantizer, shards: ShardMap) -> bool:
-    """With amaxes agreed on, an ordinary cast of a rank's rows gives its part: nothing straddles, nothing is drawn."""
-    return not quantizer.chained and all(
-        shards.aligned(unit_rows(fmt, dim)) and fmt.rounding != "stochastic" for fmt, dim in quantizer.casts
-    )
 
 
 def _agreed(amaxes: Sequence[Amaxes], quantizers: Sequence[Quantizer], group: Group) -> list[Amaxes]:
@@ -87,7 +80,7 @@ def _delayed_scale(weight: ShardedWeight) -> Tensor | None:
     """The scale that the layer's history gives, fp32 [1], where it has one."""
     if weight.delayed is None:
         return None
-    _check_scales_agree(weight)
+    _check_scales_agree(weight, weight.delayed)
     return _layer_scale(weight)
 
 
@@ -99,21 +92,23 @@ def _layer_scale(weight: ShardedWeight) -> Tensor:
 def _bind_scale(weight: ShardedWeight, rows: QuantizedTensor) -> None:
     """Lets optimizers cast with the layer's scale, whose buffer a move or a checkpoint may have replaced."""
     if rows.scale is not None and "forward_scaling" in weight.layer._modules:
+        recipe = weight.layer.recipe_in_force()
+        if isinstance(recipe, DelayedScaling):
+            _check_scales_agree(weight, recipe)
         rows.scale = _layer_scale(weight)
 
 
-def _check_scales_agree(weight: ShardedWeight) -> None:
+def _check_scales_agree(weight: ShardedWeight, recipe: DelayedScaling) -> None:
     """Raises where ranks that gather a weight would cast it with different delayed scales."""
-    assert weight.delayed is not None
     if weight.group.size == 1:
         return
-    if not weight.delayed.reduce_amax:
+    if not recipe.reduce_amax:
         raise ValueError(
             f"{weight.layer.label}: the weight is sharded, and all ranks must cast it with one scale, but "
             "DelayedScaling(reduce_amax=False) gives each rank its own; use reduce_amax=True"
         )
     context = current()
-    group = delayed.reduction_group(weight.delayed, None if context is None else context.amax_reduction_group)
+    group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
     if group is not None and group.size == dist.get_world_size():
         return
     agree = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group.process_group))

@@ -8,7 +8,7 @@ who has the hooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
@@ -52,30 +53,42 @@ def param_groups(module: nn.Module) -> list[Any]:
     return _groups(_state(module))
 
 
-def begin_forward(module: nn.Module) -> list[Any] | None:
-    """The extensions of all weights below ``module`` if its forward is the outermost one, else None.
+class CastingState(FSDPState):
+    """An ``FSDPState`` that casts the weights below before each outermost forward, whichever method that is."""
 
-    Raises:
-        ValueError: the outermost module was sharded by PyTorch's ``fully_shard``.
-    """
-    if in_backward():
-        return None
-    state = _state(module)
-    root = state._state_ctx.iter_forward_root
-    if root is not None:
-        if not hasattr(root, "_minifloat_casts"):
+    cast: Callable[[list[Any]], None]
+
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not in_backward():
+            self._begin_forward()
+        return super()._root_pre_forward(module, args, kwargs)
+
+    def _begin_forward(self) -> None:
+        self._lazy_init()
+        context: Any = self._state_ctx
+        root = context.iter_forward_root
+        if root is not None and not isinstance(root, CastingState):
             raise ValueError(
                 "the outermost module of this forward was given to PyTorch's own fully_shard, and the weights below it "
                 "were not cast; give it to minifloat.distributed.fully_shard"
             )
-        return None
-    state._lazy_init()
-    state._minifloat_casts = True
-    context = state._state_ctx
-    if context.post_optim_event is not None:  # the casts, in this stream, come after the optimizer and before gathers
-        state._device_handle.current_stream().wait_event(context.post_optim_event)
-        context.post_optim_event = None
-    return list(_extensions(context.all_states))
+        if root not in (None, self):  # itself: an earlier forward ended in an exception
+            return
+        if context.post_optim_event is not None:  # the casts, in this stream, come after the optimizer, before gathers
+            self._device_handle.current_stream().wait_event(context.post_optim_event)
+            context.post_optim_event = None
+        below = _extensions(context.all_states) if self._is_root else extensions_below(self._modules[0])
+        self.cast(list(below))
+
+
+def cast_before_forward(module: nn.Module, cast: Callable[[list[Any]], None]) -> None:
+    """Lets ``cast`` have the extensions of all weights below ``module`` before each forward that is the outermost one.
+
+    A forward then raises a ValueError where the outermost module was sharded by PyTorch's ``fully_shard``.
+    """
+    state = _state(module)
+    state.__class__ = CastingState
+    state.cast = cast
 
 
 def extensions_below(module: nn.Module) -> list[Any]:
@@ -124,6 +137,7 @@ def rows_of_ranks(rows: int, size: int) -> ShardMap:
 def set_own_rows(param: Any, rows: Tensor) -> None:
     """Replaces this rank's rows [m, K] of the sharded parameter."""
     param.sharded_param._local_tensor = rows
+    param._sharded_param_data = rows.new_empty(0, dtype=torch.uint8)  # nobody reads it: let go of what FSDP2 has cut
 
 
 def own_rows(param: Any) -> Tensor:

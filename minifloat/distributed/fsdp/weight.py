@@ -35,8 +35,10 @@ class ShardedWeight:
                                                            backward has read it, as recomputation does
     any other: a layer that stays unsharded,               both; rowwise alone without grad mode
     an ``unshard()`` by hand, in a recomputation
+    for a layer whose forward is compiled, but the first   both
     =====================================================  ==========================================
 
+    A compiled layer cannot ask for what is missing, as in a recomputation, so that all is there.
     A symmetric format has one operand, which is sent each time. What a call needs and finds missing is gathered then
     and there (:meth:`fetch`): a wrong guess costs a gather, never a wrong number.
 
@@ -58,6 +60,7 @@ class ShardedWeight:
         self.part: Quantized | None = None
         self._unsharded: Unsharded | None = None
         self._backward_reads_both = False
+        self._asks = False  # the layer asked in its latest forward: a compiled one takes what is there
 
     @property
     def rows(self) -> Tensor:
@@ -78,6 +81,8 @@ class ShardedWeight:
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], list[int]]:
         """What this rank sends, 1-D tensors of equal sizes on all ranks, and the dims that it serves."""
         dims = self._wanted()
+        if pytorch.training_state(self._params) == "FORWARD":
+            self._asks = False
         if pytorch.training_state(self._params) == "IDLE":
             self.part = None  # nobody has cast it since the last step
         unsharded = self._memory()
@@ -122,6 +127,7 @@ class ShardedWeight:
         Raises:
             ValueError: the call wants another format.
         """
+        self._asks = True
         wanted = [ROWWISE] + [COLUMNWISE] * (quantizer.columnwise and self.quantizer.columnwise)
         for dim in wanted:
             if quantizer.format(dim) != self.quantizer.format(dim) and not isinstance(self.rows, QuantizedTensor):
@@ -143,12 +149,12 @@ class ShardedWeight:
     def _wanted(self) -> list[int]:
         """The dims that the pass which gathers will contract; see the class."""
         state, again = pytorch.training_state(self._params), pytorch.reshards_after_backward(self._params)
-        if state == "PRE_BACKWARD" and again and not self._backward_reads_both:
+        if state == "PRE_BACKWARD" and again and self._asks and not self._backward_reads_both:
             return [self._for_backward]
         for_forward = state == "FORWARD" and pytorch.reshards_after_forward(self._params)
-        if for_forward and not pytorch.in_backward():
+        if for_forward and not pytorch.in_backward() and not (torch.is_grad_enabled() and recompute.hooks_read()):
             return [ROWWISE]
-        backward = torch.is_grad_enabled() or pytorch.in_backward()
+        backward = torch.is_grad_enabled() or pytorch.in_backward() or not self._asks
         return [ROWWISE, COLUMNWISE] if backward and self.quantizer.columnwise else [ROWWISE]
 
     def _part(self, dims: Iterable[int]) -> Quantized:

@@ -40,7 +40,9 @@ def run(
     # Which tensors are one and the same is part of what was recorded. No comparison of a tensor with None: it is slow.
     everyone = [id(tensor) for tensor in (*xs, *given, *rngs)]
     missing = [level is None for level in given].count(True)
-    key = (device, *[(x.shape, x.dtype) for x in xs], *[everyone.index(each) for each in everyone], missing)
+    first: dict[int, int] = {}
+    places = [first.setdefault(each, place) for place, each in enumerate(everyone)]
+    key = (device, *[(x.shape, x.dtype) for x in xs], *places, missing)
     if key not in request.known:
         if len(request.known) >= MOST_SHAPES:
             request.known.clear()
