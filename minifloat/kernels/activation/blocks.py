@@ -21,16 +21,9 @@ from minifloat.kernels.activation.reference import gated
 from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.quantize import BlockCast, empty_block_cast
 from minifloat.kernels.quantize.blocks import store_block_cast
-from minifloat.kernels.quantize.device import extent
+from minifloat.kernels.quantize.device import corner, extent
 from minifloat.kernels.quantize.produced import block_tile, constants, in_one_half, strides
 from minifloat.kernels.tiles import Tile
-
-
-@triton.jit
-def corner(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First row and column of this program's tile."""
-    tiles = tl.cdiv(N, BLOCK_N)
-    return tl.program_id(0) // tiles * BLOCK_M, tl.program_id(0) % tiles * BLOCK_N
 
 
 @triton.jit
@@ -43,7 +36,7 @@ def activation_blocks_kernel(
     ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
-    first_m, first_n = corner(N, BLOCK_M, BLOCK_N)
+    first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     if GATED:
         a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
@@ -71,7 +64,7 @@ def activation_backward_blocks_kernel(
     ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
-    first_m, first_n = corner(N, BLOCK_M, BLOCK_N)
+    first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     HALVES: tl.constexpr = 2 if GATED else 1
     incoming = load(dy, m, n, M, N, N)  # 0 outside, and so are all gradients

@@ -24,7 +24,15 @@ from minifloat.kernels.activation import out_columns
 from minifloat.kernels.activation.device import gated_gradients, gated_value, pointwise
 from minifloat.kernels.activation.reference import CLAMPED, GATES, empty_codes, gated
 from minifloat.kernels.launch import Kernel, ready
-from minifloat.kernels.quantize.device import cast_fp8, extent, reciprocal, record_max, single_bytes, store_codes
+from minifloat.kernels.quantize.device import (
+    cast_fp8,
+    corner,
+    extent,
+    reciprocal,
+    record_max,
+    single_bytes,
+    store_codes,
+)
 from minifloat.kernels.quantize.job import aligned
 from minifloat.kernels.tiles import Tile
 
@@ -38,14 +46,6 @@ TILES = {
 """Rows, columns of the result, and warps. A bias gradient's order of sums is that of its tile."""
 
 SWISH_SLOPES = {"silu": 1.0, "qgelu": 1.702}
-
-
-@triton.jit
-def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of this program's tile."""
-    tiles = tl.cdiv(N, BLOCK_N)
-    m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    return m, tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 @triton.jit
@@ -90,7 +90,8 @@ def activation_kernel(
     ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
-    m, n = place(M, N, BLOCK_M, BLOCK_N)
+    first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     if GATED:
         a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
         values = gated_value(a, b, NAME, SLOPE, LIMIT, OFFSET)
@@ -120,7 +121,8 @@ def activation_backward_kernel(
     ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
-    m, n = place(M, N, BLOCK_M, BLOCK_N)
+    first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     HALVES: tl.constexpr = 2 if GATED else 1
     incoming = load(dy, m, n, M, N, N)  # 0 outside, and so are all gradients
     if GATED:

@@ -18,7 +18,7 @@ from minifloat.kernels.norm.device import normalize
 from minifloat.kernels.norm.statistics import statistics
 from minifloat.kernels.quantize import empty_block_cast
 from minifloat.kernels.quantize.blocks import store_block_cast
-from minifloat.kernels.quantize.device import extent, load_tile
+from minifloat.kernels.quantize.device import corner, extent, load_tile
 from minifloat.kernels.quantize.produced import block_tile, constants, strides
 from minifloat.kernels.tiles import Tile
 
@@ -33,8 +33,7 @@ def norm_blocks_kernel(
     ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     M, K = extent(M, ALIGNED_M), extent(K, ALIGNED_K)
-    tiles = tl.cdiv(K, BLOCK_K)
-    first_m, first_k = tl.program_id(0) // tiles * BLOCK_M, tl.program_id(0) % tiles * BLOCK_K
+    first_m, first_k = corner(tl.program_id(0), K, BLOCK_M, BLOCK_K)
     m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     row_rsigma = tl.load(rsigma + m, mask=m < M, other=0.0)
     row_mean = tl.load(mean + m, mask=m < M, other=0.0) if CENTERED else row_rsigma

@@ -22,6 +22,7 @@ from minifloat.kernels.norm.tile import NormTile
 from minifloat.kernels.quantize import empty_cast
 from minifloat.kernels.quantize.device import (
     cast_fp8,
+    corner,
     extent,
     load_tile,
     reciprocal,
@@ -41,10 +42,9 @@ def norm_cast_kernel(
     ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     M, K = extent(M, ALIGNED_M), extent(K, ALIGNED_K)
-    tiles = tl.cdiv(K, BLOCK_K)
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
-    m = place // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = place % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    first_m, first_k = corner(program, K, BLOCK_M, BLOCK_K)
+    m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     row_rsigma = tl.load(rsigma + m, mask=m < M, other=0.0)
     row_mean = tl.load(mean + m, mask=m < M, other=0.0) if CENTERED else row_rsigma
     level = tl.load(scale)
@@ -60,7 +60,7 @@ def norm_cast_kernel(
     inside = (m[:, None] < M) & (k[None, :] < K)
     magnitudes = tl.where(inside, tl.abs(y), 0.0)
     record_max(amax, tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0))  # of nothing but NaN 0
-    if place == 0:
+    if program == 0:
         tl.store(scale_inv, reciprocal(level))
 
 

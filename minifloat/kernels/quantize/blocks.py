@@ -17,6 +17,7 @@ from minifloat.formats import Format
 from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.quantize.device import (
     cast_fp8,
+    corner,
     extent,
     load_tile,
     pick,
@@ -187,10 +188,7 @@ def cast_block_kernel(
     x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
     M = extent(pick(Ms, starts, program, COUNT), ALIGNED_M)
     K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    place = program - pick(starts, starts, program, COUNT)
-    tiles = tl.cdiv(K, BLOCK_K)
-    first_m = place // tiles * BLOCK_M
-    first_k = place % tiles * BLOCK_K
+    first_m, first_k = corner(program - pick(starts, starts, program, COUNT), K, BLOCK_M, BLOCK_K)
     values = load_tile(x, first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K), M, K)
     store_block_cast(
         values, first_m, first_k, M, K,

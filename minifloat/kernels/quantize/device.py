@@ -24,6 +24,13 @@ def extent(value, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def corner(program, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First row and first column of a tile of a matrix of N columns, whose tiles are counted along the rows."""
+    tiles = tl.cdiv(N, BLOCK_N)
+    return program // tiles * BLOCK_M, program % tiles * BLOCK_N
+
+
+@triton.jit
 def skips(noop, CAN_SKIP: tl.constexpr):
     """The flag on the device says to leave codes and scales as they are."""
     return tl.load(noop) != 0 if CAN_SKIP else False

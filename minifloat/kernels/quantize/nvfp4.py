@@ -15,7 +15,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.kernels.launch import Kernel, ready
 from minifloat.kernels.quantize import per_tensor
-from minifloat.kernels.quantize.device import extent, load_tile, pick, record_max, skips
+from minifloat.kernels.quantize.device import corner, extent, load_tile, pick, record_max, skips
 from minifloat.kernels.quantize.job import Job, Programs, Target, aligned
 from minifloat.kernels.quantize.nvfp4_device import (
     GROUP,
@@ -121,9 +121,7 @@ def cast_nvfp4_kernel(
     rng = pick(rngs, starts, program, COUNT)
     M = pick(Ms, starts, program, COUNT)
     K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    place = program - pick(starts, starts, program, COUNT)
-    tiles = tl.cdiv(K, LINES)
-    m, k = place // tiles * GROUP, place % tiles * LINES
+    m, k = corner(program - pick(starts, starts, program, COUNT), K, GROUP, LINES)
     if ROW is not None:
         level = pick(row_levels, starts, program, COUNT)
         codes = tl.multiple_of(pick(row_codes, starts, program, COUNT), 16)
@@ -145,9 +143,8 @@ def rotated_amax_kernel(
     x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
     M = pick(Ms, starts, program, COUNT)
     K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    place = program - pick(starts, starts, program, COUNT)
-    tiles = tl.cdiv(K, LINES)
-    values = load_columns(x, place // tiles * GROUP, place % tiles * LINES + tl.arange(0, LINES), M, K)
+    m, k = corner(program - pick(starts, starts, program, COUNT), K, GROUP, LINES)
+    values = load_columns(x, m, k + tl.arange(0, LINES), M, K)
     if ROW:
         record_max(pick(row_amaxes, starts, program, COUNT), tl.max(largest(values), axis=0))
     record_max(pick(column_amaxes, starts, program, COUNT), tl.max(largest(rotate(values)), axis=0))
@@ -162,10 +159,8 @@ def line_amax_kernel(
     x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
     M = pick(Ms, starts, program, COUNT)
     K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    place = program - pick(starts, starts, program, COUNT)
-    tiles = tl.cdiv(K, BLOCK_K)
-    m = place // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = place % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    first_m, first_k = corner(program - pick(starts, starts, program, COUNT), K, BLOCK_M, BLOCK_K)
+    m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     values = tl.abs(load_tile(x, m, k, M, K))
     line, lines = (k, K) if COLUMN else (m, M)
     found = tl.maximum(tl.max(values, axis=0 if COLUMN else 1), 0.0)  # of nothing but NaN it is NaN

@@ -17,6 +17,7 @@ from minifloat.kernels.launch import Kernel
 from minifloat.kernels.quantize.device import (
     FLT_MAX,
     cast_fp8,
+    corner,
     extent,
     load_tile,
     pick,
@@ -63,9 +64,8 @@ def cast_tensor_kernel(
     K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
     place = program - pick(starts, starts, program, COUNT)
     scale = level if GIVEN else scale_from_amax(level, MAX, POW2, EPSILON, FLT_MAX)
-    tiles = tl.cdiv(K, BLOCK_K)
-    m = place // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = place % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    first_m, first_k = corner(place, K, BLOCK_M, BLOCK_K)
+    m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     values = load_tile(x, m, k, M, K)
     codes = cast_fp8(values * scale, ELEMENT)
     if COLUMN:
