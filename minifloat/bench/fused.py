@@ -111,11 +111,13 @@ def torch_layers(sizes: Sizes, layers: int, weights: Sequence[Tensor], dtype: to
     return with_weights(module, list(module.parameters()), weights)
 
 
-def our_layers(sizes: Sizes, layers: int, weights: Sequence[Tensor], recipe: str | None) -> Made:
-    """Ours; without a recipe the bf16 path."""
+def our_layers(
+    sizes: Sizes, layers: int, weights: Sequence[Tensor], recipe: str | None, dtype: torch.dtype = torch.bfloat16
+) -> Made:
+    """Ours, with parameters of ``dtype``; without a recipe the bf16 path."""
     layer = partial(
         TransformerLayer, sizes.hidden, sizes.ffn, sizes.heads, sizes.groups, EPS, 0.0, 0.0, attn_input_format="bshd",
-        fuse_qkv_params=True, normalization="RMSNorm", activation="swiglu", bias=False, params_dtype=torch.bfloat16,
+        fuse_qkv_params=True, normalization="RMSNorm", activation="swiglu", bias=False, params_dtype=dtype,
         device=weights[0].device, recipe=recipe,
     )  # fmt: skip
     module = nn.Sequential(*(layer() for _ in range(layers)))

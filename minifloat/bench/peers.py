@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,16 +28,21 @@ def _import(name: str, device: str) -> Any:
     return found
 
 
-def torchao_converted(make: Callable[[], nn.Module], recipe: str, device: str) -> nn.Module:
-    """The linears of a module as torchao's FP8 linears.
+def torchao_converted(make: Callable[[], nn.Module], recipe: str, device: str, fsdp_codes: bool = False) -> nn.Module:
+    """The linears of a module as torchao's FP8 linears; ``fsdp_codes``: FSDP2 gathers their weights in FP8.
 
     Raises:
         UnavailableError: torchao is not installed, or there is no GPU.
     """
     float8 = _import("torchao.float8", device)
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=fsdp_codes)
     converted: nn.Module = float8.convert_to_float8_training(make(), config=config)
     return converted
+
+
+def fsdp_scales(model: nn.Module) -> None:
+    """torchao's scales of all weights that FSDP2 will gather in FP8, after an optimizer step."""
+    importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def transformer_engine(kind: str, recipe: str | None, device: str, *sizes: int, **options: Any) -> nn.Module:

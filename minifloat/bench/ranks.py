@@ -1,6 +1,6 @@
-"""What several GPUs reach together: the quantized all-gather and a tensor-parallel layer, beside bf16 in the same run.
+"""What several GPUs reach together: the quantized all-gather, a tensor-parallel layer, FSDP2, beside bf16 in one run.
 
-Run as ``torchrun --nproc-per-node 4 -m minifloat.bench.ranks gather layer exposed --out FOLDER``. As in
+Run as ``torchrun --nproc-per-node 4 -m minifloat.bench.ranks gather layer exposed fsdp --out FOLDER``. As in
 ``minifloat bench`` contenders take turns in each round, a result is checked before it is timed, and what is quoted is
 the median over the rounds of the ratio to bf16. The time of a call is that of the slowest rank.
 """
@@ -11,11 +11,11 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from minifloat import TransformerLayer
 from minifloat.bench.exposed import Exposure, exposure
+from minifloat.bench.fsdp import Training, trainings
 from minifloat.bench.gate import bound, relative_error
+from minifloat.bench.rounds import Call, Line, timed
 from minifloat.cli.ranks import leave
 from minifloat.distributed.gather import gather
 from minifloat.distributed.group import Group
@@ -34,8 +36,6 @@ from minifloat.functional import count_gemms
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.recipe import QuantizerRole, named
-
-Call = Callable[[], Any]
 
 COLUMNS = 8192
 MEBIBYTES = (16, 64, 256, 1024)  # of the gathered tensor in bf16
@@ -50,47 +50,6 @@ VARIANTS: dict[Overlap, tuple[str, ...]] = {
     "handles": ("bf16", "delayed", "current", "block"),
     "symmetric_memory": ("bf16", "delayed", "current"),  # which PyTorch has no products of blocks on
 }
-
-
-@dataclass(frozen=True)
-class Line:
-    """One contender of one row: milliseconds a call (median), times the baseline's speed, and what it should reach."""
-
-    row: str
-    contender: str
-    ms: float
-    ratio: float
-    error: float
-    goal: float | None
-    rounds: list[float]
-
-    def __str__(self) -> str:
-        met = self.goal is not None and self.ratio >= self.goal
-        verdict = "" if self.goal is None else f"  goal {self.goal:.2f} {'met' if met else 'MISSED'}"
-        return f"{self.row:34}{self.contender:26}{self.ms:9.3f} ms{self.ratio:7.2f}x  error {self.error:.2g}{verdict}"
-
-
-def timed(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds a call of the slowest rank, of each contender in each round."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(2):
-            call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            count = 5
-            torch.cuda.synchronize()
-            dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(count):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            slowest = torch.tensor(begin.elapsed_time(end) / count, device="cuda")
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            found[name].append(float(slowest))
-    return found
 
 
 def quantizer_of(recipe: str, kind: str) -> Quantizer:
@@ -236,8 +195,8 @@ def step(layer: TransformerLayer, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
 
 
-SUITES: dict[str, Callable[[Group, int], Iterator[Line | Exposure]]] = {
-    "gather": gathers, "layer": layers, "exposed": exposed,
+SUITES: dict[str, Callable[[Group, int], Iterator[Line | Exposure | Training]]] = {
+    "gather": gathers, "layer": layers, "exposed": exposed, "fsdp": trainings,
 }  # fmt: skip
 
 
@@ -252,7 +211,7 @@ def main() -> None:
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     group = Group.of(dist.group.WORLD)
-    lines: list[Line | Exposure] = []
+    lines: list[Line | Exposure | Training] = []
     for suite in options.suites:
         for line in SUITES[suite](group, options.rounds):
             lines.append(line)

@@ -1,0 +1,210 @@
+"""Suite ``fsdp``: training steps of eight of Llama 3 8B's layers, sharded, beside PyTorch's bf16 and torchao's FP8."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from minifloat import quantized_model_init
+from minifloat.bench.fused import FULL, Sizes, layer_shapes, our_layers, random_weights, torch_layers
+from minifloat.bench.gate import bound, relative_error
+from minifloat.bench.peers import fsdp_scales, torchao_converted
+from minifloat.bench.registry import UnavailableError
+from minifloat.bench.rounds import Call, timed
+from minifloat.distributed import fully_shard
+from minifloat.distributed.group import Group
+from minifloat.optim import MasterWeights
+from minifloat.tensor import QuantizedTensor
+
+LAYERS = 8
+STEPS = 3  # a round
+WARMUP = 3  # steps before anything is looked at: delayed scaling has found its scales, and weights have hardly moved
+GOALS = {"current": 1.35, "block": 1.28}  # times the speed of compiled bf16
+BASELINE = "torch bf16, compiled"
+LEAST_FALL = 0.9  # of the loss, relative to the baseline's, from the warm-up to the end
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Training:
+    """One contender: milliseconds a step, tokens a second on one GPU, times the baseline's speed, GiB at the peak.
+
+    ``error`` is that of output and input gradient after the warm-up, relative to the baseline's; ``fall`` that of the
+    loss since then.
+    """
+
+    row: str
+    contender: str
+    ms: float
+    tokens: float
+    ratio: float
+    gib: float
+    error: float
+    fall: float
+    goal: float | None
+    rounds: list[float]
+
+    def __str__(self) -> str:
+        met = self.goal is not None and self.ratio >= self.goal
+        verdict = "" if self.goal is None else f"  goal {self.goal:.2f} {'met' if met else 'MISSED'}"
+        figures = f"{self.ms:9.2f} ms{self.tokens:9,.0f} tokens/s{self.ratio:6.2f}x{self.gib:7.2f} GiB"
+        return f"{self.row:10}{self.contender:38}{figures}  error {self.error:.2g} loss falls {self.fall:,.0f}{verdict}"
+
+
+class Trainer(NamedTuple):
+    """A sharded model and its optimizer: ``step`` gives loss, output and the input's gradient."""
+
+    step: Call
+    recipe: str
+
+
+class Setting(NamedTuple):
+    """What all contenders of a run share."""
+
+    mesh: DeviceMesh
+    sizes: Sizes
+    weights: list[Tensor]
+    x: Tensor
+    target: Tensor
+
+    @staticmethod
+    def of(group: Group, device: torch.device, sizes: Sizes, layers: int) -> Setting:
+        """Weights that all ranks have alike, and data of this rank's own."""
+        mesh = init_device_mesh(device.type, (group.size,))
+        weights = random_weights(layer_shapes(sizes) * layers, device)
+        generator = torch.Generator(device).manual_seed(1 + group.rank)
+        shape = sizes.batch, sizes.tokens, sizes.hidden
+        x, target = (torch.randn(shape, device=device, generator=generator).bfloat16() for _ in range(2))
+        return Setting(mesh, sizes, weights, x, target)
+
+    @property
+    def layers(self) -> int:
+        return len(self.weights) // len(layer_shapes(self.sizes))
+
+
+def plain(setting: Setting, compiled: bool, torchao: str | None = None, codes: bool = False) -> Trainer:
+    """PyTorch's layers and FSDP2; ``torchao``: a recipe of its, ``codes``: gathers send FP8."""
+    made = torch_layers(setting.sizes, setting.layers, setting.weights, torch.float32)[0]
+    if torchao is not None:
+        made = torchao_converted(lambda: made, torchao, setting.x.device.type, fsdp_codes=codes)
+    if compiled:
+        layers: list[Any] = [torch.compile(layer, fullgraph=True, dynamic=False) for layer in made.children()]
+        made = nn.Sequential(*layers)
+    model = _sharded(torch_fully_shard, made, setting)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)
+    after = partial(fsdp_scales, model) if codes else nullcontext
+    return _trainer(model, optimizer, setting, "current" if torchao else "bf16", after)
+
+
+def ours(setting: Setting, recipe: str, quantized: bool = False) -> Trainer:
+    """Our layers and :func:`~minifloat.distributed.fully_shard`; ``quantized``: parameters too, with fp32 masters."""
+    dtype = torch.bfloat16 if quantized else torch.float32  # of what quantized parameters stand for
+    with quantized_model_init(quantized, recipe=recipe if quantized else None):
+        made, parameters = our_layers(setting.sizes, setting.layers, setting.weights, recipe, dtype)
+    for parameter, weight in zip(parameters, setting.weights, strict=True):
+        if isinstance(parameter, QuantizedTensor):
+            parameter.set_high_precision_init_val(weight)  # where masters start, as all other contenders do
+    model = _sharded(fully_shard, made, setting)
+    adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+    optimizer = MasterWeights(model.parameters(), adamw) if quantized else adamw(model.parameters())
+    return _trainer(model, optimizer, setting, recipe)
+
+
+def _sharded(shard: Callable[..., Any], model: nn.Module, setting: Setting) -> nn.Module:
+    """By layers, with fp32 shards, computing in bf16, and gradients added in fp32: what torchtitan does."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.children():
+        shard(layer, mesh=setting.mesh, mp_policy=policy)
+    shard(model, mesh=setting.mesh, mp_policy=policy)
+    return model
+
+
+def _trainer(
+    model: nn.Module, optimizer: Any, setting: Setting, recipe: str, after: Callable[[], object] = nullcontext
+) -> Trainer:
+    leaf = setting.x.detach().requires_grad_()
+    tokens = leaf.shape[0] * leaf.shape[1]
+
+    def step() -> list[Tensor]:
+        leaf.grad = None
+        y = model(leaf)
+        # a token's loss is a sum, as in a language model: gradients that are tiny from the start, delayed scaling loses
+        loss = F.mse_loss(y, setting.target, reduction="sum") / tokens
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+        assert leaf.grad is not None
+        return [loss.detach(), y.detach(), leaf.grad]
+
+    return Trainer(step, recipe)
+
+
+CONTENDERS: Mapping[str, Callable[[Setting], Trainer]] = {
+    BASELINE: partial(plain, compiled=True),
+    "torch bf16": partial(plain, compiled=False),
+    "torchao tensorwise, FP8 gather, compiled": partial(plain, compiled=True, torchao="tensorwise", codes=True),
+    "torchao tensorwise, bf16 gather, compiled": partial(plain, compiled=True, torchao="tensorwise"),
+    "minifloat current": partial(ours, recipe="current"),
+    "minifloat delayed": partial(ours, recipe="delayed"),
+    "minifloat block": partial(ours, recipe="block"),
+    "minifloat current, FP8 parameters": partial(ours, recipe="current", quantized=True),
+    "minifloat block, FP8 parameters": partial(ours, recipe="block", quantized=True),
+}  # fmt: skip
+
+
+def trainings(group: Group, rounds: int) -> Iterator[Training]:
+    """Speed, peak memory and loss of every contender that is installed."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    setting = Setting.of(group, device, replace(FULL, batch=1), LAYERS)
+    trainers: dict[str, Trainer] = {}
+    errors: dict[str, float] = {}
+    starts: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    expected: list[Tensor] = []
+    for name, make in CONTENDERS.items():
+        before = torch.cuda.memory_allocated()
+        try:
+            trainer = make(setting)
+        except UnavailableError as error:
+            if group.rank == 0:
+                print(f"{name}: {error}")
+            continue
+        for _ in range(WARMUP):
+            loss, *results = trainer.step()
+        starts[name], expected = float(loss), expected or results
+        errors[name] = gap(name, trainer, results, expected, setting.layers)
+        del results
+        torch.cuda.reset_peak_memory_stats()
+        trainer.step()
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        trainers[name] = trainer
+    found = timed({name: trainer.step for name, trainer in trainers.items()}, rounds, STEPS)
+    falls = {name: starts[name] - float(trainer.step()[0]) for name, trainer in trainers.items()}
+    if wrong := [name for name, fall in falls.items() if fall < LEAST_FALL * falls[BASELINE]]:
+        raise AssertionError(f"the loss falls by {falls}: too little with {wrong}")
+    tokens = setting.x.shape[0] * setting.x.shape[1]
+    for name, times in found.items():
+        ratio = statistics.median(b / t for b, t in zip(found[BASELINE], times, strict=True))
+        ms, goal = statistics.median(times), GOALS.get(trainers[name].recipe) if name.startswith("minifloat") else None
+        figures = ms, tokens / ms * 1000, ratio, peaks[name], errors[name], falls[name]
+        yield Training(f"FSDP2 x {group.size}", name, *figures, goal, times)
+
+
+def gap(name: str, trainer: Trainer, found: list[Tensor], expected: list[Tensor], layers: int) -> float:
+    """How far output and input gradient are from the baseline's; raises where that is too far."""
+    error, allowed = relative_error(found, expected), bound(trainer.recipe, 8 * layers)
+    if not error <= allowed:
+        raise AssertionError(f"{name}: output or dX is {error:.3f} off {BASELINE}'s, and {allowed:.3f} is allowed")
+    return error
