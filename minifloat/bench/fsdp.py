@@ -107,11 +107,13 @@ def plain(setting: Setting, compiled: bool, torchao: str | None = None, codes: b
     return _trainer(model, optimizer, setting, "current" if torchao else "bf16", after)
 
 
-def ours(setting: Setting, recipe: str, quantized: bool = False) -> Trainer:
+def ours(setting: Setting, recipe: str, quantized: bool = False, save_memory: bool = False) -> Trainer:
     """Our layers and :func:`~minifloat.distributed.fully_shard`; ``quantized``: parameters too, with fp32 masters."""
     dtype = torch.bfloat16 if quantized else torch.float32  # of what quantized parameters stand for
     with quantized_model_init(quantized, recipe=recipe if quantized else None):
-        made, parameters = our_layers(setting.sizes, setting.layers, setting.weights, recipe, dtype)
+        made, parameters = our_layers(
+            setting.sizes, setting.layers, setting.weights, recipe, dtype, save_memory=save_memory
+        )
     for parameter, weight in zip(parameters, setting.weights, strict=True):
         if isinstance(parameter, QuantizedTensor):
             parameter.set_high_precision_init_val(weight)  # where masters start, as all other contenders do
@@ -159,6 +161,8 @@ CONTENDERS: Mapping[str, Callable[[Setting], Trainer]] = {
     "minifloat current": partial(ours, recipe="current"),
     "minifloat delayed": partial(ours, recipe="delayed"),
     "minifloat block": partial(ours, recipe="block"),
+    "minifloat current, save_memory": partial(ours, recipe="current", save_memory=True),
+    "minifloat block, save_memory": partial(ours, recipe="block", save_memory=True),
     "minifloat current, FP8 parameters": partial(ours, recipe="current", quantized=True),
     "minifloat block, FP8 parameters": partial(ours, recipe="block", quantized=True),
 }  # fmt: skip

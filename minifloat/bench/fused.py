@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,13 +113,14 @@ def torch_layers(sizes: Sizes, layers: int, weights: Sequence[Tensor], dtype: to
 
 
 def our_layers(
-    sizes: Sizes, layers: int, weights: Sequence[Tensor], recipe: str | None, dtype: torch.dtype = torch.bfloat16
-) -> Made:
-    """Ours, with parameters of ``dtype``; without a recipe the bf16 path."""
+    sizes: Sizes, layers: int, weights: Sequence[Tensor], recipe: str | None, dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Made:  # fmt: skip
+    """Ours, with parameters of ``dtype`` and other options; without a recipe the bf16 path."""
     layer = partial(
         TransformerLayer, sizes.hidden, sizes.ffn, sizes.heads, sizes.groups, EPS, 0.0, 0.0, attn_input_format="bshd",
         fuse_qkv_params=True, normalization="RMSNorm", activation="swiglu", bias=False, params_dtype=dtype,
-        device=weights[0].device, recipe=recipe,
+        device=weights[0].device, recipe=recipe, **options,
     )  # fmt: skip
     module = nn.Sequential(*(layer() for _ in range(layers)))
     return with_weights(module, list(module.parameters()), weights)

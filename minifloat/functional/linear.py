@@ -150,7 +150,7 @@ def multiply(
 ) -> tuple[Tensor, Kept]:
     """fprop, Y [M, N], and what backward will need; ``x`` and ``weight`` are what the operands were cast from.
 
-    ``x`` may be None where backward does not read it: see :meth:`LinearCall.reads_value`.
+    ``x`` may be None where backward does not read it, see :meth:`LinearCall.reads_value`, or has it from elsewhere.
     """
     x_operands, w, x_part = operands
     y = call.parallel.output(Product("fprop", w, call.dtype, plan.fast_fprop), x_operands, bias)
@@ -209,8 +209,7 @@ def _kept_input(plan: LinearPlan, call: LinearCall, x: Tensor | None, operands: 
     if plan.backward_override == "dequantized":
         return operands.along(ROWWISE)
     if plan.backward_override == "high_precision" or call.keeps_input(plan, x):
-        assert x is not None
-        return _as_is(x)
+        return None if x is None else _as_is(x)
     return operands.along(COLUMNWISE)
 
 

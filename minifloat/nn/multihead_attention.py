@@ -61,6 +61,7 @@ class MultiheadAttention(nn.Module):
         bias, init_method, params_dtype, device, fuse_wgrad_accumulation, recipe: of the linears, as of
             :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
         return_bias: leave adding the bias of ``proj`` to the caller.
+        save_original_input: of ``proj``: what attention gives, and keeps itself, serves its backward too.
         return_layernorm_output: forward also gives the input norm's result.
         name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``;
             without it ``qkv`` and so on.
@@ -119,6 +120,7 @@ class MultiheadAttention(nn.Module):
         output_layer_init_method: InitMethod | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
+        save_original_input: bool = False,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -195,6 +197,7 @@ class MultiheadAttention(nn.Module):
             init_method=output_layer_init_method or init_method,
             name=part_name(name, "proj"),
             parallel_mode="row" if set_parallel_mode else None,
+            save_original_input=save_original_input,
             **linears,
         )
         self.share_heads(parallel)

@@ -34,6 +34,8 @@ class TransformerLayer(nn.Module):
             its ``checkpoint``.
         layernorm_epsilon, normalization, zero_centered_gamma, bias, init_method, output_layer_init_method,
             params_dtype, device, recipe, fuse_wgrad_accumulation: of all parts.
+        save_memory: backward makes again what ``proj`` and ``fc2`` read, of what attention and activation keep anyway:
+            ``save_original_input`` of the one, ``recompute_activation`` of the other.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
         layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` stands between the two, with
             ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal``.
@@ -83,6 +85,7 @@ class TransformerLayer(nn.Module):
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,
         checkpoint_mlp: bool = False,
+        save_memory: bool = False,
         bias: bool = True,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
@@ -137,6 +140,7 @@ class TransformerLayer(nn.Module):
             qkv_format=attn_input_format,
             layer_number=layer_number,
             input_layernorm=True,
+            save_original_input=save_memory,
             fuse_qkv_params=fuse_qkv_params,
             rotary_pos_interleaved=rotary_pos_interleaved,
             qk_norm_type=qk_norm_type,
@@ -166,6 +170,7 @@ class TransformerLayer(nn.Module):
             activation=activation,
             activation_params=activation_params,
             checkpoint=checkpoint_mlp,
+            recompute_activation=save_memory,
             name=part_name(name, "layernorm_mlp"),
             **of_all,
         )
