@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minifloat import formats
 from minifloat.distributed.collectives import max_of_all
+from minifloat.distributed.ddp_forward import check_no_join, keep_histories
 from minifloat.distributed.group import Group
 from minifloat.kernels import delayed as kernels
 from minifloat.recipe import DelayedScaling
@@ -45,11 +46,22 @@ def is_custom(recipe: DelayedScaling) -> bool:
 
 
 def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> Group | None:
-    """The group that amaxes are reduced over, all ranks by default; None where there is nothing to reduce."""
-    if not recipe.reduce_amax or not dist.is_available() or not dist.is_initialized():
+    """The group that amaxes are reduced over, all ranks by default; None where there is nothing to reduce.
+
+    Raises:
+        ValueError: this is the forward of a ``DistributedDataParallel`` inside of its ``join()``, where ranks that have
+            no more data take part in DDP's collectives alone.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    keep_histories()
+    if not recipe.reduce_amax:
         return None
     found = Group.of(group if group is not None else dist.group.WORLD)
-    return found if found.size > 1 else None
+    if found.size == 1:
+        return None
+    check_no_join()
+    return found
 
 
 def update(histories: Sequence[History], group: Group | None = None) -> None:

@@ -9,7 +9,8 @@ from minifloat.distributed.shard_map import ShardMap
 from minifloat.distributed.shards import prepare_shard, quantize_shard
 
 if TYPE_CHECKING:
-    from minifloat.distributed.fsdp import fully_shard, sharded_weights
+    from minifloat.distributed.ddp import data_parallel
+    from minifloat.distributed.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
     from minifloat.distributed.model import parallelize
     from minifloat.distributed.state_dict import (
         load_sharded_optimizer_state_dict,
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Group",
     "ShardMap",
+    "data_parallel",
+    "full_state_dict",
     "fully_shard",
     "gather",
     "gathered_once",
+    "load_full_state_dict",
     "load_sharded_optimizer_state_dict",
     "load_sharded_state_dict",
     "parallelize",
@@ -47,6 +51,8 @@ def __getattr__(name: str) -> Any:
     if name == "gathered_once":
         return getattr(import_module("minifloat.functional.shared_cast"), name)
     files = {"parallelize": "model", "set_check": "tensor_parallel", "set_overlap": "tensor_parallel"}
-    files |= {"fully_shard": "fsdp", "sharded_weights": "fsdp"}
+    files |= {"data_parallel": "ddp"} | dict.fromkeys(
+        ("full_state_dict", "fully_shard", "load_full_state_dict", "sharded_weights"), "fsdp"
+    )
     file = files.get(name, "state_dict")
     return getattr(import_module(f"{__name__}.{file}"), name)

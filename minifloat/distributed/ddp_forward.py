@@ -1,0 +1,83 @@
+"""What layers ask of the ``DistributedDataParallel`` that runs them, and tell it; PyTorch's private names for that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+MARK = "minifloat_data_parallel"
+"""Attribute of the wrappers that ``data_parallel`` has made."""
+_KEEPS = "minifloat_keeps_histories"
+
+
+def running() -> DistributedDataParallel | None:
+    """The wrapper whose forward this is."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def history_names(module: nn.Module) -> set[str]:
+    """What the buffers of delayed scaling below ``module`` are called, those of a first forward to come included."""
+    buffers = [f"{way}_scaling.{name}" for way in ("forward", "backward") for name in ("scale", "amax_history")]
+    return {f"{layer}.{buffer}".lstrip(".") for layer, _ in module.named_modules() for buffer in buffers}
+
+
+def keep_histories() -> None:
+    """Lets the wrapper leave delayed scaling's buffers alone from here on.
+
+    It broadcasts buffers before each forward, and would put the first rank's amaxes in the place of those that the
+    others have measured and not agreed on yet.
+    """
+    wrapper = None if torch.compiler.is_compiling() else running()
+    if wrapper is not None and not hasattr(wrapper, _KEEPS):
+        wrapper.parameters_to_ignore.update(history_names(wrapper.module))
+        wrapper._assign_modules_buffers()  # or it would broadcast an empty list once, which fails
+        setattr(wrapper, _KEEPS, True)
+
+
+def check_reduced(label: str, weight: Tensor) -> None:
+    """To be called by a layer whose weight gradient autograd will not get.
+
+    Raises:
+        ValueError: a wrapper, which does not ignore the weight, would reduce zeros in its place.
+    """
+    if running() is not None and not getattr(weight, "_ddp_ignored", False):
+        raise unreduced(label)
+
+
+def unreduced(label: str) -> ValueError:
+    """The error."""
+    return ValueError(
+        f"{label}: fuse_wgrad_accumulation and delay_wgrad_compute leave the weight's gradient where "
+        "DistributedDataParallel does not reduce it; do without them, or let DDP ignore the weight "
+        "(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model) and all-reduce it after backward"
+    )
+
+
+def check_synchronized(label: str) -> None:
+    """To be called by a layer with a quantized parameter.
+
+    Raises:
+        ValueError: the wrapper has not made ranks alike bit by bit: it broadcasts values, and each rank casts them.
+    """
+    wrapper = running()
+    if wrapper is not None and not hasattr(wrapper, MARK):
+        raise ValueError(
+            f"{label}: DistributedDataParallel does not keep quantized parameters alike on all ranks; wrap the model "
+            "with minifloat.distributed.data_parallel, which takes the same options"
+        )
+
+
+def check_no_join() -> None:
+    """To be called where all ranks have to agree in each step.
+
+    Raises:
+        ValueError: inside of the wrapper's ``join()`` ranks that have no more data take part in its collectives alone.
+    """
+    wrapper = running()
+    if wrapper is not None and wrapper._join_config.enable:
+        raise ValueError(
+            "delayed scaling reduces amaxes over all ranks in every step, which those that have joined in "
+            "DistributedDataParallel.join() do not take part in: give all ranks the same number of batches, or use "
+            "DelayedScaling(reduce_amax=False)"
+        )
