@@ -31,7 +31,7 @@ from minifloat.train.loop import Metrics, Run
 from minifloat.train.model import ModelConfig
 from minifloat.train.study import Conditions, Job, Result
 from minifloat.train.study_statistics import Outcome, interval, outcomes, p_value, student_t
-from tests.micro_training import CPU, MICRO, invoke
+from tests.micro_training import CPU, MICRO, children, invoke
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -358,29 +358,40 @@ def micro_options(text: Path, out: Path, steps: int = 4) -> list[object]:
     return ["study", text, "--out", out, "--steps", steps, "--workers", 2, *fixed]
 
 
-def finish_in_this_process(text: Path, folder: Path, names: set[str], steps: int = 4) -> None:
+def finish_in_this_process(
+    text: Path, folder: Path, names: set[str], steps: int = 4, seeds: tuple[int, ...] = (0, 1)
+) -> None:
     """Puts the results of some runs where the command with `micro_options` looks for them."""
     corpus = data.load([text], least=MICRO.context + 1)
     rate, kind = 3e-3 * 128 / MICRO.dim, study.device_kind(CPU)
     given = Conditions("micro", steps, 4, rate, corpus.fingerprint, kind, threads=command.threads_of_each(2))
-    folder.mkdir(parents=True)
-    for job in study.jobs(["current"], [0, 1]):
+    folder.mkdir(parents=True, exist_ok=True)
+    for job in study.jobs(["current"], seeds):
         if job.name in names:
             study.write(study.execute(job, given, corpus, CPU), job.file(folder))
 
 
+def study_in_a_group_of_its_own(arguments: list[object]) -> None:
+    """What a child process does until it is killed, with the processes that it starts."""
+    os.setsid()
+    sys.argv = ["study", *map(str, arguments)]
+    typer.run(command.study)
+
+
 def test_a_study_that_was_killed_goes_on(text: Path, tmp_path: Path) -> None:
-    """SIGKILL of the whole process group while runs train: what is finished stays, the rest is run, the report is."""
+    """SIGKILL of the whole process group while a run trains: what is finished stays, the rest is run, the report is."""
     out = tmp_path / "out"
     finish_in_this_process(text, out / "runs", {"bf16", "bf16-reordered", "fp32"})
+    finish_in_this_process(text, out / "runs", {"current"}, seeds=(1,))
     early = {path.name: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
-    code = "import sys, typer; from minifloat.cli.study import study; typer.run(study)"
-    arguments = [str(argument) for argument in micro_options(text, out)[1:]]
-    with subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=True) as process:
-        logs = [Job("current", seed).log(out / "runs") for seed in (0, 1)]
-        while process.poll() is None and not any(log.exists() and "step" in log.read_text() for log in logs):
-            time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
+    process = children().Process(target=study_in_a_group_of_its_own, args=(micro_options(text, out)[1:],))
+    process.start()
+    log = Job("current", 0).log(out / "runs")
+    while process.is_alive() and not (log.exists() and "step" in log.read_text()):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     for path in (out / "runs").glob("*.json"):
         study.read(path)
     (out / "runs" / "current-0.json.123.tmp").write_text('{"job"')  # as of a process that was killed while it wrote

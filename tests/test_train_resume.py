@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from minifloat.train.checkpoint import latest, locate
 from minifloat.train.interrupt import signals_noted
 from minifloat.train.loop import Interrupted, Metrics, NonFiniteError, Run
 from minifloat.train.state import history_tensor, own_random_numbers, read_history
-from tests.micro_training import invoke, losses, micro_model, train_and_save, train_in_child, write_texts
+from tests.micro_training import children, invoke, losses, micro_model, train_and_save, train_in_child, write_texts
 
 STEPS = 5
 
@@ -291,17 +290,6 @@ def test_tensorboard_missing(command: list[object], monkeypatch: pytest.MonkeyPa
 # Processes that die
 
 
-@pytest.fixture(scope="module")
-def children() -> Any:
-    """A context whose processes start at once: a server that has imported everything forks them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.micro_training", "torch.distributed.checkpoint", "safetensors.torch"])
-    first = context.Process(target=torch.get_num_threads)
-    first.start()
-    first.join()
-    return context
-
-
 def saves_begun(folder: Path) -> set[str]:
     """The saves that are being written, or that a process did not finish."""
     return {path.name for path in folder.glob(".step-*.partial")}
@@ -313,7 +301,7 @@ def wait_for(path: Path, process: Any) -> None:
         time.sleep(0.001)
 
 
-def kill_at_random_moments(children: Any, folder: Path, recipe: str, moments: int) -> None:
+def kill_at_random_moments(folder: Path, recipe: str, moments: int) -> None:
     """Every other kill hits a save; after each one the newest checkpoint is that of an uninterrupted run."""
     torch.set_num_threads(1)
     choose, steps, inside, reached = random.Random(0), 6 * moments, 0, [0]
@@ -321,7 +309,7 @@ def kill_at_random_moments(children: Any, folder: Path, recipe: str, moments: in
     out = folder / "killed"
     for moment in range(moments):
         before = saves_begun(out)  # a leftover is of the next step, or of one before the newest
-        process = children.Process(target=train_in_child, args=(out, recipe, steps, moment == 0))
+        process = children().Process(target=train_in_child, args=(out, recipe, steps, moment == 0))
         process.start()
         if moment == 0:  # a save that takes seconds: this one is surely hit
             wait_for(out / ".step-00000002.partial", process)
@@ -348,11 +336,11 @@ def kill_at_random_moments(children: Any, folder: Path, recipe: str, moments: in
     assert losses(finished) == expected
 
 
-def test_a_killed_run_goes_on_bitwise(children: Any, tmp_path: Path) -> None:
-    kill_at_random_moments(children, tmp_path, "delayed", 3)
+def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
+    kill_at_random_moments(tmp_path, "delayed", 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
-def test_a_run_killed_twenty_times_goes_on_bitwise(children: Any, tmp_path: Path, recipe: str) -> None:
-    kill_at_random_moments(children, tmp_path, recipe, 20)
+def test_a_run_killed_twenty_times_goes_on_bitwise(tmp_path: Path, recipe: str) -> None:
+    kill_at_random_moments(tmp_path, recipe, 20)

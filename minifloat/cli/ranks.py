@@ -13,7 +13,6 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from minifloat.distributed.group import Group
 from minifloat.train.ranks import ALONE, Ranks
 
 T = TypeVar("T")
@@ -22,27 +21,21 @@ TIMEOUT = timedelta(hours=1)
 
 
 @contextmanager
-def joined(tp: int, sequence_parallel: bool, device: torch.device) -> Iterator[tuple[Ranks, torch.device]]:
+def joined(tp: int, fsdp: bool, sequence_parallel: bool, device: torch.device) -> Iterator[tuple[Ranks, torch.device]]:
     """The ranks of this command and the device of this one; inside, all but the first one's standard output is lost.
 
     With several ranks the end of this context is that of the process.
 
     Raises:
-        ValueError: torchrun has not started `tp` processes, there are fewer GPUs than ranks on this machine, or
-            `device` is one of them.
+        ValueError: torchrun has not started `tp` processes, with `fsdp` a multiple of that; there are fewer GPUs than
+            ranks on this machine, or `device` is one of them.
     """
-    started = int(os.environ.get("WORLD_SIZE", 1)) if dist.is_torchelastic_launched() else 1
-    if tp < 1 or started != tp:
-        raise ValueError(
-            f"--tp is {tp}, but torchrun has started {started}; give --tp {started}, or start {max(tp, 1)} with: "
-            f"{launcher(max(tp, 1))}minifloat train --tp {max(tp, 1)} ..."
-        )
-    if tp == 1:
+    if check_started(tp, fsdp) == 1:
         yield ALONE, device
         return
     if device.type == "cuda":
         if device.index is not None:
-            raise ValueError(f"--tp gives each rank a GPU of its own, and --device is {device}; use --device cuda")
+            raise ValueError(f"each rank has a GPU of its own, and --device is {device}; use --device cuda")
         local = int(os.environ["LOCAL_RANK"])
         if local >= torch.cuda.device_count():
             raise ValueError(
@@ -51,12 +44,30 @@ def joined(tp: int, sequence_parallel: bool, device: torch.device) -> Iterator[t
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    ranks = Ranks(Group.of(dist.group.WORLD), sequence_parallel)
+    ranks = Ranks.of_world(device, tp, sequence_parallel)
     with ExitStack() as stack:
         if not ranks.first:
             stack.enter_context(redirect_stdout(io.StringIO()))
         yield ranks, device
     leave()  # only in order: after an error the other ranks may wait in a collective, and torchrun ends them
+
+
+def check_started(tp: int, fsdp: bool) -> int:
+    """How many processes torchrun has started, this one alone without it; raises ValueError where options differ."""
+    launched = dist.is_torchelastic_launched()
+    if fsdp and not launched:
+        raise ValueError(
+            f"--fsdp shards over the processes that torchrun starts, and this is none; start N with: {launcher('N')}"
+            "minifloat train --fsdp ..."
+        )
+    started, wanted = int(os.environ["WORLD_SIZE"]) if launched else 1, max(tp, 1)
+    if tp < 1 or (started % tp if fsdp else started != tp):
+        right = f"start a multiple of {wanted}" if fsdp else f"give --tp {started}, or --fsdp to share the batch"
+        raise ValueError(
+            f"--tp is {tp}, but torchrun has started {started}; {right}, or start {wanted} with: {launcher(wanted)}"
+            f"minifloat train --tp {wanted} ..."
+        )
+    return started
 
 
 def leave() -> NoReturn:
@@ -71,7 +82,7 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def launcher(ranks: int) -> str:
+def launcher(ranks: int | str) -> str:
     """What starts so many ranks of a command on one machine, before the command; nothing for one."""
     return "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
 

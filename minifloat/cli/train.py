@@ -59,7 +59,8 @@ class Job:
     tp_overlap: Overlap = "handles"
 
     def __post_init__(self) -> None:
-        self.model.check_ranks(self.ranks.group.size)
+        self.model.check_ranks(self.ranks.tp.size)
+        self.ranks.check_batch(self.config.batch_size)
         for name in self.names:
             self.checkpoints(name)  # raises ValueError now for what would not work later
 
@@ -99,6 +100,9 @@ def train(
     vocabulary: Annotated[int | None, typer.Option(help="of a token file; default: the tokenizer's")] = None,
     token_dtype: Annotated[str, typer.Option(help="of a .bin token file: uint16 or uint32")] = "uint16",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write TensorBoard's files too")] = False,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="under torchrun: ranks shard the parameters (FSDP2) and share the batch")
+    ] = False,
     tp: Annotated[int, typer.Option(help="ranks that share each layer: tensor parallelism, under torchrun")] = 1,
     sequence_parallel: Annotated[
         bool, typer.Option(help="with --tp: what is not split by columns is split by tokens")
@@ -134,7 +138,7 @@ def train(
             sizes = replace(sizes, vocabulary=corpus.vocabulary)
             if tensorboard:
                 tensorboard_class()  # now, not after the first step
-            ranks, chosen = held.enter_context(joined(tp, sequence_parallel, choose_device(device)))
+            ranks, chosen = held.enter_context(joined(tp, fsdp, sequence_parallel, choose_device(device)))
             folder, starts = from_first(choose(names, out, resume, resume_from), ranks)
             if ranks.first:
                 held.enter_context(claimed(folder))
@@ -188,7 +192,7 @@ def run_or_stop(job: Job) -> list[Run]:
             return execute(job, signal_that_came)
         except Interrupted as stopped:
             if job.ranks.first:
-                again = launcher(job.ranks.group.size) + resume_command(sys.argv[1:], job.out)
+                again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out)
                 typer.echo(f"{stopped}\ncontinue with: {again}", err=True)
             raise typer.Exit(128 + (signal_that_came() or signal.SIGINT)) from stopped
         except FloatingPointError as error:
@@ -211,7 +215,7 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
                 set_check(model)
             runs.append(
                 train_model(
-                    name, model, job.model.context, job.corpus, job.config, job.device, observer(name),
+                    name, model.shard(), job.model.context, job.corpus, job.config, job.device, observer(name),
                     checkpoints=job.checkpoints(name), stop=stop, ranks=job.ranks,
                 )
             )  # fmt: skip
@@ -261,7 +265,7 @@ def facts(job: Job, runs: list[Run]) -> dict[str, str]:
     """What the report says about the conditions."""
     sizes, config = job.model, job.config
     return {
-        "command": f"`{launcher(job.ranks.group.size)}minifloat {shlex.join(sys.argv[1:])}`",
+        "command": f"`{launcher(job.ranks.size)}minifloat {shlex.join(sys.argv[1:])}`",
         "model": f"{runs[0].parameters:,} parameters, {sizes}",
         "training": f"{config}",
         "text": job.corpus.source,
@@ -277,4 +281,6 @@ def facts(job: Job, runs: list[Run]) -> dict[str, str]:
 
 def _ranks(ranks: Ranks) -> str:
     tokens = "split by tokens elsewhere" if ranks.sequence_parallel else "all tokens on each elsewhere"
-    return f"{ranks.group.size}, which share each linear; {tokens}"
+    told = [f"{ranks.data.size}, which shard the parameters and share the batch"] if ranks.data.size > 1 else []
+    told += [f"{ranks.tp.size}, which share each linear; {tokens}"] if ranks.tp.size > 1 else []
+    return "; times ".join(told)

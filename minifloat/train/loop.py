@@ -15,9 +15,9 @@ from minifloat.functional import count_gemms
 from minifloat.train.checkpoint import Checkpoints
 from minifloat.train.data import Batches, Corpus, fixed_batches
 from minifloat.train.nonfinite import find_non_finite
-from minifloat.train.ranks import ALONE, Ranks
+from minifloat.train.ranks import ALONE, Ranks, local
 from minifloat.train.run import Interrupted, Metrics, NonFiniteError, Run, TrainConfig
-from minifloat.train.state import TrainState, own_random_numbers
+from minifloat.train.state import TrainState, own_random_numbers, seed_generators
 
 __all__ = ["Interrupted", "Metrics", "NonFiniteError", "Run", "TrainConfig", "evaluate", "train", "train_step"]
 
@@ -41,7 +41,7 @@ def train(
 
     Runs of equal `corpus`, `config` and `context` see the same batches, and all their random numbers come from
     `config.seed`. A run that continues from `checkpoints.start` hands the earlier steps' metrics to `observe` too. A
-    model that is split over `ranks` is trained by all of them alike; its checkpoints are those of one process.
+    model that is shared by `ranks` is trained by all of them alike; its checkpoints are those of one process.
 
     Raises:
         NonFiniteError: the loss or the gradient of a step is not finite; names the step and the layer. Parameters and
@@ -87,6 +87,8 @@ def advance(
     step, rate = state.step + 1, config.rate(state.step + 1)
     state.mark()
     batch = next(state.stream)
+    if (seed := state.ranks.seed(config.seed, step)) is not None:
+        seed_generators(seed, state.device)
     with count_gemms() as counts:
         loss, norm = train_step(state.model, state.optimizer, batch, rate, config, state.device, state.ranks)
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -124,7 +126,7 @@ def keep_last_good(state: TrainState, checkpoints: Checkpoints | None) -> str:
     """Saves the state if it is any good and says where."""
     if checkpoints is None or state.step == 0:
         return "the run stops here"
-    bad = not all(bool(parameter.isfinite().all()) for parameter in state.model.parameters())
+    bad = not all(bool(local(parameter).isfinite().all()) for parameter in state.model.parameters())
     if state.ranks.any(bad, state.device):
         return "nothing is saved, because parameters are not finite either"
     return f"the state after step {state.step} is saved in {state.save(checkpoints, peak_memory(state))}"
@@ -157,7 +159,7 @@ def train_step(
     loss = batch_loss(model, batch, config, device, ranks)
     with torch.autograd.set_multithreading_enabled(False):  # for one device another thread only costs time
         (loss * config.loss_scale).backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
     ranks.finish_gradients(model)
     norm = ranks.clip(model, config.clip)
@@ -171,11 +173,15 @@ def train_step(
 def batch_loss(
     model: nn.Module, batch: Batch, config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
 ) -> Tensor:
-    """The mean cross entropy in nats a token, fp32 scalar, over the tokens that this rank has."""
-    inputs_BT, targets_BT = (part.to(device, non_blocking=True) for part in batch)
+    """The mean cross entropy in nats a token, fp32 scalar, over the tokens that this rank has.
+
+    It is weighted so that the ranks' mean is that over the batch, where they do not have equally many.
+    """
+    inputs_BT, targets_BT = (ranks.share(part).to(device, non_blocking=True) for part in batch)
     with torch.autocast(device.type, dtype=config.dtype, enabled=config.dtype != torch.float32):
         logits = model(inputs_BT)
-    return F.cross_entropy(logits.flatten(0, -2).float(), ranks.own(targets_BT.flatten()))
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), ranks.own(targets_BT.flatten()))
+    return loss * ranks.weight(batch[0].shape[0])
 
 
 @torch.no_grad()

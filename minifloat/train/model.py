@@ -163,7 +163,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.ranks = ranks
-        config.check_ranks(ranks.group.size)
+        config.check_ranks(ranks.tp.size)
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.blocks = nn.ModuleList(Block(config, linear, ranks) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
@@ -188,6 +188,15 @@ class Transformer(nn.Module):
                 std = depth_scale * width**-0.5 if width else self.config.dim**-0.5
                 fill_normal(module.weight, std, generator, self.ranks)
 
+    def shard(self) -> Transformer:
+        """Lets the ranks that share the data keep rows of each parameter (FSDP2), block by block, on their devices."""
+        from minifloat.distributed import fully_shard
+
+        if self.ranks.data.size > 1:
+            for module in (*self.blocks, self):
+                fully_shard(module, mesh=self.ranks.data_mesh)
+        return self
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
         length = tokens_BT.shape[1]
         if length > self.config.context:
@@ -196,5 +205,6 @@ class Transformer(nn.Module):
         x_ND = self.embedding(self.ranks.own(tokens_BT.flatten()))
         for block in self.blocks:
             x_ND = block(x_ND, cos_TE, sin_TE)
-        logits_NV: Tensor = self.head(self.norm(x_ND))
-        return logits_NV if self.ranks.splits_tokens else logits_NV.unflatten(0, tokens_BT.shape)
+        x_ND = self.norm(x_ND)
+        logits: Tensor = self.head(x_ND if self.ranks.splits_tokens else x_ND.unflatten(0, tokens_BT.shape))
+        return logits

@@ -1,12 +1,17 @@
-"""A training whose linears are split over ranks: who has which tokens, and what the ranks tell each other.
+"""A training on several ranks: who has which parameters and which tokens, and what the ranks tell each other.
 
-Every rank sees all batches. Under sequence parallelism what works on tokens one by one (embedding, norms, head, loss)
-sees the rank's own tokens only, so that the gradients of its parameters, which all ranks have, are partial sums; the
-linears gather tokens and scatter sums by themselves. Without it every rank has all tokens there.
+Ranks are a grid, data x tensor-parallel. Those of one data position share each linear (``--tp``), those of one
+tensor-parallel position shard their parameters and share the batch (``--fsdp``).
+
+Every rank draws all batches and takes its sequences. Under sequence parallelism what works on tokens one by one
+(embedding, norms, head, loss) sees the rank's own tokens of these only, so that the gradients of its parameters, which
+all tensor-parallel ranks have, are partial sums; the linears gather tokens and scatter sums by themselves. Without it
+every tensor-parallel rank has all tokens there.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifloat.distributed.group import Group
 from minifloat.optim.gradients import clip_grad_norm_
@@ -23,121 +29,215 @@ THIS_PROCESS = Group()
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of one tensor-parallel group; by default this process alone, for which nothing here does anything."""
+    """A rank's place among all; by default this process alone, for which nothing here does anything.
 
-    group: Group = THIS_PROCESS
+    Args:
+        tp: the ranks that share each linear.
+        data_mesh: those that shard parameters and share the batch, one dim; None: this rank alone.
+    """
+
+    tp: Group = THIS_PROCESS
     sequence_parallel: bool = True
+    data_mesh: DeviceMesh | None = None
+
+    @staticmethod
+    def of_world(device: torch.device, tp: int, sequence_parallel: bool = True) -> Ranks:
+        """All ranks there are, neighbours in a tensor-parallel group of ``tp``; a collective."""
+        size = dist.get_world_size()
+        if size == tp:
+            return Ranks(Group.of(dist.group.WORLD), sequence_parallel)
+        mesh = init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("data", "tp"))
+        return Ranks(Group.of(mesh["tp"]), sequence_parallel, mesh["data"])
+
+    @property
+    def data(self) -> Group:
+        """The ranks that shard parameters and share the batch."""
+        return Group.of(self.data_mesh)
+
+    @property
+    def size(self) -> int:
+        return self.tp.size * self.data.size
 
     @property
     def alone(self) -> bool:
-        return self.group.size == 1
+        return self.size == 1
 
     @property
     def first(self) -> bool:
         """This rank is the one that writes files and talks to the user."""
-        return self.group.rank == 0
+        return self.tp.rank == 0 and self.data.rank == 0
 
     @property
     def splits_tokens(self) -> bool:
-        return self.sequence_parallel and not self.alone
+        return self.sequence_parallel and self.tp.size > 1
 
     def linear(self, mode: Literal["column", "row"]) -> dict[str, Any]:
         """Further arguments of a linear."""
-        if self.alone:
+        if self.tp.size == 1:
             return {}
-        group = self.group.process_group
+        group = self.tp.process_group
         return {"parallel_mode": mode, "sequence_parallel": self.sequence_parallel, "tp_group": group}
 
+    # ---- who has what of a batch ----
+
+    def check_batch(self, size: int) -> None:
+        """Raises ValueError where some data rank would have no sequence in a step."""
+        if size < self.data.size:
+            raise ValueError(
+                f"{size} sequences in a step are too few for {self.data.size} ranks that share them; choose a "
+                f"--batch-size of at least {self.data.size}, or start fewer ranks"
+            )
+
+    def share(self, batch_BT: Tensor) -> Tensor:
+        """This rank's sequences of a batch, one at least, for all ranks run each forward; see :meth:`weight`."""
+        own = batch_BT.tensor_split(self.data.size)[self.data.rank]
+        return own if own.shape[0] else batch_BT[:1]
+
+    def weight(self, sequences: int) -> float:
+        """What the mean over its :meth:`share` of so many counts, for their mean to be that of all ranks' values.
+
+        One where ranks have equal numbers, zero where the sequence that a rank has is another's.
+        """
+        own = sequences // self.data.size + (self.data.rank < sequences % self.data.size)
+        return own * self.data.size / sequences
+
     def own(self, tokens_N: Tensor) -> Tensor:
-        """This rank's part of what there is one of for each token.
+        """This rank's part of what there is one of for each token of its sequences.
 
         Raises:
             ValueError: the tokens of a batch cannot be split evenly.
         """
         if not self.splits_tokens:
             return tokens_N
-        if tokens_N.shape[0] % self.group.size:
+        if tokens_N.shape[0] % self.tp.size:
             raise ValueError(
-                f"{tokens_N.shape[0]} tokens of a batch do not divide by {self.group.size} ranks; "
+                f"{tokens_N.shape[0]} tokens of a batch do not divide by {self.tp.size} ranks; "
                 "change --batch-size or --tp"
             )
-        return tokens_N.chunk(self.group.size)[self.group.rank]
+        return tokens_N.chunk(self.tp.size)[self.tp.rank]
+
+    def seed(self, seed: int, step: int) -> int | None:
+        """Of the random numbers of a step, which no two data ranks may round with; None: those of one process go on."""
+        if self.data.rank == 0:
+            return None
+        return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{self.data.rank}".encode()).digest()[:7])
 
     # ---- agreement ----
 
     def mean(self, own: Tensor) -> Tensor:
-        """The mean over all tokens of a value whose mean over its own tokens each rank has."""
-        if not self.splits_tokens:
-            return own
-        total = own.clone()
-        dist.all_reduce(total, group=self.group.process_group)
-        return total / self.group.size
+        """The mean over all ranks of a value that each has of its own tokens."""
+        total = own
+        for group in ([self.tp] if self.splits_tokens else []) + [self.data]:
+            if group.size > 1:
+                total = total.clone()
+                dist.all_reduce(total, group=group.process_group)
+                total /= group.size
+        return total
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Some rank says so."""
         if self.alone:
             return flag
         flags = torch.tensor(float(flag), device=device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group.process_group)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
 
     def finish_gradients(self, model: nn.Module) -> None:
-        """Makes gradients of the sum of the ranks' losses those of the mean over all tokens, in one all-reduce."""
+        """Makes gradients of the sum of tensor-parallel ranks' losses those of their mean, in one all-reduce.
+
+        The means over data ranks are FSDP2's.
+        """
         if not self.splits_tokens:
             return
         # A linear marks all of its parameters, and sums the gradients of those that it does not split by itself.
         complete = "tensor_model_parallel"
-        gradients = [(p.grad, hasattr(p, complete)) for p in model.parameters() if p.grad is not None]
-        torch._foreach_mul_([gradient for gradient, _ in gradients], 1 / self.group.size)
+        gradients = [(local(p.grad), hasattr(p, complete)) for p in model.parameters() if p.grad is not None]
+        torch._foreach_mul_([gradient for gradient, _ in gradients], 1 / self.tp.size)
         partial = [gradient for gradient, summed in gradients if not summed]
         flat = torch.cat([gradient.flatten() for gradient in partial])
-        dist.all_reduce(flat, group=self.group.process_group)
+        dist.all_reduce(flat, group=self.tp.process_group)
         for gradient, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
             gradient.copy_(total.view_as(gradient))
 
     def clip(self, model: nn.Module, limit: float) -> Tensor:
         """Clips the gradients of the whole model, each parameter counted once; returns their norm before that."""
-        return clip_grad_norm_(model.parameters(), limit, tp_group=self.group)
+        return clip_grad_norm_(model.parameters(), limit, tp_group=self.tp)
 
     # ---- checkpoints, which are those of one process ----
 
     def whole(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``tensors``, gathered where they are like a parameter of which this rank has a part.
+        """``tensors``, of which the first rank gathers those that it has a part of, one by one to the CPU.
 
         Args:
             parameters: what each tensor belongs to, by the same names; missing where it belongs to none.
+
+        Returns:
+            On the other ranks what they have the whole of; a collective all the same.
         """
-        result = dict(tensors)
+        result = {}
         for name, tensor in tensors.items():
             parameter = parameters.get(name)
+            whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
             if parameter is not None and self._is_part(tensor, parameter):
-                parts = [torch.empty_like(tensor) for _ in range(self.group.size)]
-                dist.all_gather(parts, tensor.detach().contiguous(), group=self.group.process_group)
-                result[name] = torch.cat(parts, dim(parameter)).cpu()  # of all parameters, more than a GPU may hold
+                parts = [torch.empty_like(whole) for _ in range(self.tp.size)]
+                dist.all_gather(parts, whole.detach().contiguous(), group=self.tp.process_group)
+                whole = torch.cat(parts, dim(parameter))
+            if whole is tensor:
+                result[name] = tensor
+            elif self.first:
+                result[name] = whole.cpu()  # of all parameters, more than a GPU may hold
         return result
 
     def part(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`whole`."""
+        """The inverse of :meth:`whole`, on every rank."""
         result = dict(tensors)
         for name, tensor in tensors.items():
             parameter = parameters.get(name)
-            if parameter is not None and sharded(parameter) and not self.alone and tensor.ndim == parameter.ndim:
-                result[name] = tensor.chunk(self.group.size, dim(parameter))[self.group.rank].contiguous()
+            if parameter is None or tensor.ndim != parameter.ndim:
+                continue
+            if sharded(parameter) and self.tp.size > 1:
+                result[name] = tensor.chunk(self.tp.size, dim(parameter))[self.tp.rank].contiguous()
+            if is_dtensor(parameter):
+                result[name] = self._shard(result[name], local(parameter).device)
         return result
 
     def numel(self, parameter: Tensor) -> int:
         """Elements of the whole of a parameter."""
-        return parameter.numel() * (self.group.size if sharded(parameter) else 1)
+        return parameter.numel() * (self.tp.size if sharded(parameter) else 1)
 
     def _is_part(self, tensor: Tensor, parameter: Tensor) -> bool:
-        return not self.alone and sharded(parameter) and tensor.shape == parameter.shape
+        return self.tp.size > 1 and sharded(parameter) and tensor.shape == parameter.shape
+
+    def _shard(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The DTensor of a tensor that this rank has the whole of, cut as FSDP2 does."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        rows = tensor.chunk(self.data.size)  # fewer where there are too few rows
+        own = rows[self.data.rank] if self.data.rank < len(rows) else tensor[:0]
+        assert self.data_mesh is not None
+        sharded: Tensor = DTensor.from_local(
+            own.to(device, copy=True), self.data_mesh, [Shard(0)], run_check=False, shape=tensor.shape,
+            stride=tensor.stride(),
+        )  # fmt: skip
+        return sharded
 
 
 ALONE = Ranks()
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """FSDP2 has sharded it, or what it is the gradient of."""
+    return hasattr(tensor, "to_local")  # its class is slow to import
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a DTensor, in its memory; another tensor as it is."""
+    own: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return own
+
+
 def sharded(parameter: Tensor) -> bool:
-    """Each rank has a part of it, along :func:`dim`."""
+    """Each tensor-parallel rank has a part of it, along :func:`dim`."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
@@ -148,10 +248,10 @@ def dim(parameter: Tensor) -> int:
 @torch.no_grad()
 def fill_normal(parameter: Tensor, std: float, generator: torch.Generator, ranks: Ranks) -> None:
     """Normal numbers; a rank that has a part draws the whole, so that models start alike on any number of ranks."""
-    if ranks.alone or not sharded(parameter):
+    if ranks.tp.size == 1 or not sharded(parameter):
         parameter.normal_(std=std, generator=generator)
         return
     shape = list(parameter.shape)
-    shape[dim(parameter)] *= ranks.group.size
+    shape[dim(parameter)] *= ranks.tp.size
     whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device).normal_(std=std, generator=generator)
-    parameter.copy_(whole.chunk(ranks.group.size, dim(parameter))[ranks.group.rank])
+    parameter.copy_(whole.chunk(ranks.tp.size, dim(parameter))[ranks.tp.rank])

@@ -130,11 +130,16 @@ def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, PyTorch's generators of the CPU and `device` start from `seed`; afterwards they are as they were."""
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
-        torch.default_generator.manual_seed(seed)
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+        seed_generators(seed, device)
         yield
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """PyTorch's generators of the CPU and `device` start from `seed`."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def history_tensor(history: list[Metrics]) -> Tensor:
