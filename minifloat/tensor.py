@@ -25,8 +25,10 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INNER = tuple(f"{slot}_{name}" for slot in tensor_ops.SLOTS for name in tensor_ops.BUFFERS)
+_SHARED = ("quantizer", "amax_group", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
-    {"_operands", "_outside", "_wholes", "quantizer", "scale", "amax_group", "source_version", "gatherer"}
+    {"_operands", "_outside", "_wholes", "scale", "source_version", "gatherer"}
+    | {*_SHARED, "source", "first", "whole", "_loaded_amaxes"}  # of subclasses
 )
 
 
@@ -459,6 +461,12 @@ class QuantizedTensor(torch.Tensor):
         geometry = tuple(self.shape), self.stride()
         return _rebuild, (self._buffers(), context, *geometry, self.requires_grad, others)
 
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """What ``torch.distributed.checkpoint`` saves, and loads into, maybe in several ranges of rows."""
+        from minifloat.saved_rows import SavedRows  # a subclass
+
+        return SavedRows.of(self, self._operands, self.shape, self.stride(), whole=True)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
             found: QuantizedTensor = memo[id(self)]
@@ -466,9 +474,9 @@ class QuantizedTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("a QuantizedTensor that autograd computed cannot be deep-copied; detach() it first")
         self._gathered()
-        kept = {"amax_group": self.amax_group, "quantizer": self.quantizer, "gatherer": None}
+        kept = {name: self.__dict__[name] for name in _SHARED if name in self.__dict__} | {"gatherer": None}
         copied = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in kept}, memo)
-        out = QuantizedTensor(copied["_operands"], self.quantizer, self.shape, self.dtype, self.stride())
+        out = type(self)(copied["_operands"], self.quantizer, self.shape, self.dtype, self.stride())
         out.__dict__.update(copied | kept)
         out.requires_grad_(self.requires_grad)
         out.grad = copy.deepcopy(self.grad, memo)

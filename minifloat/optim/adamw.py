@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minifloat.optim import moments
 from minifloat.optim.masters import is_low_precision
-from minifloat.optim.moments import Moments
+from minifloat.optim.moments import Moments, kept_as
+from minifloat.optim.shards import own_rows
 
 _BUCKET = 1 << 24
 """Elements whose moments are in fp32 at a time."""
@@ -29,10 +30,14 @@ class AdamW(torch.optim.Optimizer):
     ``minifloat.optim.moments`` for how they are rounded. With ``"fp32"`` state dicts go to and from
     ``torch.optim.AdamW``. State of a parameter: ``step``; ``exp_avg`` and ``exp_avg_sq`` in the shape of the parameter,
     fp32 or bf16; with fp8 ``exp_avg`` and ``exp_avg_sq_root`` as uint8 E4M3 codes in the shape of the parameter, and
-    ``exp_avg_scale`` and ``exp_avg_sq_root_scale``, fp32 [blocks], what codes are multiplied by.
+    ``exp_avg_scale`` and ``exp_avg_sq_root_scale``, fp32 [rows, blocks of 128 in a row], what codes are multiplied by.
+    fp8 is for parameters of two dims or more; others have fp32.
+
+    Of DTensors, as FSDP2 makes them, each rank steps what it has; the state is DTensors, cut as the parameter is, so
+    that ``torch.distributed.checkpoint`` loads it on any number of ranks.
 
     The random bits of a step follow from the number of the step, so that a resumed run has the same; on another kind of
-    device they are others.
+    device, or another number of ranks, they are others.
 
     Args:
         params: fp32 parameters, or param groups; bf16, fp16 and quantized ones go through ``MasterWeights``.
@@ -43,7 +48,8 @@ class AdamW(torch.optim.Optimizer):
         moments: ``"fp32"``, ``"bf16"`` or ``"fp8"``; a param group may have its own. That of a loaded state dict wins.
 
     Raises:
-        ValueError: an option is out of its range, a parameter is not fp32, or, in ``step``, a gradient is sparse.
+        ValueError: an option is out of its range, a parameter is not fp32, or, in ``step``, a gradient is sparse or
+            another one is sharded than its parameter, or fp8 moments of one that is not sharded by rows.
     """
 
     def __init__(
@@ -87,39 +93,46 @@ class AdamW(torch.optim.Optimizer):
                 )
         draws: dict[torch.device, torch.Generator] = {}
         for group in self.param_groups:
-            for params in _buckets([p for p in group["params"] if p.grad is not None]):
-                states = [self._state(p, group["moments"]) for p in params]
+            stepped = {p: self._state(p, group["moments"]) for p in group["params"] if p.grad is not None}
+            for params in _buckets(list(stepped), group["moments"]):
+                kind, states = kept_as(params[0], group["moments"]), [stepped[p] for p in params]
                 for state in states:
                     state["step"] += 1
                 device = params[0].device
-                if group["moments"] != "fp32" and device not in draws:
+                if kind != "fp32" and device not in draws:
                     draws[device] = torch.Generator(device).manual_seed(int(states[0]["step"]))
-                _update(params, states, group, draws.get(device))
+                _update(params, states, group, kind, draws.get(device))
         return loss
 
-    def _state(self, p: Tensor, kind: Moments) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[p]
+    def _state(self, p: Tensor, asked: Moments) -> dict[str, Any]:
+        state, kind = self.state[p], kept_as(p, asked)
         if not state:
+            made = moments.zeros(p, _names(kind), kind)
             state["step"] = torch.tensor(0.0)
-            state.update(moments.zeros(p, _names(kind), kind))
+            state.update(made)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # load_state_dict gave all state the dtype of the parameter: exactly, if wider
-            dtype = moments.dtype(group["moments"])
             for p in group["params"]:
                 held = self.state.get(p, {})
-                held.update({name: held[name].to(dtype) for name in _names(group["moments"]) if name in held})
+                kind: Moments = group["moments"]
+                kind = "fp32" if kind == "fp8" and _names(kind)[1] not in held else kind
+                held.update({name: held[name].to(moments.dtype(kind)) for name in _names(kind) if name in held})
 
 
 def _update(
-    params: list[Tensor], states: list[dict[str, Any]], group: dict[str, Any], draws: torch.Generator | None
+    whole: list[Tensor],
+    states: list[dict[str, Any]],
+    group: dict[str, Any],
+    kind: Moments,
+    draws: torch.Generator | None,
 ) -> None:
     """The formulas of the class over lists, in the order of operations of PyTorch's, so that fp32 has its bits."""
-    lr, (beta1, beta2), kind = float(group["lr"]), group["betas"], group["moments"]
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     first, second = _names(kind)
-    grads = [p.grad for p in params if p.grad is not None]
+    params, grads = [own_rows(p) for p in whole], [_own_gradient(p) for p in whole]
     m, v = moments.load(states, first, kind), moments.load(states, second, kind)
     if kind == "fp8":
         torch._foreach_mul_(v, v)  # kept as its root
@@ -137,20 +150,34 @@ def _update(
     torch._foreach_addcdiv_(params, m, roots, [(lr / (1 - beta1**step)) * -1 for step in steps])
 
 
+def _own_gradient(p: Tensor) -> Tensor:
+    """Of the rows that this rank has."""
+    assert p.grad is not None
+    given, wanted = getattr(p.grad, "placements", None), getattr(p, "placements", None)
+    if given != wanted:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(p.shape)} is placed as {given}, the parameter as {wanted}: "
+            "redistribute it first"
+        )
+    return own_rows(p.grad)
+
+
 def _names(kind: Moments) -> tuple[str, str]:
     return ("exp_avg", "exp_avg_sq_root") if kind == "fp8" else ("exp_avg", "exp_avg_sq")
 
 
-def _buckets(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one device, so many at a time that fp32 copies of their moments take little memory."""
+def _buckets(params: Sequence[Tensor], kind: Moments) -> Iterator[list[Tensor]]:
+    """Parameters of one device and form of moments, few enough for fp32 copies of these to take little memory."""
     bucket: list[Tensor] = []
     held = 0
-    for p in params:
-        if bucket and (p.device != bucket[0].device or held + p.numel() > _BUCKET):
+    for p in sorted(params, key=lambda p: kept_as(p, kind)):
+        size = own_rows(p).numel()
+        alike = not bucket or (p.device, kept_as(p, kind)) == (bucket[0].device, kept_as(bucket[0], kind))
+        if bucket and (not alike or held + size > _BUCKET):
             yield bucket
             bucket, held = [], 0
         bucket.append(p)
-        held += p.numel()
+        held += size
     if bucket:
         yield bucket
 

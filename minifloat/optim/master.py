@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from minifloat.optim.gradients import Gradients, gradient
-from minifloat.optim.masters import KEYS, Master, is_low_precision, own_rows
-from minifloat.tensor import QuantizedTensor, quantize_all_
+from minifloat.optim.masters import KEYS, Master, is_low_precision, write
 
 _OWN_ENTRIES = ("params", "param_names")
 
@@ -40,8 +39,8 @@ class MasterWeights(torch.optim.Optimizer):
     shows in the gradients of biases, norms and embeddings instead.
 
     The state dict is that of the inner optimizer with one entry more a parameter, ``"master"`` or ``"remainder"``.
-    After loading it the parameters are those of the masters; with a remainder they are half of the master, so load the
-    model's state dict too, before or after.
+    After loading it the parameters are those of the masters, rounded; with a remainder they are half of the master, so
+    load the model's state dict too, before or after.
 
     Args:
         params: parameters, param groups or named parameters, as for any optimizer.
@@ -120,7 +119,8 @@ class MasterWeights(torch.optim.Optimizer):
                     loss = self.inner.step()
                 else:
                     loss = self.inner.step(self._reevaluation(closure, gradients))
-                _write(self._with_gradient())
+                if not all(_stands_still(group) for group in self.inner.param_groups):
+                    write(self._with_gradient())
             finally:
                 gradients.take_back()
                 for master in self._masters.values():
@@ -175,7 +175,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         def evaluate() -> Any:
             with torch.no_grad():
-                _write(self._with_gradient())
+                write(self._with_gradient())
             gradients.take_back()
             with torch.enable_grad():
                 loss = closure()
@@ -230,8 +230,10 @@ class MasterWeights(torch.optim.Optimizer):
         for p, master in self._masters.items():
             if any(key in saved[p] for key in KEYS):
                 master.restore(saved[p])
-        # With a remainder the parameter is a part of the master: it comes with the model's state.
-        _write([master for master in self._masters.values() if master.remainder is None])
+        # With a remainder the parameter is a part of the master: it comes with the model's state. And codes that came
+        # with it stay, where they were cast with an earlier delayed scale.
+        whole = [master for master in self._masters.values() if master.remainder is None]
+        write([master for master in whole if not master.is_written()])
         self._publish()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -279,17 +281,15 @@ class MasterWeights(torch.optim.Optimizer):
                 master.mark_unknown()
 
 
-@torch.no_grad()
-def _write(masters: list[Master]) -> None:
-    """Rounds masters to their parameters: the quantized ones in one multi-tensor cast, the others in one copy."""
-    quantized = [master for master in masters if isinstance(master.rows, QuantizedTensor)]
-    others = [master for master in masters if not isinstance(master.rows, QuantizedTensor)]
-    if quantized:
-        quantize_all_([m.rows for m in quantized], [own_rows(m.rounded()) for m in quantized])  # type: ignore[misc]
-    if others:
-        torch._foreach_copy_([m.rows for m in others], [own_rows(m.rounded()) for m in others])
-    for master in masters:
-        master.mark_written()
+def _stands_still(group: dict[str, Any]) -> bool:
+    """A step changes no master, such as the one that PyTorch makes for an optimizer to have state to be loaded.
+
+    Writing parameters then would cast them anew, with another delayed scale than their codes have been loaded with.
+    """
+    rate = group.get("lr", 1.0)
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return False  # to look would wait for the device
+    return float(rate) == 0
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minifloat.tensor import QuantizedTensor
+from minifloat.optim.shards import own_rows, sharded_like
+from minifloat.tensor import QuantizedTensor, quantize_all_
 
 KEYS = ("master", "remainder")
 """What a state dict calls the two forms."""
@@ -17,12 +18,6 @@ KEYS = ("master", "remainder")
 def is_low_precision(p: Tensor) -> bool:
     """``p`` is quantized, bf16 or fp16: too coarse for an optimizer to step it."""
     return isinstance(own_rows(p), QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16)
-
-
-def own_rows(p: Tensor) -> Tensor:
-    """What this rank has of a DTensor, the very tensor; any other is its own."""
-    local: Tensor = getattr(p, "_local_tensor", p)
-    return local
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,6 +129,10 @@ class Master:
             same |= (_exact(rounded.copy_(values)) - now).abs() <= now.abs() * 2**-18
         return same
 
+    def is_written(self) -> bool:
+        """The parameter holds the rounded master under a delayed scale, which that of its next cast may differ from."""
+        return _scale_of_codes(self.rows) is not None and bool(self._rounds_to(_exact(self.rows.detach())).all())
+
     def state(self) -> dict[str, Tensor]:
         """What a state dict keeps."""
         if self.remainder is not None:
@@ -162,6 +161,19 @@ class Master:
             self.mark_unknown()  # the parameter may not have been loaded
         else:
             self.values.copy_(saved["master"])
+
+
+@torch.no_grad()
+def write(masters: Sequence[Master]) -> None:
+    """Rounds masters to their parameters: the quantized ones in one multi-tensor cast, the others in one copy."""
+    quantized = [master for master in masters if isinstance(master.rows, QuantizedTensor)]
+    others = [master for master in masters if not isinstance(master.rows, QuantizedTensor)]
+    if quantized:
+        quantize_all_([m.rows for m in quantized], [own_rows(m.rounded()) for m in quantized])  # type: ignore[misc]
+    if others:
+        torch._foreach_copy_([m.rows for m in others], [own_rows(m.rounded()) for m in others])
+    for master in masters:
+        master.mark_written()
 
 
 def _scale_of_codes(t: Tensor) -> Tensor | None:
@@ -193,13 +205,6 @@ def _initial_values(param: Tensor) -> Tensor:
     if kept is not None:
         rows.clear_high_precision_init_val()  # type: ignore[attr-defined]
         kept = kept.to(rows.device, torch.float32, copy=True).reshape(rows.shape)
-    if rows is param or not isinstance(rows, QuantizedTensor):
-        return _exact(param.detach()) if kept is None else kept
-    from torch.distributed.tensor import DTensor  # slow to import
-
-    values = _exact(rows.detach()) if kept is None else kept
-    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    sharded: Tensor = DTensor.from_local(
-        values, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    return sharded
+    if not isinstance(rows, QuantizedTensor):
+        return _exact(param.detach())
+    return sharded_like(param, _exact(rows.detach()) if kept is None else kept, param.shape)

@@ -5,13 +5,16 @@ value and an E4M3 of 1/16 to 1/8. Rounded to the nearest it would stay where it 
 stochastically, up or down with probabilities that make the mean exact, which holds the moments to their fp32 course.
 
 E4M3 keeps the second moment as its square root: codes span a factor of about 2^18, which is 2^36 of the moment itself.
-Blocks are of 128 consecutive elements, whatever the parameter's shape. Their scales are powers of two: then all codes
-but the smallest have the significant bits of the value, and rounding those stochastically leaves the cast nothing to
-do. A root that is not zero gets a code that is not zero, since an update divides by it.
+Blocks are of up to 128 consecutive elements of a row, ``p[i]``, so that whoever cuts a parameter by rows, as FSDP2
+does, cuts codes and scales alike. Parameters of fewer than two dims, few elements in all, keep moments in fp32. Scales
+are powers of two: then all codes but the smallest have the significant bits of the value, and rounding those
+stochastically leaves the cast nothing to do. A root that is not zero gets a code that is not zero, since an update
+divides by it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
 from minifloat.operand import Operand
+from minifloat.optim.shards import own_rows, sharded_like
 from minifloat.quantizer import Quantizer, cast_all
 
 Moments = Literal["fp32", "bf16", "fp8"]
@@ -35,22 +39,39 @@ def dtype(moments: Moments) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}[moments]
 
 
+def kept_as(p: Tensor, moments: Moments) -> Moments:
+    """What the moments of a parameter are kept as where ``moments`` is asked for."""
+    return "fp32" if moments == "fp8" and p.dim() < 2 else moments
+
+
 def zeros(p: Tensor, names: Sequence[str], moments: Moments) -> State:
-    """State of a parameter that has not been stepped, for the moments called ``names``."""
+    """State of a parameter that has not been stepped, for the moments called ``names``; DTensors where it is one.
+
+    Raises:
+        ValueError: a DTensor is sharded by another dim than rows, which would cut blocks.
+    """
     values = {name: torch.zeros_like(p, dtype=dtype(moments)) for name in names}
     if moments != "fp8":
         return values
-    blocks = -(-p.numel() // 128)
-    return values | {f"{name}_scale": torch.ones(blocks, dtype=torch.float32, device=p.device) for name in names}
+    if any(placement.is_shard() and placement.dim != 0 for placement in getattr(p, "placements", ())):
+        raise ValueError(
+            f"fp8 moments are in blocks of a row, which a parameter of shape {tuple(p.shape)} sharded as "
+            f"{p.placements} cuts: use moments='bf16'"  # type: ignore[attr-defined]
+        )
+    blocks = -(-math.prod(p.shape[1:]) // 128)
+    scales = [torch.ones(own_rows(p).shape[0], blocks, dtype=torch.float32, device=p.device) for _ in names]
+    whole = p.shape[0], blocks
+    return values | {f"{name}_scale": sharded_like(p, own, whole) for name, own in zip(names, scales, strict=True)}
 
 
 def load(states: Sequence[State], name: str, moments: Moments) -> list[Tensor]:
-    """The moments called ``name`` in fp32: with ``"fp32"`` the very tensors of the states."""
+    """The moments called ``name`` in fp32, of this rank's rows: with ``"fp32"`` the very tensors of the states."""
+    held = [own_rows(state[name]) for state in states]
     if moments == "fp32":
-        return [state[name] for state in states]
+        return held
     if moments == "bf16":
-        return [state[name].float() for state in states]
-    return [_decode(state[name], state[f"{name}_scale"]) for state in states]
+        return [moment.float() for moment in held]
+    return [_decode(codes, own_rows(state[f"{name}_scale"])) for codes, state in zip(held, states, strict=True)]
 
 
 def store(
@@ -61,16 +82,18 @@ def store(
         return
     assert generator is not None
     rounded = [stochastic_round(x, _DROPPED[moments], generator) for x in values]
+    held = [own_rows(state[name]) for state in states]
     if moments == "bf16":
-        torch._foreach_copy_([state[name] for state in states], rounded)
+        torch._foreach_copy_(held, rounded)
         return
-    flat = [x.reshape(1, -1) for x in rounded]
-    for state, operands, x in zip(states, cast_all(flat, [_E4M3] * len(flat)), flat, strict=True):
+    matrices = [_by_rows(x) for x in rounded]
+    casts = cast_all(matrices, [_E4M3] * len(matrices))
+    for state, own, operands, x in zip(states, held, casts, matrices, strict=True):
         operand = operands.any
         assert operand.scale_inv is not None
         codes = operand.codes.masked_fill((operand.codes == 0) & (x > 0), 1)  # 1 is the smallest code above zero
-        state[name].copy_(codes.view(state[name].shape))
-        state[f"{name}_scale"].copy_(operand.scale_inv.view(-1))
+        own.copy_(codes.view(own.shape))
+        own_rows(state[f"{name}_scale"]).copy_(operand.scale_inv)
 
 
 def stochastic_round(x: Tensor, dropped: int, generator: torch.Generator) -> Tensor:
@@ -81,7 +104,13 @@ def stochastic_round(x: Tensor, dropped: int, generator: torch.Generator) -> Ten
     return torch.where(x.isfinite(), rounded, x)
 
 
+def _by_rows(x: Tensor) -> Tensor:
+    """[M, K] of [M, ...]."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
 def _decode(codes: Tensor, scale_inv: Tensor) -> Tensor:
-    shape = (1, codes.numel())
-    operand = Operand(codes.reshape(shape), scale_inv[None], None, _E4M3.row_format, ROWWISE, shape, torch.float32)
+    matrix = _by_rows(codes)
+    shape = matrix.shape[0], matrix.shape[1]
+    operand = Operand(matrix, scale_inv, None, _E4M3.row_format, ROWWISE, shape, torch.float32)
     return operand.dequantize().view(codes.shape)

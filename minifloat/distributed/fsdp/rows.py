@@ -1,4 +1,4 @@
-"""Rows of a quantized parameter that are no whole blocks: a rank keeps the blocks that its rows are part of."""
+"""A rank's rows of a quantized parameter: what it keeps of blocks that straddle ranks, what a checkpoint has of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minifloat import tensor_ops
 from minifloat.distributed.collectives import exchange_rows
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap, unit_rows
@@ -15,6 +16,7 @@ from minifloat.formats import ROWWISE
 from minifloat.kernels.quantize import code_shape, scale_shape
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
+from minifloat.saved_rows import SavedRows, saved_chunk, write_item
 from minifloat.tensor import QuantizedTensor
 
 
@@ -23,26 +25,50 @@ class Cover:
 
     Args:
         unit: rows of the largest block, a power of two, so that smaller ones end where it does.
-        shards, group: the rows of every rank, and the ranks.
+        shards, rank: the rows of every rank, and which one this is.
+        group: the ranks; None for what was unpickled, until it is in the place of a parameter again.
+
+    Attributes:
+        begin, end: the rows, counted in the whole.
+        above: how many of them lie above the rank's own.
+        exact: no rank has rows of a block that it has not all of.
     """
 
-    def __init__(self, unit: int, shards: ShardMap, group: Group) -> None:
-        self.shards, self.group = shards, group
-        self._unit = unit
-        self.begin, self.end = self._range(group.rank)
-        self.above = shards.first(group.rank) - self.begin
+    def __init__(self, unit: int, shards: ShardMap, rank: int, group: Group | None) -> None:
+        self.unit, self.shards, self.rank, self.group = unit, shards, rank, group
+        self.begin, self.end = self._range(rank)
+        self.above = shards.first(rank) - self.begin
+        self.exact = shards.aligned(unit)
 
     def _range(self, rank: int) -> tuple[int, int]:
         first, end = self.shards.first(rank), self.shards.end(rank)
         if first == end:
             return first, first
-        return first - first % self._unit, min(end + -end % self._unit, self.shards.total)
+        return first - first % self.unit, min(end + -end % self.unit, self.shards.total)
+
+    @property
+    def saved(self) -> tuple[int, int]:
+        """The rows that the rank saves: of the blocks whose first row is its own. They end where the cover does."""
+        owned = self.shards.whole_units(self.unit)
+        return owned.first(self.rank), owned.end(self.rank)
+
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """The rows that the rank loads: all; the first block's if it has none, for the scale of the whole tensor."""
+        return (self.begin, self.end) if self.end > self.begin else (0, min(self.unit, self.shards.total))
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of the cover, [end - begin, K], from each rank's own ``x`` [m, K]; a collective."""
-        rank, sizes = self.group.rank, range(self.group.size)
-        first, ranges = self.shards.first(rank), [self._range(other) for other in sizes]
-        own = self.shards.end(rank)
+        if self.exact:
+            return x
+        if self.group is None:
+            raise ValueError(
+                f"{x.shape[0]} of {self.shards.total} rows of a quantized parameter were unpickled, and are no whole "
+                "blocks: they can be read, and copied to the parameter that they are of, not written"
+            )
+        sizes = range(self.group.size)
+        first, ranges = self.shards.first(self.rank), [self._range(other) for other in sizes]
+        own = self.shards.end(self.rank)
         sent = [(max(first, begin), min(own, end)) for begin, end in ranges]
         received = [
             max(0, min(self.shards.end(other), self.end) - max(self.shards.first(other), self.begin)) for other in sizes
@@ -52,10 +78,14 @@ class Cover:
 
 
 class QuantizedRows(QuantizedTensor):
-    """Rows [m, K] of a quantized parameter whose blocks straddle ranks, with the codes and scales of the whole.
+    """A rank's rows [m, K] of a quantized parameter, with the codes and scales of the whole.
 
-    The operands are of the rows of :class:`Cover`, so that values can be read by this rank alone. Who writes exchanges
-    the rows of straddling blocks with neighbours, fewer than two blocks' a rank, and agrees on amaxes: a collective.
+    The operands are of the rows of :class:`Cover`, so that values can be read by this rank alone. Where blocks straddle
+    ranks, who writes exchanges their rows with neighbours, fewer than two blocks' a rank: a collective, as is agreeing
+    on amaxes.
+
+    ``torch.distributed.checkpoint`` asks for what is saved and loaded: whole blocks, each saved by the rank of its
+    first row, and the cover loaded from whoever saved it, so that codes are never cut.
     """
 
     cover: Cover
@@ -63,7 +93,7 @@ class QuantizedRows(QuantizedTensor):
     @staticmethod
     def of(operands: Quantized, quantizer: Quantizer, dtype: torch.dtype, cover: Cover) -> QuantizedRows:
         """This rank's rows; ``operands``: of the cover."""
-        rows, cols = cover.shards.rows[cover.group.rank], operands.any.shape[1]
+        rows, cols = cover.shards.rows[cover.rank], operands.any.shape[1]
         self = QuantizedRows(operands, quantizer, (rows, cols), dtype)
         assert isinstance(self, QuantizedRows)
         self.cover = cover
@@ -71,12 +101,14 @@ class QuantizedRows(QuantizedTensor):
 
     @property
     def holds_own_matrix(self) -> bool:
-        """The operands are of more rows than these."""
-        return False
+        """The operands are of these rows, not of more."""
+        return self.cover.exact and super().holds_own_matrix
 
     @property
     def part(self) -> Quantized:
         """What this rank gathers, as :func:`~minifloat.distributed.quantize_shard` would give it; views."""
+        if self.cover.exact:
+            return self._operands
         row, column = self._operands
         rowwise = None if row is None else self._owned(row)
         shared = row is column
@@ -84,7 +116,7 @@ class QuantizedRows(QuantizedTensor):
 
     def _owned(self, operand: Operand) -> Operand:
         fmt, dim, (rows, cols) = operand.format, operand.dim, operand.shape
-        shards, rank = self.cover.shards, self.cover.group.rank
+        shards, rank = self.cover.shards, self.cover.rank
 
         def before(row: int) -> tuple[int, int]:
             """Rows of codes and of scales above ``row`` of the whole, counted from the cover's first."""
@@ -102,6 +134,30 @@ class QuantizedRows(QuantizedTensor):
             amax = amax[self.cover.above : self.cover.above + self.shape[0]]
         return operand._replace(codes=codes, scale_inv=scale_inv, amax=amax, shape=(self.shape[0], cols))
 
+    # ---- torch.distributed.checkpoint, which asks the local tensor of a DTensor ----
+
+    def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
+        """What this rank saves: whole blocks, at most one range of rows."""
+        begin, end = self.cover.saved
+        first_of_none = self.cover.shards.total == 0 == self.cover.rank  # for the key to be there
+        return [write_item(fqn, whole, begin, end)] if end > begin or first_of_none else []
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """What this rank loads."""
+        return [saved_chunk(*self.cover.loaded, self.shape[1])]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The rows from ``index.offset`` on, of one of the above."""
+        begin, (loaded, end) = index.offset[0], self.cover.loaded
+        shape = end - begin, self.shape[1]
+        operands = self._operands
+        if operands.any.shape[0] < end - loaded:
+            operands = tensor_ops.each(operands, lambda o: _beside(o, end - loaded))
+        if begin == loaded:
+            return SavedRows.of(self, operands, shape, whole=False)
+        operands = tensor_ops.each(operands, lambda o: _cut(o, begin - loaded))
+        return SavedRows.of(self, operands, shape, whole=False).clone()  # not the memory that it is a part of
+
     # ---- what QuantizedTensor does otherwise ----
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -113,47 +169,84 @@ class QuantizedRows(QuantizedTensor):
         return self.cover.gather(values.to(self.device, dtype).expand(self.shape).contiguous())
 
     def _same_form(self, other: QuantizedTensor) -> bool:
-        return isinstance(other, QuantizedRows) and super()._same_form(other)
+        alike = self.cover.exact if not isinstance(other, QuantizedRows) else self.cover.begin == other.cover.begin
+        return alike and super()._same_form(other)
 
     def _like(
         self, operands: Quantized, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
     ) -> QuantizedTensor:
+        if shape is not None and (tuple(shape), stride) != (tuple(self.shape), self.stride()):
+            return super()._like(operands, shape, stride)
         out = QuantizedRows.of(operands, self.quantizer, operands.any.dtype, self.cover)
         out.scale, out.amax_group, out.source_version = self.scale, self.amax_group, self.source_version
         return out
 
     def _part(self, view: Tensor) -> QuantizedTensor | None:
-        if (view.shape, view.stride(), view.dtype) != (self.shape, self.stride(), self.dtype):
-            raise NotImplementedError(  # a copy of the values would swallow what a checkpoint loads into it
-                f"{self.shape[0]} of {self.cover.shards.total} rows of a quantized parameter have no views of shape "
-                f"{tuple(view.shape)}: read dequantize(), write whole shards"
-            )
-        return self._like(self._operands)
+        if self.cover.exact:
+            return super()._part(view)
+        alike = (view.shape, view.stride(), view.dtype) == (self.shape, self.stride(), self.dtype)
+        return self._like(self._operands) if alike else None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        raise NotImplementedError(
-            f"{self.shape[0]} of {self.cover.shards.total} rows of a quantized parameter are no whole blocks, and "
-            "cannot be saved by themselves: save the masters, which are in the state of MasterWeights"
-        )
+        _, (inner, context, _, _, *others) = super().__reduce_ex__(protocol)
+        return _rebuild_rows, (inner, context, (self.cover.unit, self.cover.shards.rows, self.cover.rank), *others)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
-        copied = self.detach().clone().requires_grad_(self.requires_grad)
-        assert isinstance(copied, QuantizedTensor)
-        memo[id(self)] = copied
-        return copied
+
+def _cut(operand: Operand, begin: int) -> Operand:
+    rows = tensor_ops.cut(operand, begin, operand.shape[0])
+    assert rows is not None
+    return rows
+
+
+def _beside(empty: Operand, rows: int) -> Operand:
+    """Memory for other rows, and the very scale or amax of the whole tensor."""
+    fmt, dim, cols = empty.format, empty.dim, empty.shape[1]
+    codes = empty.codes.new_zeros(code_shape(fmt, dim, rows, cols))
+    scale_inv, amax = empty.scale_inv, empty.amax
+    if scale_inv is not None and fmt.block:
+        scale_inv = scale_inv.new_zeros(scale_shape(fmt, dim, rows, cols))
+    if amax is not None and fmt.amax_per_row and dim == ROWWISE:
+        amax = amax.new_zeros(rows)
+    return empty._replace(codes=codes, scale_inv=scale_inv, amax=amax, shape=(rows, cols))
+
+
+def _rebuild_rows(
+    inner: dict[str, Tensor],
+    context: tuple[Any, ...],
+    cover: tuple[int, tuple[int, ...], int],
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> QuantizedTensor:
+    """What a pickle calls; its arguments are plain data, for ``torch.load(weights_only=True)`` as well."""
+    description, dtype, _ = context
+    quantizer, operands = tensor_ops.restore(description, inner)
+    unit, rows, rank = cover
+    self = QuantizedRows.of(operands, quantizer, dtype, Cover(unit, ShardMap(tuple(rows)), rank, None))
+    self.scale = inner.get("scale")
+    self.__dict__.update(attributes)
+    return self.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([_rebuild_rows])
+
+
+def put_in_place(new: QuantizedTensor, old: Tensor) -> None:
+    """Lets ``new``, which others have put in the place of ``old``, agree with the ranks that that one does.
+
+    It may have been unpickled, as by ``load_state_dict(assign=True)``, and no file has a process group.
+    """
+    if isinstance(old, QuantizedRows):
+        new.amax_group = old.amax_group
+        if isinstance(new, QuantizedRows):
+            new.cover = old.cover
 
 
 @torch.no_grad()
-def rows_of(whole: QuantizedTensor, shards: ShardMap, group: Group) -> QuantizedTensor:
+def rows_of(whole: QuantizedTensor, shards: ShardMap, group: Group) -> QuantizedRows:
     """This rank's rows of a quantized parameter that all ranks have, in memory of their own."""
-    unit = max(unit_rows(fmt, dim) for fmt, dim in whole.quantizer.casts)
-    first, end = shards.first(group.rank), shards.end(group.rank)
-    if shards.aligned(unit):
-        rows = whole.detach()[first:end].clone()
-        assert isinstance(rows, QuantizedTensor)
-        return rows
-    cover = Cover(unit, shards, group)
-    covered = whole.detach()[cover.begin : cover.end] if end > first else whole.detach()[:0]
+    unit = max(unit_rows(o.format, o.dim) for o in tensor_ops.distinct(whole.operands).values())
+    cover = Cover(unit, shards, group.rank, group)
+    covered = whole.detach()[cover.begin : cover.end] if cover.end > cover.begin else whole.detach()[:0]
     copied = covered.clone()
     assert isinstance(copied, QuantizedTensor)
     return QuantizedRows.of(copied.operands, copied.quantizer, whole.dtype, cover)
