@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import minifloat
-from minifloat.distributed.fsdp import fully_shard, pytorch, sharded_weights
+from minifloat.distributed.fsdp import fully_shard, pytorch
 from minifloat.distributed.fsdp.unsharded import Unsharded
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
@@ -86,10 +86,10 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
     model = linears(recipe)
     shard(model, Case("linears", recipe, reshard=True), mesh_of(size))
     step(model, rank)
-    weights = pytorch.extensions_below(model)
-    held = [weight._unsharded for weight in weights]
+    weights = [each.weight for each in pytorch.extensions_below(model)]
+    held = [weight.unsharded for weight in weights]
     tensors = [_tensors(unsharded.operands) for unsharded in held]
-    parameters = [weight._param._unsharded_param for weight in weights]
+    parameters = [weight.parameters[0]._param._unsharded_param for weight in weights]
     wrong, seen = [], []
     for child, unsharded in zip(model, held, strict=True):
 
@@ -100,6 +100,12 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
                 wrong.append("forward has what backward reads")
 
         child.register_forward_pre_hook(look)
+
+    def kept_to_the_end(module: nn.Module, args: Any, output: Any) -> None:
+        kept = [not weight.agreed or weight.parts for weight in weights[:-1]]  # the last one is not sharded again
+        wrong.extend(["a rank keeps what it has sent"] * any(kept) * (recipe == "current"))
+
+    model.register_forward_hook(kept_to_the_end)
     before = alive()
     step(model, rank)
     wrong += ["a step leaves memory behind"] * (alive() != before)
@@ -108,7 +114,7 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
         wrong += ["a gathered weight outlives its backward"] * (unsharded.holds(ROWWISE) or unsharded.holds(COLUMNWISE))
         now = _tensors(unsharded.operands)
         wrong += ["tensors were made anew"] * any(a is not b for a, b in zip(before, now, strict=True))
-        wrong += ["the parameter was made anew"] * (weight._param._unsharded_param is not parameter)
+        wrong += ["the parameter was made anew"] * (weight.parameters[0]._param._unsharded_param is not parameter)
     return wrong
 
 
@@ -186,6 +192,57 @@ def moved(rank: int, size: int) -> list[str]:
     return wrong + ["logical dtype"] * (found != [torch.bfloat16])
 
 
+def moved_quantized(rank: int, size: int) -> list[str]:
+    """Parameters that are kept quantized: codes and what masters start from outlive another dtype."""
+    with minifloat.quantized_model_init(recipe="mxfp8", preserve_high_precision_init_val=True):
+        model = layers("mxfp8", 24, 70, 2)
+    shard(model, Case("", "mxfp8"), mesh_of(size))
+    before = [child.weight._local_tensor for child in model]
+    kept = [(rows._operands.rowwise.codes.clone(), rows.get_high_precision_init_val()) for rows in before]
+    model.bfloat16()
+    wrong = []
+    for child, (codes, initial) in zip(model, kept, strict=True):
+        rows = child.weight._local_tensor
+        same = rows.dtype == torch.bfloat16 and torch.equal(rows._operands.rowwise.codes, codes)
+        wrong += [child.label] * (not same or not torch.equal(rows.get_high_precision_init_val(), initial))
+    return wrong
+
+
+def gathered_ahead(rank: int, size: int) -> list[str]:
+    """What was gathered ahead is put together with the scale of its own cast, not of a later one."""
+    model, plain = layers("current", 24, 70), layers("current", 24, 70)
+    model.load_state_dict(plain.state_dict())
+    shard(model, Case("", "current"), mesh_of(size))
+    x = torch.randn(4, 24)
+    model(x)
+    model.reshard()
+    model[0].reshard()
+    model[0].unshard(async_op=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    return [] if torch.equal(model(x), plain(x)) else ["codes and scale do not belong together"]
+
+
+def microbatches(rank: int, size: int) -> list[str]:
+    """``is_first_microbatch`` keeps no weight, gathered as codes or not: the next microbatch sees what has changed."""
+    wrong = []
+    for own in ("mxfp8", None):
+        plain, model = minifloat.Linear(24, 70, recipe=own), minifloat.Linear(24, 70, recipe=own)
+        model.load_state_dict(plain.state_dict())
+        fully_shard(model, mesh=mesh_of(size))
+        x = torch.randn(4, 24)
+        for first in (True, False):
+            with minifloat.autocast(recipe="mxfp8"):
+                same = torch.equal(model(x, is_first_microbatch=first), plain(x))
+            model.reshard()
+            wrong += [f"{own}, {first}"] * (not same or model._weight_cache is not None)
+            with torch.no_grad():
+                for parameter in (*plain.parameters(), *model.parameters()):
+                    parameter.add_(1.0)
+    return wrong
+
+
 def offloaded(rank: int, size: int) -> list[str]:
     model = layers("mxfp8", 24, 70, 2)
     for unit in (*model, model):
@@ -226,7 +283,11 @@ def copied(rank: int, size: int) -> list[str]:
     return [] if same else ["values"]
 
 
-@pytest.mark.parametrize("fn", [from_meta, assigned, moved, offloaded, by_method, copied], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn",
+    [from_meta, assigned, moved, moved_quantized, offloaded, by_method, copied, gathered_ahead, microbatches],
+    ids=lambda fn: fn.__name__,
+)
 def test_values(worker_pool: Pools, fn: Callable[..., Any]) -> None:
     assert worker_pool(2).run(fn) == [[]] * 2
 
@@ -295,25 +356,7 @@ def test_backward_learns_what_it_reads(worker_pool: Pools) -> None:
     assert worker_pool(2).run(recomputed) == [[2, 0, 0]] * 2
 
 
-# ---- which weights, and mistakes ----
-
-
-def listed(rank: int, size: int) -> list[dict[str, Any]]:
-    split = nn.Sequential(minifloat.Linear(8, 12, parameters_split={"a": 4, "b": 8}), minifloat.Linear(12, 4))
-    fully_shard(split, mesh=mesh_of(size), recipe="current")
-    tied = nn.Sequential(minifloat.Linear(8, 8, recipe="current"), minifloat.Linear(8, 8, recipe="current"))
-    tied[1].weight = tied[0].weight
-    fully_shard(tied, mesh=mesh_of(size))
-    none = nn.Sequential(minifloat.Linear(8, 8), minifloat.Linear(8, 8, recipe="none"))
-    fully_shard(none, mesh=mesh_of(size))
-    for model in (split, tied, none):
-        step(model, rank)
-    return [sharded_weights(model) for model in (split, tied, none)]
-
-
-def test_sharded_weights(worker_pool: Pools) -> None:
-    spec = "e4m3/tensor/fp32"
-    assert worker_pool(2).run(listed) == [[{"1.weight": (spec, spec)}, {}, {}]] * 2
+# ---- mistakes ----
 
 
 def mistake(rank: int, size: int, which: str) -> None:
@@ -330,6 +373,8 @@ def mistake(rank: int, size: int, which: str) -> None:
     (torch_fully_shard if which == "torch" else fully_shard)(model, mesh=mesh)
     if which == "recipe":
         model[0].recipe = minifloat.MXFP8BlockScaling()
+    if which == "none":
+        model[1].recipe = "none"
     step(model, rank)
 
 
@@ -342,6 +387,7 @@ def mistake(rank: int, size: int, which: str) -> None:
         ("reduce, quantized", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
         ("torch", "PyTorch's own fully_shard"),
         ("recipe", "gathered as e4m3/tensor/given, and the recipe in force wants e4m3/1x32/e8m0"),
+        ("none", r"Linear\(12, 4\): the weight was gathered as e4m3/tensor/given, .* wants identity; set the layer's"),
     ],
 )
 def test_mistakes(worker_pool: Pools, which: str, message: str) -> None:

@@ -132,7 +132,8 @@ class Linear(LinearCalls):
 
         Args:
             is_first_microbatch: True quantizes the weight and keeps the result; False uses what was kept if the
-                parameter has not changed since (see :meth:`invalidate`); None keeps nothing.
+                parameter has not changed since (see :meth:`invalidate`); None keeps nothing. Nothing is kept under
+                :func:`~minifloat.distributed.fully_shard`, where each gather brings the weight anew.
             fp8_output: return Y quantized, as the next layer would quantize it.
             fp8_grad: return the gradient of X quantized.
             rows_per_rank: those shares, of all ranks; equal ones if not given. Every rank must give the same: unequal

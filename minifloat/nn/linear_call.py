@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minifloat import recompute
 from minifloat.autocast import Use, current
+from minifloat.distributed.ddp_forward import check_reduced
 from minifloat.distributed.tensor_parallel import UNSHARDED, TensorParallel
 from minifloat.functional.amp import autocast_dtype, autocast_enabled
 from minifloat.functional.call import LinearCall, Ready
@@ -18,8 +19,11 @@ from minifloat.functional.quantize import calibrate
 from minifloat.kernels import matmul
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.sharding import check_scales_agree
-from minifloat.quantizer import DTYPES
+from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.recipe import Recipe
+from minifloat.tensor import QuantizedTensor
+
+_VALUES = Quantizer.identity().with_usage(columnwise=False)
 
 
 class Started(NamedTuple):
@@ -62,8 +66,9 @@ class LinearCalls(LinearState):
         if weight.dtype not in DTYPES:
             raise ValueError(f"{self.label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
         call = self._call(plan, run, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad, parallel)
-        if plan.delayed is not None and call.use is not None:
-            check_scales_agree(self.label, parallel, plan.delayed, call.use.group)
+        if plan.delayed is not None and call.use is not None and parallel.sequence_parallel:
+            why = f"{self.label}: sequence_parallel=True gathers tensors"
+            check_scales_agree(why, parallel.group, plan.delayed, call.use.group)
         return Started(plan, call, Ready(w=self.ready_weight(plan, call, weight, is_first_microbatch)), weight, bias)
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
@@ -109,6 +114,8 @@ class LinearCalls(LinearState):
         needs_w = grad and weight.requires_grad
         needs_b = grad and bias is not None and bias.requires_grad
         main_grad = needs_w and self.fuse_wgrad_accumulation
+        if main_grad or (needs_w and self.delay_wgrad_compute):
+            check_reduced(self.label, weight)
         if main_grad and getattr(weight, "main_grad", None) is None:
             raise ValueError(f"{self.label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
         if self.fuse_wgrad_accumulation and is_first_microbatch and torch._C._current_graph_task_id() == -1:
@@ -153,6 +160,8 @@ class LinearCalls(LinearState):
     def _high_precision(self, x: Tensor) -> Any:
         self._check_dtype(x)
         weight, bias = self.weight_matrix(), self.bias_vector()
+        if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
+            weight.gatherer.fetch_for(_VALUES, self.label)
         matmul.record("fprop", "identity", "identity", "torch")
         return (F.linear(x, weight), bias) if self.return_bias else F.linear(x, weight, bias)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,17 @@ class LinearParameters(nn.Linear):
         """W [out_features, in_features], this rank's: the parameter, or all of ``parameters_split`` as one."""
         if self.parameters_split is None:
             return self.weight
-        return torch.cat([getattr(self, name) for name in self.weight_names])
+        parts, whole = [getattr(self, name) for name in self.weight_names], self.gathered_weight()
+        if whole is None:
+            return torch.cat(parts)
+        joined: Tensor = _Joined.apply(whole, *parts)  # type: ignore[no-untyped-call]
+        return joined
+
+    def gathered_weight(self) -> QuantizedTensor | None:
+        """W where FSDP2 has gathered ``parameters_split`` as codes of the whole; its gradients are nobody's."""
+        first = getattr(self, self.weight_names[0])
+        whole: QuantizedTensor | None = getattr(getattr(first, "gatherer", None), "whole", None)
+        return whole
 
     def bias_vector(self) -> Tensor | None:
         """b [out_features], likewise."""
@@ -137,3 +148,21 @@ class LinearParameters(nn.Linear):
             for name, part in zip(sizes, parts, strict=True):
                 parameter = None if part is None else nn.Parameter(part.clone())
                 self.register_parameter(f"{name}_{kind}", parameter)
+
+
+class _Joined(torch.autograd.Function):
+    """A matrix that is there already, as what its ranges of rows make up."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: QuantizedTensor, *parts: Tensor) -> Tensor:
+        ctx.rows = [part.shape[0] for part in parts]
+        if torch.compiler.is_compiling():
+            return whole.detach()
+        joined = QuantizedTensor.from_operands(whole.operands, whole.quantizer, whole.shape, whole.dtype)
+        joined.gatherer = whole.gatherer  # what detach() does, which takes several times as long
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        return None, *[own if wanted else None for own, wanted in zip(grad.split(ctx.rows), needed, strict=True)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.autocast import Use
+from minifloat.distributed.ddp_forward import check_synchronized
 from minifloat.distributed.tensor_parallel import UNSHARDED
 from minifloat.functional.call import LinearCall
 from minifloat.functional.linear import weight_quantizer
@@ -35,6 +36,7 @@ class LinearState(LinearParameters):
     save_original_input: bool
     return_bias: bool
     recipe: Recipe | Literal["none"] | None
+    keeps_weight: bool  # between microbatches; what is gathered for each is not worth it, nor known to have changed
     _wgrad_tasks: list[Callable[[], None]]
     _wgrad_hooks: list[Callable[[], None]]
     _weight_cache: CachedWeight | None
@@ -59,6 +61,7 @@ class LinearState(LinearParameters):
             "sequence_parallel": False,
             "parallel": UNSHARDED,
             "partitions": {},
+            "keeps_weight": True,
             "_wgrad_tasks": [],
             "_wgrad_hooks": [],
             "_weight_cache": None,
@@ -150,11 +153,14 @@ class LinearState(LinearParameters):
 
     def _bind_scales(self) -> None:
         """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
-        for name in self.weight_names:
-            weight = getattr(self, name)
-            rows = getattr(weight, "_local_tensor", weight)  # of a DTensor, as FSDP2 makes them
-            if isinstance(rows, QuantizedTensor):
-                self._bind_scale(rows)
+        for rows in self._quantized_rows().values():
+            self._bind_scale(rows)
+
+    def _quantized_rows(self) -> dict[str, QuantizedTensor]:
+        """By name the weights that are kept quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
+        weights = {name: getattr(self, name) for name in self.weight_names}
+        rows = {name: getattr(weight, "_local_tensor", weight) for name, weight in weights.items()}
+        return {name: own for name, own in rows.items() if isinstance(own, QuantizedTensor)}
 
     # ---- the weight of a call ----
 
@@ -163,7 +169,10 @@ class LinearState(LinearParameters):
     ) -> Quantized | None:
         """The operands of the weight that a call need not make: its own, or those kept for several microbatches."""
         quantizer = weight_quantizer(plan, call.needs_x)
+        if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
+            weight = weight if (whole := self.gathered_weight()) is None else whole
         if isinstance(weight, QuantizedTensor):
+            check_synchronized(self.label)
             if weight.gatherer is not None and not torch.compiler.is_compiling():
                 weight.gatherer.fetch_for(quantizer, self.label)
             ready = reuse(weight, quantizer)
@@ -172,7 +181,7 @@ class LinearState(LinearParameters):
             if ready is not None:
                 self._follow_own_scale(weight, call.use, ready)
                 return ready
-        if is_first_microbatch is None:
+        if is_first_microbatch is None or not self.keeps_weight:
             return None
         sources = tuple(getattr(self, name) for name in self.weight_names)
         cached = self._weight_cache
@@ -221,7 +230,11 @@ class LinearState(LinearParameters):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.invalidate()  # module.to() and the like write through .data
+        before = {name: (r.detach(), r.get_high_precision_init_val()) for name, r in self._quantized_rows().items()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, (rows, initial) in before.items():
+            assert isinstance(rows, QuantizedTensor)
+            _keep_quantized(getattr(self, name), rows, initial, fn)
         self._bind_scales()
         self._mark_parameters()
         return self
@@ -243,3 +256,21 @@ class LinearState(LinearParameters):
         if not local_metadata.get("assign_to_params_buffers"):  # there the histories are replaced after the weight
             self._bind_scales()
         self._mark_parameters()  # which may be others now
+
+
+@torch.no_grad()
+def _keep_quantized(
+    weight: Tensor, before: QuantizedTensor, initial: Tensor | None, fn: Callable[[Tensor], Tensor]
+) -> None:
+    """After ``fn`` has moved a weight, or changed its dtype, whose (or whose rows') codes were ``before``.
+
+    It keeps the codes where those of a plain tensor inside of a DTensor would be lost, and, while its codes are still
+    the same, the ``initial`` values in high precision.
+    """
+    rows = getattr(weight, "_local_tensor", weight)
+    if not isinstance(rows, QuantizedTensor):  # of parameters alone a change of the dtype leaves the codes as they are
+        rows = weight._local_tensor = fn(nn.Parameter(before, requires_grad=False)).detach()  # type: ignore[attr-defined]
+    if initial is not None and not rows.is_meta and isinstance(rows, QuantizedTensor):
+        old, new = before._operands.any.codes, rows._operands.any.codes
+        if torch.equal(old.to(new.device), new):
+            rows.set_high_precision_init_val(initial)

@@ -115,28 +115,28 @@ def mark(parameter: Tensor, partition: Partition | None) -> None:
         setattr(parameter, name, value)
 
 
-def check_scales_agree(label: str, parallel: TensorParallel, recipe: DelayedScaling, group: Group | None) -> None:
+def check_scales_agree(why: str, ranks: Group, recipe: DelayedScaling, group: Group | None) -> None:
     """Raises where the ranks of a gathered tensor would cast it with different delayed scales.
 
     Args:
+        why: what is gathered, as errors begin: ``"Linear 'proj': the weight is sharded"``.
+        ranks: those that gather it.
         group: the ranks that agree on delayed scaling's amaxes; None if this rank keeps them for itself.
 
     Raises:
-        ValueError: some rank of the tensor-parallel group does not agree with this one.
+        ValueError: some rank of ``ranks`` does not agree with this one.
     """
-    if not parallel.sequence_parallel:
-        return
     if not recipe.reduce_amax:
         raise ValueError(
-            f"{label}: sequence_parallel=True gathers tensors that all ranks cast with one scale, but "
-            "DelayedScaling(reduce_amax=False) gives each rank its own; use reduce_amax=True"
+            f"{why}, and all ranks must cast with one scale, but DelayedScaling(reduce_amax=False) gives each rank its "
+            "own; use reduce_amax=True"
         )
     if group is not None and group.size == dist.get_world_size():
         return
     agree = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group.process_group))
-    missing = set(dist.get_process_group_ranks(parallel.group.process_group)) - agree
+    missing = set(dist.get_process_group_ranks(ranks.process_group)) - agree
     if missing:
         raise ValueError(
-            f"{label}: sequence_parallel=True gathers tensors that all ranks of tp_group cast with one scale, but "
-            f"autocast's amax_reduction_group leaves out ranks {sorted(missing)}; give it one that contains tp_group"
+            f"{why}, and all ranks must cast with one scale, but autocast's amax_reduction_group leaves out ranks "
+            f"{sorted(missing)}; give it one that contains them"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from minifloat.distributed.fsdp import pytorch
-from minifloat.distributed.fsdp.casting import cast_shards
+from minifloat.distributed.fsdp.casting import Casting, cast_shards
+from minifloat.distributed.fsdp.parameter import ShardedParameter
 from minifloat.distributed.fsdp.rows import rows_of
 from minifloat.distributed.fsdp.weight import ShardedWeight
 from minifloat.formats import COLUMNWISE
@@ -39,9 +41,9 @@ def fully_shard(
     Call it bottom-up, as PyTorch's own, and on the whole model in the end. What is sharded stays a DTensor in high
     precision: optimizers, clipping and checkpoints are those of any FSDP2 model. The weight of a
     :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, travels as codes
-    and scales: those of quantizing the whole weight, bit for bit, whatever the number of rows and of ranks. Each pass
-    sends the orientation that it reads. The rest is gathered in high precision, as in PyTorch: norms, embeddings,
-    biases, and weights that :func:`sharded_weights` does not list.
+    and scales: those of quantizing the whole weight, of one parameter or of several, bit for bit, whatever the number
+    of rows and of ranks. Each pass sends the orientation that it reads. The rest is gathered in high precision, as in
+    PyTorch: norms, embeddings, biases, and weights that :func:`sharded_weights` does not list.
 
     Weights are cast from the sharded parameters, once at the start of each forward of the outermost module, with
     one all-reduce for all amaxes. ``mp_policy.param_dtype`` is the dtype of what they stand for in the layer, and of
@@ -73,28 +75,33 @@ def fully_shard(
     notes = {place: dict(vars(parameter)) for place, parameter in before.items()}  # a move to the device loses them
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
     for group in pytorch.param_groups(module):
+        by_layer: dict[Linear, list[Any]] = {}
         for param in group.fsdp_params:
             layer, name, shared = pytorch.layer_of(param)
             whole, noted = before[layer, name], notes[layer, name]
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _MARKS if mark in noted})
-            weight = None
             if isinstance(whole, QuantizedTensor):
-                weight = _of_quantized(whole, noted.get("_high_precision_init_val"), layer, param, group)
-            elif pytorch.is_sharded_by_rows(param) and not shared:
-                weight = _of_high_precision(layer, name, param, group)
-            if weight is not None:
-                pytorch.hook(param, weight)
+                _hook(_of_quantized(whole, noted.get("_high_precision_init_val"), layer, param, group))
+            elif isinstance(layer, Linear) and name in layer.weight_names and not shared:
+                by_layer.setdefault(layer, []).append(param)
+        for layer, params in by_layer.items():
+            _hook(_of_high_precision(layer, params, group))
     pytorch.cast_before_forward(module, _cast)
     return module
 
 
 def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
-    """The weights below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise."""
+    """The parameters below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise.
+
+    Of linears these are all weights but those that several modules share, transposed ones, ones that backward reads in
+    high precision, and ones of several parameters (``parameters_split``) with a block of rows that lies in two of them.
+    """
     names = {id(each): name for name, each in module.named_modules()}
     found = {}
-    for weight in pytorch.extensions_below(module):
+    for parameter in pytorch.extensions_below(module):
+        weight = parameter.weight
         spec = weight.quantizer.row_format.spec, weight.quantizer.format(COLUMNWISE).spec
-        found[f"{names[id(weight.layer)]}.{weight.name}".lstrip(".")] = spec
+        found[f"{names[id(weight.layer)]}.{parameter.name}".lstrip(".")] = spec
     return found
 
 
@@ -108,26 +115,42 @@ def _set_recipes(module: nn.Module, recipe: Recipe | str | None) -> None:
                 raise ValueError(
                     f"{layer.label}: {option} leaves gradients where FSDP2 does not reduce them; do without it"
                 )
+        layer.keeps_weight = False
         if layer.recipe is None and chosen is not None:
             layer.recipe = chosen
         if isinstance(layer.recipe, Recipe):
             layer.plan(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
 
 
-def _of_high_precision(layer: nn.Module, name: str, param: Any, group: Any) -> ShardedWeight | None:
-    """What gathers parameter ``name`` of a layer as codes; None if it is to be gathered in high precision."""
-    if not isinstance(layer, Linear) or not isinstance(layer.recipe, Recipe):
+def _hook(weight: ShardedWeight | None) -> None:
+    for parameter in () if weight is None else weight.parameters:
+        parameter.hook()
+
+
+def _of_high_precision(layer: Linear, params: Sequence[Any], group: Any) -> ShardedWeight | None:
+    """What gathers the weight of a layer as codes; None if it is to be gathered in high precision.
+
+    ``params``: those of its parameters that ``group`` gathers.
+    """
+    if not isinstance(layer.recipe, Recipe) or type(layer).weight_matrix is not Linear.weight_matrix:  # transposed
         return None
-    weight = getattr(layer, name)
-    if layer.weight_names != (name,) or layer.weight_matrix() is not weight or weight.numel() == 0:
-        return None  # a bias; one of several parameters that are cast as one; a transposed weight
+    weights = [getattr(layer, name) for name in layer.weight_names]
+    if [pytorch.layer_of(param)[1] for param in params] != list(layer.weight_names):
+        return None  # others are ignored, or shared
+    if not all(pytorch.is_sharded_by_rows(param) for param in params):
+        return None
+    if any(weight.numel() == 0 or weight.dtype not in DTYPES or weight.dtype != weights[0].dtype for weight in weights):
+        return None
     plan = layer.plan(layer.recipe)
-    if plan.backward_override == "high_precision" or weight.dtype not in DTYPES:
+    if plan.backward_override == "high_precision":
         return None
     if not (plan.weight.row_format.quantized and plan.weight.format(COLUMNWISE).quantized):
         return None
     quantizer = plan.weight.with_usage(rowwise=True, columnwise=plan.backward_override is None)
-    return ShardedWeight(layer, quantizer, plan.delayed, param, group)
+    shards, ranks = zip(*[pytorch.shards_of(param) for param in params], strict=True)
+    if Casting.of(quantizer, shards, ranks[0].rank) is None:
+        return None
+    return ShardedWeight(layer, quantizer, plan.delayed, params, group)
 
 
 def _of_quantized(
@@ -150,8 +173,9 @@ def _of_quantized(
     if initial is not None:
         rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
     pytorch.set_own_rows(param, rows)
-    return ShardedWeight(layer, rows.quantizer, None, param, group)
+    return ShardedWeight(layer, rows.quantizer, None, [param], group)
 
 
-def _cast(weights: list[ShardedWeight]) -> None:
-    cast_shards(weights, columnwise=torch.is_grad_enabled())
+def _cast(parameters: list[ShardedParameter]) -> None:
+    weights = dict.fromkeys(parameter.weight for parameter in parameters)
+    cast_shards(list(weights), columnwise=torch.is_grad_enabled())

@@ -18,33 +18,48 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from minifloat.distributed.fsdp.rows import put_in_place
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
 from minifloat.tensor import QuantizedTensor
 
 
 class HookedParam(FSDPParam):
-    """An ``FSDPParam`` whose hooks are those of :attr:`extension`."""
+    """An ``FSDPParam`` whose hooks are those of :attr:`extension`.
+
+    ``memory``: what a gather allocates and resharding frees. Several parameters may share one tensor of it.
+    """
 
     extension: Any
+    memory: list[Tensor]
 
     @property
     def _sharded_local_tensor(self) -> Any:
         return self.extension
 
+    def alloc_all_gather_outputs(self) -> None:
+        for tensor in self.memory:
+            allocate(tensor)
+
+    def free_unsharded_param(self) -> None:
+        for tensor in self.memory:
+            free(tensor)
+
     def reset_sharded_param(self) -> None:
         """Takes note of what others have made of the parameter; codes need no padding, and would not stand it."""
-        parameter = getattr(self._module_info.module, self._module_info.param_name)
+        parameter: Any = getattr(self._module_info.module, self._module_info.param_name)
         if not isinstance(parameter._local_tensor, QuantizedTensor):
             super().reset_sharded_param()  # type: ignore[no-untyped-call]
             return
+        before: Any = self.sharded_param
+        put_in_place(parameter._local_tensor, before._local_tensor)
         self.sharded_param, self._sharding_spec = parameter, parameter._spec
 
 
 def hook(param: FSDPParam, extension: Any) -> None:
     """Lets ``extension`` say what of ``param`` is gathered, and make the unsharded parameter of it."""
     param.__class__ = HookedParam
-    param.extension = extension  # type: ignore[attr-defined]
+    param.extension, param.memory = extension, []  # type: ignore[attr-defined]
     param._init_extensions()
 
 
@@ -57,6 +72,7 @@ class CastingState(FSDPState):
     """An ``FSDPState`` that casts the weights below before each outermost forward, whichever method that is."""
 
     cast: Callable[[list[Any]], None]
+    _below: list[Any] | None = None  # found once: what is sharded does not change after the first forward
 
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not in_backward():
@@ -77,8 +93,10 @@ class CastingState(FSDPState):
         if context.post_optim_event is not None:  # the casts, in this stream, come after the optimizer, before gathers
             self._device_handle.current_stream().wait_event(context.post_optim_event)
             context.post_optim_event = None
-        below = _extensions(context.all_states) if self._is_root else extensions_below(self._modules[0])
-        self.cast(list(below))
+        if self._below is None:
+            below = _extensions(context.all_states) if self._is_root else extensions_below(self._modules[0])
+            self._below = list(below)
+        self.cast(self._below)
 
 
 def cast_before_forward(module: nn.Module, cast: Callable[[list[Any]], None]) -> None:
@@ -146,14 +164,21 @@ def own_rows(param: Any) -> Tensor:
     return local.to(param.device, non_blocking=True) if param.offload_to_cpu else local
 
 
-def set_memory(param: Any, received: list[Tensor], joined: list[Tensor]) -> None:
-    """What FSDP2 allocates for a gather, fills (``received``) and frees at the next reshard."""
-    param.all_gather_outputs, param._unsharded_inner_tensors = received, joined
+def set_memory(param: Any, received: list[Tensor], memory: list[Tensor]) -> None:
+    """What FSDP2 allocates for a gather and frees at the next reshard (``memory``), and what of it it fills."""
+    param.all_gather_outputs, param.memory = received, memory
 
 
 def allocate(tensor: Tensor) -> None:
     """Gives a tensor its memory, if it has none."""
     alloc_storage(tensor)
+
+
+def used_here(tensors: Iterable[Tensor]) -> None:
+    """The current stream may read them still when they are let go, which another one has allocated."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def free(tensor: Tensor) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minifloat import recompute
 from minifloat.distributed.fsdp import pytorch
-from minifloat.distributed.fsdp.casting import cast_shards
+from minifloat.distributed.fsdp.casting import Agreed, Casting, cast_again, cast_shards
+from minifloat.distributed.fsdp.parameter import ShardedParameter
 from minifloat.distributed.fsdp.unsharded import Unsharded
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear import Linear
@@ -21,10 +21,11 @@ from minifloat.tensor import QuantizedTensor
 
 
 class ShardedWeight:
-    """The hooks of FSDP2 for the weight of a linear layer.
+    """The weight [M, K] of a linear layer, which is one parameter or several below each other that are cast as one.
 
     Shards in high precision are cast at the start of each outermost forward, together with those of all other weights
-    (:func:`~minifloat.distributed.fsdp.casting.cast_shards`); gathers send what was cast then. Shards of a quantized
+    (:func:`~minifloat.distributed.fsdp.casting.cast_shards`). What was sent is let go, and cast again for backward with
+    the amaxes and scales of then, so that a rank does not hold its codes of all weights at once. Shards of a quantized
     parameter are sent as they are. Which orientation, FSDP2's training state says:
 
     =====================================================  ==========================================
@@ -45,80 +46,136 @@ class ShardedWeight:
     Attributes:
         layer, quantizer: whose weight, and how it is cast.
         delayed: the recipe of the layer's amax history, where its scale is what shards in high precision are cast with.
-        shards, group: the rows of each rank, and the ranks.
-        part: what this rank sends, as :func:`~minifloat.distributed.quantize_shard` gives it; None before a cast.
+        parameters: from the first row on.
+        group: the ranks.
+        parts: what this rank sends of each parameter, as :func:`~minifloat.distributed.quantize_shard` gives it; None
+            before a cast, and once it was sent.
+        agreed: with what the latest cast may be repeated; None where it may not.
+        gathered_dims: what the latest gather serves.
+        whole: the gathered weight, if it has several parameters and has been gathered ever; else None.
     """
 
     def __init__(
-        self, layer: Linear, quantizer: Quantizer, delayed: DelayedScaling | None, param: Any, params: Any
+        self, layer: Linear, quantizer: Quantizer, delayed: DelayedScaling | None, params: Sequence[Any], together: Any
     ) -> None:
-        """``param``, ``params``: FSDP2's records of the weight and of the group that is gathered together."""
+        """``params``: FSDP2's records of the parameters; ``together``: of the group that is gathered together."""
         self.layer, self.quantizer, self.delayed = layer, quantizer, delayed
-        self._param, self._params = param, params
+        self.parameters = tuple(ShardedParameter(self, number, param) for number, param in enumerate(params))
+        self.group = self.parameters[0].group
+        self.parts: Sequence[Quantized] | None = None
+        self.agreed: Agreed | None = None
+        self.gathered_dims: list[int] = []
+        self.whole: QuantizedTensor | None = None
+        self._together = together
         self._for_backward = COLUMNWISE if self.quantizer.columnwise else ROWWISE
-        self.shards, self.group = pytorch.shards_of(param)
-        self.part: Quantized | None = None
+        self._castings: dict[bool, Casting] = {}
         self._unsharded: Unsharded | None = None
         self._backward_reads_both = False
         self._asks = False  # the layer asked in its latest forward: a compiled one takes what is there
 
     @property
-    def rows(self) -> Tensor:
-        """This rank's rows [m, K], in high precision or quantized."""
-        return pytorch.own_rows(self._param)
+    def is_quantized(self) -> bool:
+        """The parameter is kept quantized."""
+        return isinstance(self.parameters[0].rows, QuantizedTensor)
+
+    def casting(self, columnwise: bool) -> Casting:
+        """How shards in high precision are cast, ``columnwise``: in the orientation that backward reads, too."""
+        found = self._castings.get(columnwise)
+        if found is None:
+            quantizer = self.quantizer.with_usage(columnwise=self.quantizer.columnwise and columnwise)
+            found = Casting.of(quantizer, tuple(each.shards for each in self.parameters), self.group.rank)
+            assert found is not None
+            self._castings[columnwise] = found
+        return found
+
+    # ---- a gather of FSDP2's ----
+
+    def begin_gather(self) -> list[int]:
+        """The dims that a gather which begins will serve, for all parameters."""
+        self.gathered_dims = dims = self._wanted()
+        state = pytorch.training_state(self._together)
+        if state == "FORWARD":
+            self._asks = False
+        if state == "IDLE":
+            self.parts = self.agreed = None  # nobody has cast it since the last step
+        if self._unsharded is None:
+            every = [ROWWISE, COLUMNWISE] if self.quantizer.columnwise else [ROWWISE]
+            self._unsharded = Unsharded(self.cast_for(every), [each.shards for each in self.parameters])
+        self._hand_over(dims)
+        return dims
 
     @property
-    def name(self) -> str:
-        """What the layer calls the parameter."""
-        return pytorch.layer_of(self._param)[1]
+    def unsharded(self) -> Unsharded:
+        """The memory of the whole."""
+        assert self._unsharded is not None
+        return self._unsharded
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> ShardedWeight:
-        """Itself: what FSDP2 takes for a tensor that it has to bring to the device."""
-        return self
+    @property
+    def gathers_again(self) -> bool:
+        """What backward reads is not needed yet when a forward begins."""
+        return pytorch.reshards_after_forward(self._together)
 
-    # ---- FSDP2's protocol ----
+    def cast_for(self, dims: Collection[int]) -> Sequence[Quantized]:
+        """What this rank sends of each parameter, with operands for ``dims``."""
+        if self._lacks(dims) and (self.agreed is None or not self.agreed.serves(dims)):
+            cast_shards([self])  # the last forward had no grad mode, or there was none
+        if self._lacks(dims):
+            assert self.agreed is not None
+            self.parts = cast_again(self, self.agreed, dims)
+        assert self.parts is not None
+        return self.parts
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], list[int]]:
-        """What this rank sends, 1-D tensors of equal sizes on all ranks, and the dims that it serves."""
-        dims = self._wanted()
-        if pytorch.training_state(self._params) == "FORWARD":
-            self._asks = False
-        if pytorch.training_state(self._params) == "IDLE":
-            self.part = None  # nobody has cast it since the last step
-        unsharded = self._memory()
-        self._hand_over(dims)
-        return tuple(unsharded.sent(dims, self._part(dims))), dims
+    def let_go(self) -> None:
+        """Frees what was sent, if it can be cast again; to be called in the stream that waits for the gather."""
+        if self.agreed is not None and self.parts is not None:
+            held = [operand for part in self.parts for operand in part if operand is not None]
+            pytorch.used_here(tensor for operand in held for tensor in operand.tensors if tensor is not None)
+            self.parts = None
 
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], dims: list[int], dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """The weight of ``dtype`` and what is to be freed with it; with ``out`` that one is filled again."""
-        unsharded = self._unsharded
-        assert unsharded is not None and self.part is not None
-        for tensor in unsharded.memory(dims):
-            pytorch.allocate(tensor)
-        unsharded.fill(dims, self.part)
-        if out is not None:
-            assert isinstance(out, QuantizedTensor) and out.operands.rowwise is not None
-            assert unsharded.operands.rowwise is not None
-            assert out.operands.rowwise.codes.data_ptr() == unsharded.operands.rowwise.codes.data_ptr()
-            return None
-        shape = self.shards.total, unsharded.operands.any.shape[1]
-        weight = QuantizedTensor.from_operands(unsharded.operands, self.quantizer, shape, dtype)
-        weight.gatherer = self
-        return weight, [wire.whole for wire in unsharded.wires(dims) if wire.joined]
+    def _lacks(self, dims: Collection[int]) -> bool:
+        if self.parts is None:
+            return True
+        rowwise, columnwise = self.parts[0]
+        return (rowwise is None and ROWWISE in dims) or (columnwise is None and COLUMNWISE in dims)
 
-    # ---- what is there ----
+    def as_parameter(self, number: int, dtype: torch.dtype) -> QuantizedTensor:
+        """The gathered parameter, which stands for values of ``dtype``."""
+        if number == 0 and len(self.parameters) > 1:
+            self.whole = self._as_tensor(self.unsharded.operands, dtype)
+        return self._as_tensor(self.unsharded.pieces[number], dtype)
+
+    def _as_tensor(self, operands: Quantized, dtype: torch.dtype) -> QuantizedTensor:
+        tensor = QuantizedTensor.from_operands(operands, self.quantizer, operands.any.shape, dtype)
+        tensor.gatherer = self
+        return tensor
+
+    def _hand_over(self, dims: Iterable[int]) -> None:
+        """FSDP2 allocates and frees the memory of these dims from now on."""
+        for i, parameter in enumerate(self.parameters):
+            parameter.hand_over(self.unsharded.received(dims, i), self.unsharded.memory(dims, i))
+
+    def _wanted(self) -> list[int]:
+        """The dims that the pass which gathers will contract; see the class."""
+        state, again = pytorch.training_state(self._together), pytorch.reshards_after_backward(self._together)
+        if state == "PRE_BACKWARD" and again and self._asks and not self._backward_reads_both:
+            return [self._for_backward]
+        for_forward = state == "FORWARD" and pytorch.reshards_after_forward(self._together)
+        if for_forward and not pytorch.in_backward() and not (torch.is_grad_enabled() and recompute.hooks_read()):
+            return [ROWWISE]
+        backward = torch.is_grad_enabled() or pytorch.in_backward() or not self._asks
+        return [ROWWISE, COLUMNWISE] if backward and self.quantizer.columnwise else [ROWWISE]
+
+    # ---- a call of the layer ----
 
     def fetch(self, *dims: int) -> None:
         """Gathers the operands of the unsharded weight that are not there; all ranks call it alike."""
-        unsharded = self._unsharded
-        assert unsharded is not None
+        unsharded = self.unsharded
         missing = [dim for dim in dims if not unsharded.holds(dim)]
         if missing:
-            self._backward_reads_both |= pytorch.training_state(self._params) == "PRE_BACKWARD"
+            self._backward_reads_both |= pytorch.training_state(self._together) == "PRE_BACKWARD"
             held = [dim for dim in (ROWWISE, COLUMNWISE) if dim not in missing and self._has(dim)]
-            unsharded.gather(missing, self._part(missing), self.group)
+            unsharded.gather(missing, self.cast_for(missing), self.group)
+            self.let_go()
             self._hand_over([*missing, *held])  # so that it is freed with the rest
 
     def fetch_for(self, quantizer: Quantizer, label: str) -> None:
@@ -130,50 +187,15 @@ class ShardedWeight:
         self._asks = True
         wanted = [ROWWISE] + [COLUMNWISE] * (quantizer.columnwise and self.quantizer.columnwise)
         for dim in wanted:
-            if quantizer.format(dim) != self.quantizer.format(dim) and not isinstance(self.rows, QuantizedTensor):
+            if quantizer.format(dim) != self.quantizer.format(dim) and not self.is_quantized:
                 raise ValueError(
                     f"{label}: the weight was gathered as {self.quantizer.format(dim).spec}, and the recipe in force "
                     f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard, and leave it"
                 )
-        comes_later = pytorch.reshards_after_forward(self._params) and not pytorch.in_backward()
-        if pytorch.training_state(self._params) == "FORWARD" and comes_later and not recompute.hooks_read():
+        comes_later = pytorch.reshards_after_forward(self._together) and not pytorch.in_backward()
+        if pytorch.training_state(self._together) == "FORWARD" and comes_later and not recompute.hooks_read():
             wanted = [ROWWISE]  # backward gathers the rest before it reads it
         self.fetch(*wanted)
 
     def _has(self, dim: int) -> bool:
-        unsharded = self._unsharded
-        return unsharded is not None and (dim == ROWWISE or self.quantizer.columnwise) and unsharded.holds(dim)
-
-    # ---- inside ----
-
-    def _wanted(self) -> list[int]:
-        """The dims that the pass which gathers will contract; see the class."""
-        state, again = pytorch.training_state(self._params), pytorch.reshards_after_backward(self._params)
-        if state == "PRE_BACKWARD" and again and self._asks and not self._backward_reads_both:
-            return [self._for_backward]
-        for_forward = state == "FORWARD" and pytorch.reshards_after_forward(self._params)
-        if for_forward and not pytorch.in_backward() and not (torch.is_grad_enabled() and recompute.hooks_read()):
-            return [ROWWISE]
-        backward = torch.is_grad_enabled() or pytorch.in_backward() or not self._asks
-        return [ROWWISE, COLUMNWISE] if backward and self.quantizer.columnwise else [ROWWISE]
-
-    def _part(self, dims: Iterable[int]) -> Quantized:
-        """What was cast, with operands for ``dims``."""
-        if self.part is None or (COLUMNWISE in dims and self.part.columnwise is None):
-            cast_shards([self])  # the last forward had no grad mode, or there was none
-        assert self.part is not None
-        return self.part
-
-    def _memory(self) -> Unsharded:
-        if self._unsharded is None:
-            every = [ROWWISE, COLUMNWISE] if self.quantizer.columnwise else [ROWWISE]
-            self._unsharded = Unsharded(self._part(every), self.shards)
-        return self._unsharded
-
-    def _hand_over(self, dims: Iterable[int]) -> None:
-        """FSDP2 allocates and frees the memory of these dims from now on."""
-        assert self._unsharded is not None
-        wires = self._unsharded.wires(dims)
-        pytorch.set_memory(
-            self._param, [wire.received for wire in wires], [wire.whole for wire in wires if wire.joined]
-        )
+        return (dim == ROWWISE or self.quantizer.columnwise) and self.unsharded.holds(dim)
