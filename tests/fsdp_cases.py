@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import minifloat
 from minifloat.distributed.fsdp import fully_shard, sharded_weights
 from minifloat.optim import MasterWeights
 from minifloat.quantizer import cast_all
 from minifloat.tensor import QuantizedTensor
+from tests.fsdp_reads import Differences, Reads, wholes
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the tests change no output in place
 
@@ -30,7 +33,8 @@ class Case(NamedTuple):
         model: a name of :data:`MODELS`.
         recipe: of all its linears.
         units: what is given to ``fully_shard`` before the root: ``"root"`` nothing else, ``"each"`` its children,
-            ``"nested"`` all modules that are called, one inside of the other.
+            ``"parts"`` the linears and norms that these are made of, ``"nested"`` all modules that are called, one
+            inside of the other.
         reshard: ``reshard_after_forward``.
         dtype: name of ``param_dtype`` of a mixed-precision policy; None: no policy.
         options: ``"accumulate"``: three microbatches, the gradients of the first two not reduced; ``"keep"``: the same,
@@ -83,7 +87,34 @@ def aligned(recipe: str) -> nn.Module:
     )
 
 
-MODELS: dict[str, Callable[[str], nn.Module]] = {
+def before_one_row(make: Callable[[str], list[nn.Module]]) -> Callable[[str], nn.Module]:
+    """Modules of width 36, whose rows are no whole blocks on 2, 3 or 4 ranks, and a weight that only rank 0 has."""
+    return lambda recipe: nn.Sequential(*make(recipe), minifloat.Linear(36, 1, recipe=recipe))
+
+
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+MODULES: dict[str, Callable[[str], nn.Module]] = {
+    "Linear": before_one_row(
+        lambda recipe: [
+            nn.Sequential(minifloat.Linear(24, 256, recipe=recipe), minifloat.Linear(256, 70, recipe=recipe)),
+            minifloat.Linear(70, 36, bias=False, recipe=recipe),
+        ]
+    ),
+    "LayerNormLinear": before_one_row(
+        lambda recipe: [
+            minifloat.LayerNormLinear(24, 70, recipe=recipe),
+            minifloat.LayerNormLinear(70, 36, normalization="RMSNorm", recipe=recipe),
+        ]
+    ),
+    "LayerNormMLP": before_one_row(lambda recipe: [minifloat.LayerNormMLP(36, 50, activation="swiglu", recipe=recipe)]),
+    "MultiheadAttention": before_one_row(
+        lambda recipe: [minifloat.MultiheadAttention(36, 2, attention_dropout=0.0, recipe=recipe)]
+    ),
+    "TransformerLayer": before_one_row(
+        lambda recipe: [minifloat.TransformerLayer(36, 50, 2, fuse_qkv_params=True, recipe=recipe, **_NO_DROPOUT)]
+    ),
+}
+MODELS: dict[str, Callable[[str], nn.Module]] = MODULES | {
     "linears": linears,
     "fused": fused,
     "transformer": transformer,
@@ -91,8 +122,9 @@ MODELS: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
-def mesh_of(size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+@functools.cache
+def mesh_of(size: int, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
 
 
 def shard(model: nn.Module, case: Case, mesh: DeviceMesh) -> nn.Module:
@@ -100,20 +132,25 @@ def shard(model: nn.Module, case: Case, mesh: DeviceMesh) -> nn.Module:
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case.reshard}
     if case.dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(getattr(torch, case.dtype), reduce_dtype=torch.float32)
-    units: list[nn.Module] = []
-    if case.units == "each":
-        units = list(model.children())
-    elif case.units == "nested":
-        called = [each for each in model.modules() if each is not model and not isinstance(each, nn.ModuleList)]
-        units = [each for each in reversed(called) if next(each.parameters(), None) is not None]
-    for unit in units:
+    for unit in units_of(model, case.units):
         fully_shard(unit, **options)
     return fully_shard(model, **options)
 
 
+def units_of(model: nn.Module, units: str) -> list[nn.Module]:
+    """What is sharded by itself before the root; see :class:`Case`."""
+    if units == "root":
+        return []
+    if units == "each":
+        return list(model.children())
+    called = [each for each in model.modules() if each is not model and not isinstance(each, nn.ModuleList)]
+    own = [each for each in reversed(called) if next(each.parameters(recurse=units == "nested"), None) is not None]
+    return own
+
+
 def full(tensor: Any) -> Tensor:
     """The whole of a DTensor; a plain tensor as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def width(model: nn.Module) -> int:
@@ -121,83 +158,128 @@ def width(model: nn.Module) -> int:
     return next(each.in_features for each in model.modules() if isinstance(each, minifloat.Linear))
 
 
-def lockstep(rank: int, size: int, case: Case, steps: int) -> str:
-    """Steps the sharded model and an unsharded replica, each rank with data of its own; what differs first, or "".
+class Twins(NamedTuple):
+    """An unsharded model and the sharded one, which start alike, with what steps each."""
 
-    Outputs, gradients of inputs and delayed scaling's buffers are compared to the bit in every step: they are functions
-    of the gathered codes. Gradients of parameters too where two ranks add them; three may add them in another order,
-    and the replica then follows the sharded parameters.
-    """
-    plain, sharded = MODELS[case.model](case.recipe), MODELS[case.model](case.recipe)
+    plain: nn.Module
+    sharded: Any
+    optimizers: Sequence[Any]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def high_precision(case: Case, size: int, device: str = "cpu") -> Twins:
+    """Twins of fp32 parameters."""
+    with torch.device(device):
+        plain, sharded = MODELS[case.model](case.recipe), MODELS[case.model](case.recipe)
     sharded.load_state_dict(plain.state_dict())
     if "frozen" in case.options:
         for model in (plain, sharded):
             next(model.parameters()).requires_grad_(False)
-    shard(sharded, case, mesh_of(size))
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in (plain, sharded)]
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(steps):
-        difference = _forward_and_backward(plain, sharded, case, size, generator)
-        if difference:
-            return f"step {step}: {difference}"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            for mine, theirs in zip(plain.parameters(), sharded.parameters(), strict=True):
-                whole = full(theirs.detach())
-                if size <= 2 and not torch.equal(mine, whole):
-                    return f"step {step}: parameters differ by {(mine - whole).abs().max():.3g}"
-                mine.copy_(whole)
-    return ""
+    shard(sharded, case, mesh_of(size, device))
+    return Twins(plain, sharded, [torch.optim.AdamW(model.parameters(), lr=0.02) for model in (plain, sharded)])
 
 
-def quantized_lockstep(rank: int, size: int, case: Case, steps: int) -> str:
-    """The same with quantized parameters and fp32 masters, which three ranks' replicas follow."""
+def quantized(case: Case, size: int, device: str = "cpu") -> Twins:
+    """Twins of quantized parameters and fp32 masters."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         preserve = "preserve" in case.options
-        with minifloat.quantized_model_init(recipe=case.recipe, preserve_high_precision_init_val=preserve):
+        with (
+            torch.device(device),
+            minifloat.quantized_model_init(recipe=case.recipe, preserve_high_precision_init_val=preserve),
+        ):
             models.append(MODELS[case.model](case.recipe))
-    plain, sharded = models
-    shard(sharded, case, mesh_of(size))
-    optimizers = [MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.02) for model in models]
+    shard(models[1], case, mesh_of(size, device))
+    return Twins(*models, [MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.02) for model in models])
+
+
+def lockstep(rank: int, size: int, case: Case, steps: int, device: str = "cpu") -> str:
+    """Steps the sharded model and an unsharded replica, each rank with data of its own; what differs first, or "".
+
+    Compared to the bit in every step are the codes and scales that GEMMs read of the gathered weights, outputs,
+    gradients of inputs and delayed scaling's buffers: they are functions of the parameters, which are equal when a step
+    begins. Gradients and parameters too where two ranks add them; more may add them in another order, and the replica
+    then follows the sharded parameters.
+    """
+    return in_lockstep(rank, size, high_precision(case, size, device), case, steps, device)
+
+
+def quantized_lockstep(rank: int, size: int, case: Case, steps: int, device: str = "cpu") -> str:
+    """The same with quantized parameters and fp32 masters, which the replica's follow."""
+    return in_lockstep(rank, size, quantized(case, size, device), case, steps, device)
+
+
+def in_lockstep(rank: int, size: int, twins: Twins, case: Case, steps: int, device: str = "cpu") -> str:
     generator = torch.Generator().manual_seed(rank)
+    found = Differences()
+    reads = Reads(twins.plain, twins.sharded, found)
     for step in range(steps):
-        difference = _forward_and_backward(plain, sharded, case, size, generator)
+        _forward_and_backward(twins, case, found, reads, generator, device)
+        _compare_gradients(twins, found, size)
+        twins.step()
+        _follow(twins, found, size)
+        difference = found.first()
         if difference:
             return f"step {step}: {difference}"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, mine), theirs in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-            own, whole = (
-                opt.state[p].get("master", p.detach()) for opt, p in zip(optimizers, (mine, theirs), strict=True)
-            )
-            whole = full(whole)
-            if size <= 2 and not torch.equal(own, whole):
-                return f"step {step}: masters of {name} differ"
-            own.copy_(whole)
-            if isinstance(mine, QuantizedTensor):
-                mine.quantize_(whole)
     return ""
 
 
-def _forward_and_backward(plain: nn.Module, sharded: Any, case: Case, size: int, generator: torch.Generator) -> str:
+RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
+TWINS = {"high-precision": high_precision, "quantized": quantized}
+KINDS = {"high-precision": lockstep, "quantized": quantized_lockstep}
+MATRIX = list(product(MODULES, RECIPES, KINDS, ("root", "each", "parts", "nested")))
+"""Modules, recipes, kinds of parameters and units that are sharded: :func:`KINDS` steps a case of the others."""
+
+
+def trajectory(rank: int, size: int, make: Callable[..., Twins], case: Case, steps: int, device: str = "cpu") -> float:
+    """How far losses get apart, of their size, where the replica goes its own way from the same start."""
+    twins, apart = make(case, size, device), []
+    for optimizer in twins.optimizers:
+        for group in optimizer.param_groups:  # a gradient that is zero but for rounding is not to decide a step
+            group.update(lr=0.002, eps=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        data, losses = torch.randn(6, 2, width(twins.plain), generator=generator).to(device), []
+        for model in twins[:2]:
+            torch.manual_seed(0)
+            losses.append(loss(model(data)))
+            losses[-1].backward()
+        summed = torch.stack(losses).detach()
+        dist.all_reduce(summed)
+        apart.append((summed[0] - summed[1]).abs() / summed[0])
+        _add_gradients(twins.plain, size)
+        twins.step()
+    return torch.stack(apart).max().item()
+
+
+def loss(y: Tensor) -> Tensor:
+    return (y.float() - 1).square().mean()
+
+
+def _forward_and_backward(
+    twins: Twins, case: Case, found: Differences, reads: Reads, generator: torch.Generator, device: str
+) -> None:
+    plain, sharded, _ = twins
     microbatches = 3 if {"accumulate", "keep"} & set(case.options) else 1
     for micro in range(microbatches):
         last = micro == microbatches - 1
         sharded.set_requires_gradient_sync(last)
         if "keep" in case.options:
             sharded.set_reshard_after_backward(last)
-        data = torch.randn(6, 2, width(plain), generator=generator)
+        data = torch.randn(6, 2, width(plain), generator=generator).to(device)
         rounded = None if case.dtype is None else _rounded(plain, sharded, getattr(torch, case.dtype))
-        expected, found = _results(plain, data, case, rounded), _results(sharded, data, case)
-        for number, (mine, theirs) in enumerate(zip(expected, found, strict=True)):
-            if not torch.equal(mine, theirs):
-                return f"result {number} of microbatch {micro} differs by {(mine - theirs).abs().max():.3g}"
-    return _compare(plain, sharded, size)
+        reads.begin()
+        expected = _results(plain, data, case, rounded)
+        with reads.watched():
+            results = _results(sharded, data, case)
+        reads.end(backward="save_on_cpu" not in case.options)
+        for number, (mine, theirs) in enumerate(zip(results, expected, strict=True)):
+            found.values(f"result {number} of microbatch {micro}", mine, theirs)
 
 
 def _results(model: nn.Module, data: Tensor, case: Case, rounded: dict[str, Tensor] | None = None) -> Sequence[Tensor]:
@@ -211,7 +293,7 @@ def _results(model: nn.Module, data: Tensor, case: Case, rounded: dict[str, Tens
         y = torch.func.functional_call(model, rounded, x.to(next(iter(rounded.values())).dtype))
     else:
         y = _run(model, x, case)
-    y.float().square().mean().backward()
+    loss(y).backward()
     assert x.grad is not None
     return [*results, y.detach(), x.grad]
 
@@ -229,26 +311,49 @@ def _run(model: Any, x: Tensor, case: Case) -> Tensor:
 
 def _rounded(plain: nn.Module, sharded: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a mixed-precision policy makes of the parameters that are gathered in high precision."""
-    quantized = sharded_weights(sharded)
-    return {name: p.to(dtype) for name, p in plain.named_parameters() if name not in quantized}
+    gathered = sharded_weights(sharded)
+    return {name: p.to(dtype) for name, p in plain.named_parameters() if name not in gathered}
 
 
-def _compare(plain: nn.Module, sharded: nn.Module, size: int) -> str:
-    """The first gradient or buffer that differs."""
-    for (name, mine), theirs in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-        if (mine.grad is None) != (theirs.grad is None):
-            return f"{name}: only one has a gradient"
-        if mine.grad is None:
-            continue
-        dist.all_reduce(mine.grad)
-        mine.grad /= size
-        whole = full(theirs.grad)
-        if not (torch.equal(mine.grad, whole) if size <= 2 else torch.allclose(mine.grad, whole, 1e-5, 1e-7)):
-            return f"gradient of {name} differs by {(mine.grad - whole).abs().max():.3g}"
+def _add_gradients(plain: nn.Module, size: int) -> None:
+    """The mean over the ranks of the gradients of a model that each rank has whole."""
+    gradients = [p.grad for p in plain.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= size
+    for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def _compare_gradients(twins: Twins, found: Differences, size: int) -> None:
+    """Gradients, those of three ranks or more to 1e-5 of the largest of a parameter; buffers."""
+    plain, sharded, _ = twins
+    _add_gradients(plain, size)
+    pairs = list(zip(plain.named_parameters(), sharded.parameters(), strict=True))
+    for (name, mine), theirs in pairs:
+        found.fact(f"{name}: only one has a gradient", (mine.grad is None) == (theirs.grad is None))
+    both = [(name, mine.grad, theirs.grad) for (name, mine), theirs in pairs if mine.grad is not None]
+    for (name, mine, _), whole in zip(both, wholes([gradient for *_, gradient in both]), strict=True):
+        found.values(f"gradient of {name}", whole, mine, 0.0 if size <= 2 else 1e-5)
     for (name, mine), theirs in zip(plain.named_buffers(), sharded.buffers(), strict=True):
-        if not torch.equal(mine, theirs):
-            return f"buffer {name} differs: {mine.tolist()} and {theirs.tolist()}"
-    return ""
+        found.values(f"buffer {name}", theirs, mine)
+
+
+@torch.no_grad()
+def _follow(twins: Twins, found: Differences, size: int) -> None:
+    """Gives the replica the sharded parameters, masters where there are, and casts those of quantized parameters."""
+    pairs = list(zip(twins.plain.named_parameters(), twins.sharded.parameters(), strict=True))
+    owned = []
+    for (_, mine), theirs in pairs:
+        owned.append(
+            [opt.state[p].get("master", p.detach()) for opt, p in zip(twins.optimizers, (mine, theirs), strict=True)]
+        )
+    for ((name, mine), _), (own, _), whole in zip(pairs, owned, wholes([other for _, other in owned]), strict=True):
+        if size <= 2:
+            found.values(f"{name} after the step", whole, own.clone())
+        own.copy_(whole)
+        if isinstance(mine, QuantizedTensor):
+            mine.quantize_(whole)
 
 
 def layers(recipe: str, *sizes: int) -> nn.Sequential:

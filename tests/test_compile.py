@@ -182,7 +182,12 @@ def grads_cleared(twins: Twins) -> None:
 # ---- Every recipe ----
 
 
-@pytest.mark.parametrize("name", RECIPES)
+TRACED_ALIKE = set(RECIPES) - {"delayed", "block", "nvfp4 row-scaled", "mxfp8 2d hybrid", "dequantized backward"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in TRACED_ALIKE)) for name in RECIPES]
+)
 def test_every_recipe(name: str) -> None:
     """One graph serves all token counts where dynamic shapes were asked for and the grid of blocks has no dim of 1."""
     twins = Twins(RECIPES[name], "outside", dynamic=True)
@@ -214,7 +219,9 @@ def test_whole_matrix(name: str, way: Way, dynamic: bool | None) -> None:
         grads_cleared(twins)
 
 
-@pytest.mark.parametrize("name", ["delayed", "nvfp4", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["delayed", *[pytest.param(name, marks=pytest.mark.slow) for name in ("nvfp4", "block")]]
+)
 def test_inductor(name: str) -> None:
     """The default backend, with its own partitioner, which chooses what backward computes again."""
     twins = Twins(RECIPES[name], "outside" if name == "delayed" else "own", backend="inductor", dynamic=True)
@@ -409,7 +416,14 @@ def test_fused_weight_gradient_accumulation_in_one_graph() -> None:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("current", "own"), ("nvfp4", "own"), ("delayed", "own"), ("delayed", "outside"), ("delayed", "inside")],
+    [
+        ("current", "own"),
+        ("delayed", "outside"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("nvfp4", "own"), ("delayed", "own"), ("delayed", "inside"))
+        ],
+    ],
 )
 def test_input_kept_for_backward(name: str, way: Way) -> None:
     """save_original_input: backward casts X again, as forward did."""

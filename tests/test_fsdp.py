@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
 import pytest
 
 from tests.conftest import Pools
-from tests.fsdp_cases import Case, lockstep
+from tests.fsdp_cases import RECIPES, Case, lockstep
 
-RECIPES = ("current", "delayed", "block", "mxfp8", "nvfp4")
+
+def others_slow(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[Any]:
+    """All cases, of which those that are not ``kept`` are slow: tests of the matrix have the like of them."""
+    return [case if case in kept else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(
-    ("size", "recipe"), [(2, "delayed"), (2, "mxfp8"), (2, "nvfp4"), *((3, recipe) for recipe in RECIPES)]
+    ("size", "recipe"),
+    others_slow(product((2, 3), RECIPES), (2, "delayed"), *product((3,), RECIPES)),
 )
 def test_unaligned_and_empty_shards(worker_pool: Pools, size: int, recipe: str) -> None:
     assert worker_pool(size).run(lockstep, Case("linears", recipe), 3) == [""] * size
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("model", "units"), [("fused", "nested"), ("transformer", "each")])
+@pytest.mark.parametrize(
+    ("model", "units", "recipe"),
+    others_slow(
+        [(*each, recipe) for each in (("fused", "nested"), ("transformer", "each")) for recipe in RECIPES],
+        ("fused", "nested", "mxfp8"),
+        ("fused", "nested", "current"),
+        ("transformer", "each", "nvfp4"),
+    ),
+)
 def test_modules(worker_pool: Pools, model: str, units: str, recipe: str) -> None:
     assert worker_pool(2).run(lockstep, Case(model, recipe, units), 2) == [""] * 2
 

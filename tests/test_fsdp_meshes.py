@@ -27,7 +27,7 @@ def hybrid(rank: int, size: int, shape: tuple[int, int]) -> list[str]:
     return wrong + gathered_bytes(model)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow), (2, 2)])
 def test_hybrid(worker_pool: Pools, shape: tuple[int, int]) -> None:
     size = shape[0] * shape[1]
     assert worker_pool(size).run(hybrid, shape) == [[]] * size

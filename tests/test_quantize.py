@@ -75,7 +75,11 @@ def for_each(casts: list[tuple[Format, int]]) -> pytest.MarkDecorator:
 
 
 FOR_EACH_CAST = for_each(CASTS)
-FOR_EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+_NAME = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
+FOR_EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, **_NAME)
+FP16_SLOW = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], **_NAME
+)
 
 
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
@@ -420,7 +424,7 @@ def test_random_bytes(seed: tuple[int, int], dim: int, device: torch.device) -> 
 # ---- Every format, input, dtype and shape ----------------------------------------------------------------------------
 
 
-@FOR_EACH_DTYPE
+@FP16_SLOW
 @FOR_EACH_CAST
 def test_cast_and_dequantize_equal_the_oracle(fmt: Format, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     _check(inputs(dtype), fmt, dim, device)

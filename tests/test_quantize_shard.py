@@ -54,7 +54,7 @@ def compiled(rank: int, size: int, drawn: Example, backend: str, given_memory: b
 @pytest.mark.parametrize(
     ("drawn", "backend", "given_memory"),
     [
-        (example((16, 16), PER_TENSOR), "inductor", False),
+        pytest.param(example((16, 16), PER_TENSOR), "inductor", False, marks=pytest.mark.slow),
         (example((20, 7), STRIPS), "aot_eager", True),
         (example((32, 32), STRIPS.replace("128", "32")), "aot_eager", True),
         (example((20, 7), STOCHASTIC, STOCHASTIC.replace("two_level", "two_level/hadamard16")), "aot_eager", False),

@@ -38,6 +38,7 @@ def counts(printed: str) -> dict[str, int]:
 def forgotten_kernel() -> None: ...
 
 
+@pytest.mark.slow
 def test_every_kernel_is_launched(capsys: pytest.CaptureFixture[str]) -> None:
     code = sanitize.main([])
     printed = capsys.readouterr().out

@@ -26,7 +26,10 @@ RECIPES: dict[str, Recipe] = {name: recipe for name, recipe in LINEAR_RECIPES.it
     "block x 2d dequantized": replace(LINEAR_RECIPES["block x 2d"], backward_override="dequantized"),  # type: ignore[type-var]
     "nvfp4 high precision": replace(named("nvfp4"), backward_override="high_precision"),  # type: ignore[type-var]
 }
-ROWS = ((1, 1), (7, 7), (127, 127), (128, 128), (129, 129), (130, 3), (0, 5))
+ROWS = (
+    *((1, 1), (7, 7), (129, 129), (130, 3), (0, 5)),
+    *[pytest.param(rows, marks=pytest.mark.slow) for rows in ((127, 127), (128, 128))],
+)
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
 
 

@@ -212,7 +212,9 @@ def _compiled(rank: int, size: int, recipe: Recipe, rows: tuple[int, int]) -> No
     assert_same({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected)
 
 
-@pytest.mark.parametrize(("recipe", "rows"), [("current", (20, 20)), ("block", (20, 13))])
+@pytest.mark.parametrize(
+    ("recipe", "rows"), [("block", (20, 13)), pytest.param("current", (20, 20), marks=pytest.mark.slow)]
+)
 def test_compiled(worker_pool: Pools, recipe: str, rows: tuple[int, int]) -> None:
     """One graph without breaks, and the bits of eager mode."""
     worker_pool(2).run(_compiled, named(recipe), rows)

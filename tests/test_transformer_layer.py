@@ -585,8 +585,8 @@ def test_a_stack_trains(recipe: str | None) -> None:
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
-        ("current", "aot_eager"),
         ("delayed", "aot_eager"),
+        pytest.param("current", "aot_eager", marks=pytest.mark.slow),
         pytest.param(None, "aot_eager", marks=pytest.mark.slow),
         pytest.param("nvfp4", "aot_eager", marks=pytest.mark.slow),
         pytest.param("current", "inductor", marks=pytest.mark.slow),
