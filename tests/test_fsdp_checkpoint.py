@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import minifloat
 from minifloat.distributed import full_state_dict, load_full_state_dict
@@ -255,6 +255,13 @@ def whole_states(rank: int, size: int, recipe: str) -> list[str]:
     others = {key: 3.0 * value if "weight" in key else value for key, value in values.items()}
     plain.load_state_dict(others)
     load_full_state_dict(model, others)
+    wrong += differences(full_state_dict(model), plain.state_dict())
+    others = {key: 7.0 * value if "weight" in key else value for key, value in values.items()}
+    plain.load_state_dict(others)
+    of_shards = dict(others)
+    for key, parameter in model.named_parameters():
+        of_shards[key] = distribute_tensor(others[key], parameter.device_mesh, [Shard(0)])
+    model.load_state_dict(of_shards)  # values in shards, under delayed scaling with the scale of all of them
     wrong += differences(full_state_dict(model), plain.state_dict())
     with pytest.raises(RuntimeError, match=r"Missing key.*\"0.weight\".*\n.*Unexpected key.*\"other\""):
         changed = {key.replace("0.weight", "other"): value for key, value in wanted.items()}

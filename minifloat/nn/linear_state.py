@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat.autocast import Use
@@ -139,17 +140,20 @@ class LinearState(LinearParameters):
         slot = FORWARD_SLOTS.index("weight")
         return self.forward_scaling.scale[slot : slot + 1]
 
-    def _bind_scale(self, weight: QuantizedTensor, values: Tensor | None = None) -> None:
+    def _bind_scale(
+        self, weight: QuantizedTensor, values: Tensor | None = None, amax_group: dist.ProcessGroup | None = None
+    ) -> None:
         """Under delayed scaling: lets the weight be cast with the layer's scale from now on, first that of ``values``.
 
         Writes of an optimizer then use the scale that earlier amaxes gave, though no forward casts the weight.
+        ``amax_group``: the ranks that have the other rows of the values.
         """
         fmt = parameters.given_format(weight.quantizer)
         if fmt is None or "forward_scaling" not in self._modules:
             return
         weight.scale = self._weight_scale()
         if values is not None:
-            parameters.set_scale(weight.scale, values, fmt, self._weight_margin)
+            parameters.set_scale(weight.scale, values, fmt, self._weight_margin, amax_group)
 
     def _bind_scales(self) -> None:
         """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
@@ -248,10 +252,11 @@ class LinearState(LinearParameters):
             if saved is not None and name not in self._modules:
                 device = getattr(self, self.weight_names[0]).device
                 self.add_module(name, AmaxHistory(len(slots), saved.shape[0], device))
-        for name in self.weight_names:
-            weight, saved = getattr(self, name), state_dict.get(prefix + name)
-            if isinstance(weight, QuantizedTensor) and saved is not None and not isinstance(saved, QuantizedTensor):
-                self._bind_scale(weight, saved.to(weight.device))
+        for name, rows in self._quantized_rows().items():
+            saved = state_dict.get(prefix + name)
+            values = getattr(saved, "_local_tensor", saved)
+            if values is not None and not isinstance(values, QuantizedTensor):
+                self._bind_scale(rows, values.to(rows.device), None if values is saved else rows.amax_group)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         if not local_metadata.get("assign_to_params_buffers"):  # there the histories are replaced after the weight
             self._bind_scales()

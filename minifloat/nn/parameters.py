@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat.autocast import get_default_recipe
+from minifloat.distributed.collectives import max_of_all
+from minifloat.distributed.group import Group
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.kernels.delayed import FLT_MAX
 from minifloat.operand import Quantized
@@ -151,10 +154,17 @@ def given_format(quantizer: Quantizer) -> Format | None:
 
 
 @torch.no_grad()
-def set_scale(scale: Tensor, values: Tensor, fmt: Format, margin: int) -> None:
-    """Makes a delayed scale, fp32 [1], that of ``values``: ``max * 2^-margin / amax``; kept where that is undefined."""
+def set_scale(
+    scale: Tensor, values: Tensor, fmt: Format, margin: int, amax_group: dist.ProcessGroup | None = None
+) -> None:
+    """Makes a delayed scale, fp32 [1], that of ``values``: ``max * 2^-margin / amax``; kept where that is undefined.
+
+    ``amax_group``: the ranks that have the rest of the values; a collective then.
+    """
     amax = find_amaxes([values], [Quantizer(Format(fmt.element))])[0][0]
     assert amax is not None
+    if amax_group is not None:
+        (amax,) = max_of_all([amax], Group.of(amax_group))
     largest = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0**-margin)
     fresh = (largest / amax).clamp(max=FLT_MAX)
     scale.copy_(torch.where(amax.isfinite() & (amax > 0), fresh, scale))

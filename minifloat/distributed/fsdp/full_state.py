@@ -59,6 +59,7 @@ def load_full_state_dict(
         RuntimeError: what ``load_state_dict`` raises: keys that are missing or unknown, another shape.
     """
     own = model.state_dict()
+    sent_on = next((t.device_mesh.device_type for t in own.values() if isinstance(t, DTensor)), "cpu")
     described = [[(key, _described(value)) for key, value in state.items()]]
     if from_rank0:
         dist.broadcast_object_list(described, 0)
@@ -66,7 +67,7 @@ def load_full_state_dict(
     for key, description in described[0]:
         value, target = state.get(key), own.get(key)
         if from_rank0:
-            value = _from_rank0(value, description)
+            value = _from_rank0(value, description, sent_on)
         fits = isinstance(value, Tensor) and isinstance(target, DTensor) and value.shape == target.shape
         local[key] = _sharded(model, key, value, target) if fits else value  # type: ignore[arg-type]
     model.load_state_dict(local, strict)
@@ -129,20 +130,19 @@ def _described(value: Any) -> tuple[Any, ...]:
     return tuple(value.shape), tuple(value.stride()), value.__tensor_flatten__()[1][:2], tensors
 
 
-def _from_rank0(value: Any, description: tuple[Any, ...]) -> Any:
+def _from_rank0(value: Any, description: tuple[Any, ...], device: str) -> Any:
     match description:
         case (plain,):
             return plain
         case (shape, torch.dtype() as dtype):
-            return _sent(value, shape, dtype)
+            return _sent(value, shape, dtype, device)
         case (shape, stride, context, tensors):
             inner = value._buffers() if isinstance(value, QuantizedTensor) else {}
-            received = {name: _sent(inner.get(name), size, dtype) for name, size, dtype in tensors}
+            received = {name: _sent(inner.get(name), size, dtype, device) for name, size, dtype in tensors}
             return QuantizedTensor.__tensor_unflatten__(received, (*context, None), shape, stride)
 
 
-def _sent(value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    device = torch.device(dist.distributed_c10d._get_pg_default_device().type)
+def _sent(value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype, device=device) if value is None else value.detach().to(device).contiguous()
     if tensor.numel():
         dist.broadcast(tensor.view(-1).view(torch.uint8), 0)
