@@ -72,6 +72,8 @@ class SavedRows(QuantizedTensor):
 
     def _store(self, operands: Quantized, noop_flag: Tensor | None = None) -> None:
         super()._store(tensor_ops.each(operands, self._with_amax), noop_flag)
+        # A rank without rows loads a block for its scale alone; optimizers of all ranks are to notice the write alike.
+        torch.autograd.graph.increment_version(self.source._operands.any.codes)
 
     def _with_amax(self, loaded: Operand) -> Operand:
         """With the amax of all rows that were loaded, where it was measured on these alone: under delayed scaling."""

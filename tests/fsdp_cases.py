@@ -48,7 +48,7 @@ class Case(NamedTuple):
     model: str
     recipe: str
     units: str = "each"
-    reshard: bool | None = None
+    reshard: bool | int | None = None
     dtype: str | None = None
     options: tuple[str, ...] = ()
 

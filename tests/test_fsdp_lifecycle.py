@@ -365,8 +365,6 @@ def mistake(rank: int, size: int, which: str) -> None:
     mesh = mesh_of(size)
     if which == "fuse":
         model[0].fuse_wgrad_accumulation = True
-    if which == "number":
-        fully_shard(model, mesh=mesh, reshard_after_forward=2)  # type: ignore[arg-type]
     if which.startswith("reduce"):
         model[0].recipe = minifloat.DelayedScaling(reduce_amax=False)
     fully_shard(model[0], mesh=mesh)
@@ -382,7 +380,6 @@ def mistake(rank: int, size: int, which: str) -> None:
     ("which", "message"),
     [
         ("fuse", r"Linear\(8, 12\): fuse_wgrad_accumulation leaves gradients"),
-        ("number", "reshard_after_forward is 2"),
         ("reduce", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
         ("reduce, quantized", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
         ("torch", "PyTorch's own fully_shard"),

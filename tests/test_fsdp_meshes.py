@@ -13,7 +13,7 @@ import minifloat
 from minifloat.distributed.fsdp import fully_shard, pytorch
 from minifloat.optim.gradients import gradient_norm
 from tests.conftest import Pools
-from tests.fsdp_cases import full, gathered_bytes, layers
+from tests.fsdp_cases import KINDS, Case, full, gathered_bytes, layers
 
 
 def hybrid(rank: int, size: int, shape: tuple[int, int]) -> list[str]:
@@ -31,6 +31,23 @@ def hybrid(rank: int, size: int, shape: tuple[int, int]) -> list[str]:
 def test_hybrid(worker_pool: Pools, shape: tuple[int, int]) -> None:
     size = shape[0] * shape[1]
     assert worker_pool(size).run(hybrid, shape) == [[]] * size
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "options"),
+    [
+        ("nvfp4", "high-precision", ()),
+        ("current", "quantized", ()),
+        pytest.param("delayed", "high-precision", ("checkpoint",), marks=pytest.mark.slow),
+        pytest.param("mxfp8", "high-precision", ("evaluate",), marks=pytest.mark.slow),
+        pytest.param("mxfp8", "quantized", ("accumulate",), marks=pytest.mark.slow),
+        pytest.param("block", "high-precision", ("keep",), marks=pytest.mark.slow),
+    ],
+)
+def test_fewer_ranks_for_backward(worker_pool: Pools, recipe: str, kind: str, options: tuple[str, ...]) -> None:
+    """Four ranks gather for forward, two for backward what these have kept; unaligned and empty shards."""
+    case = Case("linears", recipe, "each", reshard=2, options=options)
+    assert worker_pool(4).run(KINDS[kind], case, 3) == [""] * 4
 
 
 def tensor_parallel(rank: int, size: int, recipe: str) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minifloat.distributed.collectives import max_of_all
+from minifloat.distributed.group import Group
 from minifloat.optim.shards import own_rows, sharded_like
 from minifloat.tensor import QuantizedTensor, quantize_all_
 
@@ -130,8 +132,15 @@ class Master:
         return same
 
     def is_written(self) -> bool:
-        """The parameter holds the rounded master under a delayed scale, which that of its next cast may differ from."""
-        return _scale_of_codes(self.rows) is not None and bool(self._rounds_to(_exact(self.rows.detach())).all())
+        """The parameter holds the rounded master under a delayed scale, which that of its next cast may differ from.
+
+        A collective of the ranks that shard it: all of them write, or none does, for their codes have one scale.
+        """
+        rows: Any = self.rows
+        if _scale_of_codes(rows) is None:
+            return False
+        differs = (~self._rounds_to(_exact(rows.detach()))).any().float().view(1)
+        return not bool(max_of_all([differs], Group.of(rows.amax_group))[0])
 
     def state(self) -> dict[str, Tensor]:
         """What a state dict keeps."""

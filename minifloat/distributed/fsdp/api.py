@@ -31,7 +31,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     recipe: Recipe | str | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -58,14 +58,8 @@ def fully_shard(
 
     Raises:
         TypeError, ValueError: ``recipe`` is not one.
-        ValueError: ``reshard_after_forward`` is a number of ranks; a linear fuses or delays its weight gradient, which
-            FSDP2 would not reduce.
+        ValueError: a linear fuses or delays its weight gradient, which FSDP2 would not reduce.
     """
-    if not isinstance(reshard_after_forward, bool | None):
-        raise ValueError(
-            f"reshard_after_forward is {reshard_after_forward}: FSDP2 reshards codes to all ranks only; use True, or "
-            "False to keep the gathered weights for backward"
-        )
     _set_recipes(module, recipe)
     options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
     given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
@@ -178,4 +172,5 @@ def _of_quantized(
 
 def _cast(parameters: list[ShardedParameter]) -> None:
     weights = dict.fromkeys(parameter.weight for parameter in parameters)
-    cast_shards(list(weights), columnwise=torch.is_grad_enabled())
+    columnwise = torch.is_grad_enabled()
+    cast_shards([weight for weight in weights if not weight.is_gathered(columnwise)], columnwise)

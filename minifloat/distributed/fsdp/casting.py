@@ -195,8 +195,9 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
     checked: set[tuple[DelayedScaling, Group]] = set()
     together: dict[Group, list[tuple[ShardedWeight, Cast, Tensor]]] = defaultdict(list)
     for weight in weights:
-        rows = weight.parameters[0].rows
-        if isinstance(rows, QuantizedTensor):
+        if weight.is_quantized:
+            rows = weight.parameters[0].rows
+            assert isinstance(rows, QuantizedTensor)
             _bind_scale(weight, rows, checked)
             weight.parts = [rows.part if isinstance(rows, QuantizedRows) else rows.operands]
             continue

@@ -33,6 +33,7 @@ def full_state_dict(
         device: where all tensors are put, one by one; None: each stays where the model is.
         only_rank0: the other ranks get an empty dict.
     """
+    _check_whole(model)
     kept = not only_rank0 or dist.get_rank() == 0
     state: dict[str, Any] = {}
     for key, value in model.state_dict().items():
@@ -71,6 +72,16 @@ def load_full_state_dict(
         fits = isinstance(value, Tensor) and isinstance(target, DTensor) and value.shape == target.shape
         local[key] = _sharded(model, key, value, target) if fits else value  # type: ignore[arg-type]
     model.load_state_dict(local, strict)
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            raise ValueError(
+                f"{name} is tensor-parallel, and its FSDP2 ranks together have one tensor-parallel rank's share of it: "
+                "save each share in a folder of its own, dcp.save(state, checkpoint_id=f'{folder}/tp{rank}', "
+                "process_group=...) with the group that fully_shard shards over"
+            )
 
 
 def _whole(sharded: DTensor) -> Tensor:

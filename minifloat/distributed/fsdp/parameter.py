@@ -27,12 +27,18 @@ class ShardedParameter:
         """``param``: FSDP2's record of the parameter."""
         self.weight, self.number = weight, number
         self._param = param
+        self._share: tuple[list[int], list[Tensor], int] | None = None
         self.shards, self.group = pytorch.shards_of(param)
 
     @property
     def rows(self) -> Tensor:
         """This rank's rows [m, K], in high precision or quantized."""
         return pytorch.own_rows(self._param)
+
+    @property
+    def is_quantized(self) -> bool:
+        """The rows are kept quantized; nothing is brought to the device to find out."""
+        return pytorch.is_quantized(self._param)
 
     @property
     def name(self) -> str:
@@ -51,6 +57,21 @@ class ShardedParameter:
         """FSDP2 allocates and frees ``memory`` from now on, and gathers into ``received``."""
         pytorch.set_memory(self._param, received, memory)
 
+    # ---- fewer ranks than have gathered for forward gather for backward ----
+
+    def keep_share(self, rank: int, size: int) -> None:
+        """Of what backward reads and forward has gathered, a part of ``size`` equal ones."""
+        dims = self.weight.for_backward()
+        self._share = dims, self.weight.unsharded.share(dims, self.number, rank, size), size
+
+    def send_share(self) -> tuple[list[Tensor], tuple[list[int], None]]:
+        """What :meth:`fsdp_pre_all_gather` gives otherwise; PyTorch itself keeps no part of an extension."""
+        assert self._share is not None
+        dims, shares, size = self._share
+        received = [share.new_empty(share.numel() * size) for share in shares]
+        self.hand_over(received, [*received, *self.weight.unsharded.wholes(dims, self.number)])
+        return shares, (dims, None)
+
     # ---- FSDP2's protocol ----
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[list[int], Quantized]]:
@@ -62,13 +83,17 @@ class ShardedParameter:
     def fsdp_post_all_gather(
         self,
         outputs: tuple[Tensor, ...],
-        gathered: tuple[list[int], Quantized],
+        gathered: tuple[list[int], Quantized | None],
         dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]] | None:
         """The parameter of ``dtype``; with ``out`` that one is filled again."""
         (dims, part), unsharded = gathered, self.weight.unsharded
+        if part is None:
+            unsharded.fill_again(dims, self.number, outputs)
+            self._share = None
+            return None
         for tensor in unsharded.memory(dims, self.number):
             pytorch.allocate(tensor)  # with one rank, FSDP2 has not
         unsharded.fill(dims, self.number, part)

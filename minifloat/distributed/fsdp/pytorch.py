@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from minifloat.distributed.fsdp.rows import put_in_place
@@ -44,6 +44,26 @@ class HookedParam(FSDPParam):
     def free_unsharded_param(self) -> None:
         for tensor in self.memory:
             free(tensor)
+
+    def to_sharded_post_forward(self) -> None:
+        """Keeps this rank's share of what backward reads, which fewer ranks gather then."""
+        self._assert_in_states(ShardedState.UNSHARDED)
+        if self.is_dtensor:
+            raise NotImplementedError("PyTorch reshards tensor-parallel parameters to all ranks only")
+        fewer: Any = self.post_forward_mesh_info
+        self.extension.keep_share(fewer.shard_mesh_rank, fewer.shard_mesh_size)
+        self._setattr_on_modules(self.sharded_param)
+        self.free_unsharded_param()
+        self.sharded_state = ShardedState.SHARDED_POST_FORWARD
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        if self.sharded_state != ShardedState.SHARDED_POST_FORWARD:
+            inputs: list[Tensor] = super().all_gather_inputs
+            return inputs
+        shares, self._extensions_data.all_gather_metadata = self.extension.send_share()
+        self._extensions_data.all_gather_input_sizes = [each.size() for each in shares]
+        return list(shares)
 
     def reset_sharded_param(self) -> None:
         """Takes note of what others have made of the parameter; codes need no padding, and would not stand it."""
@@ -164,6 +184,11 @@ def own_rows(param: Any) -> Tensor:
     return local.to(param.device, non_blocking=True) if param.offload_to_cpu else local
 
 
+def is_quantized(param: Any) -> bool:
+    """The sharded parameter is kept quantized."""
+    return isinstance(param.sharded_param._local_tensor, QuantizedTensor)
+
+
 def set_memory(param: Any, received: list[Tensor], memory: list[Tensor]) -> None:
     """What FSDP2 allocates for a gather and frees at the next reshard (``memory``), and what of it it fills."""
     param.all_gather_outputs, param.memory = received, memory
@@ -211,6 +236,16 @@ def training_state(group: Any) -> str:
 def reshards_after_forward(group: Any) -> bool:
     """Whether backward gathers again."""
     return bool(group._reshard_after_forward)
+
+
+def is_unsharded(group: Any) -> bool:
+    """Its parameters are gathered, and have not been resharded since."""
+    return bool(group.is_unsharded)
+
+
+def reshards_to_fewer(group: Any) -> bool:
+    """Whether fewer ranks gather for backward than for forward, of what forward has gathered."""
+    return bool(group._use_post_forward_mesh)
 
 
 def reshards_after_backward(group: Any) -> bool:

@@ -188,6 +188,10 @@ class Unsharded:
         """What is allocated for it, which may be for other parameters too."""
         return self._memory(self._wires(dims, number))
 
+    def wholes(self, dims: Iterable[int], number: int) -> list[Tensor]:
+        """The memory of what is made of what was received."""
+        return [wire.memory for wire in self._wires(dims, number)]
+
     def holds(self, dim: int) -> bool:
         """The operand that serves ``dim`` is there."""
         return all(pytorch.is_allocated(wire.memory) for wire in self._wires([dim]))
@@ -203,6 +207,23 @@ class Unsharded:
         with torch.no_grad(), pytorch.versions_kept(written):
             for dim, half in halves:
                 half.fill(number, _of(part, dim))
+
+    def share(self, dims: Iterable[int], number: int, rank: int, size: int) -> list[Tensor]:
+        """A copy of one of ``size`` equal parts of what was gathered of a parameter, 1-D each, 0 beyond its end."""
+        wholes = [wire.whole.reshape(-1) for wire in self._wires(dims, number)]
+        counts = [-(-whole.numel() // size) for whole in wholes]
+        parts = [whole[rank * count : (rank + 1) * count] for whole, count in zip(wholes, counts, strict=True)]
+        return [
+            torch.cat([part, part.new_zeros(count - part.numel())]) for part, count in zip(parts, counts, strict=True)
+        ]
+
+    def fill_again(self, dims: Iterable[int], number: int, received: Sequence[Tensor]) -> None:
+        """Makes operands of all parts that :meth:`share` has given, one after the other."""
+        written = [t for _, half in self._distinct(dims) for t in half.operand[:3] if t is not None]
+        with torch.no_grad(), pytorch.versions_kept(written):
+            for wire, parts in zip(self._wires(dims, number), received, strict=True):
+                wire.whole.copy_(parts.reshape(-1)[: wire.whole.numel()].view_as(wire.whole))
+                pytorch.free(parts)
 
     def gather(self, dims: Iterable[int], parts: Sequence[Quantized], group: Group) -> None:
         """Gathers now what FSDP2 did not."""

@@ -76,7 +76,7 @@ class ShardedWeight:
     @property
     def is_quantized(self) -> bool:
         """The parameter is kept quantized."""
-        return isinstance(self.parameters[0].rows, QuantizedTensor)
+        return self.parameters[0].is_quantized
 
     def casting(self, columnwise: bool) -> Casting:
         """How shards in high precision are cast, ``columnwise``: in the orientation that backward reads, too."""
@@ -112,8 +112,19 @@ class ShardedWeight:
 
     @property
     def gathers_again(self) -> bool:
-        """What backward reads is not needed yet when a forward begins."""
-        return pytorch.reshards_after_forward(self._together)
+        """What backward reads is gathered of all ranks then, and not needed yet when a forward begins."""
+        return pytorch.reshards_after_forward(self._together) and not pytorch.reshards_to_fewer(self._together)
+
+    def is_gathered(self, columnwise: bool) -> bool:
+        """It is unsharded since an earlier microbatch: forward gathers nothing, and backward the same once more."""
+        dims = [ROWWISE, COLUMNWISE] if columnwise and self.quantizer.columnwise else [ROWWISE]
+        return pytorch.is_unsharded(self._together) and self.agreed is not None and self.agreed.serves(dims)
+
+    def for_backward(self) -> list[int]:
+        """Of the dims that forward has gathered those that backward reads."""
+        both = self._backward_reads_both or not self._asks
+        wanted = [ROWWISE, COLUMNWISE] if both else [self._for_backward]
+        return [dim for dim in wanted if self._has(dim)] or [ROWWISE]
 
     def cast_for(self, dims: Collection[int]) -> Sequence[Quantized]:
         """What this rank sends of each parameter, with operands for ``dims``."""
@@ -159,7 +170,7 @@ class ShardedWeight:
         state, again = pytorch.training_state(self._together), pytorch.reshards_after_backward(self._together)
         if state == "PRE_BACKWARD" and again and self._asks and not self._backward_reads_both:
             return [self._for_backward]
-        for_forward = state == "FORWARD" and pytorch.reshards_after_forward(self._together)
+        for_forward = state == "FORWARD" and self.gathers_again
         if for_forward and not pytorch.in_backward() and not (torch.is_grad_enabled() and recompute.hooks_read()):
             return [ROWWISE]
         backward = torch.is_grad_enabled() or pytorch.in_backward() or not self._asks
@@ -192,7 +203,7 @@ class ShardedWeight:
                     f"{label}: the weight was gathered as {self.quantizer.format(dim).spec}, and the recipe in force "
                     f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard, and leave it"
                 )
-        comes_later = pytorch.reshards_after_forward(self._together) and not pytorch.in_backward()
+        comes_later = self.gathers_again and not pytorch.in_backward()
         if pytorch.training_state(self._together) == "FORWARD" and comes_later and not recompute.hooks_read():
             wanted = [ROWWISE]  # backward gathers the rest before it reads it
         self.fetch(*wanted)
