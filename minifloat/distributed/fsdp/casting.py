@@ -193,42 +193,56 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
         ValueError: ranks that gather a weight do not agree on the delayed scale that it is cast with.
     """
     checked: set[tuple[DelayedScaling, Group]] = set()
-    together: dict[Group, list[tuple[ShardedWeight, Cast, Tensor]]] = defaultdict(list)
+    together: dict[Group, list[ShardedWeight]] = defaultdict(list)
     for weight in weights:
         if weight.is_quantized:
-            rows = weight.parameters[0].rows
-            assert isinstance(rows, QuantizedTensor)
-            _bind_scale(weight, rows, checked)
-            weight.parts = [rows.part if isinstance(rows, QuantizedRows) else rows.operands]
+            weight.parts = [_kept_quantized(weight, checked)]
             continue
         weight.parts = weight.agreed = None  # its memory may serve the new one
-        casting = weight.casting(columnwise)
         if weight.delayed is not None:
             _check_scales(weight, weight.delayed, checked)
-        for cast, x in zip(casting.casts, casting.sources(weight.parameters), strict=True):
-            together[weight.group].append((weight, cast, x))
-        if not casting.casts:
-            scale = _delayed_scale(weight)
-            weight.parts = [
-                quantize_shard(each.rows, casting.quantizer, each.shards, each.group, scale=scale)
-                for each in weight.parameters
-            ]
-    for group, gathered in together.items():
-        owners, casts, xs = zip(*gathered, strict=True)
-        quantizers = [cast.quantizer for cast in casts]
-        levels = _agreed(find_amaxes(xs, quantizers), casts, group)
-        scales = _delayed_scales(owners)
-        for i, (weight, scale) in enumerate(zip(owners, scales, strict=True)):
-            if weight.casting(columnwise).repeatable:
-                weight.agreed = Agreed(weight.casting(columnwise), levels[i], scale)
-                if weight.gathers_again:
-                    quantizers[i], levels[i] = weight.agreed.along([ROWWISE])
-        results = cast_all(xs, quantizers, levels, scales=scales)
-        made: dict[ShardedWeight, list[Quantized]] = defaultdict(list)
-        for weight, result in zip(owners, results, strict=True):
-            made[weight].append(result)
-        for weight, operands in made.items():
-            weight.parts = weight.casting(columnwise).parts(operands)
+        if weight.casting(columnwise).casts:
+            together[weight.group].append(weight)
+        else:
+            weight.parts = _cast_by_parameter(weight, weight.casting(columnwise).quantizer)
+    for group, those in together.items():
+        _cast_together(those, group, columnwise)
+
+
+def _kept_quantized(weight: ShardedWeight, checked: set[tuple[DelayedScaling, Group]]) -> Quantized:
+    rows = weight.parameters[0].rows
+    assert isinstance(rows, QuantizedTensor)
+    _bind_scale(weight, rows, checked)
+    return rows.part if isinstance(rows, QuantizedRows) else rows.operands
+
+
+def _cast_by_parameter(weight: ShardedWeight, quantizer: Quantizer) -> list[Quantized]:
+    scale = _delayed_scale(weight)
+    return [quantize_shard(each.rows, quantizer, each.shards, each.group, scale=scale) for each in weight.parameters]
+
+
+def _cast_together(weights: Sequence[ShardedWeight], group: Group, columnwise: bool) -> None:
+    """One launch for amaxes, one reduction, one launch for casts."""
+    owners: list[ShardedWeight] = []
+    casts: list[Cast] = []
+    xs: list[Tensor] = []
+    for weight in weights:
+        casting = weight.casting(columnwise)
+        owners += [weight] * len(casting.casts)
+        casts += casting.casts
+        xs += casting.sources(weight.parameters)
+    quantizers = [cast.quantizer for cast in casts]
+    levels = _agreed(find_amaxes(xs, quantizers), casts, group)
+    scales = _delayed_scales(owners)
+    for i, weight in enumerate(owners):
+        if weight.casting(columnwise).repeatable:
+            weight.agreed = Agreed(weight.casting(columnwise), levels[i], scales[i])
+            if weight.gathers_again:  # what backward reads is cast then
+                quantizers[i], levels[i] = weight.agreed.along([ROWWISE])
+    results = iter(cast_all(xs, quantizers, levels, scales=scales))
+    for weight in weights:
+        casting = weight.casting(columnwise)
+        weight.parts = casting.parts([next(results) for _ in casting.casts])
 
 
 def _agreed(amaxes: Sequence[Amaxes], casts: Sequence[Cast], group: Group) -> list[Amaxes]:

@@ -167,14 +167,16 @@ class ShardedWeight:
 
     def _wanted(self) -> list[int]:
         """The dims that the pass which gathers will contract; see the class."""
-        state, again = pytorch.training_state(self._together), pytorch.reshards_after_backward(self._together)
+        state, in_backward = pytorch.training_state(self._together), pytorch.in_backward()
+        again = pytorch.reshards_after_backward(self._together)
         if state == "PRE_BACKWARD" and again and self._asks and not self._backward_reads_both:
             return [self._for_backward]
-        for_forward = state == "FORWARD" and self.gathers_again
-        if for_forward and not pytorch.in_backward() and not (torch.is_grad_enabled() and recompute.hooks_read()):
+        read_at_once = torch.is_grad_enabled() and recompute.hooks_read()  # what forward saves for backward
+        gathered_later = state == "FORWARD" and self.gathers_again and not in_backward and not read_at_once
+        no_backward = self._asks and not torch.is_grad_enabled() and not in_backward
+        if gathered_later or no_backward or not self.quantizer.columnwise:
             return [ROWWISE]
-        backward = torch.is_grad_enabled() or pytorch.in_backward() or not self._asks
-        return [ROWWISE, COLUMNWISE] if backward and self.quantizer.columnwise else [ROWWISE]
+        return [ROWWISE, COLUMNWISE]
 
     # ---- a call of the layer ----
 
