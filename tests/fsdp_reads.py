@@ -31,9 +31,9 @@ class Differences:
         self._made: list[tuple[str, Tensor, tuple[Tensor, Tensor] | None]] = []
 
     def values(self, what: str, found: Tensor, expected: Tensor, tolerance: float = 0.0) -> None:
-        """Equal, or apart by ``tolerance`` of the largest expected value, or of 1e-3; NaN equals nothing."""
+        """Equal, or apart by ``tolerance`` of the largest expected value, or of 0.1; NaN equals nothing."""
         if tolerance:  # what nearly cancels has the errors of its summands
-            same = (found - expected).abs() <= tolerance * expected.abs().max().clamp_min(1e-3)
+            same = (found - expected).abs() <= tolerance * expected.abs().max().clamp_min(0.1)
         else:
             same = found == expected
         self._made.append((what, ~same.all(), (found, expected)))
