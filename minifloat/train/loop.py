@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat.functional import count_gemms
+from minifloat.optim.shards import own_rows
 from minifloat.train.checkpoint import Checkpoints
 from minifloat.train.data import Batches, Corpus, fixed_batches
 from minifloat.train.nonfinite import find_non_finite
-from minifloat.train.ranks import ALONE, Ranks, local
+from minifloat.train.ranks import ALONE, Ranks
 from minifloat.train.run import Interrupted, Metrics, NonFiniteError, Run, TrainConfig
 from minifloat.train.state import TrainState, own_random_numbers, seed_generators
 
@@ -126,7 +127,7 @@ def keep_last_good(state: TrainState, checkpoints: Checkpoints | None) -> str:
     """Saves the state if it is any good and says where."""
     if checkpoints is None or state.step == 0:
         return "the run stops here"
-    bad = not all(bool(local(parameter).isfinite().all()) for parameter in state.model.parameters())
+    bad = not all(bool(own_rows(parameter).isfinite().all()) for parameter in state.model.parameters())
     if state.ranks.any(bad, state.device):
         return "nothing is saved, because parameters are not finite either"
     return f"the state after step {state.step} is saved in {state.save(checkpoints, peak_memory(state))}"
@@ -159,7 +160,7 @@ def train_step(
     loss = batch_loss(model, batch, config, device, ranks)
     with torch.autograd.set_multithreading_enabled(False):  # for one device another thread only costs time
         (loss * config.loss_scale).backward()
-    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [own_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
     ranks.finish_gradients(model)
     norm = ranks.clip(model, config.clip)

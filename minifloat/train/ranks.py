@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifloat.distributed.group import Group
 from minifloat.optim.gradients import clip_grad_norm_
+from minifloat.optim.shards import own_rows, sharded_like
 
 THIS_PROCESS = Group()
 
@@ -151,7 +152,7 @@ class Ranks:
             return
         # A linear marks all of its parameters, and sums the gradients of those that it does not split by itself.
         complete = "tensor_model_parallel"
-        gradients = [(local(p.grad), hasattr(p, complete)) for p in model.parameters() if p.grad is not None]
+        gradients = [(own_rows(p.grad), hasattr(p, complete)) for p in model.parameters() if p.grad is not None]
         torch._foreach_mul_([gradient for gradient, _ in gradients], 1 / self.tp.size)
         partial = [gradient for gradient, summed in gradients if not summed]
         flat = torch.cat([gradient.flatten() for gradient in partial])
@@ -198,7 +199,7 @@ class Ranks:
             if sharded(parameter) and self.tp.size > 1:
                 result[name] = tensor.chunk(self.tp.size, dim(parameter))[self.tp.rank].contiguous()
             if is_dtensor(parameter):
-                result[name] = self._shard(result[name], local(parameter).device)
+                result[name] = self._shard(result[name], parameter)
         return result
 
     def numel(self, parameter: Tensor) -> int:
@@ -208,18 +209,11 @@ class Ranks:
     def _is_part(self, tensor: Tensor, parameter: Tensor) -> bool:
         return self.tp.size > 1 and sharded(parameter) and tensor.shape == parameter.shape
 
-    def _shard(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The DTensor of a tensor that this rank has the whole of, cut as FSDP2 does."""
-        from torch.distributed.tensor import DTensor, Shard
-
+    def _shard(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """The DTensor, like ``parameter``, of a tensor that this rank has the whole of, cut as FSDP2 does."""
         rows = tensor.chunk(self.data.size)  # fewer where there are too few rows
         own = rows[self.data.rank] if self.data.rank < len(rows) else tensor[:0]
-        assert self.data_mesh is not None
-        sharded: Tensor = DTensor.from_local(
-            own.to(device, copy=True), self.data_mesh, [Shard(0)], run_check=False, shape=tensor.shape,
-            stride=tensor.stride(),
-        )  # fmt: skip
-        return sharded
+        return sharded_like(parameter, own.to(own_rows(parameter).device, copy=True), tensor.shape)
 
 
 ALONE = Ranks()
@@ -228,12 +222,6 @@ ALONE = Ranks()
 def is_dtensor(tensor: Tensor) -> bool:
     """FSDP2 has sharded it, or what it is the gradient of."""
     return hasattr(tensor, "to_local")  # its class is slow to import
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, in its memory; another tensor as it is."""
-    own: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return own
 
 
 def sharded(parameter: Tensor) -> bool:
