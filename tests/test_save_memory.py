@@ -11,20 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifloat import LayerNormMLP, TransformerLayer
+from minifloat import LayerNormLinear, LayerNormMLP, TransformerLayer
 from minifloat.kernels.matmul import count_gemms
 from minifloat.nn.prepare import prepare
 from minifloat.recipe import Recipe
 from tests.fused_model import assert_same, run
-from tests.test_layernorm_linear import NAMED, RECIPES, for_each
+from tests.test_layernorm_linear import CASES, NAMED, RECIPES, Case, for_each
 from tests.test_layernorm_mlp import MLP
 
 CASE = MLP(activation="swiglu")
+BOTH = {"recompute_norm": True, "recompute_activation": True}
 
 
 def twins(recipe: Recipe, device: str = "cpu") -> tuple[LayerNormMLP, LayerNormMLP]:
-    """One that keeps all, and one of the same weights that makes the activation again."""
-    plain, saving = CASE.module(recipe=recipe), CASE.module(recipe=recipe, recompute_activation=True)
+    """One that keeps all, and one of the same weights that makes what norm and activation give again."""
+    plain, saving = CASE.module(recipe=recipe), CASE.module(recipe=recipe, **BOTH)
     saving.load_state_dict(plain.state_dict())
     return plain.to(device), saving.to(device)
 
@@ -53,6 +54,49 @@ def test_mlp_on_a_gpu(recipe: Recipe) -> None:
     assert_steps(*twins(recipe, "cuda"), "cuda")
 
 
+def linears(case: Case, recipe: Recipe, device: str = "cpu", **options: Any) -> tuple[LayerNormLinear, LayerNormLinear]:
+    plain = case.module(recipe=recipe, **options)
+    saving = case.module(recipe=recipe, recompute_norm=True, **options)
+    saving.load_state_dict(plain.state_dict())
+    return plain.to(device), saving.to(device)
+
+
+def assert_linears(plain: LayerNormLinear, saving: LayerNormLinear, case: Case, device: str = "cpu") -> None:
+    """Three steps, with a residual stream, and with the norm's result where that is returned."""
+    for scale in (1.0, 4.0, 0.5):
+        x, dy = case.batch(scale, device)
+        residual, ds, dn = torch.randn_like(x), torch.randn_like(x), torch.randn_like(x)
+        found: list[dict[str, Tensor]] = []
+        for module in (plain, saving):
+            torch.manual_seed(7)  # rounding may be stochastic
+            leaf, other = x.clone().requires_grad_(), residual.clone().requires_grad_()
+            y, *beside = module(leaf, residual=other, return_residual=True)
+            torch.autograd.backward([y, *beside], [dy, *[dn] * (len(beside) - 1), ds])
+            grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+            module.zero_grad()
+            assert leaf.grad is not None and other.grad is not None
+            found.append({"y": y, "x": leaf.grad, "residual": other.grad} | grads)
+        assert_same(found[1], found[0])
+        assert_same(dict(saving.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True}], ids=["alone", "norm returned"])
+@pytest.mark.parametrize("name", ["2d", "3d fp32", "one row fp16", "127 rows bf16 parameters", "empty"])
+@for_each(RECIPES)
+def test_linear(recipe: Recipe, name: str, options: dict[str, Any]) -> None:
+    assert_linears(*linears(CASES[name], recipe, **options), CASES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True}], ids=["alone", "norm returned"])
+@pytest.mark.parametrize("width", [48, 4096, 5000, 20000])
+@for_each(NAMED)
+def test_linear_on_a_gpu(recipe: Recipe, width: int, options: dict[str, Any]) -> None:
+    """What forward and backward norm has one order of sums, in whichever kernel, with a residual and without."""
+    case = Case((130,), width, 64, norm="RMSNorm" if width == 4096 else "LayerNorm")
+    assert_linears(*linears(case, recipe, "cuda", **options), case, "cuda")
+
+
 def kept(module: nn.Module, x: Tensor) -> int:
     """Bytes that a forward saves for backward, each memory once, without parameters and X."""
     others = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}
@@ -74,11 +118,11 @@ def kept(module: nn.Module, x: Tensor) -> int:
 
 @for_each({name: NAMED[name] for name in ("current", "block", "mxfp8")})
 def test_bytes(recipe: Recipe) -> None:
-    """The codes of A, and the scales that blocks have, are not there."""
+    """The codes of N and A, and the scales that blocks have, are not there."""
     plain, saving = twins(recipe)
     x, _ = CASE.batch()
     x.requires_grad_()
-    rows, columns = x.numel() // x.shape[-1], plain.fc2.in_features
+    rows, columns = x.numel() // x.shape[-1], plain.fc1.in_features + plain.fc2.in_features
     assert kept(plain, x) - kept(saving, x) >= rows * columns
 
 
@@ -123,9 +167,11 @@ def layer(recipe: Recipe, **options: Any) -> TransformerLayer:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("post_layernorm", [False, True])
 @for_each(NAMED)
-def test_transformer_layer(recipe: Recipe) -> None:
-    plain, saving = layer(recipe), layer(recipe, save_memory=True)
+def test_transformer_layer(recipe: Recipe, post_layernorm: bool) -> None:
+    options = {"apply_residual_connection_post_layernorm": post_layernorm}
+    plain, saving = layer(recipe, **options), layer(recipe, save_memory=True, **options)
     saving.load_state_dict(plain.state_dict())
     x = torch.randn(6, 3, 32)
     for _ in range(2):

@@ -151,6 +151,14 @@ def original_input(case: Case, module: nn.Module, ordinary: Any) -> None:
     assert_same(stepped(case, module), ordinary())
 
 
+def made_again(case: Case, module: nn.Module, ordinary: Any) -> None:
+    """What norms and activations give is; not where ranks gather it, who keep their rows."""
+    for option in ("recompute_norm", "recompute_activation"):
+        if hasattr(module, option):
+            setattr(module, option, True)
+    assert_same(stepped(case, module), ordinary())
+
+
 def returned_bias(case: Case, module: nn.Module, ordinary: Any) -> None:
     *_, last = linears(module).values()
     last.return_bias = True
@@ -242,8 +250,8 @@ def kept_in_parts(case: Case, module: nn.Module, ordinary: Any) -> None:
 
 
 OPTIONS = (
-    fuse_wgrad, delay_wgrad, microbatches, original_input, returned_bias, frozen, input_without_gradient, checkpointed,
-    kept_in_parts, quantized_parameters, norm_output, quantized_output,
+    fuse_wgrad, delay_wgrad, microbatches, original_input, made_again, returned_bias, frozen, input_without_gradient,
+    checkpointed, kept_in_parts, quantized_parameters, norm_output, quantized_output,
 )  # fmt: skip
 
 

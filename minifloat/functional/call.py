@@ -27,6 +27,8 @@ class LinearCall:
         dtype: of the activations: what the output and both gradients are computed to.
         parallel: how the linear is split over ranks: what is gathered and what is summed.
         use: where delayed scaling reads its scales and records its amaxes.
+        remakes_x: a norm or an activation makes X, of what it keeps for its own gradient; backward makes the operand
+            that wgrad reads again, of that.
         quantize_output, quantize_grad_input: return those as :class:`QuantizedTensor`.
         main_grad: dW is added to ``weight.main_grad``; no gradient is returned for it.
         overwrite_main_grad: in the first microbatch of a step: it replaces what is there instead, once after each time
@@ -40,6 +42,7 @@ class LinearCall:
     dtype: torch.dtype
     parallel: TensorParallel
     use: Use | None = None
+    remakes_x: bool = False
     quantize_output: bool = False
     quantize_grad_input: bool = False
     main_grad: bool = False
@@ -61,7 +64,7 @@ class LinearCall:
     def input_quantizer(self, plan: LinearPlan, x: Tensor | None) -> Quantizer:
         """How X is quantized: columnwise too where that is what backward keeps."""
         kept_quantized = self.needs_w and plan.backward_override is None and not self.keeps_input(plan, x)
-        return plan.input.with_usage(columnwise=kept_quantized)
+        return plan.input.with_usage(columnwise=kept_quantized and not self.remakes_x)
 
 
 @dataclass

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from minifloat.formats import COLUMNWISE
+from minifloat.functional.at_once import reads_fp32
 from minifloat.functional.call import KEPT_TENSORS, Kept, LinearCall, Operands, Ready
 from minifloat.functional.linear import (
     bias_gradient,
@@ -20,9 +22,10 @@ from minifloat.functional.linear import (
     quantize_output,
 )
 from minifloat.functional.plan import LinearPlan
-from minifloat.functional.producers import Norm, Produced, norm_value
+from minifloat.functional.producers import Norm, Produced, norm_quantize, norm_value
 from minifloat.functional.quantize import delayed_scale, record
-from minifloat.quantizer import Quantizer
+from minifloat.operand import Operand
+from minifloat.quantizer import Amaxes, Quantizer
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
     fprop Y = N W^T + b; dgrad dN = dY W; wgrad dW = dY^T N; dX, dgamma and dbeta are the norm's gradients of dN, to
     which the gradient of a returned N is added first. The gradient of a returned S is added to dX, which is dR too.
-    Kept are S, rounded to the dtype of X, and the columnwise operand of N, not N itself.
+    Kept are S, rounded to the dtype of X, and the columnwise operand of N, not N itself; where the call says
+    ``remakes_x``, S alone, of which backward makes that operand again.
     """
 
     @staticmethod
@@ -76,13 +80,14 @@ class LayerNormLinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Any:
-        n = norm_produced(norm, plan, call, x, residual, gamma, beta)
+        scale = input_scale(plan, call)
+        n = norm_produced(norm, plan, call, x, residual, gamma, beta, scale)
         operands = quantize_produced(plan, call, ready, n, weight)
-        y, kept = multiply(plan, call, operands, n.value, weight, bias)
+        y, kept = multiply(plan, call, operands, n.value, weight, bias, scale if call.remakes_x else None)
         ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm, plan, call, kept.layouts
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weight = call.needs_parameter(weight)
-        ctx.save_for_backward(*kept.tensors, *(n.stream, gamma, *n.saved) * call.needs_x)
+        ctx.save_for_backward(*kept.tensors, *(n.stream, gamma, beta, *n.saved) * call.needs_x)
         ctx.set_materialize_grads(False)
         y = quantize_output(plan, call, y.reshape(call.parallel.output_shape(x.shape, weight.shape[0])))
         return y, *norm_outputs(ctx, norm, call, n, x, residual)
@@ -98,6 +103,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         if dy is not None:
             summing = bias_gradient(call, dy)
             kept = Kept.of(ctx.layouts, tensors)
+            if call.remakes_x:
+                kept = kept._replace(x=norm_again(ctx.norm, plan, kept.x_scale, *of_norm[:3]))
             dn, dw = gradients(plan, call, kept, grad_operands(plan, call, dy), ctx.weight)
             db = summing.wait()
             if call.use is not None:
@@ -116,9 +123,13 @@ def norm_produced(
     residual: Tensor | None,
     gamma: Tensor,
     beta: Tensor | None,
+    scale: Tensor | None,
 ) -> Produced:
-    """N for the linear of ``plan`` and ``call``; it is rounded if it is returned or backward reads it."""
-    quantizer, scale = produced_quantizer(plan, call), input_scale(plan, call)
+    """N for the linear of ``plan`` and ``call``; it is rounded if it is returned or backward reads it.
+
+    ``scale``: of :func:`input_scale`.
+    """
+    quantizer = produced_quantizer(plan, call)
     rounded = norm.return_norm or plan.backward_override == "high_precision"
     return norm_value(
         x, gamma, beta, norm.norm, quantizer,
@@ -138,8 +149,11 @@ def norm_outputs(
 
 
 def input_scale(plan: LinearPlan, call: LinearCall) -> Tensor | None:
-    """The delayed scale for the kernel that makes X and casts it at once; None where somebody reads X itself."""
-    return None if call.reads_value(plan) else delayed_scale(call.use, "input")
+    """The delayed scale for the kernel that makes X and casts it at once; None where somebody reads X itself.
+
+    A backward that makes X again needs this forward's, which the next update replaces.
+    """
+    return None if call.reads_value(plan) else delayed_scale(call.use, "input", keep=call.remakes_x)
 
 
 def casts_at_once(plan: LinearPlan, call: LinearCall) -> bool:
@@ -167,6 +181,21 @@ def quantize_produced(plan: LinearPlan, call: LinearCall, ready: Ready, produced
     return quantize_operands(plan, call, ready, produced.value, weight, x_amaxes=amaxes, label=label)
 
 
+def norm_again(
+    norm: NormCall, plan: LinearPlan, scale: Tensor | None, stream: Tensor, gamma: Tensor, beta: Tensor | None
+) -> Operand:
+    """What wgrad reads of N; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
+    cast = again(plan, scale)
+    made = norm_quantize(stream, gamma, beta, norm.norm, *cast, return_value=norm.return_norm)
+    return made.quantized.along(COLUMNWISE)
+
+
+def again(plan: LinearPlan, scale: Tensor | None) -> tuple[Quantizer, Amaxes | None]:
+    """How a norm or an activation casts X once more, for wgrad."""
+    quantizer = plan.input.with_usage(rowwise=False)
+    return quantizer, (scale,) if scale is not None and reads_fp32(quantizer) else None
+
+
 def norm_gradients(
     norm: Norm,
     call: LinearCall,
@@ -175,6 +204,7 @@ def norm_gradients(
     ds: Tensor | None,
     stream: Tensor,
     gamma: Tensor,
+    beta: Tensor | None,
     *saved: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dX, dgamma and dbeta from the gradients of N, dgrad's and a returned N's, and of S; any may be missing.

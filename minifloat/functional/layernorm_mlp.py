@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.at_once import reads_fp32
 from minifloat.functional.call import KEPT_TENSORS, Kept, LinearCall, Ready
 from minifloat.functional.layernorm_linear import (
     NormCall,
+    again,
     casts_at_once,
     input_scale,
+    norm_again,
     norm_gradients,
     norm_outputs,
     norm_produced,
@@ -67,8 +68,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     fprop H and Y as above; dgrad dA = dY W2, dN = dH W1; wgrad dW2 = dY^T A, dW1 = dH^T N; dH = act'(H) dA; dX, dgamma
     and dbeta are the norm's gradients of dN, where the gradient of a returned S is added to dX, which is dR too. Kept
-    are S, H and the columnwise operands of N and A. That of A is made again, of H, where ``save_original_input`` is set
-    in the plan of W2.
+    are S, H and the columnwise operands of N and A; each of these is made again, of S and of H, where its linear's call
+    says ``remakes_x``.
     """
 
     @staticmethod
@@ -87,28 +88,26 @@ class LayerNormMLPFunction(torch.autograd.Function):
         b2: Tensor | None,
     ) -> Any:
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
-        n = norm_produced(mlp.norm, plan1, call1, x, residual, gamma, beta)
+        scale1 = input_scale(plan1, call1)
+        n = norm_produced(mlp.norm, plan1, call1, x, residual, gamma, beta, scale1)
         operands1 = quantize_produced(plan1, call1, ready1, n, w1)
-        h, kept1 = multiply(plan1, call1, operands1, n.value, w1, b1)
-        returned, of_norm = norm_outputs(ctx, mlp.norm, call1, n, x, residual), (n.stream, gamma, *n.saved)
+        h, kept1 = multiply(plan1, call1, operands1, n.value, w1, b1, scale1 if call1.remakes_x else None)
+        returned, of_norm = norm_outputs(ctx, mlp.norm, call1, n, x, residual), (n.stream, gamma, beta, *n.saved)
         if not torch.compiler.is_compiling():
             ready1.x = ready1.w = None
         del n, operands1  # what is not kept must not lie beside the second half, which is the wider one
-        again = _made_again(mlp)
-        quantizer = produced_quantizer(plan2, call2)
-        scale = delayed_scale(call2.use, "input", keep=True) if again else input_scale(plan2, call2)
+        quantizer, scale2 = produced_quantizer(plan2, call2), input_scale(plan2, call2)
         rounded = plan2.backward_override == "high_precision"  # backward reads A
-        at_once = again or casts_at_once(plan2, call2)
-        a = act_value(h, mlp.activation, quantizer, scale=scale, at_once=at_once, return_value=rounded)
+        at_once = casts_at_once(plan2, call2)
+        a = act_value(h, mlp.activation, quantizer, scale=scale2, at_once=at_once, return_value=rounded)
         operands2 = quantize_produced(plan2, call2, ready2, a, w2)
-        a_value = a.value if call2.reads_value(plan2) and not again else None
+        a_value = a.value if call2.reads_value(plan2) else None
         del a
-        y, kept2 = multiply(plan2, call2, operands2, a_value, w2, b2, scale if again else None)
+        y, kept2 = multiply(plan2, call2, operands2, a_value, w2, b2, scale2 if call2.remakes_x else None)
         ctx.mlp, ctx.layouts = mlp, (kept1.layouts, kept2.layouts)
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weights = call1.needs_parameter(w1), call2.needs_parameter(w2)
-        h_kept = h if call2.needs_x or again else None
-        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h_kept, *of_norm * call1.needs_x)
+        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h if call2.needs_x else None, *of_norm * call1.needs_x)
         ctx.set_materialize_grads(False)
         return y.reshape(*x.shape[:-1], w2.shape[0]), *returned
 
@@ -124,8 +123,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
         if dy is not None:
             summing = bias_gradient(call2, dy)
             kept2 = Kept.of(ctx.layouts[1], second)
-            if _made_again(mlp):
-                kept2 = kept2._replace(x=_activation_again(mlp, h, kept2.x_scale))
+            if call2.remakes_x:
+                kept2 = kept2._replace(x=_activation_again(mlp, kept2.x_scale, h))
             da, dw2 = gradients(plan2, call2, kept2, grad_operands(plan2, call2, dy), ctx.weights[1])
             db2 = summing.wait()
             del second, kept2
@@ -138,6 +137,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 dh_operands = _grad_operands(mlp, dh)
                 del dh
                 kept1 = Kept.of(ctx.layouts[0], first)
+                if call1.remakes_x:
+                    kept1 = kept1._replace(x=norm_again(mlp.norm, plan1, kept1.x_scale, *of_norm[:3]))
                 dn, dw1 = gradients(plan1, call1, kept1, dh_operands, ctx.weights[0])
                 if call1.use is not None:
                     call1.use.backward_finished()
@@ -147,16 +148,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
         return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
 
 
-def _made_again(mlp: MLPCall) -> bool:
-    """Backward makes the columnwise operand of A again, of H."""
-    return mlp.call2.needs_w and mlp.plan2.save_original_input and mlp.plan2.backward_override is None
-
-
-def _activation_again(mlp: MLPCall, h: Tensor, scale: Tensor | None) -> Operand:
-    """What wgrad reads of A; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
-    quantizer = mlp.plan2.input.with_usage(rowwise=False)
-    amaxes = (scale,) if scale is not None and reads_fp32(quantizer) else None
-    return act_quantize(h, mlp.activation, quantizer, amaxes).quantized.along(COLUMNWISE)
+def _activation_again(mlp: MLPCall, scale: Tensor | None, h: Tensor) -> Operand:
+    """What wgrad reads of A; ``scale`` as in :func:`norm_again`."""
+    return act_quantize(h, mlp.activation, *again(mlp.plan2, scale)).quantized.along(COLUMNWISE)
 
 
 def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor) -> Produced:

@@ -150,7 +150,7 @@ def multiply(
 ) -> tuple[Tensor, Kept]:
     """fprop, Y [M, N], and what backward will need; ``x`` and ``weight`` are what the operands were cast from.
 
-    ``x`` may be None where backward does not read it, see :meth:`LinearCall.reads_value`, or has it from elsewhere.
+    ``x`` may be None where backward does not read it, see :meth:`LinearCall.reads_value`.
     """
     x_operands, w, x_part = operands
     y = call.parallel.output(Product("fprop", w, call.dtype, plan.fast_fprop), x_operands, bias)
@@ -204,7 +204,7 @@ def weight_quantizer(plan: LinearPlan, needs_x: bool) -> Quantizer:
 
 
 def _kept_input(plan: LinearPlan, call: LinearCall, x: Tensor | None, operands: Quantized) -> Operand | None:
-    if not call.needs_w:
+    if not call.needs_w or call.remakes_x:
         return None
     if plan.backward_override == "dequantized":
         return operands.along(ROWWISE)

@@ -22,7 +22,6 @@ from minifloat.nn.parts import (
     call_alone,
     call_norm,
     fuses,
-    is_own,
     make_norm,
     needs_gradient,
     part_name,
@@ -52,8 +51,9 @@ class LayerNormMLP(nn.Module):
         init_method, output_layer_init_method: fill the weights of fc1 and fc2 in place.
         return_layernorm_output: forward also gives the norm's result.
         checkpoint: keep X alone (with a residual their sum), and compute the rest again in backward.
-        recompute_activation: keep what the activation is of, not what fc2 reads of its result, and make that again in
-            backward: fc2's ``save_original_input``. Costs an activation and a cast, saves a byte an element in FP8.
+        recompute_norm: of norm and fc1, as of :class:`~minifloat.LayerNormLinear`.
+        recompute_activation: the same of activation and fc2: keep what the activation is of, which its gradient needs
+            anyway, and in backward make again what fc2 reads of its result.
         recipe: of both linears, as of :class:`~minifloat.Linear`.
         set_parallel_mode: fc1 is column-parallel, each half of a gated one by itself, and fc2 row-parallel, over the
             ranks of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them. The sizes given are those of all ranks.
@@ -78,6 +78,7 @@ class LayerNormMLP(nn.Module):
         zero_centered_gamma: bool = False,
         checkpoint: bool = False,
         *,
+        recompute_norm: bool = False,
         recompute_activation: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
@@ -98,6 +99,8 @@ class LayerNormMLP(nn.Module):
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.checkpoint = checkpoint
+        self.recompute_norm = recompute_norm
+        self.recompute_activation = recompute_activation
         self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, params_dtype, device)
         linear = partial(
             Linear,
@@ -128,7 +131,6 @@ class LayerNormMLP(nn.Module):
             return_bias=return_bias,
             name=part_name(name, "fc2"),
             parallel_mode="row" if set_parallel_mode else None,
-            save_original_input=recompute_activation,
         )
 
     def forward(
@@ -160,7 +162,7 @@ class LayerNormMLP(nn.Module):
         rows: Sequence[int] | None,
         return_residual: bool,
     ) -> tuple[Tensor | None, ...]:
-        alone = runs_alone(self.norm, self.fc1) or not is_own(self.fc2, Linear)
+        alone = runs_alone(self.norm, self.fc1, self.fc2)
         first, second = (None if alone else linear.recipe_in_force() for linear in (self.fc1, self.fc2))
         bias: Tensor | None
         if first is None or second is None:
@@ -192,9 +194,13 @@ class LayerNormMLP(nn.Module):
         dtype = self.fc1.compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
         needs_x = needs_gradient(x, residual, gamma, beta)
-        first = self.fc1.start(recipes[0], dtype, needs_x, is_first_microbatch, parallel=column)
+        first = self.fc1.start(
+            recipes[0], dtype, needs_x, is_first_microbatch, parallel=column, remake_x=self.recompute_norm
+        )
         needs_hidden = needs_x or needs_gradient(first.weight, first.bias)
-        second = self.fc2.start(recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row)
+        second = self.fc2.start(
+            recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row, remake_x=self.recompute_activation
+        )
         norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
         mlp = MLPCall(norm, self.activation, first.plan, first.call, second.plan, second.call)
         y, *beside = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]

@@ -61,6 +61,7 @@ class MultiheadAttention(nn.Module):
         bias, init_method, params_dtype, device, fuse_wgrad_accumulation, recipe: of the linears, as of
             :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
         return_bias: leave adding the bias of ``proj`` to the caller.
+        recompute_norm: of the input norm, as of :class:`~minifloat.LayerNormLinear`.
         save_original_input: of ``proj``: what attention gives, and keeps itself, serves its backward too.
         return_layernorm_output: forward also gives the input norm's result.
         name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``;
@@ -120,6 +121,7 @@ class MultiheadAttention(nn.Module):
         output_layer_init_method: InitMethod | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
+        recompute_norm: bool = False,
         save_original_input: bool = False,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
@@ -136,8 +138,9 @@ class MultiheadAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
         check_options(
-            attention_type, input_layernorm, return_layernorm_output, fuse_qkv_params, fuse_wgrad_accumulation
-        )
+            attention_type, input_layernorm, fuse_qkv_params, fuse_wgrad_accumulation,
+            return_layernorm_output=return_layernorm_output, recompute_norm=recompute_norm,
+        )  # fmt: skip
         column: Mode | None = "column" if set_parallel_mode else None
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh}
         parallel = tensor_parallel("MultiheadAttention", column, sequence_parallel, **ranks)
@@ -163,6 +166,7 @@ class MultiheadAttention(nn.Module):
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": return_layernorm_output,
+            "recompute_norm": recompute_norm,
         }
         options = linears | {"init_method": init_method, "parallel_mode": column}
         projection = partial(make_projection, hidden_size, channels, fuse_qkv_params, options)

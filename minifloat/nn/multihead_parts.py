@@ -71,13 +71,12 @@ def check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | No
         raise ValueError(f"MultiheadAttention: kv_channels={kv_channels}; a head needs at least 1 channel")
 
 
-def check_options(
-    attention_type: str, input_layernorm: bool, return_layernorm_output: bool, fused: bool, fuse_wgrad: bool
-) -> None:
+def check_options(attention_type: str, input_layernorm: bool, fused: bool, fuse_wgrad: bool, **of_norm: bool) -> None:
     if attention_type not in ("self", "cross"):
         raise ValueError(f"MultiheadAttention: attention_type is {attention_type!r}; choose 'self' or 'cross'")
-    if return_layernorm_output and not input_layernorm:
-        raise ValueError("MultiheadAttention: return_layernorm_output=True needs input_layernorm=True")
+    for name, asked in of_norm.items():
+        if asked and not input_layernorm:
+            raise ValueError(f"MultiheadAttention: {name}=True needs input_layernorm=True")
     if fuse_wgrad and not fused:
         raise ValueError(
             "MultiheadAttention: fuse_wgrad_accumulation=True needs fuse_qkv_params=True: query, key and value then "

@@ -34,8 +34,8 @@ class TransformerLayer(nn.Module):
             its ``checkpoint``.
         layernorm_epsilon, normalization, zero_centered_gamma, bias, init_method, output_layer_init_method,
             params_dtype, device, recipe, fuse_wgrad_accumulation: of all parts.
-        save_memory: backward makes again what ``proj`` and ``fc2`` read, of what attention and activation keep anyway:
-            ``save_original_input`` of the one, ``recompute_activation`` of the other.
+        save_memory: backward makes again what linears read, of what norms, attention and activation keep anyway:
+            ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
         layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` stands between the two, with
             ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal``.
@@ -121,6 +121,7 @@ class TransformerLayer(nn.Module):
             "params_dtype": params_dtype,
             "device": device,
             "recipe": recipe,
+            "recompute_norm": save_memory,
             "set_parallel_mode": set_parallel_mode,
             "sequence_parallel": sequence_parallel,
             "tp_group": tp_group,
