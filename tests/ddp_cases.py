@@ -64,17 +64,18 @@ class Case(NamedTuple):
     recipe: str
     options: tuple[str, ...] = ()
 
-    def mesh(self, size: int) -> DeviceMesh | None:
+    def mesh(self, size: int, device: str) -> DeviceMesh | None:
         """Two ranks of data parallelism and the others tensor-parallel; None where all are of the former."""
         if self.model != "tensor_parallel":
             return None
-        return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+        return init_device_mesh(device, (2, size // 2), mesh_dim_names=("dp", "tp"))
 
-    def build(self, seed: int, mesh: DeviceMesh | None) -> nn.Module:
+    def build(self, seed: int, mesh: DeviceMesh | None, device: str) -> nn.Module:
         torch.manual_seed(seed)
         own = "own_amaxes" in self.options
         recipe: Any = minifloat.DelayedScaling(reduce_amax=False) if own else self.recipe
-        with minifloat.quantized_model_init("quantized" in self.options, recipe, "preserve" in self.options):
+        quantized = minifloat.quantized_model_init("quantized" in self.options, recipe, "preserve" in self.options)
+        with torch.device(device), quantized:
             if mesh is not None:
                 options: dict[str, Any] = {"tp_mesh": mesh["tp"], "set_parallel_mode": True, "sequence_parallel": True}
                 return nn.Sequential(minifloat.LayerNormMLP(24, 40, recipe=recipe, **options))
@@ -103,10 +104,10 @@ class Case(NamedTuple):
             return MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.02)
         return torch.optim.AdamW(model.parameters(), lr=0.02)
 
-    def scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", 4.0, enabled="scaler" in self.options)
+    def scaler(self, device: str) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device, 4.0, enabled="scaler" in self.options)
 
-    def data(self, size: int, step: int, columns: int, tp_rank: int) -> list[list[Tensor]]:
+    def data(self, size: int, step: int, columns: int, tp_rank: int, device: str) -> list[list[Tensor]]:
         """Of all ranks, the microbatches of a step; those of the second rank are larger."""
         count = 3 if "accumulate" in self.options else 2 if "region" in self.options else 1
         if "static_graph" in self.options and step == 0:
@@ -120,7 +121,7 @@ class Case(NamedTuple):
             for i, x in enumerate(data[-1]):
                 x[0, 0, 0] = 1.0 if (rank + step + i) % 2 else -1.0  # which of the branches
         dtype = torch.bfloat16 if "bfloat16" in self.options else torch.float32
-        return [[x.to(dtype) for x in own] for own in data]
+        return [[x.to(device, dtype) for x in own] for own in data]
 
 
 class Oracle:
@@ -131,8 +132,8 @@ class Oracle:
     they are those of all data everywhere.
     """
 
-    def __init__(self, case: Case, size: int, mesh: DeviceMesh | None) -> None:
-        self.case, self.model = case, case.build(0, mesh)
+    def __init__(self, case: Case, size: int, mesh: DeviceMesh | None, device: str) -> None:
+        self.case, self.model = case, case.build(0, mesh, device)
         self.replicas = [self.model, *(copy.deepcopy(self.model) for _ in range(size - 1))]
         for replica in self.replicas[1:] if "own_amaxes" not in case.options else ():
             for module, first in zip(replica.modules(), self.model.modules(), strict=True):
@@ -208,17 +209,20 @@ def _held(parameter: Tensor) -> list[Tensor]:
     return [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]] + [initial] * (initial is not None)
 
 
-def lockstep(rank: int, size: int, case: Case, steps: int) -> str:
+def lockstep(rank: int, size: int, case: Case, steps: int, device: str = "cpu") -> str:
     """Steps the wrapped model, which each rank starts with another seed, and the oracle; what differs first, or ""."""
-    mesh, tp_rank = case.mesh(size), 0
+    mesh, tp_rank = case.mesh(size, device), 0
     if mesh is not None:
         rank, size, tp_rank = mesh.get_local_rank("dp"), 2, mesh.get_local_rank("tp")
-    oracle, model = Oracle(case, size, mesh), case.build(rank, mesh)
+    oracle, model = Oracle(case, size, mesh, device), case.build(rank, mesh, device)
     wrapped, call = case.wrap(model, mesh)
     difference = oracle.differs(model, rank)
-    optimizers, scalers = [case.optimizer(each) for each in (oracle.model, model)], [case.scaler(), case.scaler()]
+    optimizers, scalers = (
+        [case.optimizer(each) for each in (oracle.model, model)],
+        [case.scaler(device), case.scaler(device)],
+    )
     for step in range(steps):
-        microbatches = case.data(size, step, width(model), tp_rank)
+        microbatches = case.data(size, step, width(model), tp_rank, device)
         seeds = [1000 * step + 100 * each for each in range(size)]
         expected = oracle.step(microbatches, seeds, scalers[0])[rank]
         found = _step(wrapped, call, case, microbatches[rank], seeds[rank], scalers[1])

@@ -2,8 +2,8 @@
 
 Every recipe, kind of parameters, module and way to shard it, beside an unsharded replica: in each of 20 steps the codes
 and scales that GEMMs read have the bytes of the quantized whole, and so have outputs, gradients of inputs and buffers.
-Then trajectories that are not synchronized, bytes handed to the backend, and memory. A line a case; ends with an error
-if anything differs.
+Then trajectories that are not synchronized, bytes handed to the backend, memory, fewer ranks for backward, and
+``DistributedDataParallel``. A line a case; ends with an error if anything differs.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from minifloat.distributed.fsdp import fully_shard, pytorch
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand
+from tests import ddp_cases
 from tests.fsdp_cases import (
     KINDS,
     MATRIX,
@@ -73,6 +74,43 @@ def free(recipe: str, kind: str, steps: int, rank: int, size: int, device: str) 
     apart = trajectory(rank, size, TWINS[kind], Case("TransformerLayer", recipe), steps, device)
     within = apart == 0 if size <= 2 else apart < BOUND
     return f"[losses apart by {apart:.2g}]" if within else f"losses apart by {apart:.2g}"
+
+
+# ---- other ways to spread data ----
+
+
+def fewer(case: Case, kind: str, rank: int, size: int, device: str) -> str:
+    """``reshard_after_forward=<number>``: half as many ranks gather for backward as for forward."""
+    if size < 4:
+        return "[needs 4 ranks]"
+    return KINDS[kind](rank, size, case._replace(reshard=size // 2), 5, device)
+
+
+def data_parallel(case: ddp_cases.Case, rank: int, size: int, device: str) -> str:
+    """DDP beside one process that has the data of all ranks, which adds their gradients in the order of two."""
+    if (size > 2) != (case.model == "tensor_parallel"):
+        return "[needs 4 ranks]" if size == 2 else "[adds the gradients of 2 ranks]"
+    return ddp_cases.lockstep(rank, size, case, 5, device)
+
+
+FEWER = (
+    (Case("linears", "delayed", options=("checkpoint",)), "high-precision"),
+    (Case("linears", "current"), "quantized"),
+    (Case("linears", "block", options=("keep",)), "high-precision"),
+    (Case("linears", "mxfp8", options=("accumulate",)), "quantized"),
+    (Case("linears", "nvfp4"), "high-precision"),
+    (Case("TransformerLayer", "current", "nested"), "high-precision"),
+    (Case("TransformerLayer", "block"), "quantized"),
+)
+DATA_PARALLEL = (
+    *[ddp_cases.Case("fused", recipe) for recipe in RECIPES],
+    *[ddp_cases.Case("fused", recipe, ("quantized", "accumulate")) for recipe in RECIPES],
+    ddp_cases.Case("linears", "delayed", ("plain", "region", "gradient_as_bucket_view")),
+    ddp_cases.Case("branches", "mxfp8", ("find_unused_parameters",)),
+    ddp_cases.Case("fused", "current", ("static_graph", "accumulate", "clip")),
+    ddp_cases.Case("linears", "mxfp8", ("scaler", "preserve", "quantized")),
+    *[ddp_cases.Case("tensor_parallel", recipe, ("clip",)) for recipe in RECIPES],
+)
 
 
 # ---- the wire ----
@@ -199,6 +237,8 @@ def checks(steps: int) -> dict[str, Check]:
         found[f"memory-{recipe}-{kind}"] = partial(memory, recipe, kind)
         found[f"trajectory-{recipe}-{kind}"] = partial(free, recipe, kind, steps)
     found |= {f"peak-{recipe}": partial(peak, recipe) for recipe in RECIPES}
+    found |= {"-".join(("fewer", *case[:3], *case.options, kind)): partial(fewer, case, kind) for case, kind in FEWER}
+    found |= {"-".join(("ddp", *case[:2], *case.options)): partial(data_parallel, case) for case in DATA_PARALLEL}
     return found | {"-".join(("matrix", *case)): matrix_case(*case, steps) for case in MATRIX}
 
 
