@@ -2,8 +2,8 @@
 
 Every recipe, kind of parameters, module and way to shard it, beside an unsharded replica: in each of 20 steps the codes
 and scales that GEMMs read have the bytes of the quantized whole, and so have outputs, gradients of inputs and buffers.
-Then trajectories that are not synchronized, bytes handed to the backend, memory, fewer ranks for backward, and
-``DistributedDataParallel``. A line a case; ends with an error if anything differs.
+Then trajectories that are not synchronized, bytes handed to the backend, memory, fewer ranks for backward,
+meshes of two dims, offloaded shards, ``DistributedDataParallel``. A line a case; ends with an error if any differs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -42,6 +43,7 @@ from tests import ddp_cases
 from tests.fsdp_cases import (
     KINDS,
     MATRIX,
+    MODELS,
     RECIPES,
     TWINS,
     Case,
@@ -51,6 +53,7 @@ from tests.fsdp_cases import (
     trajectory,
     width,
 )
+from tests.test_fsdp_meshes import hybrid, tensor_parallel
 
 BOUND = 0.02  # how far losses of free trajectories may get apart in 20 steps, of their size
 MOST_OF_BF16 = {"nvfp4": 0.29}  # bytes on the wire, where a shard has 8 blocks of rows; else 0.52
@@ -91,6 +94,48 @@ def data_parallel(case: ddp_cases.Case, rank: int, size: int, device: str) -> st
     if (size > 2) != (case.model == "tensor_parallel"):
         return "[needs 4 ranks]" if size == 2 else "[adds the gradients of 2 ranks]"
     return ddp_cases.lockstep(rank, size, case, 5, device)
+
+
+def offloaded(recipe: str, rank: int, size: int, device: str) -> str:
+    """Shards that are kept in the host's memory, beside the same model with shards on the device."""
+    models = [MODELS["TransformerLayer"](recipe).to(device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, policy in zip(models, (None, CPUOffloadPolicy(pin_memory=device != "cpu")), strict=True):
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh_of(size, device), offload_policy=policy)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for step in range(5):
+        x, results = torch.randn(6, 2, width(models[0]), device=device), []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            leaf = x.clone().requires_grad_()
+            torch.manual_seed(step)
+            y = model(leaf)
+            loss(y).backward()
+            assert leaf.grad is not None
+            results.append([y.detach(), leaf.grad, *(local(p.grad) for p in model.parameters())])
+            optimizer.step()
+            optimizer.zero_grad()
+        if not all(torch.equal(one.to(device), other.to(device)) for one, other in zip(*results, strict=True)):
+            return f"step {step} differs"
+        for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            local(mine).copy_(local(theirs))  # a CPU's AdamW rounds otherwise
+    return ""
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part, to write to as well."""
+    part: Tensor = tensor.detach().to_local()
+    return part
+
+
+def on_meshes(rank: int, size: int, device: str) -> str:
+    """Replicated groups that shard, and groups that shard what is tensor-parallel."""
+    wrong = []
+    for shape in ((1, size), (size, 1), (2, size // 2)):
+        wrong += hybrid(rank, size, shape, device)
+    for recipe in RECIPES if size == 4 else ():
+        wrong += tensor_parallel(rank, size, recipe, device)
+    return ", ".join(wrong)
 
 
 FEWER = (
@@ -237,6 +282,7 @@ def checks(steps: int) -> dict[str, Check]:
         found[f"memory-{recipe}-{kind}"] = partial(memory, recipe, kind)
         found[f"trajectory-{recipe}-{kind}"] = partial(free, recipe, kind, steps)
     found |= {f"peak-{recipe}": partial(peak, recipe) for recipe in RECIPES}
+    found |= {f"offload-{recipe}": partial(offloaded, recipe) for recipe in RECIPES} | {"meshes": on_meshes}
     found |= {"-".join(("fewer", *case[:3], *case.options, kind)): partial(fewer, case, kind) for case, kind in FEWER}
     found |= {"-".join(("ddp", *case[:2], *case.options)): partial(data_parallel, case) for case in DATA_PARALLEL}
     return found | {"-".join(("matrix", *case)): matrix_case(*case, steps) for case in MATRIX}

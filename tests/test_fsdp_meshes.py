@@ -16,15 +16,16 @@ from tests.conftest import Pools
 from tests.fsdp_cases import KINDS, Case, full, gathered_bytes, layers
 
 
-def hybrid(rank: int, size: int, shape: tuple[int, int]) -> list[str]:
+def hybrid(rank: int, size: int, shape: tuple[int, int], device: str = "cpu") -> list[str]:
     """Two dims of a mesh: rows over the second, copies over the first."""
-    model = layers("nvfp4", 24, 70, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    for unit in (*model, model):
-        fully_shard(unit, mesh=mesh)
-    weight = pytorch.extensions_below(model)[0]
-    wrong = [] if weight.group.size == shape[1] else [f"a group of {weight.group.size}"]
-    return wrong + gathered_bytes(model)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    with torch.device(device):
+        model = layers("nvfp4", 24, 70, 2)
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh)
+        weight = pytorch.extensions_below(model)[0]
+        wrong = [] if weight.group.size == shape[1] else [f"a group of {weight.group.size}"]
+        return wrong + gathered_bytes(model)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow), (2, 2)])
@@ -50,22 +51,22 @@ def test_fewer_ranks_for_backward(worker_pool: Pools, recipe: str, kind: str, op
     assert worker_pool(4).run(KINDS[kind], case, 3) == [""] * 4
 
 
-def tensor_parallel(rank: int, size: int, recipe: str) -> list[str]:
+def tensor_parallel(rank: int, size: int, recipe: str, device: str = "cpu") -> list[str]:
     """A layer whose weights are split over two ranks and then over two others; the norm of its gradients."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("shard", "tp"))
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
         options |= {"set_parallel_mode": True, "sequence_parallel": True, "tp_mesh": mesh["tp"], "recipe": recipe}
-        models.append(minifloat.TransformerLayer(32, 64, 2, **options))
+        models.append(minifloat.TransformerLayer(32, 64, 2, device=device, **options))
     plain, sharded = models
     fully_shard(sharded, mesh=mesh["shard"])
     data = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(mesh["shard"].get_local_rank()))
     results = []
     for model in models:
         torch.manual_seed(1)
-        x = data.chunk(2)[mesh["tp"].get_local_rank()].clone().requires_grad_()
+        x = data.chunk(2)[mesh["tp"].get_local_rank()].to(device, copy=True).requires_grad_()
         y = model(x)
         y.square().mean().backward()
         results.append((y, x.grad))

@@ -204,16 +204,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", default=list(SUITES), help=", ".join(SUITES))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="", help="a regular expression: those contenders of fsdp, and the baseline")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     if unknown := set(options.suites) - SUITES.keys():
         parser.error(f"there is no suite {', '.join(unknown)}; choose from {', '.join(SUITES)}")
+    suites = SUITES | {"fsdp": partial(trainings, only=options.only)}
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     group = Group.of(dist.group.WORLD)
     lines: list[Line | Exposure | Training] = []
     for suite in options.suites:
-        for line in SUITES[suite](group, options.rounds):
+        for line in suites[suite](group, options.rounds):
             lines.append(line)
             if group.rank == 0:
                 print(line, flush=True)

@@ -31,11 +31,17 @@ class Line:
 
 
 def timed(calls: Mapping[str, Call], rounds: int, count: int = 5) -> dict[str, list[float]]:
-    """Milliseconds a call of the slowest rank, of each contender in each round, the mean of ``count`` calls."""
+    """Milliseconds a call of the slowest rank, of each contender in each round, the mean of ``count`` calls.
+
+    Raises:
+        RuntimeError: what the contenders keep leaves so little memory that the allocator had to give blocks back to
+            the device and ask for others, which stops it.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(2):
             call()
+    retries = _retries()
     for _ in range(rounds):
         for name, call in calls.items():
             torch.cuda.synchronize()
@@ -49,4 +55,15 @@ def timed(calls: Mapping[str, Call], rounds: int, count: int = 5) -> dict[str, l
             slowest = torch.tensor(begin.elapsed_time(end) / count, device="cuda")
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             found[name].append(float(slowest))
+    if _retries() > retries:
+        raise RuntimeError(
+            f"{len(calls)} contenders leave too little memory to be timed: choose fewer of them (--only)"
+        )
     return found
+
+
+def _retries() -> int:
+    """How often the allocator of some rank has run out of memory and into what it had cached."""
+    counted = torch.tensor(torch.cuda.memory_stats().get("num_alloc_retries", 0), device="cuda")
+    dist.all_reduce(counted)
+    return int(counted)
