@@ -2,8 +2,8 @@
 
 Every recipe, kind of parameters, module and way to shard it, beside an unsharded replica: in each of 20 steps the codes
 and scales that GEMMs read have the bytes of the quantized whole, and so have outputs, gradients of inputs and buffers.
-Then trajectories that are not synchronized, bytes handed to the backend, memory, fewer ranks for backward,
-meshes of two dims, offloaded shards, ``DistributedDataParallel``. A line a case; ends with an error if any differs.
+Then trajectories that are not synchronized, bytes handed to the backend, memory, fewer ranks for backward, meshes of
+two dims, offloaded shards, checkpoints, ``DistributedDataParallel``. A line a case; ends with an error if any differs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ from tests.fsdp_cases import (
     trajectory,
     width,
 )
+from tests.test_fsdp_checkpoint import differences, loaded, saved
 from tests.test_fsdp_meshes import hybrid, tensor_parallel
 
 BOUND = 0.02  # how far losses of free trajectories may get apart in 20 steps, of their size
@@ -136,6 +138,15 @@ def on_meshes(rank: int, size: int, device: str) -> str:
     for recipe in RECIPES if size == 4 else ():
         wrong += tensor_parallel(rank, size, recipe, device)
     return ", ".join(wrong)
+
+
+def checkpointed(recipe: str, quantized: bool, rank: int, size: int, device: str) -> str:
+    """Saved by DCP, and loaded into a model that has made other steps: parameters and moments, bit for bit."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    case = Path(str(folder[0])), recipe, quantized, "fp8" if quantized else "bf16", device
+    wanted, found = saved(rank, size, *case), loaded(rank, size, *case)
+    return ", ".join(differences(found, wanted)) if rank == 0 else ""
 
 
 FEWER = (
@@ -283,6 +294,8 @@ def checks(steps: int) -> dict[str, Check]:
         found[f"trajectory-{recipe}-{kind}"] = partial(free, recipe, kind, steps)
     found |= {f"peak-{recipe}": partial(peak, recipe) for recipe in RECIPES}
     found |= {f"offload-{recipe}": partial(offloaded, recipe) for recipe in RECIPES} | {"meshes": on_meshes}
+    for recipe, quantized in product(RECIPES, (True, False)):
+        found[f"checkpoint-{recipe}{'-quantized' * quantized}"] = partial(checkpointed, recipe, quantized)
     found |= {"-".join(("fewer", *case[:3], *case.options, kind)): partial(fewer, case, kind) for case, kind in FEWER}
     found |= {"-".join(("ddp", *case[:2], *case.options)): partial(data_parallel, case) for case in DATA_PARALLEL}
     return found | {"-".join(("matrix", *case)): matrix_case(*case, steps) for case in MATRIX}

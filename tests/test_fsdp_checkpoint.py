@@ -41,8 +41,9 @@ def unsharded(recipe: str, quantized: bool = True) -> nn.Module:
         return MODELS["linears"](recipe)
 
 
-def sharded(recipe: str, size: int, quantized: bool = True) -> Any:
-    return shard(unsharded(recipe, quantized), Case("linears", recipe), mesh_of(size))
+def sharded(recipe: str, size: int, quantized: bool = True, device: str = "cpu") -> Any:
+    with torch.device(device):
+        return shard(unsharded(recipe, quantized), Case("linears", recipe), mesh_of(size, device))
 
 
 def optimizer_of(model: nn.Module, moments: Any) -> Any:
@@ -55,7 +56,7 @@ def optimizer_of(model: nn.Module, moments: Any) -> Any:
 def step(model: Any, optimizer: Any, seed: int) -> None:
     draws = torch.Generator().manual_seed(seed)
     with minifloat.autocast(recipe=model[0].recipe):
-        y = model(torch.randn(6, 24, generator=draws))
+        y = model(torch.randn(6, 24, generator=draws).to(model[0].weight.device))
     y.square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -70,8 +71,8 @@ def whole(model: nn.Module, optimizer: Any) -> State:
     return full_state_dict(model, only_rank0=True) | get_optimizer_state_dict(model, optimizer, options=FULL)
 
 
-def saved(rank: int, size: int, folder: Path, recipe: str, quantized: bool, moments: str) -> State:
-    model = sharded(recipe, size, quantized)
+def saved(rank: int, size: int, folder: Path, recipe: str, quantized: bool, moments: str, device: str = "cpu") -> State:
+    model = sharded(recipe, size, quantized, device)
     optimizer = optimizer_of(model, moments)
     for seed in range(2):
         step(model, optimizer, seed * size + rank)
@@ -79,9 +80,11 @@ def saved(rank: int, size: int, folder: Path, recipe: str, quantized: bool, mome
     return whole(model, optimizer)
 
 
-def loaded(rank: int, size: int, folder: Path, recipe: str, quantized: bool, moments: str) -> State:
+def loaded(
+    rank: int, size: int, folder: Path, recipe: str, quantized: bool, moments: str, device: str = "cpu"
+) -> State:
     torch.manual_seed(1)
-    model = sharded(recipe, size, quantized)
+    model = sharded(recipe, size, quantized, device)
     optimizer = optimizer_of(model, moments)
     step(model, optimizer, rank)  # something else everywhere
     state = states(model, optimizer)
