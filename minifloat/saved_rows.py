@@ -38,7 +38,7 @@ class SavedRows(QuantizedTensor):
         self = SavedRows(operands, source.quantizer, shape, source.dtype, stride)
         assert isinstance(self, SavedRows)
         self.source, self.first, self.whole = source, first, whole
-        self.scale, self.amax_group = source.scale, source.amax_group
+        self.scale, self._group = source.scale, source._group
         return self
 
     def _part(self, view: Tensor) -> QuantizedTensor | None:

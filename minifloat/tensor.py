@@ -25,9 +25,9 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INNER = tuple(f"{slot}_{name}" for slot in tensor_ops.SLOTS for name in tensor_ops.BUFFERS)
-_SHARED = ("quantizer", "amax_group", "cover")  # what copies refer to as well
+_SHARED = ("quantizer", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
-    {"_operands", "_outside", "_wholes", "scale", "source_version", "gatherer"}
+    {"_operands", "_outside", "_wholes", "_group", "scale", "source_version", "gatherer"}
     | {*_SHARED, "source", "first", "whole", "_loaded_amaxes"}  # of subclasses
 )
 
@@ -176,9 +176,9 @@ class QuantizedTensor(torch.Tensor):
     _operands: Quantized
     _outside: tuple[Tensor, ...]  # codes of the rows that share a scale with these, for a range of rows; else empty
     _wholes: tuple[Tensor, ...]  # the tensors whose rows these are, for a range of rows; else empty
+    _group: str | None  # amax_group by its name, a value like others to what copies and stages tensors
     quantizer: Quantizer
     scale: Tensor | None
-    amax_group: dist.ProcessGroup | None
     source_version: int | None
     gatherer: Gatherer | None
 
@@ -199,7 +199,7 @@ class QuantizedTensor(torch.Tensor):
         rowwise, columnwise = operands
         self._operands, self._outside, self._wholes = operands, (), ()
         self.quantizer = quantizer.with_usage(rowwise=rowwise is not None, columnwise=columnwise is not None)
-        self.scale = self.amax_group = self.source_version = self.gatherer = None
+        self.scale = self._group = self.source_version = self.gatherer = None
         return self
 
     @staticmethod
@@ -228,6 +228,15 @@ class QuantizedTensor(torch.Tensor):
         self = QuantizedTensor(typed, quantizer, shape, dtype)
         self.scale, self.amax_group, self.source_version = scale, amax_group, source_version
         return self
+
+    @property
+    def amax_group(self) -> dist.ProcessGroup | None:
+        """The ranks that it reduces its amax with."""
+        return None if self._group is None else tensor_ops.group_of_name(self._group)
+
+    @amax_group.setter
+    def amax_group(self, group: dist.ProcessGroup | None) -> None:
+        self._group = None if group is None else group.group_name
 
     @property
     def holds_own_matrix(self) -> bool:
@@ -379,9 +388,15 @@ class QuantizedTensor(torch.Tensor):
         """Other operands for the same quantizer, scale, group and source."""
         shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
         out = QuantizedTensor(operands, self.quantizer, shape, operands.any.dtype, stride)
-        out.scale, out.amax_group, out.source_version = self.scale, self.amax_group, self.source_version
+        out.scale, out._group, out.source_version = self.scale, self._group, self.source_version
         out.gatherer = self.gatherer
         return out
+
+    def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
+        """Zeros of any size, quantized like this tensor."""
+        return quantize(
+            torch.zeros(size, dtype=self.dtype, device=device), self.quantizer, scale=_scale_on(self, device)
+        )
 
     def _gathered(self) -> Quantized:
         """The operands, all of which have their memory."""
@@ -441,8 +456,7 @@ class QuantizedTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        group = None if self.amax_group is None else self.amax_group.group_name
-        return list(self._buffers()), (tensor_ops.describe(self.quantizer, self._operands), self.dtype, group)
+        return list(self._buffers()), (tensor_ops.describe(self.quantizer, self._operands), self.dtype, self._group)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -452,7 +466,7 @@ class QuantizedTensor(torch.Tensor):
         quantizer, operands = tensor_ops.restore(description, inner)
         self = QuantizedTensor(operands, quantizer, outer_size, dtype, outer_stride)
         self.scale = inner.get("scale")
-        self.amax_group = None if group is None else tensor_ops.group_of_name(group)
+        self._group = group
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -672,10 +686,9 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, size = args
     if not _keeps_form(t, kwargs) or len(size) == 0:
         return _on_values(func, args, kwargs)
-    device = kwargs.get("device") or t.device
-    new = quantize(torch.zeros(size, dtype=t.dtype, device=device), t.quantizer, scale=_scale_on(t, device))
+    new = t._zeros(size, kwargs.get("device") or t.device)
     new = new._map(Tensor.pin_memory) if kwargs.get("pin_memory") else new
-    new.amax_group, new.source_version = t.amax_group, None  # the amax of zeros needs no agreement, which could hang
+    new._group, new.source_version = t._group, None  # the amax of zeros needs no agreement, which could hang
     return new
 
 

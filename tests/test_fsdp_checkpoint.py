@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -122,6 +123,25 @@ def test_dcp_on_more_ranks(worker_pool: Pools, tmp_path: Path, recipe: str) -> N
     case = tmp_path, recipe, True, "fp8"
     wanted = worker_pool(2).run(saved, *case)[0]
     assert not differences(worker_pool(3).run(loaded, *case)[0], wanted)
+
+
+def saved_meanwhile(rank: int, size: int, folder: Path, recipe: str) -> list[str]:
+    """``async_save``: what there is when it is called, though training goes on."""
+    model = sharded(recipe, size)
+    optimizer = optimizer_of(model, "fp8")
+    step(model, optimizer, rank)
+    wanted = copy.deepcopy(whole(model, optimizer))
+    aside = dist.new_group(backend="gloo")
+    written = dcp.async_save(states(model, optimizer), checkpoint_id=folder, process_group=aside)
+    step(model, optimizer, size + rank)
+    written.result()
+    found = loaded(rank, size, folder, recipe, True, "fp8")
+    return differences(found, wanted) if rank == 0 else []
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", *[pytest.param(r, marks=pytest.mark.slow) for r in RECIPES[:-1]]])
+def test_async_save(worker_pool: Pools, tmp_path: Path, recipe: str) -> None:
+    assert worker_pool(3).run(saved_meanwhile, tmp_path, recipe) == [[]] * 3
 
 
 @pytest.mark.slow

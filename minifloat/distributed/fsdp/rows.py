@@ -162,7 +162,8 @@ class QuantizedRows(QuantizedTensor):
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         values = self._operands.dequantize(dtype or self.dtype)
-        return values[self.cover.above : self.cover.above + self.shape[0]]
+        own = values[self.cover.above : self.cover.above + self.shape[0]]
+        return own if self.cover.exact else own.clone()  # alone in its memory, which DCP's stager takes as a whole
 
     def _as_matrix(self, values: Tensor) -> Tensor:
         dtype = values.dtype if values.dtype in (torch.float32, torch.bfloat16, torch.float16) else self.dtype
@@ -178,7 +179,15 @@ class QuantizedRows(QuantizedTensor):
         if shape is not None and (tuple(shape), stride) != (tuple(self.shape), self.stride()):
             return super()._like(operands, shape, stride)
         out = QuantizedRows.of(operands, self.quantizer, operands.any.dtype, self.cover)
-        out.scale, out.amax_group, out.source_version = self.scale, self.amax_group, self.source_version
+        out.scale, out._group, out.source_version = self.scale, self._group, self.source_version
+        return out
+
+    def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
+        if tuple(size) != tuple(self.shape):
+            return super()._zeros(size, device)
+        covered = super()._zeros(self._operands.any.shape, device)
+        out = QuantizedRows.of(covered.operands, covered.quantizer, self.dtype, self.cover)
+        out.scale = covered.scale
         return out
 
     def _part(self, view: Tensor) -> QuantizedTensor | None:
@@ -236,7 +245,7 @@ def put_in_place(new: QuantizedTensor, old: Tensor) -> None:
     It may have been unpickled, as by ``load_state_dict(assign=True)``, and no file has a process group.
     """
     if isinstance(old, QuantizedRows):
-        new.amax_group = old.amax_group
+        new._group = old._group
         if isinstance(new, QuantizedRows):
             new.cover = old.cover
 
