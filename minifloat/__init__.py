@@ -9,6 +9,7 @@
 ``README.md`` shows the rest; ``docs/architecture.md`` says how it is built.
 """
 
+import minifloat.tensor_aten  # what operations do to a QuantizedTensor  # noqa: F401
 from minifloat import optim
 from minifloat.autocast import autocast, get_default_recipe
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert

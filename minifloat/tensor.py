@@ -16,14 +16,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minifloat import tensor_ops
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+from minifloat.quantizer import DTYPES, Amaxes, Quantizer, as_matrix
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INNER = tuple(f"{slot}_{name}" for slot in tensor_ops.SLOTS for name in tensor_ops.BUFFERS)
 _SHARED = ("quantizer", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
@@ -58,7 +57,7 @@ def quantize(
     with torch.no_grad():
         values = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
         operands = tensor_ops.cast([as_matrix(values)], [quantizer], [scale], [amax_group], [amaxes])[0]
-        owned = tensor_ops.each(operands, lambda o: o if o.format.quantized else o._replace(codes=_copied(o.codes)))
+        owned = tensor_ops.each(operands, lambda o: o if o.format.quantized else o._replace(codes=copied(o.codes)))
     return QuantizedTensor.from_operands(
         owned, quantizer, x.shape, x.dtype, scale=scale, amax_group=amax_group, source_version=_version(x)
     )
@@ -97,11 +96,11 @@ def quantize_all_(
                 + f" (number {i} of {len(targets)})" * (len(targets) > 1)
             )
     with torch.no_grad():
-        _assign_all(targets, sources, amaxes, noop_flag)
-    _count_writes(targets)
+        assign_all(targets, sources, amaxes, noop_flag)
+    count_writes(targets)
 
 
-def _assign_all(
+def assign_all(
     targets: Sequence[QuantizedTensor],
     sources: Sequence[Tensor],
     amaxes: Sequence[Amaxes | None] | None = None,
@@ -122,7 +121,7 @@ def _assign_all(
         target.source_version = _version(source) if noop_flag is None else None  # the device knows whether
 
 
-def _write_all(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
+def write_all(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
     """Quantizes values of no known source that broadcast to the logical shapes."""
     for target, operands in zip(targets, _cast_all(targets, values), strict=True):
         target._store(operands)
@@ -293,7 +292,7 @@ class QuantizedTensor(torch.Tensor):
 
     def _as_matrix(self, values: Tensor) -> Tensor:
         """Values that broadcast to the logical shape, as the [M, K] that the operands are of."""
-        values = values.to(self.device, values.dtype if values.dtype in _DTYPES else self.dtype).expand(self.shape)
+        values = values.to(self.device, values.dtype if values.dtype in DTYPES else self.dtype).expand(self.shape)
         rows, cols = self._operands.any.shape
         if self.is_contiguous():
             return values.reshape(rows, cols)
@@ -315,7 +314,7 @@ class QuantizedTensor(torch.Tensor):
         tensor_ops.store(self._operands, operands, self._outside, noop_flag)
         held = tensor_ops.distinct(self._operands).values()
         written = [buffer for operand in held for buffer in tensor_ops.buffers(operand)]
-        _count_writes(buffer for buffer in (*written, *self._wholes) if not buffer.is_inference())
+        count_writes(buffer for buffer in (*written, *self._wholes) if not buffer.is_inference())
 
     def _same_form(self, other: QuantizedTensor) -> bool:
         """The operands of ``other`` can be copied as they are."""
@@ -395,8 +394,14 @@ class QuantizedTensor(torch.Tensor):
     def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
         """Zeros of any size, quantized like this tensor."""
         return quantize(
-            torch.zeros(size, dtype=self.dtype, device=device), self.quantizer, scale=_scale_on(self, device)
+            torch.zeros(size, dtype=self.dtype, device=device), self.quantizer, scale=self._scale_on(device)
         )
+
+    def _scale_on(self, device: Any) -> Tensor | None:
+        """The delayed scale on another device; one that has no value yet becomes 1, as in a new history."""
+        if self.scale is None or not self.scale.is_meta:
+            return None if self.scale is None else self.scale.to(device)
+        return torch.ones_like(self.scale, device=device)
 
     def _gathered(self) -> Quantized:
         """The operands, all of which have their memory."""
@@ -543,7 +548,8 @@ def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return rows, (shape[-1] if len(shape) else 1)
 
 
-def _copied(x: Tensor) -> Tensor:
+def copied(x: Tensor) -> Tensor:
+    """In memory of its own, row after row."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -551,21 +557,24 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _count_writes(tensors: Iterable[Tensor]) -> None:
+def count_writes(tensors: Iterable[Tensor]) -> None:
     """Raises the versions, as autograd does itself for an operation on one tensor, but not for one on lists."""
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
 
 
-# ---- dispatch: one handler an operation, (func, args, kwargs) -> result ----
+# ---- what PyTorch's operations do ----
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_aten = torch.ops.aten
+READS: dict[Any, Handler] = {}
+"""Operations that read a quantized tensor and may give one; every other gives high precision."""
+WRITES: dict[Any, Handler] = {}
+"""Operations that write to a quantized tensor; every other raises. ``tensor_aten`` has the handlers of both."""
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    written = [t for t in _written(func, args, kwargs) if isinstance(t, QuantizedTensor)]
-    handler = (_WRITES if written else _READS).get(func.overloadpacket)
+    written = [t for t in written_by(func, args, kwargs) if isinstance(t, QuantizedTensor)]
+    handler = (WRITES if written else READS).get(func.overloadpacket)
     if handler is not None:
         return handler(func, args, kwargs)
     # Without autograd (inference_mode) composite operations come whole: reshape is to be seen as view.
@@ -577,10 +586,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func} would write to a QuantizedTensor of shape {tuple(written[0].shape)} and has no form for that; "
             "compute on values = t.dequantize() and write them back with t.copy_(values)"
         )
-    return _on_values(func, args, kwargs)
+    return on_values(func, args, kwargs)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All that the operation's schema says it writes to, lists taken apart."""
     if not func._schema.is_mutable:
         return []
@@ -589,172 +598,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     return tree_leaves([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
 
 
-def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operation gives on the values, in high precision."""
     args, kwargs = tree_map_only(QuantizedTensor, lambda t: t._values(), (args, kwargs))
     return func(*args, **kwargs)
-
-
-def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes on the values, one copy for each tensor however often it is listed, and quantizes those written."""
-    values: dict[int, Tensor] = {}
-
-    def value(t: QuantizedTensor) -> Tensor:
-        if id(t) not in values:
-            values[id(t)] = t._own_values()
-        return values[id(t)]
-
-    func(*tree_map_only(QuantizedTensor, value, args), **tree_map_only(QuantizedTensor, value, kwargs))
-    written = {id(t): t for t in _written(func, args, kwargs) if isinstance(t, QuantizedTensor)}
-    _write_all(list(written.values()), [values[each] for each in written])
-    if not isinstance(args[0], Tensor):
-        _count_writes(written.values())
-    return args[0] if func._schema.returns else None
-
-
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Asks a meta tensor what the result is a view of; whole rows of whole blocks, in any order, stay quantized."""
-    self = args[0]
-    shadow = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-    views, spec = tree_flatten(func(shadow, *args[1:], **kwargs))
-    parts = [self._part(view) for view in views]
-    if any(part is None for part in parts):
-        return _on_values(func, args, kwargs)
-    return tree_unflatten(parts, spec)
-
-
-def _keeps_form(t: QuantizedTensor, kwargs: dict[str, Any]) -> bool:
-    """The keyword arguments of a factory ask for nothing that operands cannot be."""
-    layout, memory_format = kwargs.get("layout"), kwargs.get("memory_format")
-    return (
-        kwargs.get("dtype") in (None, t.dtype)
-        and layout in (None, torch.strided)
-        and (memory_format in (None, torch.preserve_format) or t.is_contiguous(memory_format=memory_format))
-    )
-
-
-def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]._map(_copied) if _keeps_form(args[0], kwargs) else _on_values(func, args, kwargs)
-
-
-def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    t: QuantizedTensor = args[0]
-    dtype = kwargs.get("dtype") or t.dtype
-    if not _keeps_form(t, kwargs | {"dtype": None}) or not (
-        dtype == t.dtype or (dtype in _DTYPES and isinstance(t, torch.nn.Parameter))
-    ):
-        return _on_values(func, args, kwargs)
-    device, blocking = kwargs.get("device") or t.device, not kwargs.get("non_blocking", False)
-
-    def move(buffer: Tensor) -> Tensor:
-        moved = buffer.to(device, non_blocking=not blocking, copy=True)
-        return moved.pin_memory() if kwargs.get("pin_memory") else moved
-
-    moved = t._map(move)
-    return moved if dtype == t.dtype else moved._like(tensor_ops.each(moved._operands, lambda o: _as_dtype(o, dtype)))
-
-
-def _as_dtype(operand: Operand, dtype: torch.dtype) -> Operand:
-    codes = operand.codes if operand.format.quantized else operand.codes.to(dtype)
-    return operand._replace(codes=codes, dtype=dtype)
-
-
-def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With a device, as ``module.to_empty`` has it; without, it is the scratch memory of dropout and others."""
-    t, device = args[0], kwargs.get("device")
-    if device is None or not _keeps_form(t, kwargs):
-        return _on_values(func, args, kwargs)
-    empty = t._map(lambda buffer: torch.empty_like(buffer, device=device, pin_memory=kwargs.get("pin_memory")))
-    empty.scale = _scale_on(t, device)
-    return empty
-
-
-def _new_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In high precision; the values of this tensor are not read, let alone gathered from other ranks."""
-    t = args[0]
-    return func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
-
-
-def _scale_on(t: QuantizedTensor, device: Any) -> Tensor | None:
-    """The delayed scale on another device; one that has no value yet becomes 1, as in a new history."""
-    if t.scale is None or not t.scale.is_meta:
-        return None if t.scale is None else t.scale.to(device)
-    return torch.ones_like(t.scale, device=device)
-
-
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros of the requested shape, quantized as this tensor would be; ``new_empty`` too, where any codes will do."""
-    t, size = args
-    if not _keeps_form(t, kwargs) or len(size) == 0:
-        return _on_values(func, args, kwargs)
-    new = t._zeros(size, kwargs.get("device") or t.device)
-    new = new._map(Tensor.pin_memory) if kwargs.get("pin_memory") else new
-    new._group, new.source_version = t._group, None  # the amax of zeros needs no agreement, which could hang
-    return new
-
-
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _assign_all([args[0]], [args[1]])
-    return args[0]
-
-
-def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    pairs = list(zip(*args[:2], strict=True))
-    quantized = [(target, source) for target, source in pairs if isinstance(target, QuantizedTensor)]
-    _assign_all([target for target, _ in quantized], [source for _, source in quantized])
-    _count_writes([target for target, _ in quantized])
-    for target, source in pairs:
-        if not isinstance(target, QuantizedTensor):
-            target.copy_(source)
-
-
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return all(buffer.is_pinned() for buffer in args[0]._buffers().values())
-
-
-def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]._map(Tensor.pin_memory)
-
-
-def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for buffer in args[0]._buffers().values():
-        buffer.record_stream(args[1])
-
-
-def _packets(names: str) -> list[Any]:
-    return [getattr(_aten, name) for name in names.split()]
-
-
-_READS: dict[Any, Handler] = {
-    **dict.fromkeys(
-        _packets(
-            "detach alias lift_fresh view _unsafe_view _reshape_alias unsqueeze squeeze t transpose permute as_strided "
-            "slice select split split_with_sizes unbind"
-        ),
-        _view,
-    ),
-    _aten.clone: _clone,
-    _aten._to_copy: _to_copy,
-    _aten.empty_like: _empty_like,
-    **dict.fromkeys(_packets("zeros_like ones_like full_like rand_like randn_like"), _new_values),
-    _aten.new_empty: _new,
-    _aten.new_zeros: _new,
-    _aten.is_pinned: _is_pinned,
-    _aten._pin_memory: _pin_memory,
-}
-"""Operations that read a quantized tensor and may give one; every other gives high precision."""
-
-_WRITES: dict[Any, Handler] = {
-    **dict.fromkeys(
-        _packets(
-            "zero_ fill_ add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ normal_ uniform_ "
-            "_foreach_zero_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_addcmul_ "
-            "_foreach_addcdiv_ _foreach_lerp_ _foreach_clamp_min_ _foreach_clamp_max_ "
-            "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
-        ),
-        _in_place,
-    ),
-    _aten.copy_: _copy,
-    _aten._foreach_copy_: _foreach_copy,
-    _aten.record_stream: _record_stream,
-}
-"""Operations that write to a quantized tensor; every other raises."""

@@ -15,7 +15,7 @@ from minifloat.distributed.shard_map import ShardMap, unit_rows
 from minifloat.formats import ROWWISE
 from minifloat.kernels.quantize import code_shape, scale_shape
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Quantizer
+from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.saved_rows import SavedRows, saved_chunk, write_item
 from minifloat.tensor import QuantizedTensor
 
@@ -166,7 +166,7 @@ class QuantizedRows(QuantizedTensor):
         return own if self.cover.exact else own.clone()  # alone in its memory, which DCP's stager takes as a whole
 
     def _as_matrix(self, values: Tensor) -> Tensor:
-        dtype = values.dtype if values.dtype in (torch.float32, torch.bfloat16, torch.float16) else self.dtype
+        dtype = values.dtype if values.dtype in DTYPES else self.dtype
         return self.cover.gather(values.to(self.device, dtype).expand(self.shape).contiguous())
 
     def _same_form(self, other: QuantizedTensor) -> bool:
