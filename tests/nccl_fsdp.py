@@ -317,7 +317,6 @@ def run(check: Check, rank: int, size: int, device: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"), help="gloo: ranks may share GPUs")
     parser.add_argument("--only", default="", help="a regular expression of cases: matrix-Linear, wire, nvfp4, ...")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further cases after this long")
@@ -330,10 +329,13 @@ def main() -> None:
     device: str = options.device
     timeout = timedelta(seconds=300)  # ranks compile kernels, not equally fast
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    backend = "gloo" if device == "cpu" else options.backend
-    place = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-    dist.init_process_group(backend, timeout=timeout, device_id=place)
+        share, index = divmod(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
+        os.environ["NCCL_HOSTID"] = str(share)  # NCCL lets ranks of different hosts alone have the same GPU
+        place = torch.device("cuda", index)
+        torch.cuda.set_device(place)
+        dist.init_process_group("nccl", timeout=timeout, device_id=place)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
     rank, size = dist.get_rank(), dist.get_world_size()
     begin, done, different, out_of_time = time.monotonic(), 0, 0, torch.zeros((), device=device)
     for name, check in chosen.items():
@@ -351,10 +353,10 @@ def main() -> None:
             verdict = "DIFFERS" if wrong else "same"
             print(f"{name}: {verdict} {said} ({time.monotonic() - start:.2f} s)", flush=True)
     if rank == 0:
-        where = f"{size} ranks, {device}, {backend}, torch {torch.__version__}, {time.monotonic() - begin:.0f} s"
+        where = f"{size} ranks, {device}, torch {torch.__version__}, {time.monotonic() - begin:.0f} s"
         print(f"{where}: {done} cases of {len(chosen)}, {different} differ")
     sys.stdout.flush()
-    if backend == "nccl":
+    if device == "cuda":
         dist.destroy_process_group()
         sys.exit(different > 0)
     os._exit(different > 0)  # destroying a gloo group that FSDP has used aborts now and then
