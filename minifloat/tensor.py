@@ -167,7 +167,8 @@ class QuantizedTensor(torch.Tensor):
     Attributes:
         quantizer: what it was and will be quantized with; its usage is that of the operands.
         scale: fp32 [1], what delayed scaling casts with the next time; else None.
-        amax_group: the process group that it reduces its amax over, or None. Neither pickled nor copied by value.
+        amax_group: the ranks that it reduces its amax over, or None; set to a process group, or one dim of a mesh. Kept
+            by its name, which copies have too and pickles have not.
         source_version: the version of the tensor that it was last quantized from, where that is known.
         gatherer: of a tensor that is gathered from shards, some operands of which may have no memory now; else None.
     """
@@ -235,7 +236,9 @@ class QuantizedTensor(torch.Tensor):
 
     @amax_group.setter
     def amax_group(self, group: dist.ProcessGroup | None) -> None:
-        self._group = None if group is None else group.group_name
+        from minifloat.distributed.group import Group  # whose package imports this module
+
+        self._group = None if group is None else Group.of(group).name
 
     @property
     def holds_own_matrix(self) -> bool:

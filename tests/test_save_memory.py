@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from minifloat import LayerNormLinear, LayerNormMLP, TransformerLayer
 from minifloat.kernels.matmul import count_gemms
@@ -198,6 +200,37 @@ def compiled(recipe: Recipe, transform: Callable[..., Any]) -> None:
         expected, found = run(eager, x, dy, None), run(transform(twin), x, dy, None)
         assert_same({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected)
         assert_same(dict(twin.state_dict()), dict(eager.state_dict()))
+
+
+def handed_on(module: nn.Module, recipe: Recipe, x: Tensor) -> int:
+    """Bytes that the compiled forward gives to its backward."""
+    sizes: list[int] = []
+
+    def forward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        made = [node.meta["val"] for node in outputs if node is not None and node.op != "placeholder"]
+        sizes.append(sum(value.numel() * value.element_size() for value in made if isinstance(value, Tensor)))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    torch._dynamo.reset()
+    prepare(module, recipe)
+    torch.compile(module, fullgraph=True, backend=backend)(x).sum().backward()
+    return sizes[0]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "current")) for n in NAMED])
+def test_compilers_keep_no_codes(name: str) -> None:
+    """What backward computes again is not found to have been computed, and kept."""
+    plain, saving = twins(NAMED[name])
+    x = CASE.batch()[0].requires_grad_()
+    codes = (x.numel() // x.shape[-1]) * (plain.fc1.in_features + plain.fc2.in_features)
+    saved = handed_on(plain, NAMED[name], x) - handed_on(saving, NAMED[name], x)
+    assert saved >= (codes // 2 if name == "nvfp4" else codes)
 
 
 @pytest.mark.slow

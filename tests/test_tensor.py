@@ -7,7 +7,6 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -705,8 +704,8 @@ def test_parameters_stay_parameters(trip: str) -> None:
 
 
 def test_deepcopy_keeps_group_grad_and_sharing() -> None:
-    t, group = nn.Parameter(make("current")), SimpleNamespace(group_name="ranks")
-    t.amax_group, t.grad = group, torch.ones(130, 70).bfloat16()
+    t = nn.Parameter(make("current"))
+    t._group, t.grad = "ranks", torch.ones(130, 70).bfloat16()
     a, b = copy.deepcopy([t, t])
     assert a is b and a._group == "ranks" and same(a.grad, t.grad) and a.grad is not t.grad
     assert a.operands.any.codes.data_ptr() != t.operands.any.codes.data_ptr()
@@ -735,7 +734,7 @@ def test_module_state_dict() -> None:
 def test_module_to(name: str) -> None:
     module = nn.Linear(70, 130)
     module.weight = nn.Parameter(make(name))
-    module.weight.amax_group = SimpleNamespace(group_name="ranks")
+    module.weight._group = "ranks"
     codes = module.weight.operands.any.codes
     module.float()
     assert isinstance(module.weight, nn.Parameter) and type(module.weight) is QuantizedTensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from minifloat import TransformerLayer
 from minifloat.bench.exposed import Exposure, exposure
-from minifloat.bench.fsdp import Training, trainings
+from minifloat.bench.fsdp import CONTENDERS, Training, trainings
 from minifloat.bench.gate import bound, relative_error
 from minifloat.bench.rounds import Call, Line, timed
 from minifloat.cli.ranks import leave
@@ -209,6 +210,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.suites) - SUITES.keys():
         parser.error(f"there is no suite {', '.join(unknown)}; choose from {', '.join(SUITES)}")
+    if not any(re.search(options.only, name) for name in CONTENDERS):
+        parser.error(f"--only {options.only!r} is in no name of {', '.join(CONTENDERS)}")
     suites = SUITES | {"fsdp": partial(trainings, only=options.only)}
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -222,7 +225,9 @@ def main() -> None:
     if group.rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)
         told = {"device": torch.cuda.get_device_name(), "ranks": group.size, "torch": torch.__version__}
-        path = options.out / f"{date.today()}-bench-ranks-{'-'.join(options.suites)}.json"
+        told |= {"only": options.only}
+        name = "-".join(options.suites + ["some"] * bool(options.only))
+        path = options.out / f"{date.today()}-bench-ranks-{name}.json"
         path.write_text(json.dumps(told | {"lines": [asdict(line) for line in lines]}, indent=1))
     leave()
 

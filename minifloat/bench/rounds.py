@@ -56,9 +56,7 @@ def timed(calls: Mapping[str, Call], rounds: int, count: int = 5) -> dict[str, l
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             found[name].append(float(slowest))
     if _retries() > retries:
-        raise RuntimeError(
-            f"{len(calls)} contenders leave too little memory to be timed: choose fewer of them (--only)"
-        )
+        raise RuntimeError(f"{len(calls)} contenders leave too little memory to be timed: take fewer (fsdp: --only)")
     return found
 
 

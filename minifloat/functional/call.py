@@ -27,8 +27,8 @@ class LinearCall:
         dtype: of the activations: what the output and both gradients are computed to.
         parallel: how the linear is split over ranks: what is gathered and what is summed.
         use: where delayed scaling reads its scales and records its amaxes.
-        remakes_x: a norm or an activation makes X, of what it keeps for its own gradient; backward makes the operand
-            that wgrad reads again, of that.
+        remakes_x: what wgrad reads of X is not kept: backward makes it again, of what the norm or activation that
+            made X keeps for its gradient. Only where dX is wanted, backward is quantized, and no rank gathers X.
         quantize_output, quantize_grad_input: return those as :class:`QuantizedTensor`.
         main_grad: dW is added to ``weight.main_grad``; no gradient is returned for it.
         overwrite_main_grad: in the first microbatch of a step: it replaces what is there instead, once after each time

@@ -83,11 +83,11 @@ class LayerNormLinearFunction(torch.autograd.Function):
         scale = input_scale(plan, call)
         n = norm_produced(norm, plan, call, x, residual, gamma, beta, scale)
         operands = quantize_produced(plan, call, ready, n, weight)
-        y, kept = multiply(plan, call, operands, n.value, weight, bias, scale if call.remakes_x else None)
+        y, kept = multiply(plan, call, operands, n.value, weight, bias, scale)
         ctx.norm, ctx.plan, ctx.call, ctx.layouts = norm, plan, call, kept.layouts
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weight = call.needs_parameter(weight)
-        ctx.save_for_backward(*kept.tensors, *(n.stream, gamma, beta, *n.saved) * call.needs_x)
+        ctx.save_for_backward(*kept.tensors, *kept_of_norm(call, n, gamma, beta))
         ctx.set_materialize_grads(False)
         y = quantize_output(plan, call, y.reshape(call.parallel.output_shape(x.shape, weight.shape[0])))
         return y, *norm_outputs(ctx, norm, call, n, x, residual)
@@ -98,13 +98,13 @@ class LayerNormLinearFunction(torch.autograd.Function):
         plan: LinearPlan = ctx.plan
         call: LinearCall = ctx.call
         saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
-        tensors, of_norm = saved[:KEPT_TENSORS], saved[KEPT_TENSORS:]
+        tensors, (beta, *of_norm) = saved[:KEPT_TENSORS], saved[KEPT_TENSORS:]
         dn = dw = db = dx = dgamma = dbeta = None
         if dy is not None:
             summing = bias_gradient(call, dy)
             kept = Kept.of(ctx.layouts, tensors)
             if call.remakes_x:
-                kept = kept._replace(x=norm_again(ctx.norm, plan, kept.x_scale, *of_norm[:3]))
+                kept = kept._replace(x=norm_again(ctx.norm, plan, kept.x_scale, beta, *of_norm[:2]))
             dn, dw = gradients(plan, call, kept, grad_operands(plan, call, dy), ctx.weight)
             db = summing.wait()
             if call.use is not None:
@@ -181,17 +181,23 @@ def quantize_produced(plan: LinearPlan, call: LinearCall, ready: Ready, produced
     return quantize_operands(plan, call, ready, produced.value, weight, x_amaxes=amaxes, label=label)
 
 
+def kept_of_norm(call: LinearCall, n: Produced, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What backward reads of the norm: beta, if it norms again; and what :func:`norm_gradients` takes, if it runs."""
+    return beta if call.remakes_x else None, *(n.stream, gamma, *n.saved) * call.needs_x
+
+
 def norm_again(
-    norm: NormCall, plan: LinearPlan, scale: Tensor | None, stream: Tensor, gamma: Tensor, beta: Tensor | None
+    norm: NormCall, plan: LinearPlan, scale: Tensor | None, beta: Tensor | None, stream: Tensor, gamma: Tensor
 ) -> Operand:
     """What wgrad reads of N; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
-    cast = again(plan, scale)
-    made = norm_quantize(stream, gamma, beta, norm.norm, *cast, return_value=norm.return_norm)
+    how = wgrad_cast(plan, scale)
+    rounded = norm.return_norm  # as the forward rounded it
+    made = norm_quantize(stream, gamma, beta, norm.norm, *how, return_value=rounded, again=True)
     return made.quantized.along(COLUMNWISE)
 
 
-def again(plan: LinearPlan, scale: Tensor | None) -> tuple[Quantizer, Amaxes | None]:
-    """How a norm or an activation casts X once more, for wgrad."""
+def wgrad_cast(plan: LinearPlan, scale: Tensor | None) -> tuple[Quantizer, Amaxes | None]:
+    """How a norm or an activation casts X once more, for wgrad alone."""
     quantizer = plan.input.with_usage(rowwise=False)
     return quantizer, (scale,) if scale is not None and reads_fp32(quantizer) else None
 
@@ -204,7 +210,6 @@ def norm_gradients(
     ds: Tensor | None,
     stream: Tensor,
     gamma: Tensor,
-    beta: Tensor | None,
     *saved: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dX, dgamma and dbeta from the gradients of N, dgrad's and a returned N's, and of S; any may be missing.

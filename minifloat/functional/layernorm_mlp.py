@@ -13,15 +13,16 @@ from minifloat.formats import COLUMNWISE
 from minifloat.functional.call import KEPT_TENSORS, Kept, LinearCall, Ready
 from minifloat.functional.layernorm_linear import (
     NormCall,
-    again,
     casts_at_once,
     input_scale,
+    kept_of_norm,
     norm_again,
     norm_gradients,
     norm_outputs,
     norm_produced,
     produced_quantizer,
     quantize_produced,
+    wgrad_cast,
 )
 from minifloat.functional.linear import (
     bias_gradient,
@@ -91,8 +92,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
         scale1 = input_scale(plan1, call1)
         n = norm_produced(mlp.norm, plan1, call1, x, residual, gamma, beta, scale1)
         operands1 = quantize_produced(plan1, call1, ready1, n, w1)
-        h, kept1 = multiply(plan1, call1, operands1, n.value, w1, b1, scale1 if call1.remakes_x else None)
-        returned, of_norm = norm_outputs(ctx, mlp.norm, call1, n, x, residual), (n.stream, gamma, beta, *n.saved)
+        h, kept1 = multiply(plan1, call1, operands1, n.value, w1, b1, scale1)
+        returned, of_norm = norm_outputs(ctx, mlp.norm, call1, n, x, residual), kept_of_norm(call1, n, gamma, beta)
         if not torch.compiler.is_compiling():
             ready1.x = ready1.w = None
         del n, operands1  # what is not kept must not lie beside the second half, which is the wider one
@@ -103,11 +104,11 @@ class LayerNormMLPFunction(torch.autograd.Function):
         operands2 = quantize_produced(plan2, call2, ready2, a, w2)
         a_value = a.value if call2.reads_value(plan2) else None
         del a
-        y, kept2 = multiply(plan2, call2, operands2, a_value, w2, b2, scale2 if call2.remakes_x else None)
+        y, kept2 = multiply(plan2, call2, operands2, a_value, w2, b2, scale2)
         ctx.mlp, ctx.layouts = mlp, (kept1.layouts, kept2.layouts)
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weights = call1.needs_parameter(w1), call2.needs_parameter(w2)
-        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h if call2.needs_x else None, *of_norm * call1.needs_x)
+        ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h if call2.needs_x else None, *of_norm)
         ctx.set_materialize_grads(False)
         return y.reshape(*x.shape[:-1], w2.shape[0]), *returned
 
@@ -116,7 +117,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *beside: Tensor | None) -> tuple[Any, ...]:
         mlp: MLPCall = ctx.mlp
         plan1, call1, plan2, call2 = mlp.plan1, mlp.call1, mlp.plan2, mlp.call2
-        first, second, (h, *of_norm) = _thirds(ctx.saved_tensors)
+        first, second, (h, beta, *of_norm) = _thirds(ctx.saved_tensors)
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # unless they are retained: what is used up must not lie there to the end
         dn = dw1 = db1 = dw2 = db2 = dx = dgamma = dbeta = None
@@ -138,7 +139,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 del dh
                 kept1 = Kept.of(ctx.layouts[0], first)
                 if call1.remakes_x:
-                    kept1 = kept1._replace(x=norm_again(mlp.norm, plan1, kept1.x_scale, *of_norm[:3]))
+                    kept1 = kept1._replace(x=norm_again(mlp.norm, plan1, kept1.x_scale, beta, *of_norm[:2]))
                 dn, dw1 = gradients(plan1, call1, kept1, dh_operands, ctx.weights[0])
                 if call1.use is not None:
                     call1.use.backward_finished()
@@ -150,7 +151,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
 def _activation_again(mlp: MLPCall, scale: Tensor | None, h: Tensor) -> Operand:
     """What wgrad reads of A; ``scale`` as in :func:`norm_again`."""
-    return act_quantize(h, mlp.activation, *again(mlp.plan2, scale)).quantized.along(COLUMNWISE)
+    made = act_quantize(h, mlp.activation, *wgrad_cast(mlp.plan2, scale), again=True)
+    return made.quantized.along(COLUMNWISE)
 
 
 def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor) -> Produced:

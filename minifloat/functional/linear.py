@@ -154,7 +154,9 @@ def multiply(
     """
     x_operands, w, x_part = operands
     y = call.parallel.output(Product("fprop", w, call.dtype, plan.fast_fprop), x_operands, bias)
-    return y, Kept(_kept_input(plan, call, x, x_part), _kept_weight(plan, call, weight, w), x_scale)
+    cast_later = call.remakes_x or call.keeps_input(plan, x)
+    kept_x, kept_w = _kept_input(plan, call, x, x_part), _kept_weight(plan, call, weight, w)
+    return y, Kept(kept_x, kept_w, x_scale if cast_later else None)
 
 
 def gradients(

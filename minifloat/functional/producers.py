@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minifloat.functional.at_once import CastAtOnce, reads_fp32
 from minifloat.kernels import activation, norm
+from minifloat.kernels.library import again as again_of
 from minifloat.kernels.norm.in_blocks import norm_cast_blocks
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
@@ -150,6 +151,20 @@ class Cast(NamedTuple):
     saved: tuple[Tensor, ...]
 
 
+class Operations(NamedTuple):
+    """Those of a producer: its value, and its cast with a scale that is given, or in blocks."""
+
+    value: torch._ops.OpOverload
+    cast: torch._ops.OpOverload
+    cast_blocks: torch._ops.OpOverload
+
+
+_NORM = Operations(norm.norm_forward, norm.norm_cast, norm_cast_blocks)
+_NORM_AGAIN = Operations(*map(again_of, _NORM))
+_ACTIVATION = Operations(activation.activation_forward, activation.activation_cast, activation.activation_cast_blocks)
+_ACTIVATION_AGAIN = Operations(*map(again_of, _ACTIVATION))
+
+
 # ---- the value, or the cast at once ----
 
 
@@ -164,6 +179,7 @@ def norm_value(
     scale: Tensor | None = None,
     at_once: bool = False,
     return_value: bool = False,
+    again: bool = False,
 ) -> Produced:
     """LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
 
@@ -175,22 +191,24 @@ def norm_value(
         scale: that of delayed scaling, fp32 [1]: with it the kernel that norms casts too, and gives no value.
         at_once: so it does for blocks that need no amax but their own. Not where ranks that share a block agree first.
         return_value: others see the value too, so it is rounded to the dtype of ``x`` whatever the quantizer.
+        again: it is a backward that does what its forward did, see :func:`~minifloat.kernels.library.again`.
 
     Raises:
         TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
     """
     matrix, added = as_matrix(x), None if residual is None else as_matrix(residual)
     options = of.normalization, of.eps, of.zero_centered_gamma
+    operations = _NORM_AGAIN if again else _NORM
     cast = None if return_value else CastAtOnce.of(quantizer, scale, at_once, x)
     if cast is not None:
-        operation = norm.norm_cast if cast.given else norm_cast_blocks
+        operation = operations.cast if cast.given else operations.cast_blocks
         *outputs, mean, rsigma, total = operation(matrix, gamma, beta, *options, *cast.arguments, added)
         quantized = cast.operands(outputs, (matrix.shape[0], matrix.shape[1]))
         stream = x if residual is None else total.reshape(x.shape)
         return Produced(None, x.dtype, (mean, rsigma), quantized=quantized, stream=stream)
     dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
     measures = _measures(quantizer)
-    y, mean, rsigma, amax, total = norm.norm_forward(matrix, gamma, beta, *options, dtype, measures, added)
+    y, mean, rsigma, amax, total = operations.value(matrix, gamma, beta, *options, dtype, measures, added)
     stream = x if residual is None else total.reshape(x.shape)
     amaxes = _amaxes(quantizer, amax) if measures else None
     return Produced(y.reshape(x.shape), x.dtype, (mean, rsigma), amaxes, stream=stream)
@@ -204,6 +222,7 @@ def act_value(
     scale: Tensor | None = None,
     at_once: bool = False,
     return_value: bool = False,
+    again: bool = False,
 ) -> Produced:
     """An activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
 
@@ -211,14 +230,15 @@ def act_value(
     """
     matrix = as_matrix(x)
     columns = activation.out_columns(of.name, matrix.shape[1])
+    operations = _ACTIVATION_AGAIN if again else _ACTIVATION
     cast = None if return_value else CastAtOnce.of(quantizer, scale, at_once, x)
     if cast is not None:
-        operation = activation.activation_cast if cast.given else activation.activation_cast_blocks
+        operation = operations.cast if cast.given else operations.cast_blocks
         outputs = operation(matrix, of.name, of.parameters, *cast.arguments)
         return Produced(None, x.dtype, quantized=cast.operands(outputs, (matrix.shape[0], columns)))
     dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
     measures = _measures(quantizer)
-    y, amax = activation.activation_forward(matrix, of.name, of.parameters, dtype, measures)
+    y, amax = operations.value(matrix, of.name, of.parameters, dtype, measures)
     amaxes = _amaxes(quantizer, amax) if measures else None
     return Produced(y.reshape(*x.shape[:-1], columns), x.dtype, amaxes=amaxes)
 
@@ -280,6 +300,7 @@ def norm_quantize(
     rng: Tensor | None = None,
     *,
     return_value: bool = False,
+    again: bool = False,
 ) -> Cast:
     """:func:`norm_value` and its cast at once.
 
@@ -287,7 +308,8 @@ def norm_quantize(
         amaxes: ``(scale,)`` for delayed scaling; None otherwise, unless they were agreed on before.
         rng: seed and offset of stochastic rounding; None draws them.
     """
-    produced = norm_value(x, gamma, beta, of, quantizer, **_known(quantizer, amaxes), return_value=return_value)
+    known = _known(quantizer, amaxes)
+    produced = norm_value(x, gamma, beta, of, quantizer, **known, return_value=return_value, again=again)
     return _cast(produced, quantizer, amaxes, rng, return_value)
 
 
@@ -299,9 +321,10 @@ def act_quantize(
     rng: Tensor | None = None,
     *,
     return_value: bool = False,
+    again: bool = False,
 ) -> Cast:
     """:func:`act_value` and its cast at once; ``amaxes`` and ``rng`` as in :func:`norm_quantize`."""
-    produced = act_value(x, of, quantizer, **_known(quantizer, amaxes), return_value=return_value)
+    produced = act_value(x, of, quantizer, **_known(quantizer, amaxes), return_value=return_value, again=again)
     return _cast(produced, quantizer, amaxes, rng, return_value)
 
 

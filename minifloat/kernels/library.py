@@ -13,6 +13,8 @@ from minifloat import capability
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LIBRARY = torch.library.Library("minifloat", "DEF")
+_REGISTERED: dict[torch._ops.OpOverload, Callable[[str], torch._ops.OpOverload]] = {}
+"""Operations, and what registers one that does the same under another name."""
 
 
 def register(
@@ -41,7 +43,17 @@ def register(
         _LIBRARY.impl(name, _where_kernels_run(cuda, _without_autocast(implementation)), "CUDA")
     torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
+    arguments = schema[len(name) :]
+    _REGISTERED[overload] = lambda other: register(other + arguments, implementation, fake, cuda=cuda, random=random)
     return overload
+
+
+def again(operation: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The same operation under another name, for a backward that does once more what its forward did.
+
+    A compiler would find out that it was done, and keep the result until then: the memory that doing it twice saves.
+    """
+    return _REGISTERED[operation](f"{operation.overloadpacket.__name__}_again")
 
 
 def directly(x: Tensor) -> bool:

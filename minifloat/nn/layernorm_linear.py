@@ -45,7 +45,7 @@ class LayerNormLinear(nn.Module):
         return_layernorm_output: forward also gives the norm's result, in the dtype of the activations.
         recompute_norm: keep what the norm is of, which its gradient needs anyway, and in backward make again what the
             linear reads of its result. Costs a norm and a cast, saves a byte an element in FP8. Has no effect where
-            ranks gather that result: each keeps its rows of it.
+            ranks gather that result, each of which keeps its rows of it, nor under a ``backward_override``.
 
     Raises:
         ValueError: an unknown normalization, and as of the parts.
@@ -164,7 +164,7 @@ class LayerNormLinear(nn.Module):
         gamma, beta = self.norm.weight, self.norm.bias
         started = self.linear.start(
             recipe, dtype, needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
-            parallel=parallel, remake_x=self.recompute_norm,
+            parallel=parallel, recompute_x=self.recompute_norm,
         )  # fmt: skip
         norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
         y, *beside = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]

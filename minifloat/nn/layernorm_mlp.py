@@ -195,11 +195,11 @@ class LayerNormMLP(nn.Module):
         gamma, beta = self.norm.weight, self.norm.bias
         needs_x = needs_gradient(x, residual, gamma, beta)
         first = self.fc1.start(
-            recipes[0], dtype, needs_x, is_first_microbatch, parallel=column, remake_x=self.recompute_norm
+            recipes[0], dtype, needs_x, is_first_microbatch, parallel=column, recompute_x=self.recompute_norm
         )
         needs_hidden = needs_x or needs_gradient(first.weight, first.bias)
         second = self.fc2.start(
-            recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row, remake_x=self.recompute_activation
+            recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row, recompute_x=self.recompute_activation
         )
         norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
         mlp = MLPCall(norm, self.activation, first.plan, first.call, second.plan, second.call)

@@ -54,13 +54,12 @@ class LinearCalls(LinearState):
         fp8_grad: bool = False,
         run: recompute.Pass | None = None,
         parallel: TensorParallel = UNSHARDED,
-        remake_x: bool = False,
+        recompute_x: bool = False,
     ) -> Started:
         """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be.
 
         ``run``: what the forward is to delayed scaling, where the caller has asked already; ``parallel``: the layer's,
-        with the rows of this call; ``remake_x``: backward makes again what it reads of X, if X's gradient keeps what
-        X is made of, and no other rank has rows of it.
+        with the rows of this call; ``recompute_x``: :attr:`LinearCall.remakes_x`, where that may be.
         """
         plan = self.plan(recipe)
         run = self._run(plan) if run is None else run
@@ -68,7 +67,7 @@ class LinearCalls(LinearState):
         if weight.dtype not in DTYPES:
             raise ValueError(f"{self.label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
         call = self._call(
-            plan, run, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad, parallel, remake_x
+            plan, run, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad, parallel, recompute_x
         )
         if plan.delayed is not None and call.use is not None and parallel.sequence_parallel:
             why = f"{self.label}: sequence_parallel=True gathers tensors"
@@ -112,7 +111,7 @@ class LinearCalls(LinearState):
         fp8_output: bool,
         fp8_grad: bool,
         parallel: TensorParallel,
-        remake_x: bool,
+        recompute_x: bool,
     ) -> LinearCall:
         grad = torch.is_grad_enabled()
         needs_x = grad and needs_x
@@ -133,7 +132,7 @@ class LinearCalls(LinearState):
             dtype=dtype,
             parallel=parallel,
             use=self._use(plan, run, needs_x or needs_w or needs_b),
-            remakes_x=remake_x and needs_x and needs_w and not (plan.backward_override or parallel.gathers_input),
+            remakes_x=recompute_x and needs_x and needs_w and not (plan.backward_override or parallel.gathers_input),
             quantize_output=fp8_output,
             quantize_grad_input=fp8_grad,
             main_grad=main_grad,

@@ -138,9 +138,12 @@ class MultiheadAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
         check_options(
-            attention_type, input_layernorm, fuse_qkv_params, fuse_wgrad_accumulation,
-            return_layernorm_output=return_layernorm_output, recompute_norm=recompute_norm,
-        )  # fmt: skip
+            attention_type,
+            input_layernorm,
+            {"return_layernorm_output": return_layernorm_output, "recompute_norm": recompute_norm},
+            fuse_qkv_params,
+            fuse_wgrad_accumulation,
+        )
         column: Mode | None = "column" if set_parallel_mode else None
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh}
         parallel = tensor_parallel("MultiheadAttention", column, sequence_parallel, **ranks)
