@@ -22,7 +22,7 @@ from minifloat.autocast import autocast
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import gemm
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, linear_plan
-from minifloat.functional.producers import Activation, Norm
+from minifloat.functional.produced import Activation, Norm
 from minifloat.kernels.activation import activation_backward, activation_forward
 from minifloat.kernels.norm import norm_backward, norm_forward
 from minifloat.nn.layernorm_linear import LayerNormLinear

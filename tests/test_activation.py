@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.formats import Format
-from minifloat.functional.producers import Activation, act_quantize, act_value, dact_quantize, dact_value
+from minifloat.functional.produced import Activation
+from minifloat.functional.producers import act_quantize, act_value, dact_quantize, dact_value
 from minifloat.kernels.activation import (
     NAMES,
     activation_backward,

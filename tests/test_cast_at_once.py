@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat.formats import Format
 from minifloat.functional import at_once
-from minifloat.functional.producers import Activation, Norm, Produced, act_value, dact_value, norm_value
+from minifloat.functional.produced import Activation, Norm, Produced
+from minifloat.functional.producers import act_value, dact_value, norm_value
 from minifloat.kernels.activation import activation_backward_cast_blocks, activation_cast_blocks, out_columns
 from minifloat.kernels.norm.in_blocks import norm_cast_blocks
 from minifloat.kernels.quantize import casts_blocks

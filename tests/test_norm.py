@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat import recipe
 from minifloat.formats import Format
-from minifloat.functional.producers import Norm, Produced, norm_quantize, norm_value
+from minifloat.functional.produced import Norm, Produced
+from minifloat.functional.producers import norm_quantize, norm_value
 from minifloat.kernels.norm import norm_backward, norm_forward, reference
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer, cast_all

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.functional.activation import activate
-from minifloat.functional.producers import Activation
+from minifloat.functional.produced import Activation
 from minifloat.kernels import activation
 from minifloat.kernels.activation import fused, gated, out_columns, reference
 from minifloat.kernels.launch import count_launches

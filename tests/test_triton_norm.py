@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, parse
-from minifloat.functional.producers import Norm
+from minifloat.functional.produced import Norm
 from minifloat.kernels import norm as operations
 from minifloat.kernels.launch import count_launches
 from minifloat.kernels.norm import backward, cast, forward

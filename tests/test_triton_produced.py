@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import parse
-from minifloat.functional.producers import Activation, Norm
+from minifloat.functional.produced import Activation, Norm
 from minifloat.kernels import activation
 from minifloat.kernels.activation import blocks, fused, out_columns
 from minifloat.kernels.launch import count_launches

@@ -13,16 +13,8 @@ from torch import Tensor
 from minifloat.bench import gate
 from minifloat.bench.registry import Call, Case, Contender, Measure, Outputs, Roofline, Row
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.producers import (
-    Activation,
-    Norm,
-    act_quantize,
-    act_value,
-    dact_quantize,
-    dact_value,
-    norm_quantize,
-    norm_value,
-)
+from minifloat.functional.produced import Activation, Norm
+from minifloat.functional.producers import act_quantize, act_value, dact_quantize, dact_value, norm_quantize, norm_value
 from minifloat.kernels.quantize import reference
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer

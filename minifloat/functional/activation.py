@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.producers import Activation
+from minifloat.functional.produced import Activation
 from minifloat.kernels.activation import activation_backward, activation_forward
 from minifloat.quantizer import as_matrix
 

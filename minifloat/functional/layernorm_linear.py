@@ -22,7 +22,8 @@ from minifloat.functional.linear import (
     quantize_output,
 )
 from minifloat.functional.plan import LinearPlan
-from minifloat.functional.producers import Norm, Produced, norm_quantize, norm_value
+from minifloat.functional.produced import Norm, Produced
+from minifloat.functional.producers import norm_quantize, norm_value
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Operand
 from minifloat.quantizer import Amaxes, Quantizer

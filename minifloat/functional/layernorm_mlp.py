@@ -33,7 +33,8 @@ from minifloat.functional.linear import (
     own_grad_operands,
 )
 from minifloat.functional.plan import LinearPlan
-from minifloat.functional.producers import Activation, Produced, act_quantize, act_value, dact_value
+from minifloat.functional.produced import Activation, Produced
+from minifloat.functional.producers import act_quantize, act_value, dact_value
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Operand, Quantized
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.producers import Norm
+from minifloat.functional.produced import Norm
 from minifloat.kernels.norm import norm_forward
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

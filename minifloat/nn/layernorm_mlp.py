@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.functional.activation import activate
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
-from minifloat.functional.producers import Activation
+from minifloat.functional.produced import Activation
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.parts import (

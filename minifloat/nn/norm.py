@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minifloat.functional.amp import autocast_to
 from minifloat.functional.norm import normalize
-from minifloat.functional.producers import Norm
+from minifloat.functional.produced import Norm
 
 
 class _Norm(nn.Module):
