@@ -55,8 +55,10 @@ def timed(calls: Mapping[str, Call], rounds: int, count: int = 5) -> dict[str, l
             slowest = torch.tensor(begin.elapsed_time(end) / count, device="cuda")
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             found[name].append(float(slowest))
-    if _retries() > retries:
-        raise RuntimeError(f"{len(calls)} contenders leave too little memory to be timed: take fewer (fsdp: --only)")
+        if _retries() > retries:
+            raise RuntimeError(
+                f"{len(calls)} contenders leave too little memory to be timed: take fewer (fsdp: --only)"
+            )
     return found
 
 
