@@ -9,7 +9,7 @@ operation computes on the values and quantizes the result into the same memory, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from minifloat.quantizer import DTYPES, Amaxes, Quantizer, as_matrix
 _INNER = tuple(f"{slot}_{name}" for slot in tensor_ops.SLOTS for name in tensor_ops.BUFFERS)
 _SHARED = ("quantizer", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
-    {"_operands", "_outside", "_wholes", "_group", "scale", "source_version", "gatherer"}
+    {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer"}
     | {*_SHARED, "source", "first", "whole", "_loaded_amaxes"}  # of subclasses
 )
 
@@ -176,6 +176,7 @@ class QuantizedTensor(torch.Tensor):
     _operands: Quantized
     _outside: tuple[Tensor, ...]  # codes of the rows that share a scale with these, for a range of rows; else empty
     _wholes: tuple[Tensor, ...]  # the tensors whose rows these are, for a range of rows; else empty
+    _initial: tuple[Tensor, int | None] | None  # the values before the first cast, and the codes' version since it
     _group: str | None  # amax_group by its name, a value like others to what copies and stages tensors
     quantizer: Quantizer
     scale: Tensor | None
@@ -199,7 +200,7 @@ class QuantizedTensor(torch.Tensor):
         rowwise, columnwise = operands
         self._operands, self._outside, self._wholes = operands, (), ()
         self.quantizer = quantizer.with_usage(rowwise=rowwise is not None, columnwise=columnwise is not None)
-        self.scale = self._group = self.source_version = self.gatherer = None
+        self.scale = self._group = self._initial = self.source_version = self.gatherer = None
         return self
 
     @staticmethod
@@ -331,16 +332,17 @@ class QuantizedTensor(torch.Tensor):
 
     def set_high_precision_init_val(self, values: Tensor) -> None:
         """Keeps a copy of ``values`` on the CPU, for master weights to start from."""
-        self._high_precision_init_val = values.detach().cpu().clone()
+        self._initial = values.detach().cpu().clone(), _version(self._operands.any.codes)
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The values before the first cast, on the CPU, if they were to be preserved and are still there."""
-        found: Tensor | None = self.__dict__.get("_high_precision_init_val")
-        return found
+        """The values before the first cast, on the CPU, if they were to be preserved and nothing else was written."""
+        if self._initial is None or self._initial[1] != _version(self._operands.any.codes):
+            return None
+        return self._initial[0]
 
     def clear_high_precision_init_val(self) -> None:
         """Frees what :meth:`get_high_precision_init_val` gives."""
-        self.__dict__.pop("_high_precision_init_val", None)
+        self._initial = None
 
     def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Drops operands that are not wanted, and fills a place again from the other where one serves both.
@@ -480,8 +482,16 @@ class QuantizedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         context = tensor_ops.describe(self.quantizer, self._gathered()), self.dtype, None
         others = {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
+        if (initial := self.get_high_precision_init_val()) is not None:
+            others["_initial"] = initial
         geometry = tuple(self.shape), self.stride()
         return _rebuild, (self._buffers(), context, *geometry, self.requires_grad, others)
+
+    def _set_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Those that a pickle of :meth:`__reduce_ex__` has: a user's, and the values before the first cast."""
+        self.__dict__.update({name: value for name, value in attributes.items() if name != "_initial"})
+        if "_initial" in attributes:
+            self.set_high_precision_init_val(attributes["_initial"])
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """What ``torch.distributed.checkpoint`` saves, and loads into, maybe in several ranges of rows."""
@@ -496,12 +506,15 @@ class QuantizedTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("a QuantizedTensor that autograd computed cannot be deep-copied; detach() it first")
         self._gathered()
-        kept = {name: self.__dict__[name] for name in _SHARED if name in self.__dict__} | {"gatherer": None}
+        kept = {name: self.__dict__[name] for name in _SHARED if name in self.__dict__}
+        kept |= {"gatherer": None, "_initial": None}
         copied = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in kept}, memo)
         out = type(self)(copied["_operands"], self.quantizer, self.shape, self.dtype, self.stride())
         out.__dict__.update(copied | kept)
         out.requires_grad_(self.requires_grad)
         out.grad = copy.deepcopy(self.grad, memo)
+        if (initial := self.get_high_precision_init_val()) is not None:
+            out.set_high_precision_init_val(initial)
         memo[id(self)] = out
         return out
 
@@ -535,7 +548,7 @@ def _rebuild(
     ``torch.load(weights_only=True)`` trusts it once this module is imported.
     """
     self = QuantizedTensor.__tensor_unflatten__(inner, context, shape, stride)
-    self.__dict__.update(attributes)
+    self._set_attributes(attributes)
     self.requires_grad_(requires_grad)
     return self
 

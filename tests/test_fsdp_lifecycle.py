@@ -13,8 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
@@ -147,6 +149,36 @@ def from_meta(rank: int, size: int) -> list[str]:
         for parameter in model.parameters():
             nn.init.normal_(parameter)
     return gathered_bytes(model)
+
+
+def preserved_from_meta(rank: int, size: int) -> list[str]:
+    """Masters start from this rank's rows of what the unsharded layer draws; after a checkpoint from its codes."""
+    wrong = []
+    for recipe in ("mxfp8", "delayed"):
+        with minifloat.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            with torch.device("meta"):
+                model = layers(recipe, 24, 70, 2)
+            plain = layers(recipe, 24, 70, 2)
+        shard(model, Case("", recipe), mesh_of(size))
+        model.to_empty(device="cpu")
+        for each in (model, plain):
+            torch.manual_seed(3)
+            for child in each:
+                child.reset_parameters()
+        for mine, theirs in zip(model, plain, strict=True):
+            kept, drawn = mine.weight._local_tensor.get_high_precision_init_val(), theirs.weight
+            rows = drawn.get_high_precision_init_val().split(-(-drawn.shape[0] // size))[rank]
+            wrong += [recipe] * (kept is None or not torch.equal(kept, rows))
+        state = {"model": get_model_state_dict(model)}
+        with tempfile.TemporaryDirectory() as folder:
+            shared = [folder]
+            dist.broadcast_object_list(shared)
+            dcp.save(state, checkpoint_id=shared[0])
+            dcp.load(state, checkpoint_id=shared[0])
+            dist.barrier()
+        left = [child.weight._local_tensor.get_high_precision_init_val() for child in model]
+        wrong += [f"{recipe}: kept after a load"] * any(each is not None for each in left)
+    return wrong
 
 
 def assigned(rank: int, size: int) -> list[str]:
@@ -285,7 +317,18 @@ def copied(rank: int, size: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "fn",
-    [from_meta, assigned, moved, moved_quantized, offloaded, by_method, copied, gathered_ahead, microbatches],
+    [
+        from_meta,
+        preserved_from_meta,
+        assigned,
+        moved,
+        moved_quantized,
+        offloaded,
+        by_method,
+        copied,
+        gathered_ahead,
+        microbatches,
+    ],
     ids=lambda fn: fn.__name__,
 )
 def test_values(worker_pool: Pools, fn: Callable[..., Any]) -> None:

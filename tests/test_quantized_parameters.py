@@ -136,6 +136,21 @@ def test_preserved_initial_values() -> None:
     assert qweight(layer).get_high_precision_init_val() is None
 
 
+def test_preserved_values_are_those_of_the_codes() -> None:
+    """Drawn again, also where the first ones had no memory; gone when something else is written."""
+    with quantized_model_init(recipe="current", preserve_high_precision_init_val=True):
+        layer, late, other = Linear(IN, OUT), Linear(IN, OUT, device="meta"), Linear(IN, OUT)
+    assert qweight(late).get_high_precision_init_val() is None
+    late.to_empty(device="cpu")
+    for each in (layer, late):
+        torch.manual_seed(7)
+        each.reset_parameters()
+        kept = qweight(each).get_high_precision_init_val()
+        assert kept is not None and torch.equal(kept, plain_linear(7).weight)
+    other.load_state_dict(layer.state_dict())
+    assert qweight(other).get_high_precision_init_val() is None
+
+
 def test_which_modules() -> None:
     """Switched off inside another context, and not where the layer's recipe is none or leaves weights alone."""
     weights_stay = CustomRecipe(lambda role: Quantizer.identity())

@@ -43,7 +43,7 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
     histories = history_names(module)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored | histories)
     quantized = [
-        (parameter, parameter.detach().clone())
+        (parameter, parameter.detach().clone(), parameter.get_high_precision_init_val())
         for name, parameter in module.named_parameters()
         if isinstance(parameter, QuantizedTensor) and name not in ignored
     ]
@@ -56,16 +56,20 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
 @torch.no_grad()
 def _synchronize(
-    quantized: Iterable[tuple[QuantizedTensor, Tensor]], buffers: Iterable[Tensor], group: dist.ProcessGroup
+    quantized: Iterable[tuple[QuantizedTensor, Tensor, Tensor | None]],
+    buffers: Iterable[Tensor],
+    group: dist.ProcessGroup,
 ) -> None:
-    """Gives all ranks what the first one has; each parameter comes with a copy of it as it was before DDP took it."""
+    """Gives all ranks what the first one has.
+
+    Each parameter comes with a copy of it, and its values before the first cast, as they were before DDP took it.
+    """
     _broadcast(buffers, group)
-    for parameter, codes in quantized:
+    for parameter, codes, initial in quantized:
         assert isinstance(codes, QuantizedTensor)
         held = codes.__tensor_flatten__()[0]
         _broadcast((getattr(codes, name) for name in held if name != "scale"), group)
         parameter.copy_(codes)
-        initial = parameter.get_high_precision_init_val()
         if initial is not None:
             values = initial.to(parameter.device)
             _broadcast([values], group)

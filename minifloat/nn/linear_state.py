@@ -45,6 +45,7 @@ class LinearState(LinearParameters):
     _custom_plans: list[tuple[Recipe, LinearPlan]]
     _ran_under: Recipe | None
     _weight_margin: int
+    _preserves_initial: bool  # quantized weights keep the values that they start with
 
     def set_up(self, recipe: Recipe | str | None, name: str) -> None:
         """Everything that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
@@ -70,6 +71,7 @@ class LinearState(LinearParameters):
             "_custom_plans": [],
             "_ran_under": None,
             "_weight_margin": 0,
+            "_preserves_initial": False,
         }
         self.__dict__.update(state)  # nn.Module.__init__ may not have run yet
 
@@ -112,6 +114,8 @@ class LinearState(LinearParameters):
         if isinstance(rows, QuantizedTensor):
             self._bind_scale(rows, values)
             rows.quantize_(own)
+            if self._preserves_initial and not own.is_meta:
+                rows.set_high_precision_init_val(own)
         else:
             super()._write(parameter, values)
 
@@ -124,9 +128,10 @@ class LinearState(LinearParameters):
         if not plan.weight.quantized:
             return
         self._weight_margin = 0 if plan.delayed is None else plan.delayed.margin
+        self._preserves_initial = init.preserve_high_precision_init_val
         for name in self.weight_names:
-            preserve = init.preserve_high_precision_init_val
-            self.register_parameter(name, self.quantized_weight(getattr(self, name), plan.weight, preserve))
+            weight = self.quantized_weight(getattr(self, name), plan.weight, self._preserves_initial)
+            self.register_parameter(name, weight)
 
     def quantized_weight(self, values: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
         """``values`` as a weight of this layer that is kept quantized, under delayed scaling with their own scale."""

@@ -124,7 +124,7 @@ def quantized_parameter(
     if values.dtype not in DTYPES:
         raise ValueError(f"a weight of {values.dtype} cannot be kept quantized; use params_dtype=torch.bfloat16 or so")
     parameter = nn.Parameter(quantize(values, quantizer, scale=scale), requires_grad=values.requires_grad)
-    if preserve and isinstance(parameter, QuantizedTensor):
+    if preserve and isinstance(parameter, QuantizedTensor) and not values.is_meta:
         parameter.set_high_precision_init_val(values)
     return parameter
 

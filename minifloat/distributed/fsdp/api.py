@@ -67,6 +67,8 @@ def fully_shard(
         (each, name): parameter for each in module.modules() for name, parameter in each.named_parameters(recurse=False)
     }
     notes = {place: dict(vars(parameter)) for place, parameter in before.items()}  # a move to the device loses them
+    quantized = {place: p for place, p in before.items() if isinstance(p, QuantizedTensor)}
+    initial = {place: p.get_high_precision_init_val() for place, p in quantized.items()}
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
     for group in pytorch.param_groups(module):
         by_layer: dict[Linear, list[Any]] = {}
@@ -75,7 +77,7 @@ def fully_shard(
             whole, noted = before[layer, name], notes[layer, name]
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _MARKS if mark in noted})
             if isinstance(whole, QuantizedTensor):
-                _hook(_of_quantized(whole, noted.get("_high_precision_init_val"), layer, param, group))
+                _hook(_of_quantized(whole, initial[layer, name], layer, param, group))
             elif isinstance(layer, Linear) and name in layer.weight_names and not shared:
                 by_layer.setdefault(layer, []).append(param)
         for layer, params in by_layer.items():

@@ -232,7 +232,7 @@ def _rebuild_rows(
     unit, rows, rank = cover
     self = QuantizedRows.of(operands, quantizer, dtype, Cover(unit, ShardMap(tuple(rows)), rank, None))
     self.scale = inner.get("scale")
-    self.__dict__.update(attributes)
+    self._set_attributes(attributes)
     return self.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
