@@ -65,7 +65,7 @@ class SavedRows(QuantizedTensor):
     def _refusal(self) -> ValueError:
         held = self._operands.any
         return ValueError(
-            f"a checkpoint of another recipe cannot be loaded into {held.shape[0]} rows of a quantized parameter "
+            f"codes of another recipe, or values, cannot be loaded into {held.shape[0]} rows of a quantized parameter "
             f"({held.format.spec}), which are not all of it: load the state of MasterWeights, whose masters are "
             "written to parameters of any recipe, or load into parameters in high precision"
         )

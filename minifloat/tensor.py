@@ -499,6 +499,21 @@ class QuantizedTensor(torch.Tensor):
 
         return SavedRows.of(self, self._operands, self.shape, self.stride(), whole=True)
 
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
+    ) -> Any:
+        """What PyTorch's own FSDP2 asks for: it would gather values, and of some formats lose rows.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{getattr(module, 'label', type(module).__name__)}: PyTorch's own fully_shard does not keep quantized "
+            "parameters; give its module to minifloat.distributed.fully_shard"
+        )
+
+    fsdp_post_all_gather = fsdp_pre_all_gather  # which has to be there, too
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
             found: QuantizedTensor = memo[id(self)]

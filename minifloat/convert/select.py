@@ -111,6 +111,8 @@ def obstacle(module: nn.Module) -> str | None:
         return "nn.MultiheadAttention reads its weight and does not call it"
     if weight is not None and is_lazy(weight):
         return "it has no weight yet; run a forward first"
+    if any(base.__name__ == "FSDPModule" for base in kind.__mro__):  # whose class is slow to import
+        return "it was given to fully_shard already: convert before"
     if kind is not nn.Linear and not is_conv1d(module):
         forward = "a forward of its own" if kind.forward is not nn.Linear.forward else "behaviour of its own"
         return f"{kind.__name__} is a subclass of nn.Linear and may have {forward}"

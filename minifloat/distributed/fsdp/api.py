@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,9 +58,11 @@ def fully_shard(
             what is gathered cannot depend on the ``autocast`` around a call.
 
     Raises:
-        TypeError, ValueError: ``recipe`` is not one.
+        TypeError, ValueError: ``recipe`` is not one; several modules.
         ValueError: a linear fuses or delays its weight gradient, which FSDP2 would not reduce.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes one module a call, not a {type(module).__name__}; call it for each")
     _set_recipes(module, recipe)
     options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
     given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
@@ -103,6 +106,13 @@ def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
 
 def _set_recipes(module: nn.Module, recipe: Recipe | str | None) -> None:
     chosen = None if recipe is None or recipe == "none" else as_recipe(recipe)
+    kinds = {type(each) for each in module.modules() if each is not module}
+    if chosen is not None and nn.Linear in kinds and not any(isinstance(each, Linear) for each in module.modules()):
+        warnings.warn(
+            f"fully_shard(recipe=...) of {type(module).__name__}: its nn.Linear know no recipe, and are gathered in "
+            "high precision; convert(model, recipe) first",
+            stacklevel=3,
+        )
     for layer in module.modules():
         if not isinstance(layer, Linear):
             continue

@@ -105,8 +105,8 @@ class CastingState(FSDPState):
         root = context.iter_forward_root
         if root is not None and not isinstance(root, CastingState):
             raise ValueError(
-                "the outermost module of this forward was given to PyTorch's own fully_shard, and the weights below it "
-                "were not cast; give it to minifloat.distributed.fully_shard"
+                f"the outermost module of this forward, {type(root._modules[0]).__name__}, was given to PyTorch's own "
+                "fully_shard, and the weights below it were not cast; give it to minifloat.distributed.fully_shard"
             )
         if root not in (None, self):  # itself: an earlier forward ended in an exception
             return
