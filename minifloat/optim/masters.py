@@ -210,10 +210,9 @@ def _version(p: Tensor) -> int:
 def _initial_values(param: Tensor) -> Tensor:
     """The values before the first cast where the parameter has kept them, which it then forgets; else its own."""
     rows = own_rows(param)
-    kept = rows.get_high_precision_init_val() if isinstance(rows, QuantizedTensor) else None
-    if kept is not None:
-        rows.clear_high_precision_init_val()  # type: ignore[attr-defined]
-        kept = kept.to(rows.device, torch.float32, copy=True).reshape(rows.shape)
     if not isinstance(rows, QuantizedTensor):
         return _exact(param.detach())
-    return sharded_like(param, _exact(rows.detach()) if kept is None else kept, param.shape)
+    kept = rows.get_high_precision_init_val()
+    rows.clear_high_precision_init_val()  # also those that a load has made stale
+    values = _exact(rows.detach()) if kept is None else kept.to(rows.device, torch.float32, copy=True)
+    return sharded_like(param, values.reshape(rows.shape), param.shape)
