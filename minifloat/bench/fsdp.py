@@ -173,7 +173,7 @@ def trainings(group: Group, rounds: int, only: str = "") -> Iterator[Training]:
     """Speed, peak memory and loss of every contender that is installed.
 
     ``only``: a regular expression, those whose names it is found in, and the baseline: all together keep 12 bytes a
-    parameter and contender, which two GPUs have no room for.
+    parameter and contender, which leaves two GPUs little room.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     setting = Setting.of(group, device, replace(FULL, batch=1), LAYERS)
