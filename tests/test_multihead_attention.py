@@ -465,6 +465,7 @@ def test_copies_pickles_and_print() -> None:
         ({"kv_channels": 0}, "kv_channels=0"),
         ({"attention_type": "both"}, "'both'; choose 'self' or 'cross'"),
         ({"return_layernorm_output": True}, "needs input_layernorm=True"),
+        ({"recompute_norm": True}, "recompute_norm=True needs input_layernorm=True"),
         ({"input_layernorm": True, "normalization": "Batch"}, "'Batch'.*LayerNorm, RMSNorm"),
         ({"qk_norm_type": "L2"}, "'L2'.*LayerNorm, RMSNorm"),
         ({"qkv_format": "bhsd"}, "'bhsd'.*sbhd"),
