@@ -6,8 +6,7 @@ A recipe answers one question, :meth:`Recipe.quantizer`: how is the tensor of th
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Literal, Self
@@ -109,7 +108,7 @@ class Recipe:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict of strings, numbers and dicts, which :func:`from_dict` reads back."""
+        """A plain dict of strings, numbers and dicts, which :func:`from_dict` reads back; functions are their names."""
         return {"recipe": type(self).__name__} | {f.name: _plain(getattr(self, f.name), f.name) for f in fields(self)}  # type: ignore[arg-type]
 
     def _check(self, fp8_format: Format | None = None) -> None:
@@ -476,11 +475,14 @@ def named(name: str) -> Recipe:
     return _NAMED[name]
 
 
-def from_dict(values: dict[str, Any]) -> Recipe:
-    """The recipe that :meth:`Recipe.to_dict` wrote down.
+def from_dict(values: Mapping[str, Any], callables: Mapping[str, Callable[..., Any]] | None = None) -> Recipe:
+    """The recipe that :meth:`Recipe.to_dict` wrote down. Nothing that the dict says is imported or run.
+
+    Args:
+        callables: the functions that the dict may name, by those names: ``{"factories:by_role": by_role}``.
 
     Raises:
-        ValueError: the dict names no recipe, or a field that it does not have.
+        ValueError: the dict names no recipe, a field that it does not have, or a function that was not given.
     """
     classes = {
         cls.__name__: cls
@@ -488,17 +490,26 @@ def from_dict(values: dict[str, Any]) -> Recipe:
             DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, CustomRecipe
         )
     }  # fmt: skip
+    if not isinstance(values, Mapping):
+        raise ValueError(f"a {type(values).__name__} does not describe a recipe; a dict of Recipe.to_dict() does")
     arguments = dict(values)
-    cls = classes.get(arguments.pop("recipe", ""))
+    name = arguments.pop("recipe", "")
+    cls = classes.get(name) if isinstance(name, str) else None
     if cls is None:
-        raise ValueError(f"{values.get('recipe')!r} is not a recipe; 'recipe' is one of {', '.join(classes)}")
+        raise ValueError(f"{name!r} is not a recipe; 'recipe' is one of {', '.join(classes)}")
     known = {field.name for field in fields(cls)}
-    if unknown := sorted(set(arguments) - known):
-        raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    if unknown := sorted(set(arguments) - known, key=str):
+        raise ValueError(
+            f"{cls.__name__} has no field {', '.join(map(str, unknown))}; it has {', '.join(sorted(known))}"
+        )
+    given = {} if callables is None else callables
     try:
-        return cls(**{name: _read(name, value) for name, value in arguments.items()})
-    except (AttributeError, ImportError, KeyError, TypeError) as error:
-        raise ValueError(f"{values} does not describe a {cls.__name__}: {error!r}") from error
+        return cls(**{field: _read(field, value, given) for field, value in arguments.items()})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{dict(values)} does not describe a {cls.__name__}: {error!r}") from error
+
+
+_CALLABLES = ("qfactory", "amax_compute_algo", "scaling_factor_compute_algo")
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -507,28 +518,25 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, MMParams):
         return {"use_split_accumulator": value.use_split_accumulator}
     if callable(value):
-        path = f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', '?')}"
-        try:
-            found = _read(name, path)
-        except (AttributeError, ImportError):
-            found = None
-        if found is not value:
-            raise ValueError(f"{name} is {value!r}, which has no importable name; use a module-level function")
-        return path
+        module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "<")
+        if not module or "<" in path:  # a lambda, a function within another one, an object
+            raise ValueError(f"{name} is {value!r}, which has no name of its own; use a module-level function")
+        return f"{module}:{path}"
     return value
 
 
-def _read(name: str, value: Any) -> Any:
-    if name.endswith("_format") and isinstance(value, str):
+def _read(field: str, value: Any, callables: Mapping[str, Callable[..., Any]]) -> Any:
+    if field.endswith("_format") and isinstance(value, str):
         return Format[value]
     if isinstance(value, dict):
         return MMParams(**value)
-    if isinstance(value, str) and ":" in value:
-        module, _, qualname = value.partition(":")
-        target: Any = importlib.import_module(module)
-        for part in qualname.split("."):
-            target = getattr(target, part)
-        return target
+    if field in _CALLABLES and isinstance(value, str) and ":" in value:
+        if value not in callables:
+            raise ValueError(
+                f"{field} is the function {value!r}, and nothing is imported for a dict: give it to "
+                f"from_dict(values, callables={{{value!r}: function}})"
+            )
+        return callables[value]
     return value
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import MISSING, FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +59,9 @@ def by_tensor(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
 def twice_the_maximum(history: torch.Tensor) -> torch.Tensor:
     """An amax algorithm of a user's own."""
     return history.amax(0) * 2
+
+
+FUNCTIONS = by_tensor, twice_the_maximum
 
 
 # ---- Names, order and defaults ----
@@ -313,7 +318,8 @@ any_recipe = st.one_of(delayed_recipes, current_recipes, block_recipes, mx_recip
 def test_round_trips(recipe: Recipe) -> None:
     """By pickle, deepcopy and JSON comes an equal recipe with an equal hash."""
     text = json.dumps(recipe.to_dict())
-    for other in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), from_dict(json.loads(text))):
+    written = from_dict(json.loads(text), callables={f"{__name__}:{f.__name__}": f for f in FUNCTIONS})
+    for other in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), written):
         assert type(other) is type(recipe)
         assert other == recipe and hash(other) == hash(recipe)
 
@@ -364,6 +370,38 @@ def test_a_callable_without_a_name_cannot_be_written_down(recipe: Recipe) -> Non
     """It could not be read back."""
     with pytest.raises(ValueError, match="module-level function"):
         recipe.to_dict()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"recipe": "CustomRecipe", "qfactory": "recipe_hostile:f"},
+        {"recipe": "CustomRecipe", "qfactory": "os:system"},
+        {"recipe": "CustomRecipe", "qfactory": "os.system"},
+        {"recipe": "DelayedScaling", "amax_compute_algo": "recipe_hostile:f"},
+        {"recipe": "DelayedScaling", "scaling_factor_compute_algo": "recipe_hostile:f"},
+        {"recipe": "DelayedScaling", "margin": "recipe_hostile:f"},
+        {"recipe": ["recipe_hostile:f"]},
+        {0: 1, "recipe": "DelayedScaling"},
+        ["recipe", "DelayedScaling"],
+    ],
+)
+def test_a_dict_imports_nothing(values: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe of a stranger's checkpoint names a module whose import would run code."""
+    (tmp_path / "recipe_hostile.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nf = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError):
+        from_dict(values)
+    assert "recipe_hostile" not in sys.modules and not (tmp_path / "ran").exists()
+
+
+def test_a_dict_takes_functions_from_the_caller() -> None:
+    """The error says how."""
+    values = CustomRecipe(by_tensor).to_dict()
+    name = f"{__name__}:by_tensor"
+    with pytest.raises(ValueError, match=rf"qfactory is the function '{name}'.*callables="):
+        from_dict(values)
+    assert from_dict(values, callables={name: by_tensor}) == CustomRecipe(by_tensor)
 
 
 # ---- Refusals ----
