@@ -508,7 +508,7 @@ class QuantizedTensor(torch.Tensor):
             ValueError: always.
         """
         raise ValueError(
-            f"{getattr(module, 'label', type(module).__name__)}: PyTorch's own fully_shard does not keep quantized "
+            f"{getattr(module, '_label', type(module).__name__)}: PyTorch's own fully_shard does not keep quantized "
             "parameters; give its module to minifloat.distributed.fully_shard"
         )
 

@@ -99,7 +99,7 @@ class Reads:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around forwards and backwards."""
-        ready_weight, kept_of = LinearState.ready_weight, Kept.of
+        ready_weight, kept_of = LinearState._ready_weight, Kept.of
 
         def ready(layer: Any, *call: Any) -> Quantized | None:
             found = ready_weight(layer, *call)
@@ -113,7 +113,7 @@ class Reads:
                 self._backward(kept.w)
             return kept
 
-        with mock.patch.object(LinearState, "ready_weight", ready), mock.patch.object(Kept, "of", of):
+        with mock.patch.object(LinearState, "_ready_weight", ready), mock.patch.object(Kept, "of", of):
             yield
 
     def _forward(self, layer: Any, found: Quantized | None) -> None:
@@ -122,7 +122,7 @@ class Reads:
             return
         if found is None:  # a linear of several parameters that are gathered one by one, and cast as one
             assert layer.parameters_split is not None
-            for part in layer.weight_names:
+            for part in layer._weight_names:
                 mine, theirs = getattr(twin, part), getattr(layer, part)
                 if isinstance(theirs, QuantizedTensor):
                     self._rowwise(f"{name}.{part}", theirs.operands, mine.operands)
@@ -153,7 +153,7 @@ class Reads:
 def quantized_whole(layer: minifloat.Linear) -> Quantized:
     """Both orientations of an unsharded layer's weight: its own codes, or a cast of its values."""
     assert isinstance(layer.recipe, Recipe)
-    weight, plan = layer.weight_matrix().detach(), layer.plan(layer.recipe)
+    weight, plan = layer._weight_matrix().detach(), layer._plan(layer.recipe)
     if isinstance(weight, QuantizedTensor):
         return weight.operands
     scale = None if plan.delayed is None else layer.forward_scaling.scale[1:2]

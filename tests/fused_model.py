@@ -68,7 +68,7 @@ class LinearModel:
         self.plan = linear_plan(recipe, layer.name)
         self.histories: list[delayed.History] = []
         if self.plan.delayed is not None:
-            layer.plan(recipe)
+            layer._plan(recipe)
             for state, forward in ((layer.forward_scaling, True), (layer.backward_scaling, False)):
                 rule = delayed.rule(self.plan.delayed, forward)
                 history = delayed.History(state.scale.clone(), state.amax_history.clone(), self.plan.delayed, rule)
@@ -89,8 +89,8 @@ class LinearModel:
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Y; ``x`` [M, K] may be the fp32 result of a producer."""
-        plan, weight = self.plan, self.layer.weight_matrix().detach()
-        bias = self.layer.bias_vector()
+        plan, weight = self.plan, self.layer._weight_matrix().detach()
+        bias = self.layer._bias_vector()
         bias = None if bias is None or self.layer.return_bias else bias.detach()
         xq, wq = self.cast("input", x, plan.input), self.cast("weight", weight, plan.weight)
         y = gemm.fprop(xq, wq, bias, out_dtype=dtype, fast_accum=plan.fast_fprop)

@@ -169,7 +169,7 @@ class Attention:
         if module.qkv.linear.parameters_split is None:
             rows = [count * module.channels for count in (module.heads, module.groups, module.groups)]
             linear, norm = module.qkv.linear, module.qkv.norm
-            bias = linear.bias_vector()
+            bias = linear._bias_vector()
             sharded = oracle.Linear(linear.weight, bias, "column", group, case.recipe, linear.name, rows)
             first = oracle.LayerNormLinear(norm.norm, norm.weight, norm.bias, sharded)
         row = oracle.of(module.proj, group, case.recipe, "row")

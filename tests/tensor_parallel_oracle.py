@@ -356,7 +356,7 @@ def of(module: torch.nn.Module, group: Group, recipe: Recipe | None, mode: Mode 
     """The oracle of an unsharded module of minifloat: its parameters, shared out. ``mode`` is that of a ``Linear``."""
     if isinstance(module, nn.Linear):
         parts = None if module.parameters_split is None else list(module.parameters_split.values())
-        return Linear(module.weight_matrix(), module.bias_vector(), mode, group, recipe, module.name, parts)
+        return Linear(module._weight_matrix(), module._bias_vector(), mode, group, recipe, module.name, parts)
     if isinstance(module, nn.LayerNormLinear):
         linear = of(module.linear, group, recipe)
         assert isinstance(linear, Linear)
@@ -364,7 +364,7 @@ def of(module: torch.nn.Module, group: Group, recipe: Recipe | None, mode: Mode 
     assert isinstance(module, nn.LayerNormMLP)
     fc1 = module.fc1
     parts = [fc1.out_features // 2] * 2 if module.activation.gated else None
-    first = Linear(fc1.weight_matrix(), fc1.bias_vector(), "column", group, recipe, fc1.name, parts)
+    first = Linear(fc1._weight_matrix(), fc1._bias_vector(), "column", group, recipe, fc1.name, parts)
     fc2 = of(module.fc2, group, recipe, "row")
     assert isinstance(fc2, Linear)
     norm = LayerNormLinear(module.norm.norm, module.norm.weight, module.norm.bias, first)

@@ -71,7 +71,7 @@ def test_precedence(own: str | None, contexts: list[autocast], given: str) -> No
     for context in contexts:
         context.__enter__()
     try:
-        found, recipe = ran(layer), layer.recipe_in_force()
+        found, recipe = ran(layer), layer._recipe_in_force()
     finally:
         for context in reversed(contexts):
             context.__exit__(None, None, None)

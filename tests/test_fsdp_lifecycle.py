@@ -63,7 +63,7 @@ def wire(rank: int, size: int, recipe: str) -> list[tuple[int, int, int]]:
     step(model, rank)
     recorded.sent.clear()
     step(model, rank)
-    quantizer = model[0].plan(model[0].recipe).weight
+    quantizer = model[0]._plan(model[0].recipe).weight
     expected = []
     for dim, order in ((ROWWISE, 1), (COLUMNWISE, -1)):
         along = ROWWISE if quantizer.format(dim).symmetric else dim
@@ -236,7 +236,7 @@ def moved_quantized(rank: int, size: int) -> list[str]:
     for child, (codes, initial) in zip(model, kept, strict=True):
         rows = child.weight._local_tensor
         same = rows.dtype == torch.bfloat16 and torch.equal(rows._operands.rowwise.codes, codes)
-        wrong += [child.label] * (not same or not torch.equal(rows.get_high_precision_init_val(), initial))
+        wrong += [child._label] * (not same or not torch.equal(rows.get_high_precision_init_val(), initial))
     return wrong
 
 

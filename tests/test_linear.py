@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from minifloat.autocast import autocast
+from minifloat.convert import convert
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.gemm import wgrad
 from minifloat.functional.plan import LinearPlan, linear_plan
@@ -313,7 +314,7 @@ def test_gradients(case: Case, recipe: Recipe) -> None:
     which may round its bias on the way.
     """
     layer = case.layer()
-    plan = layer.plan(recipe)
+    plan = layer._plan(recipe)
     for scale in (1.0, 4.0, 0.25) if plan.delayed is not None else (1.0,):
         x, dy = batch(case, scale)
         scales = scales_of(layer, plan)
@@ -336,7 +337,7 @@ def test_backward_override(case: Case, override: Any, recipe: Recipe) -> None:
     with count_gemms() as counts:
         result = step(layer, x, dy, recipe)
     assert {gemm.gemm for gemm in counts if gemm.a == gemm.b == "identity"} == {"dgrad", "wgrad"}
-    assert_step(result, expect(layer, layer.plan(recipe), x, dy, {}, case.dtype), case.dtype)
+    assert_step(result, expect(layer, layer._plan(recipe), x, dy, {}, case.dtype), case.dtype)
 
 
 # ---- Exact data -----------------------------------------------------------------------------------------------------
@@ -367,7 +368,7 @@ def exact_data(shape: tuple[int, int], quantizer: Quantizer, along_rows: bool) -
 def test_exact_data(M: int, K: int, N: int, dtype: torch.dtype, recipe: Recipe) -> None:
     """Data that each format represents exactly gives what ``nn.Linear`` gives in float64, rounded once."""
     layer = Linear(K, N)
-    plan = layer.plan(recipe)
+    plan = layer._plan(recipe)
     x, dy = exact_data((M, K), plan.input, True), exact_data((M, N), plan.grad_output, True)
     with torch.no_grad():
         layer.weight.copy_(exact_data((N, K), plan.weight, False))
@@ -412,7 +413,7 @@ def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
     layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
     full = copy.deepcopy(layer)
     reference = step(full, x, dy, recipe)
-    plan = layer.plan(recipe)
+    plan = layer._plan(recipe)
     layer.weight.requires_grad_("w" in wanted)
     layer.bias.requires_grad_("b" in wanted)
     x.requires_grad_("x" in wanted)
@@ -443,7 +444,7 @@ def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
 def test_without_gradients_and_in_eval(recipe: Recipe) -> None:
     """Under ``no_grad`` one GEMM runs and nothing is recorded; ``eval`` changes nothing. The output is the same."""
     layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
-    layer.plan(recipe)
+    layer._plan(recipe)
     state = copy.deepcopy(layer.state_dict())
     with count_gemms() as counts, torch.no_grad(), autocast(recipe=recipe):
         y = layer(x.requires_grad_())
@@ -630,7 +631,7 @@ def test_backward_dw_of_a_layer_that_does_not_delay() -> None:
 def weight_casts(layer: Linear, recipe: Recipe, first: bool | None) -> tuple[int, Tensor]:
     """Casts of the weight in one step, and its output. The input is not counted: its gradient is not wanted here."""
     x = torch.ones(8, layer.in_features).requires_grad_()
-    plan = layer.plan(recipe)
+    plan = layer._plan(recipe)
     specs = {fmt.spec for fmt, _ in plan.weight.casts}
     with Casts() as casts, autocast(recipe=recipe):
         y = layer(x, is_first_microbatch=first)
@@ -643,7 +644,7 @@ def weight_casts(layer: Linear, recipe: Recipe, first: bool | None) -> tuple[int
 def test_microbatches(recipe: Recipe) -> None:
     """True casts the weight, False reuses it so long as the parameter is the same, None casts and keeps nothing."""
     layer = Linear(48, 40)
-    casts = len(layer.plan(recipe).weight.casts)
+    casts = len(layer._plan(recipe).weight.casts)
 
     def run(first: bool | None) -> tuple[int, Tensor]:
         return weight_casts(layer, recipe, first)
@@ -772,7 +773,7 @@ def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
     if keeps == "dequantized":
         recipe = replace(recipe, backward_override="dequantized")  # type: ignore[type-var]
     layer = Linear(K, N, save_original_input=keeps == "original")
-    layer.plan(recipe)
+    layer._plan(recipe)
     layer.weight.requires_grad_(keeps not in ("weight", "nothing"))
     leaf = torch.randn(M, K, dtype=BF16, requires_grad=keeps not in ("input", "nothing"))
     with Storages() as storages:
@@ -1263,7 +1264,7 @@ def test_quantized_between_two_layers(dtype: torch.dtype, recipe: Recipe) -> Non
 def test_quantized_output_is_the_cast_of_the_output(recipe: Recipe) -> None:
     """The operands of a quantized output are the cast of the plain output, in both orientations, 3-D inputs too."""
     layer, x = Linear(48, 40), torch.randn(2, 16, 48, dtype=BF16)
-    plan = layer.plan(recipe)
+    plan = layer._plan(recipe)
     with autocast(recipe=recipe):
         y, plain = layer(x, fp8_output=True), layer(x)
     assert isinstance(y, QuantizedTensor) and y.shape == plain.shape and y.dtype == plain.dtype
@@ -1339,7 +1340,7 @@ def test_quantized_gradient_of_a_leaf_accumulates(recipe: Recipe) -> None:
 def test_quantized_weight(recipe: Recipe) -> None:
     """A weight that is quantized already gives the bits of a layer that casts it, and is not cast again."""
     layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
-    plan, twin = layer.plan(recipe), copy.deepcopy(layer)
+    plan, twin = layer._plan(recipe), copy.deepcopy(layer)
     twin.weight = nn.Parameter(quantize(layer.weight.detach(), plan.weight))
     plain = step(layer, x, dy, recipe)
     with Casts() as casts:
@@ -1441,7 +1442,7 @@ def test_parameters_split(bias: bool, recipe: Recipe | None) -> None:
     names = [f"{name}_{kind}" for kind in kinds for name in SPLIT]
     assert [name for name, _ in layer.named_parameters()] == names
     assert torch.equal(torch.cat([layer.query_weight, layer.value_weight]), whole.weight)
-    assert not hasattr(layer, "weight") and layer.has_bias == bias and "parameters_split" in repr(layer)
+    assert not hasattr(layer, "weight") and layer._has_bias == bias and "parameters_split" in repr(layer)
     x, dy = torch.randn(5, 37), torch.randn(5, 21)
     grads = []
     for each in (whole, layer):
@@ -1490,8 +1491,8 @@ def test_init_method(split: dict[str, int] | None) -> None:
     torch.manual_seed(3)
     layer = Linear(37, 21, init_method=init, parameters_split=split)
     torch.manual_seed(3)
-    assert torch.equal(layer.weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
-    bias = layer.bias_vector()
+    assert torch.equal(layer._weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
+    bias = layer._bias_vector()
     assert bias is not None and not bias.any()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -1499,8 +1500,8 @@ def test_init_method(split: dict[str, int] | None) -> None:
     torch.manual_seed(3)
     layer.reset_parameters()
     torch.manual_seed(3)
-    bias = layer.bias_vector()
-    assert torch.equal(layer.weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
+    bias = layer._bias_vector()
+    assert torch.equal(layer._weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
     assert bias is not None and not bias.any()
 
 
@@ -1512,6 +1513,23 @@ def test_default_init_is_that_of_torch() -> None:
     assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)
     assert Linear(37, 21, params_dtype=BF16).weight.dtype == BF16
     assert Linear(37, 21, dtype=FP16, params_dtype=BF16).bias.dtype == BF16
+
+
+# What other libraries may look for, as PEFT does for bitsandbytes' ``compute_dtype``: methods for users and options.
+PUBLIC = {"backward_dw", "invalidate", "register_wgrad_accumulation_and_reduce_hooks", "set_tensor_parallel_group"} | {
+    *("name", "recipe", "init_method", "return_bias", "save_original_input", "parameters_split"),
+    *("fuse_wgrad_accumulation", "delay_wgrad_compute", "parallel_mode", "sequence_parallel"),
+}
+
+
+@pytest.mark.parametrize("make", ["constructor", "convert"])
+def test_public_names_beyond_those_of_nn_linear(make: str) -> None:
+    layer: nn.Module = Linear(37, 21, recipe="current") if make == "constructor" else nn.Linear(37, 21)
+    if make == "convert":
+        convert(layer, "current", filter_fn=lambda *_: True)
+    layer(torch.randn(2, 37)).sum().backward()
+    own = {name for name in dir(layer) if not name.startswith("_")} - set(dir(nn.Linear(37, 21)))
+    assert own == PUBLIC
 
 
 def as_float(parameter: Tensor) -> Tensor:

@@ -378,8 +378,8 @@ def test_names_reach_recipes_and_errors() -> None:
 def plain_twin(linear: Any) -> nn.Linear:
     twin = nn.Linear(linear.in_features, linear.out_features)
     with torch.no_grad():
-        twin.weight.copy_(linear.weight_matrix())
-        twin.bias.copy_(linear.bias_vector())
+        twin.weight.copy_(linear._weight_matrix())
+        twin.bias.copy_(linear._bias_vector())
     return twin
 
 

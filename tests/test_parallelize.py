@@ -262,7 +262,7 @@ def of_quantized(rank: int, size: int, recipe: str, trained: bool) -> None:
             if trained:  # what the codes stood for, cut, and cast by itself
                 linear = layer.get_submodule(name.removesuffix(".weight"))
                 with torch.no_grad():
-                    wanted[name].copy_(linear.partitions["weight"].cut(whole[name]))  # type: ignore[operator, union-attr]
+                    wanted[name].copy_(linear._partitions["weight"].cut(whole[name]))  # type: ignore[operator, union-attr]
             assert torch.equal(p.dequantize(), wanted[name].dequantize()), name
     if not trained:
         torch.manual_seed(rank)

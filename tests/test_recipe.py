@@ -817,7 +817,7 @@ def test_equal_requests_share_one_history() -> None:
         return DelayedScalingRequest(amax_history_len=4, margin=1) if wants else Quantizer(Format())
 
     layer = Linear(16, 16, recipe=CustomRecipe(factory))
-    assert layer.plan(layer.recipe).delayed == DelayedScaling(amax_history_len=4, margin=1)  # type: ignore[arg-type]
+    assert layer._plan(layer.recipe).delayed == DelayedScaling(amax_history_len=4, margin=1)  # type: ignore[arg-type]
     _step(layer)
     forward, backward = layer.forward_scaling, layer.backward_scaling
     assert forward.amax_history.shape == (4, 3) and backward.amax_history.shape == (4, 2)

@@ -339,8 +339,8 @@ def test_default_names(options: dict[str, Any], prefix: str) -> None:
 def plain_twin(linear: Any) -> nn.Linear:
     twin = nn.Linear(linear.in_features, linear.out_features)
     with torch.no_grad():
-        twin.weight.copy_(linear.weight_matrix())
-        twin.bias.copy_(linear.bias_vector())
+        twin.weight.copy_(linear._weight_matrix())
+        twin.bias.copy_(linear._bias_vector())
     return twin
 
 
@@ -504,7 +504,7 @@ def test_initial_values() -> None:
     x = tokens()
     assert torch.equal(layer(x, encoder_output=x), x)  # what writes to the residual stream is 0
     for linear in (layer.self_attention.qkv.linear, layer.inter_attention.key_value, layer.layernorm_mlp.fc1):
-        assert bool((linear.weight_matrix() == 1).all()) and not linear.bias_vector().any()
+        assert bool((linear._weight_matrix() == 1).all()) and not linear._bias_vector().any()
 
 
 def test_print() -> None:
@@ -613,8 +613,8 @@ def test_every_linear_is_told_which_microbatch_it_is(monkeypatch: pytest.MonkeyP
     """Fused, part by part, and behind a hook."""
     layer, x = TransformerLayer(**SIZES, layer_type="decoder"), tokens()
     given: list[bool | None] = []
-    ready = Linear.ready_weight
-    monkeypatch.setattr(Linear, "ready_weight", lambda self, *call: given.append(call[-1]) or ready(self, *call))
+    ready = Linear._ready_weight
+    monkeypatch.setattr(Linear, "_ready_weight", lambda self, *call: given.append(call[-1]) or ready(self, *call))
     for part in (None, layer.self_attention, layer.layernorm_mlp.norm):
         if part is not None:
             part.register_forward_pre_hook(lambda *_: None)

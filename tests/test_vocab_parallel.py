@@ -109,7 +109,7 @@ def adopted(rank: int, size: int) -> Any:
     module = nn.Embedding(7, 2)
     shards = vocabulary_shards(7, size)
     module.weight = nn.Parameter(module.weight.detach().split(list(shards.rows))[rank].clone())
-    VocabParallelEmbedding.adopt(module, TensorParallel("column", True, Group.of(world())))
+    VocabParallelEmbedding._adopt(module, TensorParallel("column", True, Group.of(world())))
     torch.manual_seed(3)
     born = VocabParallelEmbedding(7, 2, sequence_parallel=True, tp_group=world())
     assert repr(module) == repr(born) and vars(module).keys() == vars(born).keys()

@@ -38,7 +38,7 @@ Histories = dict[str, nn.Module]
 class Conv1DLinear(Linear):
     """What Hugging Face's ``Conv1D`` becomes: a ``Linear`` whose parameter is W^T, [in_features, out_features]."""
 
-    def weight_matrix(self) -> Tensor:
+    def _weight_matrix(self) -> Tensor:
         return self.weight.t()
 
     def reset_parameters(self) -> None:
@@ -204,14 +204,14 @@ def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -
     module._modules.update(histories)
     module.recipe = recipe
     if isinstance(recipe, Recipe):
-        module.plan(recipe)
+        module._plan(recipe)
 
 
 def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, name: str, histories: Histories) -> None:
     before, kind, (out_features, in_features) = dict(module.__dict__), type(module), linear_shape(module)
     module.__class__ = given
     assert isinstance(module, Linear)
-    module.set_up(recipe, name)
+    module._init_state(recipe, name)
     module.__dict__.update(in_features=in_features, out_features=out_features)
     now = module.__dict__
     values = {key: before[key] for key in now if key in before and before[key] is not now[key]}
@@ -219,7 +219,7 @@ def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, nam
     now[_BEFORE] = Before(kind, given, values, added, tuple(module._modules))
     module._modules.update(histories)
     if isinstance(module.recipe, Recipe):
-        module.plan(module.recipe)
+        module._plan(module.recipe)
 
 
 def _restore(module: nn.Module) -> None:

@@ -39,7 +39,7 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
     for name, linear in module.named_modules():
         late = isinstance(linear, Linear) and (linear.fuse_wgrad_accumulation or linear.delay_wgrad_compute)
         if late and f"{name}.weight" not in ignored:  # as PyTorch asks it, with a dot also where there is no name
-            raise unreduced(linear.label)
+            raise unreduced(linear._label)
     histories = history_names(module)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored | histories)
     quantized = [

@@ -127,7 +127,7 @@ def _own(module: nn.Module, whole: Tensor, partition: Partition) -> nn.Parameter
         preserve = torch.equal(cast.dequantize(), values)  # it has not been trained since
         values = before if preserve else values
     piece = nn.Parameter(_piece(values, partition), requires_grad=whole.requires_grad)
-    return module.quantized_weight(piece, whole.quantizer, preserve)
+    return module._quantized_weight(piece, whole.quantizer, preserve)
 
 
 def _piece(whole: Tensor, partition: Partition) -> Tensor:
@@ -191,7 +191,7 @@ def _layer(name: str, module: nn.Module, parallel: TensorParallel) -> list[Shard
         parts = (module.fc1.out_features // halves,) * halves
         first = _linear(f"{name}.fc1", module.fc1, "column", parallel, parts)
         return [first, _linear(f"{name}.fc2", module.fc2, "row", parallel)]
-    return [Shard(name, module, {}, partial(setattr, module, "parallel", parallel))]
+    return [Shard(name, module, {}, partial(setattr, module, "_parallel", parallel))]
 
 
 def _attention(name: str, module: MultiheadAttention, parallel: TensorParallel) -> list[Shard]:
@@ -204,7 +204,7 @@ def _attention(name: str, module: MultiheadAttention, parallel: TensorParallel) 
         rows = tuple([count * module.channels for count in heads])
         shards.append(_linear(f"{name}.{part}", getattr(module, part), "column", parallel, rows))
     shards.append(_linear(f"{name}.proj", module.proj, "row", parallel))
-    return [*shards, Shard(name, module, {}, partial(module.share_heads, parallel))]
+    return [*shards, Shard(name, module, {}, partial(module._share_heads, parallel))]
 
 
 def _named(name: str, module: nn.Module, style: Style, parallel: TensorParallel) -> list[Shard]:
@@ -225,13 +225,13 @@ def _linear(
     linear = module.linear if isinstance(module, LayerNormLinear) else module
     if type(linear) is not Linear:
         raise ValueError(f"parallelize: {name} is a {type(linear).__name__}; only a minifloat.Linear can be sharded")
-    if linear.parallel.mode is not None:
-        raise ValueError(f"parallelize: {name} is sharded already, over {linear.parallel.group.size} ranks")
+    if linear._parallel.mode is not None:
+        raise ValueError(f"parallelize: {name} is sharded already, over {linear._parallel.group.size} ranks")
     parallel = replace(parallel, mode=mode)
     rows = linear.parameters_split or {f"rows {i}": count for i, count in enumerate(parts or (linear.out_features,))}
     found = partitions(f"parallelize: {name}", parallel, linear.in_features, rows)
     cuts: dict[str, Partition] = {}
-    for kind, names in (("weight", linear.weight_names), ("bias", linear.bias_names)):
+    for kind, names in (("weight", linear._weight_names), ("bias", linear._bias_names)):
         for each in names if kind in found else ():
             one_of_parts = len(names) > 1 and mode == "column"
             cuts[each] = found[kind]._replace(parts=(len(getattr(linear, each)),)) if one_of_parts else found[kind]
@@ -240,7 +240,7 @@ def _linear(
 
 def _finish_linear(linear: Linear, parallel: TensorParallel, parts: tuple[int, ...] | None) -> None:
     linear.parallel_mode, linear.sequence_parallel = parallel.mode, parallel.sequence_parallel
-    linear.parallel = parallel
+    linear._parallel = parallel
     linear._share_out(linear.parameters_split, parts)
     if linear.parameters_split is not None and parallel.mode == "column":
         linear.parameters_split = {each: getattr(linear, f"{each}_weight").shape[0] for each in linear.parameters_split}
@@ -257,7 +257,7 @@ def _embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Sha
     group, vocabulary = parallel.group, module.num_embeddings
     vocabulary_shards(vocabulary, group.size)  # which raises now, before anything is changed
     cuts = {"weight": Partition(0, (vocabulary,), group.size, group.rank)}
-    return Shard(name, module, cuts, partial(VocabParallelEmbedding.adopt, module, parallel))
+    return Shard(name, module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
 
 
 class _SumGradients:
@@ -267,7 +267,7 @@ class _SumGradients:
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
-        self.parallel = parallel
+        self._parallel = parallel
         self._watched: dict[str, ReferenceType[Tensor]] = {}
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
@@ -278,7 +278,7 @@ class _SumGradients:
                 self._watched[name] = ref(parameter)
 
     def _sum(self, gradient: Tensor) -> Tensor:
-        total = self.parallel.start_sum_of_rows(gradient.clone()).wait()
+        total = self._parallel.start_sum_of_rows(gradient.clone()).wait()
         assert total is not None
         return total
 

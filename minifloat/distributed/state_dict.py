@@ -85,7 +85,7 @@ def _values(tensor: Tensor) -> Tensor:
 def _check_histories(model: nn.Module) -> None:
     for name, module in model.named_modules():
         plan = module._latest_plan[1] if isinstance(module, Linear) and module._latest_plan is not None else None
-        if plan is None or plan.delayed is None or plan.delayed.reduce_amax or module.parallel.group.size == 1:
+        if plan is None or plan.delayed is None or plan.delayed.reduce_amax or module._parallel.group.size == 1:
             continue
         raise ValueError(
             f"sharded_state_dict: {name} has histories of its own on each rank (reduce_amax=False), which one "
@@ -261,7 +261,7 @@ def _group(model: nn.Module) -> Group:
     """The one that the model's layers are sharded over; of one rank if they are not."""
     found: dict[Group, str] = {}
     for name, module in model.named_modules():
-        parallel = getattr(module, "parallel", None)
+        parallel = getattr(module, "_parallel", None)
         if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
             found.setdefault(parallel.group, name)
     if len(found) > 1:

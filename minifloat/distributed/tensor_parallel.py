@@ -243,9 +243,9 @@ def set_overlap(model: nn.Module, overlap: Overlap) -> None:
     """
     check_overlap(overlap)
     for module in model.modules():
-        parallel = getattr(module, "parallel", None)
+        parallel = getattr(module, "_parallel", None)
         if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
-            module.parallel = replace(parallel, overlap=overlap)  # type: ignore[assignment]
+            module._parallel = replace(parallel, overlap=overlap)  # type: ignore[assignment]
 
 
 def set_check(model: nn.Module, check: bool = True) -> None:
@@ -258,9 +258,9 @@ def set_check(model: nn.Module, check: bool = True) -> None:
     """
     for module in model.modules():
         for holder in (module, *module._forward_pre_hooks.values()):
-            parallel = getattr(holder, "parallel", None)
+            parallel = getattr(holder, "_parallel", None)
             if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
-                setattr(holder, "parallel", replace(parallel, check=check))  # noqa: B010 - hooks have any type
+                setattr(holder, "_parallel", replace(parallel, check=check))  # noqa: B010 - hooks have any type
 
 
 def check_overlap(overlap: str) -> None:

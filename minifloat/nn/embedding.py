@@ -56,7 +56,7 @@ class VocabParallelEmbedding(nn.Embedding):
         ValueError: the vocabulary is too small for so many ranks; arguments that contradict each other.
     """
 
-    parallel: TensorParallel
+    _parallel: TensorParallel
     init_method: InitMethod | None
     first: int
     vocabulary: int
@@ -76,14 +76,14 @@ class VocabParallelEmbedding(nn.Embedding):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         self.__dict__.update(vocabulary=num_embeddings, embedding_dim=embedding_dim)  # which errors name
-        parallel = tensor_parallel(self.label, "row", sequence_parallel, tp_group, tp_size, tp_mesh)
+        parallel = tensor_parallel(self._label, "row", sequence_parallel, tp_group, tp_size, tp_mesh)
         rows = self._set_up(num_embeddings, parallel, init_method)  # first: nn.Embedding.__init__ fills the weight
         dtype = params_dtype if params_dtype is not None else dtype
         super().__init__(rows, embedding_dim, device=device, dtype=dtype)
         self._mark()
 
     @classmethod
-    def adopt(cls, module: nn.Embedding, parallel: TensorParallel) -> None:
+    def _adopt(cls, module: nn.Embedding, parallel: TensorParallel) -> None:
         """Makes ``module``, an embedding of all tokens whose table is this rank's rows already, one of these, in place.
 
         Args:
@@ -100,7 +100,7 @@ class VocabParallelEmbedding(nn.Embedding):
         """Everything that an ``nn.Embedding`` lacks, and how many rows it has."""
         shards, rank = vocabulary_shards(vocabulary, parallel.group.size), parallel.group.rank
         self.__dict__.update(
-            vocabulary=vocabulary, parallel=parallel, init_method=init_method, first=shards.first(rank)
+            vocabulary=vocabulary, _parallel=parallel, init_method=init_method, first=shards.first(rank)
         )  # nn.Module.__init__ may not have run yet
         return shards.rows[rank]
 
@@ -122,8 +122,8 @@ class VocabParallelEmbedding(nn.Embedding):
             ValueError: ``rows_per_rank`` does not add up to S, or is missing where S does not divide.
         """
         shape = (*tokens.shape, self.embedding_dim)
-        call = self.parallel.of_call(shape, rows_per_rank, self.label)
-        if self.parallel.group.size == 1:
+        call = self._parallel.of_call(shape, rows_per_rank, self._label)
+        if self._parallel.group.size == 1:
             return super().forward(tokens)
         row = tokens - self.first
         elsewhere = ((row < 0) | (row >= self.num_embeddings)) & (tokens >= 0) & (tokens < self.vocabulary)
@@ -138,18 +138,18 @@ class VocabParallelEmbedding(nn.Embedding):
         Raises:
             ValueError: the table is sharded over another number of ranks.
         """
-        group, old = Group.of(tp_group), self.parallel.group
+        group, old = Group.of(tp_group), self._parallel.group
         if group.size != old.size:
-            raise ValueError(f"{self.label}: its table is cut for {old.size} ranks, not for a group of {group.size}")
-        self.parallel = replace(self.parallel, group=group)
+            raise ValueError(f"{self._label}: its table is cut for {old.size} ranks, not for a group of {group.size}")
+        self._parallel = replace(self._parallel, group=group)
 
     @property
-    def label(self) -> str:
+    def _label(self) -> str:
         """What errors call the layer."""
         return f"VocabParallelEmbedding({self.vocabulary}, {self.embedding_dim})"
 
     def extra_repr(self) -> str:
-        group = self.parallel.group
+        group = self._parallel.group
         part = f", rows {self.first} to {self.first + self.num_embeddings - 1} on rank {group.rank} of {group.size}"
         return f"{self.vocabulary}, {self.embedding_dim}" + part * (group.size > 1)
 
@@ -169,7 +169,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self._mark()
 
     def _mark(self) -> None:
-        group = self.parallel.group
+        group = self._parallel.group
         if group.size > 1:
             mark(self.weight, Partition(0, (self.vocabulary,), group.size, group.rank))
 

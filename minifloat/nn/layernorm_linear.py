@@ -130,7 +130,7 @@ class LayerNormLinear(nn.Module):
             return_residual: forward also gives S, of the shape of X (X itself where no residual is given). Whatever
                 gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
         """
-        recipe = None if runs_alone(self.norm, self.linear) else self.linear.recipe_in_force()
+        recipe = None if runs_alone(self.norm, self.linear) else self.linear._recipe_in_force()
         bias: Tensor | None
         if recipe is None:
             stream = add_residual(x, residual, self.linear)
@@ -142,7 +142,7 @@ class LayerNormLinear(nn.Module):
             y, n, stream = self._fused(
                 x, residual, recipe, is_first_microbatch, fp8_output, rows_per_rank, return_residual
             )  # fmt: skip
-            bias = self.linear.bias_vector() if self.return_bias else None
+            bias = self.linear._bias_vector() if self.return_bias else None
         asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
         outputs = (y, *[output for wanted, output in asked if wanted])
         return outputs if len(outputs) > 1 else y
@@ -158,11 +158,11 @@ class LayerNormLinear(nn.Module):
         return_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Y, the norm's result if it is returned, and S."""
-        parallel = self.linear.parallel.of_call(x.shape, rows_per_rank, self.linear.label, x.dtype)
-        self.linear.check_input(x)
-        dtype = self.linear.compute_dtype(x)
+        parallel = self.linear._parallel.of_call(x.shape, rows_per_rank, self.linear._label, x.dtype)
+        self.linear._check_input(x)
+        dtype = self.linear._compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
-        started = self.linear.start(
+        started = self.linear._start(
             recipe, dtype, needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
             parallel=parallel, recompute_x=self.recompute_norm,
         )  # fmt: skip

@@ -163,7 +163,7 @@ class LayerNormMLP(nn.Module):
         return_residual: bool,
     ) -> tuple[Tensor | None, ...]:
         alone = runs_alone(self.norm, self.fc1, self.fc2)
-        first, second = (None if alone else linear.recipe_in_force() for linear in (self.fc1, self.fc2))
+        first, second = (None if alone else linear._recipe_in_force() for linear in (self.fc1, self.fc2))
         bias: Tensor | None
         if first is None or second is None:
             stream = add_residual(x, residual, self.fc1)
@@ -174,7 +174,7 @@ class LayerNormMLP(nn.Module):
         else:
             x, residual = to_add(x, residual, self.fc1)
             y, n, stream = self._fused(x, residual, (first, second), is_first_microbatch, rows, return_residual)
-            bias = self.fc2.returned_bias(self.fc2.parallel) if self.return_bias else None
+            bias = self.fc2._returned_bias(self.fc2._parallel) if self.return_bias else None
         asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
         return (y, *[output for wanted, output in asked if wanted])
 
@@ -188,17 +188,17 @@ class LayerNormMLP(nn.Module):
         return_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Y, the norm's result if it is returned, and what the norm was of."""
-        column = self.fc1.parallel.of_call(x.shape, rows, self.fc1.label, x.dtype)
-        self.fc1.check_input(x)
-        row = self.fc2.parallel.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2.label)
-        dtype = self.fc1.compute_dtype(x)
+        column = self.fc1._parallel.of_call(x.shape, rows, self.fc1._label, x.dtype)
+        self.fc1._check_input(x)
+        row = self.fc2._parallel.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2._label)
+        dtype = self.fc1._compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
         needs_x = needs_gradient(x, residual, gamma, beta)
-        first = self.fc1.start(
+        first = self.fc1._start(
             recipes[0], dtype, needs_x, is_first_microbatch, parallel=column, recompute_x=self.recompute_norm
         )
         needs_hidden = needs_x or needs_gradient(first.weight, first.bias)
-        second = self.fc2.start(
+        second = self.fc2._start(
             recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row, recompute_x=self.recompute_activation
         )
         norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))

@@ -99,7 +99,7 @@ class Linear(LinearCalls):
         tp_mesh: DeviceMesh | None = None,
         fused_parts: Sequence[int] | None = None,
     ) -> None:
-        self.set_up(recipe, name or "")
+        self._init_state(recipe, name or "")
         self.in_features, self.out_features = in_features, out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -107,7 +107,7 @@ class Linear(LinearCalls):
         self.return_bias = return_bias
         self.init_method = init_method
         self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel
-        self.parallel = tensor_parallel(self.label, parallel_mode, sequence_parallel, tp_group, tp_size, tp_mesh)
+        self._parallel = tensor_parallel(self._label, parallel_mode, sequence_parallel, tp_group, tp_size, tp_mesh)
         self._share_out(parameters_split, fused_parts)
         dtype = params_dtype if params_dtype is not None else dtype
         super().__init__(self.in_features, self.out_features, bias, device=device, dtype=dtype)
@@ -116,7 +116,7 @@ class Linear(LinearCalls):
         self._quantize_weights()
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
-            self.plan(self.recipe)
+            self._plan(self.recipe)
 
     def forward(
         self,
@@ -140,9 +140,9 @@ class Linear(LinearCalls):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
-        parallel = self.parallel.of_call(x.shape, rows_per_rank, self.label, x.dtype)
-        self.check_input(x)
-        recipe, run = self.recipe_in_force(), None
+        parallel = self._parallel.of_call(x.shape, rows_per_rank, self._label, x.dtype)
+        self._check_input(x)
+        recipe, run = self._recipe_in_force(), None
         if recipe is None:
             run = self._calibrate(x)
             if parallel.mode is not None:
@@ -150,8 +150,8 @@ class Linear(LinearCalls):
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
                 return self._high_precision(x)
             recipe = _UNQUANTIZED  # PyTorch's own linear cannot do what is asked
-        dtype = self.compute_dtype(x)
-        started = self.start(recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, run, parallel)
+        dtype = self._compute_dtype(x)
+        started = self._start(recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, run, parallel)
         plan, call, ready, weight, bias = started
         source, x = x, x.to(dtype)
         quantizer = call.input_quantizer(plan, x)
@@ -163,7 +163,7 @@ class Linear(LinearCalls):
         if not call.keeps_input(plan, x):  # else X lives as long as the graph, and its operands would with it
             shared_cast.keep(source, dtype, quantizer, ready.x, self, ranks)
         started.finish()
-        return (y, self.returned_bias(parallel)) if self.return_bias else y
+        return (y, self._returned_bias(parallel)) if self.return_bias else y
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """Communicates with other ranks from the next forward on, as many as before; parameters stay as they are.
@@ -172,12 +172,12 @@ class Linear(LinearCalls):
             ValueError: the layer is not sharded, or over another number of ranks.
         """
         group = Group.of(tp_group)
-        if self.parallel.mode is None or group.size != self.parallel.group.size:
+        if self._parallel.mode is None or group.size != self._parallel.group.size:
             raise ValueError(
-                f"{self.label}: its parameters are for tp_size={self.parallel.group.size}, not for a group of "
+                f"{self._label}: its parameters are for tp_size={self._parallel.group.size}, not for a group of "
                 f"{group.size} ranks; make a new layer with tp_group"
             )
-        self.parallel = replace(self.parallel, group=group)
+        self._parallel = replace(self._parallel, group=group)
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.
@@ -186,9 +186,9 @@ class Linear(LinearCalls):
             ValueError: there is none, or the layer does not delay them.
         """
         if not self.delay_wgrad_compute:
-            raise ValueError(f"{self.label}: backward_dw needs delay_wgrad_compute=True")
+            raise ValueError(f"{self._label}: backward_dw needs delay_wgrad_compute=True")
         if not self._wgrad_tasks:
-            raise ValueError(f"{self.label}: no weight gradient is waiting; run backward before backward_dw")
+            raise ValueError(f"{self._label}: no weight gradient is waiting; run backward before backward_dw")
         self._wgrad_tasks.pop(0)()
         for hook in self._wgrad_hooks:
             hook()
@@ -198,12 +198,12 @@ class Linear(LinearCalls):
         self._wgrad_hooks.append(hook)
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"
         split = "" if self.parameters_split is None else f", parameters_split={self.parameters_split}"
-        if self.parallel.mode is not None:
-            split += f", parallel_mode={self.parallel.mode!r}, tp_size={self.parallel.group.size}"
-            split += ", sequence_parallel=True" * self.parallel.sequence_parallel
-        recipe, own = self.recipe_in_force(), self.recipe is not None
+        if self._parallel.mode is not None:
+            split += f", parallel_mode={self._parallel.mode!r}, tp_size={self._parallel.group.size}"
+            split += ", sequence_parallel=True" * self._parallel.sequence_parallel
+        recipe, own = self._recipe_in_force(), self.recipe is not None
         in_force = (
             "" if recipe is None and not own else f", recipe={'none' if recipe is None else type(recipe).__name__}"
         )

@@ -44,7 +44,7 @@ class Started(NamedTuple):
 class LinearCalls(LinearState):
     """How a call of a :class:`~minifloat.Linear` begins, whoever runs it: the layer itself or a fused module."""
 
-    def start(
+    def _start(
         self,
         recipe: Recipe,
         dtype: torch.dtype,
@@ -61,20 +61,20 @@ class LinearCalls(LinearState):
         ``run``: what the forward is to delayed scaling, where the caller has asked already; ``parallel``: the layer's,
         with the rows of this call; ``recompute_x``: :attr:`LinearCall.remakes_x`, where that may be.
         """
-        plan = self.plan(recipe)
+        plan = self._plan(recipe)
         run = self._run(plan) if run is None else run
-        weight, bias = self.weight_matrix(), None if self.return_bias else self.bias_vector()
+        weight, bias = self._weight_matrix(), None if self.return_bias else self._bias_vector()
         if weight.dtype not in DTYPES:
-            raise ValueError(f"{self.label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
+            raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
         call = self._call(
             plan, run, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad, parallel, recompute_x
         )
         if plan.delayed is not None and call.use is not None and parallel.sequence_parallel:
-            why = f"{self.label}: sequence_parallel=True gathers tensors"
+            why = f"{self._label}: sequence_parallel=True gathers tensors"
             check_scales_agree(why, parallel.group, plan.delayed, call.use.group)
-        return Started(plan, call, Ready(w=self.ready_weight(plan, call, weight, is_first_microbatch)), weight, bias)
+        return Started(plan, call, Ready(w=self._ready_weight(plan, call, weight, is_first_microbatch)), weight, bias)
 
-    def compute_dtype(self, x: Tensor) -> torch.dtype:
+    def _compute_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype of the activations: of X, or of ``torch.autocast`` where that is on.
 
         Raises:
@@ -82,21 +82,21 @@ class LinearCalls(LinearState):
         """
         if x.dtype not in DTYPES:
             raise ValueError(
-                f"{self.label}: cannot quantize {x.dtype} input and {self.weight_matrix().dtype} weight; "
+                f"{self._label}: cannot quantize {x.dtype} input and {self._weight_matrix().dtype} weight; "
                 "use bf16, fp16 or fp32, as x.float()"
             )
         return autocast_dtype(x)
 
-    def recipe_in_force(self) -> Recipe | None:
+    def _recipe_in_force(self) -> Recipe | None:
         """The layer's own recipe, else that of ``autocast``, else None."""
         if self.recipe is not None:
             return self.recipe if isinstance(self.recipe, Recipe) else None
         context = current()
         return context.recipe if context is not None and context.enabled else None
 
-    def returned_bias(self, parallel: TensorParallel) -> Tensor | None:
+    def _returned_bias(self, parallel: TensorParallel) -> Tensor | None:
         """The bias that the caller adds; to a rank's rows alone if Y is scattered, yet with the gradient of all."""
-        bias = self.bias_vector()
+        bias = self._bias_vector()
         return parallel.replicated(bias) if bias is not None and parallel.mode == "row" else bias
 
     def _call(
@@ -119,9 +119,9 @@ class LinearCalls(LinearState):
         needs_b = grad and bias is not None and bias.requires_grad
         main_grad = needs_w and self.fuse_wgrad_accumulation
         if main_grad or (needs_w and self.delay_wgrad_compute):
-            check_reduced(self.label, weight)
+            check_reduced(self._label, weight)
         if main_grad and getattr(weight, "main_grad", None) is None:
-            raise ValueError(f"{self.label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
+            raise ValueError(f"{self._label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
         if self.fuse_wgrad_accumulation and is_first_microbatch and torch._C._current_graph_task_id() == -1:
             # Not inside of backward: a checkpoint's recomputation is no other microbatch.
             weight.main_grad_is_old = True  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ class LinearCalls(LinearState):
     def _run(self, plan: LinearPlan | None) -> recompute.Pass:
         """What a forward is to the delayed scaling of ``plan``; to be asked once in each."""
         scale = None if plan is None or plan.delayed is None else self.forward_scaling.scale
-        return self._follow(self.recipe_in_force(), scale)
+        return self._follow(self._recipe_in_force(), scale)
 
     def _use(self, plan: LinearPlan, run: recompute.Pass, backward: bool) -> Use | None:
         """Where delayed scaling keeps its state; in a recomputation, what it was in the forward."""
@@ -155,46 +155,46 @@ class LinearCalls(LinearState):
     def _follow(self, recipe: Recipe | None, scale: Tensor | None) -> recompute.Pass:
         if torch.compiler.is_compiling():
             if scale is not None:
-                recompute.refuse_compiled(self.label)
+                recompute.refuse_compiled(self._label)
             grad = torch.is_grad_enabled()
             return recompute.Pass(None, grad, grad)
-        run = recompute.follow(recipe, scale, self._ran_under, self.label)
+        run = recompute.follow(recipe, scale, self._ran_under, self._label)
         self._ran_under = recipe
         return run
 
     def _high_precision(self, x: Tensor) -> Any:
         self._check_dtype(x)
-        weight, bias = self.weight_matrix(), self.bias_vector()
+        weight, bias = self._weight_matrix(), self._bias_vector()
         if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
-            weight.gatherer.fetch_for(_VALUES, self.label)
+            weight.gatherer.fetch_for(_VALUES, self._label)
         matmul.record("fprop", "identity", "identity", "torch")
         return (F.linear(x, weight), bias) if self.return_bias else F.linear(x, weight, bias)
 
     def _check_dtype(self, x: Tensor) -> None:
-        weight = getattr(self, self.weight_names[0])
+        weight = getattr(self, self._weight_names[0])
         if x.dtype != weight.dtype and not autocast_enabled(x):
             raise ValueError(
-                f"{self.label}: {x.dtype} input and {weight.dtype} weight, and no recipe that would compute with both; "
-                "convert one to the dtype of the other, or use torch.autocast or a recipe"
+                f"{self._label}: {x.dtype} input and {weight.dtype} weight, and no recipe that would compute with "
+                "both; convert one to the dtype of the other, or use torch.autocast or a recipe"
             )
 
     def _calibrate(self, x: Tensor) -> recompute.Pass:
         """Where ``autocast`` calibrates delayed scaling: records what is about to be computed in high precision."""
         context = current()
         calibrates = context is not None and context.calibrating and self.recipe is None
-        plan = self.plan(context.recipe) if calibrates and context is not None else None
+        plan = self._plan(context.recipe) if calibrates and context is not None else None
         run = self._run(plan)
         if plan is not None and plan.delayed is not None and run.scale is None:
             states = self.forward_scaling, self.backward_scaling
             use = Use(states, plan.delayed, True, False, context)
-            calibrate([x.detach(), self.weight_matrix().detach()], ["input", "weight"], use)
+            calibrate([x.detach(), self._weight_matrix().detach()], ["input", "weight"], use)
         return run
 
-    def check_input(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor) -> None:
         """Raises if X is not floating point, or does not end in ``in_features``."""
         if not x.is_floating_point():
-            raise TypeError(f"{self.label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
+            raise TypeError(f"{self._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
-                f"{self.label}: input of shape {tuple(x.shape)} must end in in_features={self.in_features}"
+                f"{self._label}: input of shape {tuple(x.shape)} must end in in_features={self.in_features}"
             )

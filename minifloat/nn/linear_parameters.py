@@ -25,45 +25,45 @@ class LinearParameters(nn.Linear):
     init_method: InitMethod | None
     parallel_mode: Mode | None
     sequence_parallel: bool
-    parallel: TensorParallel
-    partitions: dict[str, Partition]
+    _parallel: TensorParallel
+    _partitions: dict[str, Partition]
 
     @property
-    def label(self) -> str:
+    def _label(self) -> str:
         """What errors call the layer."""
         if self.name or torch.compiler.is_compiling():  # sizes of modules that FSDP2 manages are symbols to a compiler
             return f"Linear {self.name!r}"
         return f"Linear({self.in_features}, {self.out_features})"
 
-    def weight_matrix(self) -> Tensor:
+    def _weight_matrix(self) -> Tensor:
         """W [out_features, in_features], this rank's: the parameter, or all of ``parameters_split`` as one."""
         if self.parameters_split is None:
             return self.weight
-        parts, whole = [getattr(self, name) for name in self.weight_names], self.gathered_weight()
+        parts, whole = [getattr(self, name) for name in self._weight_names], self._gathered_weight()
         if whole is None:
             return torch.cat(parts)
         joined: Tensor = _Joined.apply(whole, *parts)  # type: ignore[no-untyped-call]
         return joined
 
-    def gathered_weight(self) -> QuantizedTensor | None:
+    def _gathered_weight(self) -> QuantizedTensor | None:
         """W where FSDP2 has gathered ``parameters_split`` as codes of the whole; its gradients are nobody's."""
-        first = getattr(self, self.weight_names[0])
+        first = getattr(self, self._weight_names[0])
         whole: QuantizedTensor | None = getattr(getattr(first, "gatherer", None), "whole", None)
         return whole
 
-    def bias_vector(self) -> Tensor | None:
+    def _bias_vector(self) -> Tensor | None:
         """b [out_features], likewise."""
         if self.parameters_split is None:
             return self.bias
-        return torch.cat([getattr(self, name) for name in self.bias_names]) if self.has_bias else None
+        return torch.cat([getattr(self, name) for name in self._bias_names]) if self._has_bias else None
 
     @property
-    def weight_names(self) -> tuple[str, ...]:
+    def _weight_names(self) -> tuple[str, ...]:
         """The names of the parameters that make up the weight."""
         return ("weight",) if self.parameters_split is None else tuple(f"{n}_weight" for n in self.parameters_split)
 
     @property
-    def bias_names(self) -> tuple[str, ...]:
+    def _bias_names(self) -> tuple[str, ...]:
         """The names of the parameters that make up the bias; empty if there is none."""
         if self.parameters_split is None:
             return () if self._parameters.get("bias") is None else ("bias",)
@@ -71,17 +71,17 @@ class LinearParameters(nn.Linear):
         return tuple(name for name in names if self._parameters.get(name) is not None)
 
     @property
-    def has_bias(self) -> bool:
-        return bool(self.bias_names)
+    def _has_bias(self) -> bool:
+        return bool(self._bias_names)
 
     # ---- the start ----
 
     def reset_parameters(self) -> None:
         """Initial values."""
-        fan_in = self.in_features * (self.parallel.group.size if self.parallel.mode == "row" else 1)
+        fan_in = self.in_features * (self._parallel.group.size if self._parallel.mode == "row" else 1)
         bound = 0.0 if self.init_method is not None or not fan_in else fan_in**-0.5
-        self._fill("weight", self.weight_names, lambda weight: parameters.initialize(weight, self.init_method))
-        self._fill("bias", self.bias_names, lambda bias: nn.init.uniform_(bias, -bound, bound))
+        self._fill("weight", self._weight_names, lambda weight: parameters.initialize(weight, self.init_method))
+        self._fill("bias", self._bias_names, lambda bias: nn.init.uniform_(bias, -bound, bound))
 
     def _fill(self, kind: str, names: Sequence[str], init: InitMethod) -> None:
         """Fills parameters that are ranges of the rows of one tensor: ``init`` is given that, as before the split.
@@ -89,7 +89,7 @@ class LinearParameters(nn.Linear):
         Of a sharded layer it is given the tensor of all ranks, each of which keeps its own, be it tensor-parallel or
         FSDP2's: the layer starts as the unsharded one does from the same seed.
         """
-        parts, partition = [getattr(self, name) for name in names], self.partitions.get(kind)
+        parts, partition = [getattr(self, name) for name in names], self._partitions.get(kind)
         plain = all(not isinstance(part, QuantizedTensor) and not parameters.is_sharded(part) for part in parts)
         if len(parts) == 1 and plain and partition is None:
             init(parts[0])
@@ -117,17 +117,17 @@ class LinearParameters(nn.Linear):
             parts = split
         if sum(parts.values()) != self.out_features or any(rows < 0 for rows in parts.values()):
             option = "parameters_split" if split is not None else "fused_parts"
-            raise ValueError(f"{self.label}: {option} {dict(parts)} must add up to out_features={self.out_features}")
-        self.partitions = partitions(self.label, self.parallel, self.in_features, parts)
-        if self.parallel.mode == "column":
-            self.out_features //= self.parallel.group.size
-        elif self.parallel.mode == "row":
-            self.in_features //= self.parallel.group.size
+            raise ValueError(f"{self._label}: {option} {dict(parts)} must add up to out_features={self.out_features}")
+        self._partitions = partitions(self._label, self._parallel, self.in_features, parts)
+        if self._parallel.mode == "column":
+            self.out_features //= self._parallel.group.size
+        elif self._parallel.mode == "row":
+            self.in_features //= self._parallel.group.size
 
     def _mark_parameters(self) -> None:
         """Notes on the parameters of a sharded layer how they are."""
-        for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)) if self.parallel.mode else ():
-            whole = self.partitions.get(kind)
+        for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)) if self._parallel.mode else ():
+            whole = self._partitions.get(kind)
             for name in names:
                 parameter = getattr(self, name)
                 one_of_parts = whole is not None and whole.dim == 0 and len(names) > 1
@@ -137,10 +137,10 @@ class LinearParameters(nn.Linear):
         """Replaces weight and bias by parameters for ranges of their rows, with the same values."""
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             raise ValueError(
-                f"{self.label}: parameters_split with fuse_wgrad_accumulation or delay_wgrad_compute is not supported: "
-                "they need the weight as one parameter"
+                f"{self._label}: parameters_split with fuse_wgrad_accumulation or delay_wgrad_compute is not "
+                "supported: they need the weight as one parameter"
             )
-        shares = self.parallel.group.size if self.parallel.mode == "column" else 1
+        shares = self._parallel.group.size if self._parallel.mode == "column" else 1
         sizes = self.parameters_split = {name: rows // shares for name, rows in sizes.items()}
         for kind in ("weight", "bias"):
             whole = self._parameters.pop(kind)

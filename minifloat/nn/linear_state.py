@@ -37,7 +37,7 @@ class LinearState(LinearParameters):
     save_original_input: bool
     return_bias: bool
     recipe: Recipe | Literal["none"] | None
-    keeps_weight: bool  # between microbatches; what is gathered for each is not worth it, nor known to have changed
+    _keeps_weight: bool  # between microbatches; what is gathered for each is not worth it, nor known to have changed
     _wgrad_tasks: list[Callable[[], None]]
     _wgrad_hooks: list[Callable[[], None]]
     _weight_cache: CachedWeight | None
@@ -47,7 +47,7 @@ class LinearState(LinearParameters):
     _weight_margin: int
     _preserves_initial: bool  # quantized weights keep the values that they start with
 
-    def set_up(self, recipe: Recipe | str | None, name: str) -> None:
+    def _init_state(self, recipe: Recipe | str | None, name: str) -> None:
         """Everything that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
         own = as_recipe(recipe) if recipe not in (None, "none") else recipe
         state: dict[str, Any] = {
@@ -61,9 +61,9 @@ class LinearState(LinearParameters):
             "parameters_split": None,
             "parallel_mode": None,
             "sequence_parallel": False,
-            "parallel": UNSHARDED,
-            "partitions": {},
-            "keeps_weight": True,
+            "_parallel": UNSHARDED,
+            "_partitions": {},
+            "_keeps_weight": True,
             "_wgrad_tasks": [],
             "_wgrad_hooks": [],
             "_weight_cache": None,
@@ -77,7 +77,7 @@ class LinearState(LinearParameters):
 
     # ---- plans ----
 
-    def plan(self, recipe: Recipe) -> LinearPlan:
+    def _plan(self, recipe: Recipe) -> LinearPlan:
         """What the layer does under ``recipe``: decided at its first use, and kept."""
         if self._latest_plan is None or self._latest_plan[0] is not recipe:
             make = self._custom_plan if isinstance(recipe, CustomRecipe) else self._new_plan
@@ -124,16 +124,16 @@ class LinearState(LinearParameters):
         init = parameters.parameter_init()
         if init is None or self.recipe == "none":
             return
-        plan = self.plan(init.recipe)
+        plan = self._plan(init.recipe)
         if not plan.weight.quantized:
             return
         self._weight_margin = 0 if plan.delayed is None else plan.delayed.margin
         self._preserves_initial = init.preserve_high_precision_init_val
-        for name in self.weight_names:
-            weight = self.quantized_weight(getattr(self, name), plan.weight, self._preserves_initial)
+        for name in self._weight_names:
+            weight = self._quantized_weight(getattr(self, name), plan.weight, self._preserves_initial)
             self.register_parameter(name, weight)
 
-    def quantized_weight(self, values: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
+    def _quantized_weight(self, values: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
         """``values`` as a weight of this layer that is kept quantized, under delayed scaling with their own scale."""
         fmt = parameters.given_format(quantizer)
         scale = None if fmt is None else self._weight_scale()
@@ -167,32 +167,32 @@ class LinearState(LinearParameters):
 
     def _quantized_rows(self) -> dict[str, QuantizedTensor]:
         """By name the weights that are kept quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
-        weights = {name: getattr(self, name) for name in self.weight_names}
+        weights = {name: getattr(self, name) for name in self._weight_names}
         rows = {name: getattr(weight, "_local_tensor", weight) for name, weight in weights.items()}
         return {name: own for name, own in rows.items() if isinstance(own, QuantizedTensor)}
 
     # ---- the weight of a call ----
 
-    def ready_weight(
+    def _ready_weight(
         self, plan: LinearPlan, call: LinearCall, weight: Tensor, is_first_microbatch: bool | None
     ) -> Quantized | None:
         """The operands of the weight that a call need not make: its own, or those kept for several microbatches."""
         quantizer = weight_quantizer(plan, call.needs_x)
         if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
-            weight = weight if (whole := self.gathered_weight()) is None else whole
+            weight = weight if (whole := self._gathered_weight()) is None else whole
         if isinstance(weight, QuantizedTensor):
-            check_synchronized(self.label)
+            check_synchronized(self._label)
             if weight.gatherer is not None and not torch.compiler.is_compiling():
-                weight.gatherer.fetch_for(quantizer, self.label)
+                weight.gatherer.fetch_for(quantizer, self._label)
             ready = reuse(weight, quantizer)
             if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan, call.needs_x):
                 ready = weight.operands
             if ready is not None:
                 self._follow_own_scale(weight, call.use, ready)
                 return ready
-        if is_first_microbatch is None or not self.keeps_weight:
+        if is_first_microbatch is None or not self._keeps_weight:
             return None
-        sources = tuple(getattr(self, name) for name in self.weight_names)
+        sources = tuple(getattr(self, name) for name in self._weight_names)
         cached = self._weight_cache
         if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
             return cached.operands
@@ -213,13 +213,13 @@ class LinearState(LinearParameters):
     def _make_histories(self, recipe: DelayedScaling) -> None:
         if torch.compiler.is_compiling() and "forward_scaling" not in self._modules:
             raise RuntimeError(
-                f"{self.label}: delayed scaling keeps buffers, which a compiled graph cannot add to a module; "
+                f"{self._label}: delayed scaling keeps buffers, which a compiled graph cannot add to a module; "
                 "call minifloat.prepare(model, recipe) before the first compiled step, or give the layer recipe="
             )
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             if name not in self._modules:
                 with torch.inference_mode(False):  # or training could not write to them later
-                    device = getattr(self, self.weight_names[0]).device
+                    device = getattr(self, self._weight_names[0]).device
                     self.add_module(name, AmaxHistory(len(slots), recipe.amax_history_len, device))
 
     # ---- copies, moves and checkpoints ----
@@ -255,7 +255,7 @@ class LinearState(LinearParameters):
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             saved = state_dict.get(f"{prefix}{name}.amax_history")
             if saved is not None and name not in self._modules:
-                device = getattr(self, self.weight_names[0]).device
+                device = getattr(self, self._weight_names[0]).device
                 self.add_module(name, AmaxHistory(len(slots), saved.shape[0], device))
         for name, rows in self._quantized_rows().items():
             saved = state_dict.get(prefix + name)

@@ -207,9 +207,9 @@ class MultiheadAttention(nn.Module):
             save_original_input=save_original_input,
             **linears,
         )
-        self.share_heads(parallel)
+        self._share_heads(parallel)
 
-    def share_heads(self, parallel: TensorParallel) -> None:
+    def _share_heads(self, parallel: TensorParallel) -> None:
         """Attends with this rank's part of the heads from now on: what the linears give, which are sharded already.
 
         Raises:
@@ -217,7 +217,7 @@ class MultiheadAttention(nn.Module):
         """
         size = parallel.group.size
         check_parallel(self.heads, self.groups, self.qkv_format, parallel)
-        self.parallel = parallel
+        self._parallel = parallel
         self.heads, self.groups = self.heads // size, self.groups // size
         self.core_attention.num_attention_heads = self.heads
         self.core_attention.num_gqa_groups = self.groups
@@ -227,7 +227,7 @@ class MultiheadAttention(nn.Module):
         for part in self.children():
             if isinstance(part, (Linear, LayerNormLinear)):
                 part.set_tensor_parallel_group(tp_group)
-        self.parallel = replace(self.parallel, group=Group.of(tp_group))
+        self._parallel = replace(self._parallel, group=Group.of(tp_group))
 
     def forward(
         self,
@@ -283,12 +283,12 @@ class MultiheadAttention(nn.Module):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            core_attention_bias=own_bias(core_attention_bias, self.heads, self.parallel),
+            core_attention_bias=own_bias(core_attention_bias, self.heads, self._parallel),
         )
         run = partial(run_checkpointed, attend) if checkpoint_core_attention else attend
-        if self.parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
-            run = partial(draw_apart, self.parallel.group, run)
-        attended = run(q, k, v, own_heads(attention_mask, self.heads, self.parallel), cu_seqlens_q, cu_seqlens_kv)
+        if self._parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
+            run = partial(draw_apart, self._parallel.group, run)
+        attended = run(q, k, v, own_heads(attention_mask, self.heads, self._parallel), cu_seqlens_q, cu_seqlens_kv)
         y, bias = call_alone(
             self.proj, attended, is_first_microbatch=is_first_microbatch, rows_per_rank=rows_per_rank
         )  # fmt: skip
@@ -318,15 +318,15 @@ class MultiheadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         rotated = ", rotary_pos_interleaved=True" if self.rotary_pos_interleaved else ""
-        shared = f", tp_size={self.parallel.group.size}" if self.parallel.mode is not None else ""
+        shared = f", tp_size={self._parallel.group.size}" if self._parallel.mode is not None else ""
         return f"attention_type={self.attention_type}" + rotated + shared
 
     def _place(self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Norm and rotation of queries or keys, in the order that was asked for."""
         if norm is not None and self.qk_norm_before_rope:
-            x = normalize_heads(norm, x, self.parallel)
+            x = normalize_heads(norm, x, self._parallel)
         if angles is not None:
             starts = cu_seqlens if self.qkv_format == "thd" else None
             interleaved = self.rotary_pos_interleaved
             x = apply_rotary_pos_emb(autocast_to(x), angles, self.qkv_format, None, interleaved, cu_seqlens=starts)
-        return x if norm is None or self.qk_norm_before_rope else normalize_heads(norm, x, self.parallel)
+        return x if norm is None or self.qk_norm_before_rope else normalize_heads(norm, x, self._parallel)

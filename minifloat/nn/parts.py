@@ -82,7 +82,7 @@ def call_alone(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tuple[
 
 def call_norm(norm: nn.Module, x: Tensor, linear: nn.Module) -> Any:
     """N for a linear. If that gathers the rows of all ranks, the norm's parameters get the gradients of all of them."""
-    parallel = linear.parallel if isinstance(linear, Linear) else UNSHARDED
+    parallel = linear._parallel if isinstance(linear, Linear) else UNSHARDED
     if not parallel.sequence_parallel:
         return norm(x)
     shared = {name: parallel.replicated(parameter) for name, parameter in norm.named_parameters()}
@@ -115,7 +115,7 @@ def add_residual(x: Tensor, residual: Tensor | None, module: nn.Module) -> Tenso
     if residual is None:
         return x
     if residual.shape != x.shape:
-        label = getattr(module, "label", type(module).__name__)
+        label = getattr(module, "_label", type(module).__name__)
         raise ValueError(
             f"{label}: residual has shape {tuple(residual.shape)} but the input {tuple(x.shape)}; they are added"
         )

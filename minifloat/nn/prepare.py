@@ -21,5 +21,5 @@ def prepare(model: nn.Module, recipe: Recipe | str) -> nn.Module:
     chosen = as_recipe(recipe)
     for module in model.modules():
         if isinstance(module, Linear) and module.recipe is None:
-            module.plan(chosen)
+            module._plan(chosen)
     return model

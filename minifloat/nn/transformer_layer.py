@@ -176,7 +176,7 @@ class TransformerLayer(nn.Module):
             **of_all,
         )
         self.dropout = nn.Dropout(hidden_dropout)
-        self.parallel = self.self_attention.parallel
+        self._parallel = self.self_attention._parallel
 
     def forward(
         self,
@@ -259,8 +259,8 @@ class TransformerLayer(nn.Module):
 
     def _drop(self, y: Tensor) -> Tensor:
         """Dropout; of rows that no other rank has, if that is how the residual stream is split."""
-        apart = self.parallel.sequence_parallel and self.training and self.dropout.p > 0
-        dropped: Tensor = draw_apart(self.parallel.group, self.dropout, y) if apart else self.dropout(y)
+        apart = self._parallel.sequence_parallel and self.training and self.dropout.p > 0
+        dropped: Tensor = draw_apart(self._parallel.group, self.dropout, y) if apart else self.dropout(y)
         return dropped
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
@@ -268,7 +268,7 @@ class TransformerLayer(nn.Module):
         for part in (self.self_attention, self.inter_attention, self.layernorm_mlp):
             if part is not None:
                 part.set_tensor_parallel_group(tp_group)
-        self.parallel = self.self_attention.parallel
+        self._parallel = self.self_attention._parallel
 
     def extra_repr(self) -> str:
         options = ["decoder" if self.inter_attention is not None else "encoder"]

@@ -81,7 +81,7 @@ def fully_shard(
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _MARKS if mark in noted})
             if isinstance(whole, QuantizedTensor):
                 _hook(_of_quantized(whole, initial[layer, name], layer, param, group))
-            elif isinstance(layer, Linear) and name in layer.weight_names and not shared:
+            elif isinstance(layer, Linear) and name in layer._weight_names and not shared:
                 by_layer.setdefault(layer, []).append(param)
         for layer, params in by_layer.items():
             _hook(_of_high_precision(layer, params, group))
@@ -119,13 +119,13 @@ def _set_recipes(module: nn.Module, recipe: Recipe | str | None) -> None:
         for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             if getattr(layer, option):
                 raise ValueError(
-                    f"{layer.label}: {option} leaves gradients where FSDP2 does not reduce them; do without it"
+                    f"{layer._label}: {option} leaves gradients where FSDP2 does not reduce them; do without it"
                 )
-        layer.keeps_weight = False
+        layer._keeps_weight = False
         if layer.recipe is None and chosen is not None:
             layer.recipe = chosen
         if isinstance(layer.recipe, Recipe):
-            layer.plan(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
+            layer._plan(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
 
 
 def _hook(weight: ShardedWeight | None) -> None:
@@ -138,16 +138,16 @@ def _of_high_precision(layer: Linear, params: Sequence[Any], group: Any) -> Shar
 
     ``params``: those of its parameters that ``group`` gathers.
     """
-    if not isinstance(layer.recipe, Recipe) or type(layer).weight_matrix is not Linear.weight_matrix:  # transposed
+    if not isinstance(layer.recipe, Recipe) or type(layer)._weight_matrix is not Linear._weight_matrix:  # transposed
         return None
-    weights = [getattr(layer, name) for name in layer.weight_names]
-    if [pytorch.layer_of(param)[1] for param in params] != list(layer.weight_names):
+    weights = [getattr(layer, name) for name in layer._weight_names]
+    if [pytorch.layer_of(param)[1] for param in params] != list(layer._weight_names):
         return None  # others are ignored, or shared
     if not all(pytorch.is_sharded_by_rows(param) for param in params):
         return None
     if any(weight.numel() == 0 or weight.dtype not in DTYPES or weight.dtype != weights[0].dtype for weight in weights):
         return None
-    plan = layer.plan(layer.recipe)
+    plan = layer._plan(layer.recipe)
     if plan.backward_override == "high_precision":
         return None
     if not (plan.weight.row_format.quantized and plan.weight.format(COLUMNWISE).quantized):
@@ -165,13 +165,13 @@ def _of_quantized(
     """What gathers a quantized parameter. This rank keeps its rows of the codes, cast with what the whole was."""
     if not isinstance(layer, Linear) or not pytorch.is_sharded_by_rows(param):
         raise ValueError(
-            f"{getattr(layer, 'label', type(layer).__name__)}: fully_shard takes quantized parameters of linears, "
+            f"{getattr(layer, '_label', type(layer).__name__)}: fully_shard takes quantized parameters of linears, "
             "sharded by rows; keep this one in high precision"
         )
     if param.offload_to_cpu and param.device.type != "cpu":
         raise ValueError(
-            f"{layer.label}: quantized parameters cannot be offloaded to the CPU; keep them in high precision, or give "
-            "no offload_policy"
+            f"{layer._label}: quantized parameters cannot be offloaded to the CPU; keep them in high precision, or "
+            "give no offload_policy"
         )
     shards, ranks = pytorch.shards_of(param)
     rows = rows_of(whole, shards, ranks)

@@ -279,7 +279,7 @@ def _layer_scale(weight: ShardedWeight) -> Tensor:
 def _bind_scale(weight: ShardedWeight, rows: QuantizedTensor, checked: set[tuple[DelayedScaling, Group]]) -> None:
     """Lets optimizers cast with the layer's scale, whose buffer a move or a checkpoint may have replaced."""
     if rows.scale is not None and "forward_scaling" in weight.layer._modules:
-        recipe = weight.layer.recipe_in_force()
+        recipe = weight.layer._recipe_in_force()
         if isinstance(recipe, DelayedScaling):
             _check_scales(weight, recipe, checked)
         rows.scale = _layer_scale(weight)
@@ -290,5 +290,5 @@ def _check_scales(weight: ShardedWeight, recipe: DelayedScaling, checked: set[tu
     if weight.group.size > 1 and (recipe, weight.group) not in checked:
         context = current()
         group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
-        check_scales_agree(f"{weight.layer.label}: the weight is sharded", weight.group, recipe, group)
+        check_scales_agree(f"{weight.layer._label}: the weight is sharded", weight.group, recipe, group)
         checked.add((recipe, weight.group))
