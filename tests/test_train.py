@@ -426,7 +426,7 @@ def test_a_folder_of_another_process_is_refused_until_that_one_dies(folder: Path
         child = int(other.stdout.readline())
         try:
             status, output = micro_command(folder, out)
-            assert status == 2 and f"another process trains in {out}; wait for its end" in output
+            assert status == 2 and f"another process trains in {out} (pid {other.pid}); wait for its end" in output
             assert [path.name for path in out.iterdir()] == [LOCK]
             other.kill()
             other.wait()

@@ -189,7 +189,8 @@ def interrupt_the_second_rank() -> None:
         left[0] -= 1
         if left[0] < 0 and os.environ["RANK"] == "1":
             left[0] = 99
-            signal.raise_signal(signal.SIGTERM)
+            for _ in range(2):  # its own, and torchrun's
+                signal.raise_signal(signal.SIGTERM)
         return step(*arguments)
 
     loop.train_step = interrupted

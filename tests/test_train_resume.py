@@ -21,7 +21,6 @@ from minifloat.cli.resume import resume_command
 from minifloat.recipe import NAMES
 from minifloat.train import loop
 from minifloat.train.checkpoint import latest, locate
-from minifloat.train.interrupt import signals_noted
 from minifloat.train.loop import Interrupted, Metrics, NonFiniteError, Run
 from minifloat.train.state import history_tensor, own_random_numbers, read_history
 from tests.micro_training import children, invoke, losses, micro_model, train_and_save, train_in_child, write_texts
@@ -214,14 +213,6 @@ def test_a_signal_saves_and_resume_goes_on(
     assert code == 0, output
     assert written(tmp_path / "parts") == written(tmp_path / "whole")
     assert f"{at} continued from: step 3" in (tmp_path / "parts" / "report.md").read_text()
-
-
-def test_the_second_signal_acts_as_always() -> None:
-    with pytest.raises(KeyboardInterrupt), signals_noted() as came:
-        assert came() == 0
-        signal.raise_signal(signal.SIGINT)
-        assert came() == signal.SIGINT
-        signal.raise_signal(signal.SIGINT)
 
 
 def test_resume_from_another_folder(command: list[object], tmp_path: Path) -> None:

@@ -16,20 +16,28 @@ import torch.distributed as dist
 from minifloat.train.ranks import ALONE, Ranks
 
 T = TypeVar("T")
-TIMEOUT = timedelta(hours=1)
-"""Longer than the first rank ever takes to write a checkpoint; of ranks that die torchrun ends the others."""
+MOST_MINUTES = 7 * 24 * 60
+PATIENCE = timedelta(hours=1)
+"""Until the first step is done, and after the last: ranks read, load, compile and report at speeds of their own."""
+
+TIMEOUT = 10.0
+"""Minutes between: PyTorch's own default for NCCL, and longer than a checkpoint takes to write."""
 
 
 @contextmanager
-def joined(tp: int, fsdp: bool, sequence_parallel: bool, device: torch.device) -> Iterator[tuple[Ranks, torch.device]]:
+def joined(
+    tp: int, fsdp: bool, sequence_parallel: bool, device: torch.device, timeout: float = TIMEOUT
+) -> Iterator[tuple[Ranks, torch.device]]:
     """The ranks of this command and the device of this one; inside, all but the first one's standard output is lost.
 
-    With several ranks the end of this context is that of the process.
+    A rank that hangs is noticed after `timeout` minutes, and of ranks that die torchrun ends the others. With several
+    ranks the end of this context is that of the process.
 
     Raises:
         ValueError: torchrun has not started `tp` processes, with `fsdp` a multiple of that; there are fewer GPUs than
-            ranks on this machine, or `device` is one of them.
+            ranks on this machine, or `device` is one of them; `timeout` is no number of minutes.
     """
+    patience = minutes(timeout)
     if check_started(tp, fsdp) == 1:
         yield ALONE, device
         return
@@ -43,13 +51,20 @@ def joined(tp: int, fsdp: bool, sequence_parallel: bool, device: torch.device) -
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    ranks = Ranks.of_world(device, tp, sequence_parallel)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    ranks = Ranks.of_world(device, tp, sequence_parallel, patience)
     with ExitStack() as stack:
         if not ranks.first:
             stack.enter_context(redirect_stdout(io.StringIO()))
         yield ranks, device
     leave()  # only in order: after an error the other ranks may wait in a collective, and torchrun ends them
+
+
+def minutes(timeout: float) -> timedelta:
+    """So many minutes; raises ValueError for what is no sensible number of them."""
+    if not 0 < timeout <= MOST_MINUTES:
+        raise ValueError(f"--timeout is {timeout:g} minutes; choose more than 0 and at most {MOST_MINUTES}, a week")
+    return timedelta(minutes=timeout)
 
 
 def check_started(tp: int, fsdp: bool) -> int:

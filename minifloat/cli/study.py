@@ -21,7 +21,7 @@ import torch
 import typer
 
 from minifloat.cli import choose_device, device_name, user_errors
-from minifloat.cli.out import claimed
+from minifloat.cli.out import claimed, output_optional
 from minifloat.recipe import NAMES, named
 from minifloat.train import data, study_report
 from minifloat.train import study as runs
@@ -85,7 +85,8 @@ def study(
     Exit code 1: a recipe is off by more than its limit and more than the controls are, a linear ran in other formats
     than its recipe's, or a run broke down. 3: runs are left.
     """
-    with ExitStack() as held:  # the folder, for the whole command
+    with ExitStack() as held:  # the streams and the folder, for the whole command
+        held.enter_context(output_optional())
         with user_errors():
             plan = make_plan(
                 paths or [], recipes, seeds, model, steps, batch_size, learning_rate, evaluations, device, workers,

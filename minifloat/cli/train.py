@@ -18,14 +18,14 @@ import typer
 from minifloat import Linear
 from minifloat.cli import choose_device, device_name, user_errors
 from minifloat.cli.observe import Observer, observers, tensorboard_class
-from minifloat.cli.out import claimed
-from minifloat.cli.ranks import from_first, joined, launcher
+from minifloat.cli.out import claimed, output_optional
+from minifloat.cli.ranks import PATIENCE, TIMEOUT, from_first, joined, launcher
 from minifloat.cli.resume import check_runs, checkpoint_folder, choose, resume_command
 from minifloat.distributed.tensor_parallel import Overlap, set_check, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
 from minifloat.train.checkpoint import TOKENIZER, Checkpoint, Checkpoints
-from minifloat.train.interrupt import signals_noted
+from minifloat.train.interrupt import orphaned, signals_noted
 from minifloat.train.loop import Interrupted, Run, TrainConfig
 from minifloat.train.loop import train as train_model
 from minifloat.train.model import MODELS, ModelConfig, Transformer
@@ -110,6 +110,7 @@ def train(
     check_ranks: Annotated[
         bool, typer.Option("--check-ranks", help="with --tp: compare sizes before each exchange; slow, for debugging")
     ] = False,
+    timeout: Annotated[float, typer.Option(help="minutes after which a rank that hangs ends a step")] = TIMEOUT,
     tp_overlap: Annotated[
         Overlap, typer.Option(help="with --tp: what hides communication; symmetric_memory: GEMMs that communicate")
     ] = "handles",
@@ -125,7 +126,8 @@ def train(
     recipe's and, where there is a second recipe to compare with, when the losses are too far apart. Ctrl-C saves a
     checkpoint after the step in progress; on a CPU a run that was stopped has the losses of one that was not.
     """
-    with ExitStack() as held:  # the folder, for the whole command
+    with ExitStack() as held:  # the streams and the folder, for the whole command
+        held.enter_context(output_optional())
         with user_errors():
             names = (recipe,) if against is None else (recipe, against)
             sizes = check_names(names, model)
@@ -138,10 +140,12 @@ def train(
             sizes = replace(sizes, vocabulary=corpus.vocabulary)
             if tensorboard:
                 tensorboard_class()  # now, not after the first step
-            ranks, chosen = held.enter_context(joined(tp, fsdp, sequence_parallel, choose_device(device)))
-            folder, starts = from_first(choose(names, out, resume, resume_from), ranks)
+            ranks, chosen = held.enter_context(joined(tp, fsdp, sequence_parallel, choose_device(device), timeout))
+            folder = from_first(choose(names, out, resume, resume_from)[0], ranks)
             if ranks.first:
                 held.enter_context(claimed(folder))
+            # Looked at only now: a process that has just let go of the folder may have saved once more.
+            starts = from_first(choose(names, folder, resume, resume_from)[1], ranks)
             check_runs(names, folder)
             job = Job(
                 names, sizes, config, corpus, chosen, folder, save_every, keep, starts, tensorboard, ranks, check_ranks,
@@ -151,6 +155,7 @@ def train(
             if from_first(told, ranks) != told:
                 raise ValueError("this rank has other text or options than the first; start all with the same ones")
         runs = run_or_stop(job)
+        ranks.set_timeout(PATIENCE)
         limit = default_gap(recipe) if max_gap is None else max_gap
         if not from_first(not ranks.first or conclude(job, runs, limit, max_gradient_gap), ranks):
             raise typer.Exit(1)
@@ -187,9 +192,10 @@ def default_gap(name: str) -> float:
 
 def run_or_stop(job: Job) -> list[Run]:
     """Trains; ends the command, and says how to go on, where a signal or a number that is not finite stops it."""
+    alone = orphaned()
     with signals_noted() as signal_that_came:
         try:
-            return execute(job, signal_that_came)
+            return execute(job, lambda: signal_that_came() or alone())
         except Interrupted as stopped:
             if job.ranks.first:
                 again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out)
@@ -198,6 +204,11 @@ def run_or_stop(job: Job) -> list[Run]:
         except FloatingPointError as error:
             if job.ranks.first:
                 typer.echo(f"FAILED: {error}", err=True)
+            raise typer.Exit(1) from error
+        except RuntimeError as error:
+            if job.ranks.alone or "timed out" not in str(error).lower():
+                raise
+            typer.echo(f"FAILED: another rank was silent for {job.ranks.timeout} (see --timeout): {error}", err=True)
             raise typer.Exit(1) from error
 
 

@@ -1,30 +1,59 @@
-"""Ctrl-C that waits for the step in progress."""
+"""Signals that wait for the step in progress, and the end of the process that started this one."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+import torch.distributed as dist
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""What programs send. Some send both at once, as systemd does with SendSIGHUP=yes; so they count as equal."""
+
+GRACE = 5.0
+"""Seconds in which a launcher repeats a signal: where all processes of a job get it, torchrun then sends it to its
+ranks once more, and `timeout` sends it to the process and to its group. Far shorter than the 30 s that torchrun and
+Slurm leave before they kill."""
+
+PRESSED_GRACE = 1.0
+"""The same for SIGINT of a process without torchrun: a user who presses Ctrl-C again means it, and soon."""
+
 
 @contextmanager
-def signals_noted() -> Iterator[Callable[[], int]]:
-    """Gives a function that returns the SIGINT or SIGTERM that has come, or 0. The second one acts as it always does.
+def signals_noted(clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[], int]]:
+    """Gives a function that returns the SIGINT, SIGTERM or SIGHUP that has come first, or 0.
+
+    The same signal within a grace time is a repetition and does nothing: a rank of torchrun gets its own and then
+    torchrun's. SIGTERM and SIGHUP count as the same. Any other signal, or a later one, acts as it always does, so that
+    a second Ctrl-C ends the process; only one that comes within `PRESSED_GRACE` does not, for programs repeat SIGINT
+    too. A SIGHUP that was ignored before (nohup) stays ignored.
 
     For the main thread, the only one in which Python sets handlers.
     """
-    came = 0
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    came, since = 0, 0.0
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    pressed = PRESSED_GRACE if not dist.is_torchelastic_launched() else GRACE
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
     def note(number: int, _: FrameType | None) -> None:
-        nonlocal came
-        came = number
-        restore()
+        nonlocal came, since
+        now = clock()
+        if not came:
+            came, since = number, now
+            return
+        equal = number == came or (number in ENDING and came in ENDING)
+        if not equal or now - since > (pressed if number == signal.SIGINT else GRACE):
+            restore()
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, note)
@@ -32,3 +61,14 @@ def signals_noted() -> Iterator[Callable[[], int]]:
         yield lambda: came
     finally:
         restore()
+
+
+def orphaned() -> Callable[[], bool]:
+    """Gives a function that is true once the process that started this one has ended, for a rank of torchrun.
+
+    Other processes may outlive their parent: a shell that has been closed is no reason to stop.
+    """
+    if not dist.is_torchelastic_launched():
+        return lambda: False
+    parent = os.getppid()
+    return lambda: os.getppid() != parent

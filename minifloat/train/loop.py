@@ -62,8 +62,11 @@ def train(
             state.load(checkpoints.start)
         for metrics in state.history:
             observe(metrics)
+        first = state.step + 1
         while state.step < config.steps:
             metrics = advance(name, state, config, held_out, context, checkpoints)
+            if metrics.step == first:  # which compiles and allocates: it alone takes long
+                ranks.set_timeout(ranks.timeout)
             observe(metrics)
             stopped = state.step < config.steps and ranks.any(bool(stop()), device)
             saved = None

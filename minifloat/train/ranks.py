@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -35,20 +36,24 @@ class Ranks:
     Args:
         tp: the ranks that share each linear.
         data_mesh: those that shard parameters and share the batch, one dim; None: this rank alone.
+        timeout: how long a step may wait for another rank, once the first one is done; None: as the groups were made.
     """
 
     tp: Group = THIS_PROCESS
     sequence_parallel: bool = True
     data_mesh: DeviceMesh | None = None
+    timeout: timedelta | None = None
 
     @staticmethod
-    def of_world(device: torch.device, tp: int, sequence_parallel: bool = True) -> Ranks:
+    def of_world(
+        device: torch.device, tp: int, sequence_parallel: bool = True, timeout: timedelta | None = None
+    ) -> Ranks:
         """All ranks there are, neighbours in a tensor-parallel group of ``tp``; a collective."""
         size = dist.get_world_size()
         if size == tp:
-            return Ranks(Group.of(dist.group.WORLD), sequence_parallel)
+            return Ranks(Group.of(dist.group.WORLD), sequence_parallel, timeout=timeout)
         mesh = init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("data", "tp"))
-        return Ranks(Group.of(mesh["tp"]), sequence_parallel, mesh["data"])
+        return Ranks(Group.of(mesh["tp"]), sequence_parallel, mesh["data"], timeout)
 
     @property
     def data(self) -> Group:
@@ -142,6 +147,14 @@ class Ranks:
         flags = torch.tensor(float(flag), device=device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
+
+    def set_timeout(self, timeout: timedelta | None) -> None:
+        """From now on no exchange waits longer than that for another rank: with gloo it raises, with NCCL it aborts."""
+        if self.alone or timeout is None:
+            return
+        names = {group.name for group in (Group.of(dist.group.WORLD), self.tp, self.data) if group.size > 1}
+        for name in names:
+            dist.distributed_c10d._set_pg_timeout(timeout, Group(name).process_group)
 
     def finish_gradients(self, model: nn.Module) -> None:
         """Makes gradients of the sum of tensor-parallel ranks' losses those of their mean, in one all-reduce.
