@@ -107,10 +107,16 @@ def run_model(model: nn.Sequential, x: Tensor, way: Way) -> Tensor:
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """As CUDA's backward, which no context of the caller reaches."""
+    """As CUDA's backward, which no context of the caller reaches.
+
+    ``set_num_threads`` holds for the thread that calls it alone: until then oneDNN and MKL multiply here with
+    OMP_NUM_THREADS threads, whose sums may differ from the caller's in the last bit.
+    """
     failures: list[BaseException] = []
+    threads = torch.get_num_threads()
 
     def guarded() -> None:
+        torch.set_num_threads(threads)
         try:
             work()
         except BaseException as error:
