@@ -492,6 +492,112 @@ def test_loading_high_precision(name: str, strict: bool) -> None:
     assert values(layer.weight).abs().max() > 0.9 * source.weight.abs().max()
 
 
+def _large(layer: Linear, factor: float = 1000.0) -> dict[str, Tensor]:
+    """The state of a layer whose weight is ``factor`` times as large."""
+    with torch.no_grad():
+        layer.load_state_dict({**layer.state_dict(), "weight": layer.weight.dequantize() * factor})
+    return layer.state_dict()
+
+
+@each_recipe
+@pytest.mark.parametrize("own", [False, True])
+def test_loading_quantized_values_of_another_recipe(name: str, own: bool) -> None:
+    """Delayed scaling casts them with the scale of these values, not with that of what was there."""
+    state = _large(quantized_linear(RECIPES[name], seed=7))
+    layer = quantized_linear(DELAYED, own=own)
+    step(layer, autocast(recipe=DELAYED))
+    layer.load_state_dict(state)
+    source = values(state["weight"])
+    expected = source if name == "delayed" else cast(source, DELAYED).dequantize()
+    assert torch.equal(values(layer.weight), expected)
+    assert values(layer.weight).abs().max() > 0.9 * source.abs().max() > 100
+    with torch.no_grad():
+        layer.weight.mul_(1.0)
+    assert values(layer.weight).abs().max() > 0.9 * source.abs().max()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_loading_codes_without_their_histories(stepped: bool) -> None:
+    """The scale of the next write is that of the loaded values, and activations start anew."""
+    state = _large(quantized_linear(DELAYED, seed=7))
+    state = {key: value for key, value in state.items() if "scaling" not in key}
+    layer = quantized_linear(DELAYED)
+    if stepped:
+        step(layer, autocast(recipe=DELAYED))
+    layer.load_state_dict(state)
+    assert layer.forward_scaling.scale.tolist()[::2] == [1.0, 1.0] and not layer.forward_scaling.amax_history.any()
+    assert torch.equal(layer.forward_scaling.scale[1:2], scale_of(values(state["weight"])))
+    with torch.no_grad():
+        layer.weight.mul_(1.0)
+    torch.testing.assert_close(values(layer.weight), values(state["weight"]))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_loading_parts_that_share_a_scale(quantized: bool) -> None:
+    """The largest of them counts, whichever comes last."""
+    split: dict[str, Any] = {"parameters_split": {"query": 16, "key": 8}}
+    source = quantized_linear(named("current"), **split) if quantized else plain_linear(**split)
+    with torch.no_grad():
+        source.query_weight.mul_(1000.0)
+    layer = quantized_linear(DELAYED, seed=3, **split)
+    layer.load_state_dict(source.state_dict())
+    for part in ("query_weight", "key_weight"):
+        wanted, query = (w.dequantize() if quantized else w for w in (getattr(source, part), source.query_weight))
+        largest = query.detach().abs().max()
+        expected = cast(wanted, DELAYED, scale_of(largest.reshape(1, 1))).dequantize()
+        assert torch.equal(values(getattr(layer, part)), expected), part
+
+
+def test_loading_a_part_of_the_model_keeps_the_histories() -> None:
+    """Those of a layer whose weight is not loaded."""
+    layer = quantized_linear(DELAYED)
+    step(layer, autocast(recipe=DELAYED))
+    before = [buffer.clone() for buffer in layer.buffers()]
+    layer.load_state_dict({"bias": torch.zeros(OUT)}, strict=False)
+    assert_same(before, list(layer.buffers()))
+
+
+# ---- on meta ----
+
+
+def _on_meta(kind: str) -> Linear:
+    if kind == "plain":
+        with torch.device("meta"):
+            return Linear(IN, OUT, recipe=DELAYED)
+    with torch.device("meta"), quantized_model_init(recipe=DELAYED):
+        return Linear(IN, OUT, recipe=DELAYED)
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantized"])
+@pytest.mark.parametrize("way", ["to_empty", "assign", "to_empty twice"])
+def test_a_plain_checkpoint_on_meta(way: str, kind: str) -> None:
+    """What a checkpoint lacks is reset, wherever its memory comes from."""
+    source = plain_linear(seed=3) if kind == "plain" else quantized_linear(DELAYED, seed=3)
+    state = {key: value for key, value in source.state_dict().items() if "scaling" not in key}
+    layer = _on_meta(kind)
+    if way != "assign":
+        layer.to_empty(device="cpu")
+        assert layer.forward_scaling.scale.tolist() == [1.0, 1.0, 1.0]
+    if way == "to_empty twice":
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(copy.deepcopy(state), assign=way == "assign")
+    twin = Linear(IN, OUT, recipe=DELAYED) if kind == "plain" else quantized_linear(DELAYED, own=True)
+    twin.load_state_dict(state)
+    for number in range(2):
+        assert_same(step(layer, nullcontext(), number), step(twin, nullcontext(), number))
+        assert_same(list(layer.buffers()), list(twin.buffers()))
+    assert layer.weight.isfinite().all() and all(buffer.isfinite().all() for buffer in layer.buffers())
+
+
+def test_buffers_on_meta_are_refused() -> None:
+    """Where a weight came in another way than by a checkpoint."""
+    layer = _on_meta("plain")
+    assert layer(torch.empty(3, IN, device="meta")).is_meta
+    layer.weight, layer.bias = nn.Parameter(torch.ones(OUT, IN)), nn.Parameter(torch.ones(OUT))
+    with pytest.raises(ValueError, match=r"buffers of delayed scaling are on meta.*to_empty"):
+        layer(torch.randn(3, IN))
+
+
 @pytest.mark.parametrize("other", ["current", "mxfp8"])
 def test_a_delayed_weight_under_another_recipe(other: str) -> None:
     """It is computed on as it is, and its scale and history stay."""

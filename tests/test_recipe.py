@@ -388,7 +388,9 @@ def test_a_callable_without_a_name_cannot_be_written_down(recipe: Recipe) -> Non
 )
 def test_a_dict_imports_nothing(values: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe of a stranger's checkpoint names a module whose import would run code."""
-    (tmp_path / "recipe_hostile.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nf = 1")
+    (tmp_path / "recipe_hostile.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nf = 1"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError):
         from_dict(values)

@@ -32,8 +32,21 @@ class AmaxHistory(nn.Module):
 
     def reset_parameters(self) -> None:
         """Forgets everything; also how the buffers get values after ``to_empty``."""
-        self.scale.fill_(1.0)
-        self.amax_history.zero_()
+        for name in ("scale", "amax_history"):
+            self._reset(name)
+
+    @torch.no_grad()
+    def _reset(self, name: str) -> None:
+        getattr(self, name).fill_(1.0 if name == "scale" else 0.0)
+
+    def reset_missing(self, state_dict: dict[str, Any], prefix: str, device: torch.device) -> None:
+        """Resets what a state dict lacks; what is on ``meta`` gets memory on ``device`` first."""
+        for name in ("scale", "amax_history"):
+            if prefix + name not in state_dict:
+                buffer = getattr(self, name)
+                if buffer.is_meta:
+                    setattr(self, name, torch.empty_like(buffer, device=device))
+                self._reset(name)
 
     @torch.no_grad()
     def drop_nonfinite(self) -> None:
@@ -59,6 +72,8 @@ class AmaxHistory(nn.Module):
             moved = self._buffers[name]
             if buffer is not None and moved is not None and moved.dtype != torch.float32:
                 self._buffers[name] = buffer.to(moved.device)
+            if buffer is not None and buffer.is_meta and moved is not None and not moved.is_meta:
+                self._reset(name)  # to_empty has given it memory that nothing was written to
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -143,7 +143,19 @@ class LinearCalls(LinearState):
     def _run(self, plan: LinearPlan | None) -> recompute.Pass:
         """What a forward is to the delayed scaling of ``plan``; to be asked once in each."""
         scale = None if plan is None or plan.delayed is None else self.forward_scaling.scale
+        if scale is not None and scale.is_meta:
+            self._check_on_meta()
         return self._follow(self._recipe_in_force(), scale)
+
+    def _check_on_meta(self) -> None:
+        """Raises if delayed scaling's buffers have no memory and the weight has."""
+        device = getattr(self, self._weight_names[0]).device
+        if device.type != "meta":
+            raise ValueError(
+                f"{self._label}: the buffers of delayed scaling are on meta and the weight is on {device}; call "
+                f"model.to_empty(device={str(device)!r}) before the weights are written, or load them with "
+                "load_state_dict, which resets what a checkpoint lacks"
+            )
 
     def _use(self, plan: LinearPlan, run: recompute.Pass, backward: bool) -> Use | None:
         """Where delayed scaling keeps its state; in a recomputation, what it was in the forward."""

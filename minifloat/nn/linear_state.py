@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -112,7 +112,7 @@ class LinearState(LinearParameters):
     def _write(self, parameter: Tensor, values: Tensor) -> None:
         rows, own = parameters.own_rows(parameter, values)
         if isinstance(rows, QuantizedTensor):
-            self._bind_scale(rows, values)
+            self._bind_scale(rows, [values])
             rows.quantize_(own)
             if self._preserves_initial and not own.is_meta:
                 rows.set_high_precision_init_val(own)
@@ -138,7 +138,7 @@ class LinearState(LinearParameters):
         fmt = parameters.given_format(quantizer)
         scale = None if fmt is None else self._weight_scale()
         if scale is not None and fmt is not None:
-            parameters.set_scale(scale, values, fmt, self._weight_margin)
+            parameters.set_scale(scale, [values], fmt, self._weight_margin)
         return parameters.quantized_parameter(values, quantizer, scale, preserve)
 
     def _weight_scale(self) -> Tensor:
@@ -146,7 +146,7 @@ class LinearState(LinearParameters):
         return self.forward_scaling.scale[slot : slot + 1]
 
     def _bind_scale(
-        self, weight: QuantizedTensor, values: Tensor | None = None, amax_group: dist.ProcessGroup | None = None
+        self, weight: QuantizedTensor, values: Sequence[Tensor] = (), amax_group: dist.ProcessGroup | None = None
     ) -> None:
         """Under delayed scaling: lets the weight be cast with the layer's scale from now on, first that of ``values``.
 
@@ -157,13 +157,13 @@ class LinearState(LinearParameters):
         if fmt is None or "forward_scaling" not in self._modules:
             return
         weight.scale = self._weight_scale()
-        if values is not None:
+        if values:
             parameters.set_scale(weight.scale, values, fmt, self._weight_margin, amax_group)
 
-    def _bind_scales(self) -> None:
+    def _bind_scales(self, values: Sequence[Tensor] = (), amax_group: dist.ProcessGroup | None = None) -> None:
         """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
         for rows in self._quantized_rows().values():
-            self._bind_scale(rows)
+            self._bind_scale(rows, values, amax_group)
 
     def _quantized_rows(self) -> dict[str, QuantizedTensor]:
         """By name the weights that are kept quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
@@ -251,21 +251,53 @@ class LinearState(LinearParameters):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        # A layer that gets its recipe from autocast has no histories before its first step: the checkpoint brings them.
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        self._load_histories(state_dict, prefix, assign)
+        self._load_scale(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        if not assign:  # there the histories are replaced after the weight
+            self._bind_scales()
+        self._mark_parameters()  # which may be others now
+
+    def _load_histories(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
+        """Makes the histories that a state dict brings; those that it lacks beside a weight start anew.
+
+        A layer that gets its recipe from autocast has none before its first step. What is there belongs to another
+        weight, or is memory that nothing was written to.
+        """
+        weight = next((state_dict[prefix + name] for name in self._weight_names if prefix + name in state_dict), None)
+        device = getattr(self, self._weight_names[0]).device
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             saved = state_dict.get(f"{prefix}{name}.amax_history")
             if saved is not None and name not in self._modules:
-                device = getattr(self, self._weight_names[0]).device
                 self.add_module(name, AmaxHistory(len(slots), saved.shape[0], device))
-        for name, rows in self._quantized_rows().items():
+            elif weight is not None and name in self._modules:
+                getattr(self, name).reset_missing(state_dict, f"{prefix}{name}.", weight.device if assign else device)
+
+    def _load_scale(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Sets delayed scaling's scale to that of the weight which a state dict brings, where it brings none itself.
+
+        Codes that are copied as they are need it too: the next write to the weight casts with it.
+        """
+        rows = {
+            n: own for n, own in self._quantized_rows().items() if parameters.given_format(own.quantizer) is not None
+        }
+        if not rows or "forward_scaling" not in self._modules:
+            return
+        loaded: dict[str, Tensor] = {}
+        amax_group, has_scale = None, f"{prefix}forward_scaling.scale" in state_dict
+        for name, own in rows.items():
             saved = state_dict.get(prefix + name)
             values = getattr(saved, "_local_tensor", saved)
-            if values is not None and not isinstance(values, QuantizedTensor):
-                self._bind_scale(rows, values.to(rows.device), None if values is saved else rows.amax_group)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-        if not local_metadata.get("assign_to_params_buffers"):  # there the histories are replaced after the weight
-            self._bind_scales()
-        self._mark_parameters()  # which may be others now
+            if values is None or (has_scale and isinstance(values, QuantizedTensor) and own._same_form(values)):
+                continue
+            loaded[name] = values.dequantize() if isinstance(values, QuantizedTensor) else values
+            amax_group = None if values is saved else own.amax_group
+        if loaded:  # parameters_split share one scale
+            device = self.forward_scaling.scale.device  # of the weight to come, where that is assigned
+            present = [loaded.get(name, own) for name, own in rows.items() if name in loaded or not own.is_meta]
+            all_values = [each.to(device) for each in present]
+            self._bind_scales(all_values, amax_group)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -155,14 +155,16 @@ def given_format(quantizer: Quantizer) -> Format | None:
 
 @torch.no_grad()
 def set_scale(
-    scale: Tensor, values: Tensor, fmt: Format, margin: int, amax_group: dist.ProcessGroup | None = None
+    scale: Tensor, values: Sequence[Tensor], fmt: Format, margin: int, amax_group: dist.ProcessGroup | None = None
 ) -> None:
     """Makes a delayed scale, fp32 [1], that of ``values``: ``max * 2^-margin / amax``; kept where that is undefined.
 
-    ``amax_group``: the ranks that have the rest of the values; a collective then.
+    ``values``: tensors that share the scale, quantized or not; ``amax_group``: the ranks that have the rest of them, a
+    collective then.
     """
-    amax = find_amaxes([values], [Quantizer(Format(fmt.element))])[0][0]
-    assert amax is not None
+    plain = [each.dequantize() if isinstance(each, QuantizedTensor) else each for each in values]
+    amaxes = [levels[0] for levels in find_amaxes(plain, [Quantizer(Format(fmt.element))] * len(plain))]
+    amax = torch.cat([level for level in amaxes if level is not None]).amax(0, keepdim=True)
     if amax_group is not None:
         (amax,) = max_of_all([amax], Group.of(amax_group))
     largest = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0**-margin)

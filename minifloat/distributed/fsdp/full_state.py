@@ -121,7 +121,7 @@ def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> DTen
         values = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
         layer = model.get_submodule(key.rpartition(".")[0])
         if isinstance(layer, Linear):
-            layer._bind_scale(rows, values.to(rows.device))  # a delayed one: that of these values, unsharded, too
+            layer._bind_scale(rows, [values.to(rows.device)])  # a delayed one: that of these values, unsharded, too
         own = values[shards.first(group.rank) : shards.end(group.rank)].to(rows.device)
     return DTensor.from_local(
         own, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
