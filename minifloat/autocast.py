@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat import delayed
+from minifloat.arguments import checked
 from minifloat.delayed import History
 from minifloat.distributed.group import Group
-from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, as_recipe
+from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, RecipeLike, as_recipe
 
 
 class _Stack(threading.local):
@@ -44,11 +45,12 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         ValueError: there is no recipe of this name.
     """
 
+    @checked
     def __init__(
         self,
         enabled: bool = True,
         calibrating: bool = False,
-        recipe: Recipe | str | None = None,
+        recipe: RecipeLike | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.enabled = enabled
@@ -66,6 +68,8 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _stack.contexts[-1:] != [self]:
+            raise RuntimeError("autocast: contexts are left in the reverse order of entering; use with statements")
         _stack.contexts.pop()
         region, self.region = self.region, Region()  # which would keep the modules alive as long as the context
         if not _stack.contexts and kind is None:

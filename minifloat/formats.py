@@ -8,10 +8,12 @@ format is one more instance here, never a new class. The formulas are in ``docs/
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
+
+from minifloat.arguments import Count, NonNegativeFloat, PositiveFloat, checked
 
 ROWWISE = -1
 """Scaled along the last dim, which forward and dgrad contract on the left."""
@@ -42,6 +44,7 @@ Transform = Literal["none", "hadamard16"]
 Rounding = Literal["nearest", "stochastic", "four_over_six_mae", "four_over_six_mse"]
 
 
+@checked
 @dataclass(frozen=True)
 class Format:
     """One number format.
@@ -61,13 +64,13 @@ class Format:
     """
 
     element: str = "e4m3"
-    block: int = 0
+    block: Count = 0
     tile: bool = False
     scale_rule: ScaleRule = "fp32"
     transform: Transform = "none"
     rounding: Rounding = "nearest"
-    amax_epsilon: float = 0.0
-    block_scale_max: float = 448.0
+    amax_epsilon: NonNegativeFloat = 0.0
+    block_scale_max: PositiveFloat = 448.0
     amax_per_row: bool = False
     # Spelled once: where shapes are dynamic, a compiler takes numbers for symbols, which cannot be spelled.
     spec: str = field(init=False, repr=False, compare=False)
@@ -84,8 +87,6 @@ class Format:
                 raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
         if self.block < 0 or self.block == 1 or self.block & (self.block - 1):
             raise ValueError(f"block is {self.block}; it must be 0 (per tensor) or a power of two from 2 on")
-        if self.amax_epsilon < 0:
-            raise ValueError(f"amax_epsilon is {self.amax_epsilon}; an amax is never negative, use 0 or more")
         if self.block == 0 and (self.tile or self.scale_rule in ("e8m0", "two_level")):
             raise ValueError(f"scale rule {self.scale_rule!r} (tile={self.tile}) needs a block length, got block=0")
         if (self.scale_rule == "two_level") != (self.element == "e2m1"):
@@ -163,11 +164,13 @@ def _spell(fmt: Format) -> str:
     return "/".join(parts + ["amax_per_row"] * fmt.amax_per_row)
 
 
+MOST_PARSED = 1024  # formats with a new number at each step must not fill the memory
+
 IDENTITY = Format(element="identity", scale_rule="none")
 """High precision: the codes are the values."""
 
 
-@cache
+@lru_cache(MOST_PARSED)
 def parse(spec: str) -> Format:
     """The format that :attr:`Format.spec` names.
 

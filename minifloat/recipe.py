@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from torch import Tensor
 
 from minifloat import formats
+from minifloat.arguments import Accepts, NonNegativeFloat, Size, checked
 from minifloat.formats import COLUMNWISE
 from minifloat.quantizer import Quantizer
 
 BackwardOverride = Literal["high_precision", "dequantized"] | None
 Selection = Literal["none", "weights", "activations", "all"]
+Margin = Annotated[int, Accepts("an int of -100 to 100", lambda value: -100 <= value <= 100)]
 GRADIENTS = ("grad_output", "grad_input")
+_TENSORS = ("input", "weight", "output", *GRADIENTS)
+TensorType = Annotated[str, Accepts(f"one of {', '.join(_TENSORS)}", lambda value: value in ("", *_TENSORS))]
 
 
 class Format(Enum):
@@ -42,6 +46,7 @@ class Format(Enum):
         return self.backward if role.tensor_type in GRADIENTS else self.forward
 
 
+@checked
 @dataclass(frozen=True)
 class MMParams:
     """How a GEMM accumulates: with a split accumulator, partial sums move to fp32 registers as they grow (Hopper)."""
@@ -49,17 +54,19 @@ class MMParams:
     use_split_accumulator: bool = True
 
 
+@checked
 @dataclass(frozen=True)
 class QParams:
     """Options of one tensor's cast, as Transformer Engine's users know them; read-only here."""
 
     power_2_scale: bool = False
-    amax_epsilon: float = 0.0
+    amax_epsilon: NonNegativeFloat = 0.0
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
 
 
+@checked
 @dataclass(frozen=True)
 class QuantizerRole:
     """What a tensor is to a GEMM.
@@ -71,7 +78,7 @@ class QuantizerRole:
     """
 
     module_type: str = ""
-    tensor_type: str = ""
+    tensor_type: TensorType = ""
     name: str = ""
 
 
@@ -112,13 +119,12 @@ class Recipe:
         return {"recipe": type(self).__name__} | {f.name: _plain(getattr(self, f.name), f.name) for f in fields(self)}  # type: ignore[arg-type]
 
     def _check(self, fp8_format: Format | None = None) -> None:
-        """What all FP8 recipes ask of their common fields."""
-        if self.backward_override not in (None, "high_precision", "dequantized"):
-            raise ValueError(
-                f"backward_override is {self.backward_override!r}; None, 'high_precision' or 'dequantized'"
-            )
-        if getattr(self, "amax_epsilon", 0.0) < 0:
-            raise ValueError(f"amax_epsilon is {self.amax_epsilon}; an amax is never negative, use 0 or more")  # type: ignore[attr-defined]
+        """What all recipes ask of their common fields together."""
+        for name in ("fp8_dpa", "fp8_mha"):
+            if getattr(self, name, False):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is True; attention runs in high precision, leave it False"
+                )
         if fp8_format in (Format.E5M2, Format.E2M1):
             raise ValueError(
                 f"{type(self).__name__}(fp8_format=Format.{fp8_format.name}): forward tensors need E4M3; "
@@ -158,6 +164,7 @@ AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 ScaleAlgorithm = Callable[[Tensor, Tensor, float, "DelayedScaling"], Tensor]
 
 
+@checked
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """FP8 with one scale a tensor, taken from the amaxes of earlier steps.
@@ -171,9 +178,9 @@ class DelayedScaling(Recipe):
         reduce_amax: reduce amaxes over the group given to ``autocast``, all ranks by default.
     """
 
-    margin: int = 0
+    margin: Margin = 0
     fp8_format: Format = Format.HYBRID
-    amax_history_len: int = 1024
+    amax_history_len: Size = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: ScaleAlgorithm | None = None
     reduce_amax: bool = True
@@ -183,12 +190,6 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._check(self.fp8_format)
-        if not isinstance(self.margin, int):
-            raise ValueError(f"margin is {self.margin!r}; the scale is divided by 2 ** margin, an integer")
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len is {self.amax_history_len}; a history needs at least one step")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(f"amax_compute_algo is {self.amax_compute_algo!r}; 'max', 'most_recent' or a callable")
         if self.backward_override is not None:
             raise ValueError("DelayedScaling has no backward_override; use Float8CurrentScaling for one")
 
@@ -199,6 +200,7 @@ class DelayedScaling(Recipe):
         return self.quantizer(role), self
 
 
+@checked
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
     """FP8 with one scale a tensor, from its own amax."""
@@ -211,7 +213,7 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
-    amax_epsilon: float = 0.0
+    amax_epsilon: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         self._check(self.fp8_format)
@@ -228,6 +230,7 @@ class Float8CurrentScaling(Recipe):
         return Quantizer(formats.Format(element, scale_rule=rule, amax_epsilon=self.amax_epsilon))
 
 
+@checked
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
     """FP8 with a scale for each 1 x 128 strip of activations and gradients and each 128 x 128 tile of weights.
@@ -237,16 +240,16 @@ class Float8BlockScaling(Recipe):
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
+    x_block_scaling_dim: Literal[1, 2] = 1
+    w_block_scaling_dim: Literal[1, 2] = 2
+    grad_block_scaling_dim: Literal[1, 2] = 1
     fp8_gemm_fprop: MMParams = MMParams(True)
     fp8_gemm_dgrad: MMParams = MMParams(True)
     fp8_gemm_wgrad: MMParams = MMParams(True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
-    amax_epsilon: float = 0.0
+    amax_epsilon: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         self._check(self.fp8_format)
@@ -255,17 +258,12 @@ class Float8BlockScaling(Recipe):
             "w_block_scaling_dim": self.w_block_scaling_dim,
             "grad_block_scaling_dim": self.grad_block_scaling_dim,
         }
-        for name, dim in dims.items():
-            if dim not in (1, 2):
-                raise ValueError(f"{name} is {dim}; 1 (strips of 128) or 2 (tiles of 128 x 128)")
         if list(dims.values()).count(2) > 1:
             raise ValueError(f"two of {dims} are 2: each pair of them meets in a GEMM, which takes one tiled operand")
         if not all(
             gemm.use_split_accumulator for gemm in (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
         ):
             raise ValueError("block scaling applies its scales in fp32: use_split_accumulator must be True")
-        if self.fp8_dpa or self.fp8_mha:
-            raise ValueError("block scaling has no FP8 attention; leave fp8_dpa and fp8_mha False")
 
     @property
     def fp8_quant_fwd_inp(self) -> QParams:
@@ -283,6 +281,7 @@ class Float8BlockScaling(Recipe):
         return Quantizer(formats.Format(element, 128, dim == 2, scale_rule=rule, amax_epsilon=self.amax_epsilon))
 
 
+@checked
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
     """FP8 with a power-of-two scale for each 32 elements: OCP Microscaling Formats v1.0, scales rounded up.
@@ -291,7 +290,7 @@ class MXFP8BlockScaling(Recipe):
         enable_2d_quantization: weights share a scale in 32 x 32 tiles.
     """
 
-    margin: int = 0
+    margin: Margin = 0
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
@@ -300,12 +299,15 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._check(self.fp8_format)
+        if self.margin:
+            raise ValueError(f"MXFP8BlockScaling: margin is {self.margin}; scales of blocks have no margin, leave it 0")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         tile = self.enable_2d_quantization and role.tensor_type == "weight"
         return Quantizer(formats.Format(self.fp8_format.element(role), 32, tile, scale_rule="e8m0"))
 
 
+@checked
 @dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
     """4-bit elements, E4M3 scales for each 16 of them, an fp32 amax over all: "Pretraining LLMs with NVFP4" (2025).
@@ -335,11 +337,6 @@ class NVFP4BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._check(self.fp8_format)
-        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
-            if getattr(self, name) not in ("none", "weights", "activations", "all"):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; 'none', 'weights', 'activations' or 'all'")
-        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; 'MAE' or 'MSE'")
         if self.fp4_format is not Format.E2M1 or self.fp8_format is not Format.E4M3:
             raise ValueError("NVFP4 is E2M1 elements under E4M3 scales; leave fp4_format and fp8_format as they are")
         if not self.disable_rht:
@@ -387,13 +384,14 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
+@checked
 @dataclass(frozen=True)
 class DelayedScalingRequest:
     """What a :class:`CustomRecipe` factory returns for a role that wants delayed scaling."""
 
     fp8_format: Format = Format.HYBRID
-    margin: int = 0
-    amax_history_len: int = 1024
+    margin: Margin = 0
+    amax_history_len: Size = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: ScaleAlgorithm | None = None
     reduce_amax: bool = True
@@ -402,6 +400,7 @@ class DelayedScalingRequest:
         return DelayedScaling(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
+@checked
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
     """A factory decides for each role: one layer or one operand gets another format, or none.
@@ -410,7 +409,7 @@ class CustomRecipe(Recipe):
         qfactory: called with a :class:`QuantizerRole`, once for each role of a module and recipe object; returns a
             ``Quantizer`` (``Quantizer.identity()`` for high precision, ``Quantizer.hybrid(...)`` for a format for each
             orientation) or a :class:`DelayedScalingRequest`. A module-level function, if the recipe is to be pickled.
-        quantization_alignment: rows that grouped layers pad a group to.
+        quantization_alignment: as Transformer Engine's; no layer pads groups of rows yet, so that it must be 128.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
@@ -421,13 +420,12 @@ class CustomRecipe(Recipe):
     quantization_alignment: int = 128
 
     def __post_init__(self) -> None:
-        if not callable(self.qfactory):
-            raise ValueError(
-                f"qfactory must be a callable that takes a QuantizerRole, got {type(self.qfactory).__name__}"
-            )
         self._check()
-        if self.quantization_alignment <= 0:
-            raise ValueError(f"quantization_alignment must be positive, got {self.quantization_alignment}")
+        if self.quantization_alignment != 128:
+            raise ValueError(
+                f"CustomRecipe: quantization_alignment is {self.quantization_alignment}; no layer pads groups of rows, "
+                "leave it at 128"
+            )
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return self.resolve(role)[0]
@@ -462,6 +460,8 @@ _NAMED: dict[str, Recipe] = {
     "nvfp4": NVFP4BlockScaling(),
 }
 NAMES = tuple(_NAMED)
+RecipeLike = Annotated[Recipe | str, Accepts(f"a minifloat recipe or one of the names {', '.join(NAMES)}")]
+"""What stands for a recipe where one is asked for."""
 
 
 def named(name: str) -> Recipe:
@@ -557,6 +557,7 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
 
 __all__ = [
     "NAMES", "CustomRecipe", "DelayedScaling", "DelayedScalingRequest", "Float8BlockScaling", "Float8CurrentScaling",
-    "Format", "MMParams", "MXFP8BlockScaling", "NVFP4BlockScaling", "QParams", "QuantizerRole", "Recipe", "as_recipe",
+    "Format", "MMParams", "MXFP8BlockScaling", "NVFP4BlockScaling", "QParams", "QuantizerRole", "Recipe",
+    "RecipeLike", "as_recipe",
     "from_dict", "named",
 ]  # fmt: skip

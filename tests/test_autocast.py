@@ -122,6 +122,35 @@ def test_default_recipe_of_a_gpu(capability: tuple[int, int], recipe: Recipe, mo
     assert get_default_recipe() == recipe
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"enabled": "no"}, TypeError),
+        ({"calibrating": 1}, TypeError),
+        ({"amax_reduction_group": "world"}, TypeError),
+    ],
+)
+def test_options_of_wrong_types(options: dict[str, Any], error: type[Exception]) -> None:
+    """Text where a bool belongs would be True."""
+    with pytest.raises(error, match=f"autocast: {next(iter(options))} is"):
+        autocast(**options)
+
+
+def test_contexts_that_are_left_in_another_order() -> None:
+    """The recipe of the wrong one would be in force afterwards."""
+    outer, inner = autocast(recipe="current"), autocast(recipe="mxfp8")
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="reverse order"):
+        outer.__exit__(None, None, None)
+    assert current() is inner
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="reverse order"):
+        outer.__exit__(None, None, None)
+    assert current() is None
+
+
 @pytest.mark.parametrize(("recipe", "error"), [("fp6", ValueError), (8, TypeError), (DelayedScaling, TypeError)])
 def test_what_is_no_recipe(recipe: Any, error: type[Exception]) -> None:
     """Raises when the context is made, and leaves nothing behind."""

@@ -240,7 +240,6 @@ fp8_format = st.sampled_from([HYBRID, E4M3])
 gemm = st.builds(MMParams, st.booleans())
 epsilon = st.floats(0, 1e30, allow_nan=False)
 selection = st.sampled_from(["none", "weights", "activations", "all"])
-attention = {"fp8_dpa": st.booleans(), "fp8_mha": st.booleans()}
 delayed_recipes = st.builds(
     DelayedScaling,
     margin=st.integers(-8, 8),
@@ -248,7 +247,6 @@ delayed_recipes = st.builds(
     amax_history_len=st.integers(1, 4096),
     amax_compute_algo=st.sampled_from(["max", "most_recent", twice_the_maximum]),
     reduce_amax=st.booleans(),
-    **attention,
 )
 current_recipes = st.builds(
     Float8CurrentScaling,
@@ -259,7 +257,6 @@ current_recipes = st.builds(
     fp8_gemm_wgrad=gemm,
     backward_override=override,
     amax_epsilon=epsilon,
-    **attention,
 )
 block_recipes = st.builds(
     lambda dims, **options: Float8BlockScaling(
@@ -273,11 +270,9 @@ block_recipes = st.builds(
 )
 mx_recipes = st.builds(
     MXFP8BlockScaling,
-    margin=st.integers(0, 4),
     fp8_format=fp8_format,
     backward_override=override,
     enable_2d_quantization=st.booleans(),
-    **attention,
 )
 
 
@@ -300,15 +295,12 @@ nvfp4_recipes = st.builds(
     nvfp4_4over6_e4m3_use_256=selection,
     nvfp4_4over6_err_mode=st.sampled_from(["MAE", "MSE"]),
     backward_override=override,
-    **attention,
 )
 custom_recipes = st.builds(
     CustomRecipe,
     st.just(by_tensor),
     fp8_format=st.sampled_from(list(ElementFormat)),
-    quantization_alignment=st.integers(1, 512),
     backward_override=override,
-    **attention,
 )
 any_recipe = st.one_of(delayed_recipes, current_recipes, block_recipes, mx_recipes, nvfp4_recipes, custom_recipes)
 
@@ -381,6 +373,9 @@ def test_a_callable_without_a_name_cannot_be_written_down(recipe: Recipe) -> Non
         {"recipe": "DelayedScaling", "amax_compute_algo": "recipe_hostile:f"},
         {"recipe": "DelayedScaling", "scaling_factor_compute_algo": "recipe_hostile:f"},
         {"recipe": "DelayedScaling", "margin": "recipe_hostile:f"},
+        {"recipe": "Float8CurrentScaling", "fp8_dpa": "recipe_hostile:f"},
+        {"recipe": "Float8CurrentScaling", "fp8_gemm_fprop": "recipe_hostile:f"},
+        {"recipe": "Float8CurrentScaling", "fp8_gemm_fprop": {"use_split_accumulator": "recipe_hostile:f"}},
         {"recipe": ["recipe_hostile:f"]},
         {0: 1, "recipe": "DelayedScaling"},
         ["recipe", "DelayedScaling"],
@@ -433,8 +428,6 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (BLOCK, {"fp8_gemm_fprop": FAST}, "use_split_accumulator must be True"),
     (BLOCK, {"fp8_gemm_dgrad": FAST}, "use_split_accumulator must be True"),
     (BLOCK, {"fp8_gemm_wgrad": FAST}, "use_split_accumulator must be True"),
-    (BLOCK, {"fp8_dpa": True}, "fp8_dpa"),
-    (BLOCK, {"fp8_mha": True}, "fp8_mha"),
     (NVFP4, {"row_scaled_activation": True}, "disable_rht=True"),
     (NVFP4, {"nvfp4_4over6": "activations"}, "disable_rht=True"),
     (NVFP4, {"nvfp4_4over6": "all"}, "disable_rht=True"),
@@ -443,8 +436,11 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (NVFP4, {"nvfp4_4over6_err_mode": "MAX"}, "nvfp4_4over6_err_mode is 'MAX'"),
     (NVFP4, {"fp4_format": E4M3}, "fp4_format"),
     (NVFP4, {"fp8_format": HYBRID}, "fp8_format"),
-    (CustomRecipe, {"qfactory": "not callable"}, "qfactory must be a callable"),
-    (CustomRecipe, {"qfactory": by_tensor, "quantization_alignment": 0}, "quantization_alignment must be positive"),
+    (CustomRecipe, {"qfactory": by_tensor, "quantization_alignment": 0}, "quantization_alignment is 0"),
+    (CustomRecipe, {"qfactory": by_tensor, "quantization_alignment": 32}, "quantization_alignment is 32"),
+    (MXFP8BlockScaling, {"margin": 1}, "margin is 1"),
+    (QuantizerRole, {"tensor_type": "weights"}, "tensor_type is 'weights'.*input, weight"),
+    (QuantizerRole, {"tensor_type": "Weight"}, "tensor_type is 'Weight'"),
     (recipes.named, {"name": "fp6"}, "'fp6'.*delayed, current, block, mxfp8, nvfp4"),
     (from_dict, {"values": {"recipe": "FP6"}}, "'FP6' is not a recipe"),
     (from_dict, {"values": {}}, "is not a recipe"),
@@ -460,18 +456,46 @@ def test_refusals(make: Callable[..., Any], arguments: dict[str, Any], message: 
         make(**arguments)
 
 
+@pytest.mark.parametrize("option", ["fp8_dpa", "fp8_mha"])
+@pytest.mark.parametrize("cls", [DELAYED, Float8CurrentScaling, BLOCK, MXFP8BlockScaling, NVFP4, CustomRecipe])
+def test_fp8_attention_is_refused(cls: Callable[..., Recipe], option: str) -> None:
+    """There is none, and a recipe that said otherwise would be trained with something else."""
+    needed = {"qfactory": by_tensor} if cls is CustomRecipe else {}
+    with pytest.raises(ValueError, match=f"{option} is True; attention runs in high precision"):
+        cls(**needed, **{option: True})
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (Float8CurrentScaling, {"fp8_format": Format("e5m2")}, "minifloat.recipe.Format .*HYBRID"),
+        (DELAYED, {"fp8_format": "HYBRID"}, "fp8_format is 'HYBRID'.*minifloat.recipe.Format"),
+        (DELAYED, {"amax_history_len": 2.5}, "amax_history_len is 2.5"),
+        (DELAYED, {"margin": True}, "margin is True; an int"),
+        (CustomRecipe, {"qfactory": "not callable"}, "qfactory is 'not callable'; a callable"),
+        (Float8CurrentScaling, {"fp8_gemm_fprop": True}, "fp8_gemm_fprop is True; a minifloat.recipe.MMParams"),
+        (MMParams, {"use_split_accumulator": "no"}, "use_split_accumulator is 'no'; True or False"),
+    ],
+)
+def test_wrong_types(cls: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    """They are found where they are given."""
+    with pytest.raises(TypeError, match=message):
+        cls(**options)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, Format])
+def test_an_amax_epsilon_is_finite_and_not_negative(cls: Callable[..., Any], value: float) -> None:
+    """A NaN compares as neither."""
+    with pytest.raises(ValueError, match=f"amax_epsilon is {value}"):
+        cls(amax_epsilon=value)
+
+
 @pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling])
 def test_unknown_backward_override(cls: Callable[..., Recipe]) -> None:
     """Any but None, "high_precision" and "dequantized" raises, as in Transformer Engine."""
     with pytest.raises(ValueError, match="backward_override"):
         cls(backward_override="high-precision")
-
-
-@pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling])
-def test_negative_amax_epsilon(cls: Callable[..., Recipe]) -> None:
-    """An amax is never negative."""
-    with pytest.raises(ValueError, match="amax_epsilon"):
-        cls(amax_epsilon=-1.0)
 
 
 @pytest.mark.parametrize(

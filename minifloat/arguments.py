@@ -1,0 +1,284 @@
+"""Arguments are checked against the annotations of what takes them, by type and range, in one way for all.
+
+    @checked
+    def scale(x: Tensor, by: PositiveFloat = 1.0, mode: Literal["up", "down"] = "up") -> Tensor: ...
+
+``scale(x, by=-1)`` raises "scale: by is -1; a number above 0 is needed". A range or a wording of one's own is an
+:class:`Accepts` within ``Annotated``. What depends on several arguments, or on a module, is checked by hand.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import functools
+import inspect
+import reprlib
+import sys
+import types
+from collections.abc import Callable, Mapping
+from enum import Enum
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MOST = 2**31 - 1
+
+
+def _always(value: Any) -> bool:
+    return True
+
+
+class Accepts(NamedTuple):
+    """In ``Annotated``: what a value of the right type must be, and how errors say it."""
+
+    words: str
+    holds: Callable[[Any], bool] = _always
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+Int = Annotated[int, Accepts("an int of 64 bits", lambda value: -(2**63) <= value < 2**63)]
+Size = Annotated[int, Accepts(f"an int of 1 to {_MOST}", lambda value: 1 <= value <= _MOST)]
+Count = Annotated[int, Accepts(f"an int of 0 to {_MOST}", lambda value: 0 <= value <= _MOST)]
+PositiveFloat = Annotated[float, Accepts("a number above 0", lambda value: value > 0)]
+NonNegativeFloat = Annotated[float, Accepts("a number of at least 0", lambda value: value >= 0)]
+Probability = Annotated[float, Accepts("a number of 0 to 1", lambda value: 0 <= value <= 1)]
+Fraction = Annotated[float, Accepts("a number of at least 0 and below 1", lambda value: 0 <= value < 1)]
+Device = Annotated[torch.device | str | int, Accepts('a device, as torch.device("cuda") or "cpu"', _is_device)]
+FloatDtype = Annotated[
+    torch.dtype,
+    Accepts(
+        "torch.float32, torch.bfloat16, torch.float16 or torch.float64",
+        lambda value: value in (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    ),
+]
+
+
+def checked(target: F) -> F:
+    """A function, method or dataclass whose arguments are checked at each call, against the annotations.
+
+    Annotations are read at the first call. Compiled code is not checked: a graph must not break for it.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: its type is right and its value is not.
+    """
+    if not isinstance(target, type):
+        return _checked(target, target)  # type: ignore[return-value]
+    kind: Any = target
+    kind.__init__ = _checked(kind.__init__, kind)
+    return target
+
+
+def _checked(function: Callable[..., Any], annotated: Any) -> Callable[..., Any]:
+    """``annotated``: the function, or the class whose fields are its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _check(function, annotated, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check(function: Callable[..., Any], annotated: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    known = _known.get(function)
+    if known is None:
+        known = _known[function] = _Signature(tuple(inspect.signature(function).parameters), _specs(annotated))
+    names, specs = known
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        spec = specs.get(name)
+        if spec is not None and not (spec.fits(value) and spec.holds(value)):
+            raise _refusal(_owner(function, args, kwargs), name, value, spec)
+
+
+def check_value(owner: str, name: str, value: Any, annotation: Any) -> None:
+    """The same of one value, such as one that is assigned to an attribute."""
+    spec = _spec(annotation)
+    if not (spec.fits(value) and spec.holds(value)):
+        raise _refusal(owner, name, value, spec)
+
+
+# ---- errors ----
+
+
+def _refusal(owner: str, name: str, value: Any, spec: _Spec) -> TypeError | ValueError:
+    kind = ValueError if spec.fits(value) else TypeError
+    return kind(f"{owner}: {name} is {shown(value)}; {spec.words} is needed")
+
+
+def _owner(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What was called, and the name that a layer is given."""
+    own = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
+    name = kwargs.get("name")
+    return f"{own} {name!r}" if isinstance(name, str) and name else own
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+
+
+def shown(value: Any) -> str:
+    """A value as errors show it: in one short line, which computes nothing."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)}"
+    if isinstance(value, nn.Module) or getattr(type(value), "__repr__", None) is object.__repr__:
+        return f"an object of class {type(value).__name__}"
+    return _short.repr(value).replace("\n", " ")
+
+
+# ---- what an annotation accepts ----
+
+
+class _Spec(NamedTuple):
+    words: str
+    fits: Callable[[Any], bool]
+    """The type."""
+    holds: Callable[[Any], bool] = _always
+    """The value, once its type fits."""
+
+
+class _Signature(NamedTuple):
+    names: tuple[str, ...]
+    specs: Mapping[str, _Spec]
+
+
+# Of what is decorated, so that it does not grow. Not in the closures, which Dynamo looks into.
+_known: dict[Callable[..., Any], _Signature] = {}
+
+
+def _specs(target: Any) -> dict[str, _Spec]:
+    target = inspect.unwrap(target)
+    hints = get_type_hints(target, include_extras=True)
+    hints.pop("return", None)
+    kinds = {} if isinstance(target, type) else inspect.signature(target).parameters
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: _spec(hint) for name, hint in hints.items() if name not in kinds or kinds[name].kind not in several}
+
+
+def _spec(annotation: Any) -> _Spec:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _annotated(_spec(args[0]), [mark for mark in args[1:] if isinstance(mark, Accepts)])
+    if origin is Literal:
+        types_of = tuple({type(value) for value in args})
+        words = _either([repr(value) for value in args])
+        return _Spec(words, lambda value: type(value) in types_of, lambda value: value in args)
+    if origin in (Union, types.UnionType):
+        return _union([_spec(each) for each in args])
+    if origin is type:
+        return _Spec(f"a subclass of {args[0].__name__}", lambda value: _is_subclass(value, args[0]))
+    if origin in _CONTAINERS and args:
+        return _container(origin, args)
+    return _of_class(type(None) if annotation is None else annotation if origin is None else origin)
+
+
+def _annotated(base: _Spec, marks: list[Accepts]) -> _Spec:
+    for mark in marks:
+        base = _Spec(mark.words, base.fits, functools.partial(_both, base.holds, mark.holds))
+    return base
+
+
+def _both(first: Callable[[Any], bool], second: Callable[[Any], bool], value: Any) -> bool:
+    return first(value) and second(value)
+
+
+def _union(members: list[_Spec]) -> _Spec:
+    return _Spec(
+        _either([member.words for member in members]),
+        lambda value: any(member.fits(value) for member in members),
+        lambda value: any(member.fits(value) and member.holds(value) for member in members),
+    )
+
+
+def _either(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def _of_class(kind: Any) -> _Spec:
+    if kind is type(None):
+        return _Spec("None", lambda value: value is None)
+    if kind is bool:
+        return _Spec("True or False", lambda value: isinstance(value, bool))
+    if kind is int:
+        return _Spec("an int", lambda value: isinstance(value, Integral) and not isinstance(value, bool))
+    if kind is float:
+        return _Spec("a finite number", lambda value: isinstance(value, Real) and not isinstance(value, bool), _finite)
+    if kind is _CALLABLE:
+        return _Spec("a callable", callable)
+    if not isinstance(kind, type) or kind is object or getattr(kind, "_is_protocol", False):
+        return _Spec("anything", _always)  # Any, a type variable, a protocol
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{_home(kind)}.{kind.__qualname__}"
+    article = "an" if name[0] in "aeio" else "a"
+    words = f"{article} {name}"
+    if issubclass(kind, Enum):
+        words = f"a member of {name} ({', '.join(member.name for member in kind)})"
+    return _Spec(words, lambda value: isinstance(value, kind))
+
+
+def _home(kind: type) -> str:
+    """Where users find a class: the shortest of the packages above it that has it."""
+    parts = kind.__module__.split(".")
+    for depth in range(1, len(parts)):
+        package = ".".join(parts[:depth])
+        if getattr(sys.modules.get(package), kind.__name__, None) is kind:
+            return package
+    return kind.__module__
+
+
+def _finite(value: Any) -> bool:
+    return bool(abs(value) <= sys.float_info.max)
+
+
+def _is_subclass(value: Any, kind: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, kind)
+
+
+_CALLABLE: Any = abc.Callable
+_CONTAINERS = (list, tuple, set, frozenset, dict, abc.Sequence, abc.Mapping, abc.Iterable, abc.Set)
+
+
+def _container(origin: Any, args: tuple[Any, ...]) -> _Spec:
+    """A collection, and what is in it; of an iterable that can be read only once nothing is known."""
+
+    kinds = (tuple, list) if origin is tuple else origin  # as files write tuples
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, kinds) and not isinstance(value, (str, bytes, Tensor))
+
+    if origin in (dict, abc.Mapping):
+        key, item = _spec(args[0]), _spec(args[1])
+        return _Spec(
+            f"a mapping of {key.words} to {item.words}",
+            lambda value: fits(value) and all(key.fits(k) and item.fits(v) for k, v in value.items()),
+            lambda value: all(key.holds(k) and item.holds(v) for k, v in value.items()),
+        )
+    if origin is tuple and Ellipsis not in args:
+        each = [_spec(arg) for arg in args]
+        return _Spec(
+            f"a tuple of {len(each)}: " + ", ".join(spec.words for spec in each),
+            lambda value: fits(value) and all(s.fits(v) for s, v in zip(each, value, strict=False)),
+            lambda value: len(value) == len(each) and all(s.holds(v) for s, v in zip(each, value, strict=True)),
+        )
+    item = _spec(args[0])
+    if origin is abc.Iterable:
+        return _Spec(f"an iterable of {item.words}", fits)
+    words = {list: "list", tuple: "tuple"}.get(origin, "set" if issubclass(origin, abc.Set) else "sequence")
+    return _Spec(
+        f"a {words}, each item {item.words},",
+        lambda value: fits(value) and all(item.fits(each) for each in value),
+        lambda value: all(item.holds(each) for each in value),
+    )
