@@ -1,0 +1,114 @@
+"""The code in the documents runs, and what it asserts is true."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import pytest
+import torch
+
+from minifloat import Format, Quantizer, formats
+from minifloat.kernels.quantize import reference
+from minifloat.recipe import NAMES
+from tests.conftest import Pools
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
+OPTIONAL = ("accelerate", "lightning", "peft", "torchao", "transformers")
+"""Libraries that a guide is about: its code is skipped where they are not installed."""
+
+
+class Block(NamedTuple):
+    """A fenced python block: ``options`` is what follows the word python, such as ``no_run`` or ``ranks=2``."""
+
+    code: str
+    options: str
+
+
+def python_blocks(document: str) -> list[Block]:
+    """Those of a document that run, each by itself."""
+    text = (ROOT / document).read_text()
+    found = re.findall(r"^```python ?(.*)\n((?:.*\n)*?)```", text, re.MULTILINE)
+    return [Block(code, options) for options, code in found if options != "no_run"]
+
+
+BLOCKS = {document: python_blocks(document) for document in DOCUMENTS}
+
+
+def parameters(on_ranks: bool) -> list[Any]:
+    """Blocks for this process, or for a pool of ranks; an id is the document and the block's number."""
+    return [
+        pytest.param(block, id=f"{document}-{i}")
+        for document, blocks in BLOCKS.items()
+        for i, block in enumerate(blocks)
+        if block.options.startswith("ranks=") == on_ranks
+    ]
+
+
+def run(code: str) -> None:
+    exec(compile(code, "document", "exec"), {"__name__": "document"})
+
+
+def run_on_rank(rank: int, world_size: int, code: str, folder: Path) -> None:
+    """As torchrun would run it, in an empty folder that the ranks share."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with contextlib.chdir(folder):
+        run(code)
+
+
+def test_documents_have_code() -> None:
+    """The blocks are found: examples of use, the worked format and rule, a worked vector."""
+    counts = [len(BLOCKS[name]) for name in ("README.md", "docs/architecture.md", "docs/numerics.md")]
+    assert counts == [2, 2, 1]
+
+
+@pytest.mark.parametrize("block", parameters(on_ranks=False))
+def test_code_in_documents(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block runs by itself; what it asserts holds."""
+    assert not block.options
+    for library in OPTIONAL:
+        if re.search(rf"^(import|from) {library}\b", block.code, re.MULTILINE):
+            pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    run(block.code)
+
+
+@pytest.mark.parametrize("block", parameters(on_ranks=True))
+def test_code_for_ranks_in_documents(block: Block, tmp_path: Path, worker_pool: Pools) -> None:
+    """The same of blocks that torchrun starts."""
+    worker_pool(int(block.options.removeprefix("ranks="))).run(run_on_rank, block.code, tmp_path)
+
+
+def test_a_new_scale_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/architecture.md: a function, a line in the registry, a name; casts, products and compilers follow."""
+    code = next(block.code for block in BLOCKS["docs/architecture.md"] if "_scale_headroom" in block.code)
+    defined: dict[str, Any] = {}
+    exec(compile(code, "document", "exec"), defined)
+    names = Literal[(*get_args(formats.ScaleRule), "headroom")]  # type: ignore[valid-type]
+    monkeypatch.setattr(formats, "ScaleRule", names)
+    monkeypatch.setitem(reference._SCALE_RULES, "headroom", defined["_scale_headroom"])
+    fmt = Format("e4m3", block=64, scale_rule="headroom")  # type: ignore[arg-type]
+    assert formats.parse(fmt.spec) == fmt
+    operand = Quantizer(fmt)(torch.tensor([[3.0, -1.5]])).rowwise
+    assert operand is not None and operand.codes.tolist() == [[0x76, 0xEE]]  # 224 and -112
+    torch.testing.assert_close(operand.dequantize(), torch.tensor([[3.0, -1.5]]))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_documents_are_tidy(document: str) -> None:
+    """ASCII, lines of at most 120 characters outside of tables, and links to files that exist."""
+    path = ROOT / document
+    text = path.read_text()
+    assert text.isascii()
+    assert [line for line in text.splitlines() if len(line) > 120 and line[0] != "|"] == []
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def test_readme_names_every_recipe() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in NAMES if f"`{name}`" not in text] == []
