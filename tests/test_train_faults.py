@@ -186,29 +186,36 @@ def wait_until(true: Callable[[], object], seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
-def group_is_gone(group: int) -> bool:
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def runs(process: int) -> bool:
+    """It has not ended, though its parent may not have asked how."""
     try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM to all", "SIGKILL to torchrun"])
 def test_what_ends_a_job_of_torchrun_saves_it(options: tuple[object, ...], tmp_path: Path, how: str) -> None:
-    out = tmp_path / "out"
+    out, ranks = tmp_path / "out", list[int]()
     job = torchrun(*options, "--tp", 2, "--steps", 100_000, "--out", out)
     try:
         wait_until(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") > 2)
+        ranks = children_of(job.pid)  # in sessions of their own
+        assert len(ranks) == 2
         if how == "SIGTERM to all":
-            os.killpg(job.pid, signal.SIGTERM)
+            for process in (*ranks, job.pid):
+                os.kill(process, signal.SIGTERM)
         else:
             job.kill()
-        job.wait()
-        wait_until(lambda: group_is_gone(job.pid))
+        wait_until(lambda: job.poll() is not None and not any(map(runs, ranks)))
     finally:
-        if not group_is_gone(job.pid):
-            os.killpg(job.pid, signal.SIGKILL)
+        for process in filter(runs, (*ranks, job.pid)):
+            os.kill(process, signal.SIGKILL)
+        job.wait()
     saved = latest(out / "checkpoints" / "bf16")
     assert saved is not None and saved.step > 2
