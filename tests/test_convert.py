@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -321,12 +322,30 @@ def test_print_shows_the_recipe() -> None:
     block = model.blocks[0]
     assert repr(block.down) == "Linear(in_features=64, out_features=32, bias=True, recipe=MXFP8BlockScaling)"
     assert repr(block.gate).endswith("recipe=Float8CurrentScaling)")
-    assert repr(block.up) == "Linear(in_features=32, out_features=64, bias=True)"
+    assert repr(block.up) == "Linear(in_features=32, out_features=64, bias=True, recipe=autocast)"
+    assert repr(Linear(2, 3, recipe="none")) == "Linear(in_features=2, out_features=3, bias=True, recipe=none)"
     with minifloat.autocast(recipe="delayed"):
         assert "recipe=DelayedScaling (autocast)" in repr(block.up)
         assert "recipe=MXFP8BlockScaling)" in repr(model)
     revert(model)
     assert repr(model) == repr(Model())
+
+
+def test_warns_where_nothing_was_converted() -> None:
+    """With the reasons why; not where nothing was asked for."""
+    model = Model()
+    expected = r"nothing was converted: 14 of 16 linears: a side below 256.*; 2 of 16 linears: rule '\*\.up'; filter_fn"
+    with pytest.warns(UserWarning, match=expected):
+        report = convert(model, "mxfp8", rules=[("*.up", "none")])
+    assert "converted 0 of 16" in str(report)
+    with pytest.warns(UserWarning, match="the model has no linears"):
+        convert(nn.ReLU(), None)
+    with pytest.warns(UserWarning, match=r"16 of 16 linears: filter_fn"):
+        convert(model, "none", lambda module, name: False, rules=[("nowhere", "current")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not convert(model, "none").warnings
+        small_too(model, "current")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+from warnings import warn
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from minifloat.convert import weights
 from minifloat.convert.report import ConversionReport, Converted, LeftAlone
 from minifloat.convert.select import (
     DefaultFilter,
@@ -57,6 +60,7 @@ class Before(NamedTuple):
         values: attributes that changed, with their values.
         added: names of attributes that it did not have.
         submodules: names of those that it had.
+        quantized: names of parameters that quantized ones have replaced.
     """
 
     kind: type[nn.Module]
@@ -64,6 +68,7 @@ class Before(NamedTuple):
     values: dict[str, Any]
     added: tuple[str, ...]
     submodules: tuple[str, ...]
+    quantized: tuple[str, ...] = ()
 
 
 class _Decision(NamedTuple):
@@ -78,6 +83,7 @@ def convert(
     recipe: Recipe | str | None,
     filter_fn: FilterFn | None = None,
     rules: Sequence[tuple[str, Recipe | str | None]] = (),
+    quantize_weights: bool | None = None,
 ) -> ConversionReport:
     """Turns the linears of any model into :class:`minifloat.Linear`, in place.
 
@@ -102,14 +108,21 @@ def convert(
             ``"none"``, which keeps layers in high precision inside of ``autocast`` too. The first that matches wins,
             over ``filter_fn`` and ``recipe``. Names are those of ``named_modules()`` without what ``torch.compile``,
             FSDP and activation checkpointing put between.
+        quantize_weights: True replaces the weights of converted layers by quantized parameters
+            (:class:`~minifloat.QuantizedTensor`), which are cast once and keep no copy in high precision: a frozen base
+            for adapters takes no more memory than its codes. They are new parameters, so that optimizers, and whatever
+            else holds parameters, are made afterwards. The format is that of ``quantized_model_init`` inside of it,
+            else that of each layer's recipe. Weights that are parameters of other modules too, and those of ``Conv1D``,
+            stay as they are, with a warning. None: True inside of ``quantized_model_init``, else False.
 
     Returns:
-        What was converted and what was left alone, and why; print it.
+        What was converted and what was left alone, and why; print it. If that is nothing, a ``UserWarning`` says why.
 
     Raises:
         TypeError: ``model``, ``recipe`` or a rule is not one. Nothing was changed.
-        ValueError: an unknown recipe name; nothing was changed. Or a custom recipe's factory gave a wrong answer; the
-            model is then reverted.
+        ValueError: an unknown recipe name, or weights that cannot be replaced: they have gradients or hooks, a
+            ``DistributedDataParallel`` holds on to them, or no recipe says which format; nothing was changed. Or a
+            custom recipe's factory gave a wrong answer; the model is then reverted.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model is a {type(model).__name__}; an nn.Module is needed")
@@ -120,20 +133,51 @@ def convert(
     linears = [named for named in modules if is_linear(named.module)]
     wanted = DefaultFilter(model) if filter_fn is None else filter_fn
     decisions = [(named, _decide(named, chosen, wanted, read)) for named in linears]
+    layers = [(named, decision.recipe) for named, decision in decisions if decision.reason is None]
+    kind = weights.WeightFormat.of(quantize_weights)
+    weights.check_replaceable(model, layers, kind)
     try:
         for named, decision in decisions:
             recipe_before, histories = kept.get(named.module, (None, {}))
             _apply(named, decision, histories if recipe_before == decision.recipe else {})
+        unquantized = _quantize_weights(modules, layers, kind)
     except BaseException:
         revert(model)
         raise
-    return _report(modules, decisions, _idle_rules(read, linears))
+    if not layers and any(each != "none" for each in (chosen, *[rule.recipe for rule in read])):
+        warn(_nothing_converted([decision.reason for _, decision in decisions]), stacklevel=2)
+    return _report(modules, decisions, _idle_rules(read, linears) + unquantized)
+
+
+def _quantize_weights(
+    modules: Sequence[Named], layers: Sequence[tuple[Named, OwnRecipe]], kind: weights.WeightFormat
+) -> list[str]:
+    """Replaces the weights of converted layers by quantized parameters; a warning for each that stays as it is."""
+    inits = {named: kind.of_layer(recipe) for named, recipe in layers}
+    obstacles = weights.obstacles(modules, [named.module for named, init in inits.items() if init is not None])
+    for named, init in inits.items():  # all plans first: a factory that fails must find the weights as they were
+        if init is not None and named.module not in obstacles:
+            assert isinstance(named.module, LinearState)
+            named.module._plan(init.recipe)
+    for (_, module), init in inits.items():
+        if init is not None and module not in obstacles:
+            assert isinstance(module, LinearState)
+            if _BEFORE not in module.__dict__:
+                _give_recipe(module, module.recipe, {})
+            before: Before = module.__dict__[_BEFORE]
+            module.__dict__[_BEFORE] = before._replace(quantized=weights.quantize(module, init))
+    return [
+        f"the weight of {names[0]} stays in high precision: {obstacles[module]}"
+        for (names, module) in inits
+        if module in obstacles
+    ]
 
 
 def revert(model: nn.Module) -> None:
     """Makes every module of ``model`` what it was before :func:`convert`: class, attributes and submodules.
 
-    Parameters stay what they are, with what training made of them. Without a conversion it does nothing.
+    Parameters stay what they are, with what training made of them; those that ``quantize_weights`` made are replaced by
+    their values in high precision. Without a conversion it does nothing.
 
     Raises:
         ValueError: something else has changed the class of a converted module since, as ``fully_shard`` does.
@@ -226,6 +270,7 @@ def _restore(module: nn.Module) -> None:
     for name in _added_histories(module):
         del module._modules[name]
     before: Before = module.__dict__.pop(_BEFORE)
+    weights.dequantize(module, before.quantized)
     if before.given is not None:
         module.__class__ = before.kind
     for name in before.added:
@@ -239,7 +284,8 @@ def _report(modules: list[Named], decisions: list[tuple[Named, _Decision]], warn
         shape = linear_shape(module)
         if reason is None:
             assert recipe != "none"
-            converted.append(Converted(names, shape, recipe))
+            quantized_weight = bool(_BEFORE in module.__dict__ and module.__dict__[_BEFORE].quantized)
+            converted.append(Converted(names, shape, recipe, quantized_weight))
         else:
             left_alone.append(LeftAlone(names, type(module).__name__, shape, reason))
     for (names, module), held in other_matrices(modules):
@@ -266,6 +312,14 @@ def _elements(modules: Iterable[nn.Module]) -> int:
     """How many elements the modules' own parameters have, shared ones counted once."""
     parameters = {id(p): p for module in modules for p in module.parameters(recurse=False) if not is_lazy(p)}
     return sum(parameter.numel() for parameter in parameters.values())
+
+
+def _nothing_converted(reasons: Sequence[str | None]) -> str:
+    """A warning, with the most frequent reasons."""
+    if not reasons:
+        return "convert: nothing was converted: the model has no linears"
+    why = "; ".join(f"{count} of {len(reasons)} linears: {each}" for each, count in Counter(reasons).most_common(3))
+    return f"convert: nothing was converted: {why}; filter_fn chooses among the layers that can be"
 
 
 def _idle_rules(rules: list[Rule], linears: list[Named]) -> list[str]:

@@ -16,11 +16,13 @@ class Converted:
         names: its dotted names in the model, more than one where the module is shared.
         shape: (out_features, in_features).
         recipe: its own recipe; None: it takes that of ``autocast``.
+        quantized_weight: its weight was replaced by a quantized parameter.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, int]
     recipe: Recipe | None
+    quantized_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class ConversionReport:
 
     Attributes:
         converted, left_alone: the layers, in the order of the model.
-        warnings: rules that decided nothing, and layers that PyTorch does not always call.
+        warnings: rules that decided nothing, layers that PyTorch does not always call, and weights that
+            ``quantize_weights`` left in high precision.
         fraction: the part of the model's parameter elements that is in converted layers, 0 to 1.
     """
 
@@ -61,9 +64,7 @@ class ConversionReport:
             f"converted {len(self.converted)} of {linears} linear layers, "
             f"with {100 * self.fraction:.1f} % of the model's parameters"
         ]
-        lines += _table(
-            (_place(layer.names), _size(layer.shape), _recipe_name(layer.recipe)) for layer in self.converted
-        )
+        lines += _table((_place(layer.names), _size(layer.shape), _recipe_name(layer)) for layer in self.converted)
         if self.left_alone:
             lines.append("left alone")
             lines += _table(
@@ -73,8 +74,9 @@ class ConversionReport:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
-def _recipe_name(recipe: Recipe | None) -> str:
-    return "the recipe of autocast" if recipe is None else type(recipe).__name__
+def _recipe_name(layer: Converted) -> str:
+    name = "the recipe of autocast" if layer.recipe is None else type(layer.recipe).__name__
+    return name + ", quantized weight" * layer.quantized_weight
 
 
 def _size(shape: tuple[int, int]) -> str:

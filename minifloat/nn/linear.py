@@ -17,7 +17,7 @@ from minifloat.functional import shared_cast
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.quantize import reuse
 from minifloat.nn.linear_call import LinearCalls
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parameters import InitMethod, parameter_init
 from minifloat.nn.sharding import tensor_parallel
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, QuantizerRole, Recipe
@@ -113,7 +113,7 @@ class Linear(LinearCalls):
         super().__init__(self.in_features, self.out_features, bias, device=device, dtype=dtype)
         if parameters_split is not None:
             self._split(parameters_split)
-        self._quantize_weights()
+        self._quantize_weights(parameter_init())
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
             self._plan(self.recipe)
@@ -203,11 +203,9 @@ class Linear(LinearCalls):
         if self._parallel.mode is not None:
             split += f", parallel_mode={self._parallel.mode!r}, tp_size={self._parallel.group.size}"
             split += ", sequence_parallel=True" * self._parallel.sequence_parallel
-        recipe, own = self._recipe_in_force(), self.recipe is not None
-        in_force = (
-            "" if recipe is None and not own else f", recipe={'none' if recipe is None else type(recipe).__name__}"
-        )
-        return sizes + split + in_force + (" (autocast)" if recipe is not None and not own else "")
+        recipe, from_autocast = self._recipe_in_force(), self.recipe is None
+        name = type(recipe).__name__ if recipe is not None else "autocast" if from_autocast else "none"
+        return sizes + split + f", recipe={name}" + (" (autocast)" if recipe is not None and from_autocast else "")
 
 
 __all__ = ["Linear"]

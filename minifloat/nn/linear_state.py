@@ -19,7 +19,7 @@ from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.nn import parameters
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.nn.linear_parameters import LinearParameters
-from minifloat.nn.parameters import CachedWeight
+from minifloat.nn.parameters import CachedWeight, ParameterInit
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, Recipe, as_recipe
@@ -119,9 +119,8 @@ class LinearState(LinearParameters):
         else:
             super()._write(parameter, values)
 
-    def _quantize_weights(self) -> None:
-        """Makes quantized parameters where ``quantized_model_init`` says so."""
-        init = parameters.parameter_init()
+    def _quantize_weights(self, init: ParameterInit | None) -> None:
+        """Replaces the weights by quantized parameters as ``init`` says; None: keeps them in high precision."""
         if init is None or self.recipe == "none":
             return
         plan = self._plan(init.recipe)

@@ -47,6 +47,8 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """Modules made inside keep the weights of their GEMMs quantized, as :class:`~minifloat.QuantizedTensor` parameters.
 
+    So do the layers of models that :func:`~minifloat.convert` converts inside.
+
     Such a weight keeps the formats that ``recipe`` gives weights, whatever recipe is in force later: without one the
     layer computes on the dequantized weight, under another one the GEMM takes the weight as it is where the formats can
     be multiplied and a fresh cast of its value where not. Biases, and the weights of modules whose recipe is

@@ -1,0 +1,117 @@
+"""The weights of converted layers as quantized parameters, and back in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minifloat.convert.select import Named, OwnRecipe
+from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import LinearState
+from minifloat.nn.parameters import ParameterInit, is_sharded, parameter_init
+from minifloat.recipe import Recipe
+from minifloat.tensor import QuantizedTensor
+
+
+class WeightFormat(NamedTuple):
+    """How the layers of one call of ``convert`` keep their weights.
+
+    Attributes:
+        wanted: quantized, where that is possible.
+        init: what ``quantized_model_init`` says; None: in the format of each layer's own recipe.
+    """
+
+    wanted: bool
+    init: ParameterInit | None
+
+    @staticmethod
+    def of(quantize_weights: bool | None) -> WeightFormat:
+        """From the argument of ``convert``; None: as modules that are made now keep theirs."""
+        init = parameter_init()
+        return WeightFormat(init is not None if quantize_weights is None else quantize_weights, init)
+
+    def of_layer(self, recipe: OwnRecipe) -> ParameterInit | None:
+        """Of a layer with that recipe of its own; None: in high precision."""
+        if not self.wanted or recipe == "none":
+            return None
+        return ParameterInit(recipe, False) if self.init is None and isinstance(recipe, Recipe) else self.init
+
+
+def check_replaceable(model: nn.Module, layers: Iterable[tuple[Named, OwnRecipe]], weights: WeightFormat) -> None:
+    """Raises where quantized parameters cannot take the place of the layers' weights; nothing is changed.
+
+    Raises:
+        ValueError: a layer has no recipe whose format could be kept; something holds on to the parameters already.
+    """
+    if not weights.wanted:
+        return
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "convert: quantize_weights replaces parameters, which DistributedDataParallel holds on to; convert the "
+            "model before DistributedDataParallel wraps it"
+        )
+    for (names, module), recipe in layers:
+        if recipe is None and weights.init is None:
+            raise ValueError(
+                f"convert: quantize_weights=True needs a format for the weight of {names[0]!r}, which takes its recipe "
+                'from autocast: give convert a recipe, or call it inside of quantized_model_init(recipe="mxfp8")'
+            )
+        for name, weight in _weights(module).items():
+            hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+            if hooks or weight.grad is not None:
+                raise ValueError(
+                    f"convert: quantize_weights replaces parameters, and {names[0]}.{name} has "
+                    f"{'hooks' if hooks else 'a gradient'} that would be lost; convert before hooks are registered and "
+                    "an optimizer is made, and between steps after zero_grad()"
+                )
+
+
+def obstacles(modules: Sequence[Named], layers: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """The layers whose weights stay in high precision, and why."""
+    owners: dict[int, list[str]] = {}
+    for names, module in modules:
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(f"{names[0]}.{key}")
+    found: dict[nn.Module, str] = {}
+    for layer in layers:
+        weights = _weights(layer).values()
+        shared = next((owners[id(weight)] for weight in weights if len(owners[id(weight)]) > 1), None)
+        if not isinstance(layer, LinearState) or type(layer)._weight_matrix is not Linear._weight_matrix:
+            found[layer] = "its parameter is the transposed weight"
+        elif shared is not None:
+            found[layer] = f"{' and '.join(shared)} are one parameter"
+        elif any(is_sharded(weight) for weight in weights):
+            found[layer] = "it is a DTensor"
+    return found
+
+
+def quantize(layer: LinearState, init: ParameterInit) -> tuple[str, ...]:
+    """Replaces the weights of ``layer`` by quantized parameters, and says which."""
+    before = {name: getattr(layer, name) for name in layer._weight_names}
+    if not any(isinstance(weight, QuantizedTensor) for weight in before.values()):
+        layer._quantize_weights(init)
+        layer._mark_parameters()
+        layer.invalidate()
+    return tuple(name for name, weight in before.items() if getattr(layer, name) is not weight)
+
+
+@torch.no_grad()
+def dequantize(layer: nn.Module, names: Iterable[str]) -> None:
+    """Replaces quantized parameters by their values, or by those that they were made from where these were kept."""
+    for name in names:
+        weight = getattr(layer, name)
+        if isinstance(weight, QuantizedTensor):
+            initial = weight.get_high_precision_init_val()
+            values = weight.dequantize() if initial is None else initial.to(weight.device, copy=True)
+            parameter = nn.Parameter(values, weight.requires_grad)
+            parameter.grad = weight.grad
+            layer.register_parameter(name, parameter)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    names = module._weight_names if isinstance(module, LinearState) else ("weight",)
+    return {name: getattr(module, name) for name in names}
