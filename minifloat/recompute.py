@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from minifloat.autocast import autocast, restore_contexts, surrounding_contexts
+from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.recipe import Recipe
 
 
@@ -54,10 +55,14 @@ class Pass(NamedTuple):
 
 
 class Tape:
-    """The steps of one checkpointed region in their order, and the ``autocast`` contexts around it."""
+    """The steps of one checkpointed region in their order, and the ``autocast`` contexts around it.
+
+    ``parallel``: how its sharded modules communicate.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self.parallel: dict[Any, TensorParallel] = {}
         self.contexts: list[autocast] = surrounding_contexts()
         self._recomputation: object = None
         self._position = 0
@@ -166,10 +171,8 @@ def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, l
     in_backward = _graph_task() != -1
     if grad and not in_backward and _top_hooks(True) is None and not _local.recording and not _local.playing:
         return _ORDINARY
-    hooked = _hooked()
-    # Without gradients this may be the first forward of a reentrant checkpoint, whose every linear has its step.
-    regions, rerun = ([], None) if grad and not in_backward else _reentrant()
-    playing = _local.playing[-1] if _local.playing else hooked.playing or rerun
+    hooked, regions, rerun = _surroundings(grad and not in_backward)
+    playing = _playing(hooked, rerun)
     step = None if playing is None else playing.next()
     if step is not None and step.recipe != recipe:
         raise _different(step.recipe, recipe, label)
@@ -188,6 +191,22 @@ def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, l
     if step is not None:
         return Pass(step.scale, False, grad and playing is rerun)
     return Pass(None, grad or bool(regions), grad)
+
+
+def parallel_of(module: Any) -> TensorParallel:
+    """How a sharded module communicates in this forward: in a recomputation, as it did in the forward.
+
+    ``set_tensor_parallel_group`` may have been called since.
+    """
+    own: TensorParallel = module._parallel
+    if torch.compiler.is_compiling():
+        return own
+    hooked, regions, rerun = _surroundings(torch.is_grad_enabled() and _graph_task() == -1)
+    playing = _playing(hooked, rerun)
+    found = own if playing is None else playing.tape.parallel.get(module, own)
+    for tape in (*_local.recording, *hooked.recording, *regions):
+        tape.parallel.setdefault(module, found)
+    return found
 
 
 def _check_unknown(
@@ -211,6 +230,20 @@ def _different(first: Recipe | None, now: Recipe | None, label: str) -> RuntimeE
 
 
 # ---- which checkpoint a forward is in: what PyTorch knows and does not say ----
+
+
+def _surroundings(ordinary: bool) -> tuple[_Hooked, list[Tape], _Playing | None]:
+    """What saved-tensor hooks tell, and :func:`_reentrant`.
+
+    Without gradients (or in backward: not ``ordinary``) this may be the first forward of a reentrant checkpoint, whose
+    every linear has its step.
+    """
+    return _hooked(), *(([], None) if ordinary else _reentrant())
+
+
+def _playing(hooked: _Hooked, rerun: _Playing | None) -> _Playing | None:
+    """The recomputation that this forward belongs to."""
+    return _local.playing[-1] if _local.playing else hooked.playing or rerun
 
 
 class _Hooked(NamedTuple):

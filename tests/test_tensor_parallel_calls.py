@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import minifloat
 from minifloat.autocast import autocast
 from minifloat.distributed.collectives import Pending
 from minifloat.distributed.gathered import Gathered
@@ -170,6 +173,50 @@ def _two_groups(rank: int, size: int, kind: str, recipe: Recipe) -> None:
 def test_two_groups(worker_pool: Pools, kind: str, recipe: str) -> None:
     """Two forwards over two groups, then two backwards, give what each group gives alone."""
     worker_pool(4).run(_two_groups, kind, named(recipe))
+
+
+def _checkpointed_groups(rank: int, size: int, way: str, recipe: Recipe) -> None:
+    """A forward over rows of a grid, recomputed after the columns have taken over, beside one that keeps everything."""
+    grids = [[dist.new_group(ranks) for ranks in each] for each in ([(0, 1), (2, 3)], [(0, 2), (1, 3)])]
+    mine, place = [grids[0][rank // 2], grids[1][rank % 2]], rank % 2
+    own = way in ("plain", "reentrant")  # which do not bring autocast back
+    case = Case("mlp", (20, 13), True, recipe, options={"recipe": recipe} if own else {})
+    kept, again = case.make(mine[0]), case.make(mine[0])
+    again.checkpoint = way == "option"  # type: ignore[assignment]
+    xs, dys = case.shares(*case.batch(0))
+
+    def step(module: Any, call: Callable[..., Tensor]) -> Results:
+        x = xs[place].detach().requires_grad_()
+        with nullcontext() if own else autocast(recipe=recipe):
+            y = call(partial(module, rows_per_rank=case.rows), x)
+        module.set_tensor_parallel_group(mine[1])
+        y.backward(dys[place])
+        assert x.grad is not None
+        return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
+
+    def uncheckpointed(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return function(x)
+
+    ways: dict[str, Callable[..., Tensor]] = {
+        "option": uncheckpointed,
+        "minifloat": minifloat.checkpoint,
+        "plain": partial(torch_checkpoint, use_reentrant=False),
+        "reentrant": partial(torch_checkpoint, use_reentrant=True),
+    }
+    expected = step(kept, uncheckpointed)
+    assert_same(step(again, ways[way]), expected)
+    assert_same(dict(again.named_buffers()), dict(kept.named_buffers()))
+    for group in {group for grid in grids for group in grid if group is not dist.GroupMember.NON_GROUP_MEMBER}:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"),
+    [("option", "current"), ("minifloat", "delayed"), ("plain", "delayed"), ("reentrant", "current")],
+)
+def test_recomputation_over_the_group_of_the_forward(worker_pool: Pools, way: str, recipe: str) -> None:
+    """Another group that was set since does not matter."""
+    worker_pool(4).run(_checkpointed_groups, way, named(recipe))
 
 
 def _over_a_mesh(rank: int, size: int) -> None:

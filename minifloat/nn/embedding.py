@@ -19,6 +19,7 @@ from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.sharding import Partition, mark, tensor_parallel
+from minifloat.recompute import parallel_of
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -122,7 +123,7 @@ class VocabParallelEmbedding(nn.Embedding):
             ValueError: ``rows_per_rank`` does not add up to S, or is missing where S does not divide.
         """
         shape = (*tokens.shape, self.embedding_dim)
-        call = self._parallel.of_call(shape, rows_per_rank, self._label)
+        call = parallel_of(self).of_call(shape, rows_per_rank, self._label)
         if self._parallel.group.size == 1:
             return super().forward(tokens)
         row = tokens - self.first

@@ -25,6 +25,7 @@ from minifloat.nn.parts import (
     to_add,
 )
 from minifloat.recipe import Recipe
+from minifloat.recompute import parallel_of
 
 
 class LayerNormLinear(nn.Module):
@@ -158,7 +159,8 @@ class LayerNormLinear(nn.Module):
         return_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Y, the norm's result if it is returned, and S."""
-        parallel = self.linear._parallel.of_call(x.shape, rows_per_rank, self.linear._label, x.dtype)
+        parallel = self.linear._parallel if self.linear._parallel.mode is None else parallel_of(self.linear)
+        parallel = parallel.of_call(x.shape, rows_per_rank, self.linear._label, x.dtype)
         self.linear._check_input(x)
         dtype = self.linear._compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias

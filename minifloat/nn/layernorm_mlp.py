@@ -30,6 +30,7 @@ from minifloat.nn.parts import (
 )
 from minifloat.recipe import Recipe
 from minifloat.recompute import checkpoint as run_checkpointed
+from minifloat.recompute import parallel_of
 
 
 class LayerNormMLP(nn.Module):
@@ -174,7 +175,7 @@ class LayerNormMLP(nn.Module):
         else:
             x, residual = to_add(x, residual, self.fc1)
             y, n, stream = self._fused(x, residual, (first, second), is_first_microbatch, rows, return_residual)
-            bias = self.fc2._returned_bias(self.fc2._parallel) if self.return_bias else None
+            bias = self.fc2._returned_bias(parallel_of(self.fc2)) if self.return_bias else None
         asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
         return (y, *[output for wanted, output in asked if wanted])
 
@@ -188,9 +189,11 @@ class LayerNormMLP(nn.Module):
         return_residual: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Y, the norm's result if it is returned, and what the norm was of."""
-        column = self.fc1._parallel.of_call(x.shape, rows, self.fc1._label, x.dtype)
+        column = self.fc1._parallel if self.fc1._parallel.mode is None else parallel_of(self.fc1)
+        row = self.fc2._parallel if self.fc2._parallel.mode is None else parallel_of(self.fc2)
+        column = column.of_call(x.shape, rows, self.fc1._label, x.dtype)
         self.fc1._check_input(x)
-        row = self.fc2._parallel.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2._label)
+        row = row.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2._label)
         dtype = self.fc1._compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
         needs_x = needs_gradient(x, residual, gamma, beta)

@@ -21,6 +21,7 @@ from minifloat.nn.parameters import InitMethod, parameter_init
 from minifloat.nn.sharding import tensor_parallel
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, QuantizerRole, Recipe
+from minifloat.recompute import parallel_of
 
 
 def _identity(role: QuantizerRole) -> Quantizer:
@@ -140,7 +141,8 @@ class Linear(LinearCalls):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
-        parallel = self._parallel.of_call(x.shape, rows_per_rank, self._label, x.dtype)
+        parallel = self._parallel if self._parallel.mode is None else parallel_of(self)
+        parallel = parallel.of_call(x.shape, rows_per_rank, self._label, x.dtype)
         self._check_input(x)
         recipe, run = self._recipe_in_force(), None
         if recipe is None:

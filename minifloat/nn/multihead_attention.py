@@ -35,6 +35,7 @@ from minifloat.nn.rope import apply_rotary_pos_emb
 from minifloat.nn.sharding import tensor_parallel
 from minifloat.recipe import Recipe
 from minifloat.recompute import checkpoint as run_checkpointed
+from minifloat.recompute import parallel_of
 
 
 class MultiheadAttention(nn.Module):
@@ -272,23 +273,24 @@ class MultiheadAttention(nn.Module):
         """
         check_encoder_output(self.attention_type, encoder_output)
         rows = rows_per_rank, encoder_rows_per_rank
+        parallel = self._parallel if self._parallel.mode is None else parallel_of(self)
         (q, k, v), n, stream = self._query_key_value(
             hidden_states, residual, encoder_output, is_first_microbatch, rows
         )  # fmt: skip
         of_q, of_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        q = self._place(q, self.query_norm, of_q, cu_seqlens_q)
-        k = self._place(k, self.key_norm, of_k, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv)
+        q = self._place(q, self.query_norm, of_q, cu_seqlens_q, parallel)
+        k = self._place(k, self.key_norm, of_k, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv, parallel)
         attend = partial(
             self.core_attention,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            core_attention_bias=own_bias(core_attention_bias, self.heads, self._parallel),
+            core_attention_bias=own_bias(core_attention_bias, self.heads, parallel),
         )
         run = partial(run_checkpointed, attend) if checkpoint_core_attention else attend
-        if self._parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
-            run = partial(draw_apart, self._parallel.group, run)
-        attended = run(q, k, v, own_heads(attention_mask, self.heads, self._parallel), cu_seqlens_q, cu_seqlens_kv)
+        if parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
+            run = partial(draw_apart, parallel.group, run)
+        attended = run(q, k, v, own_heads(attention_mask, self.heads, parallel), cu_seqlens_q, cu_seqlens_kv)
         y, bias = call_alone(
             self.proj, attended, is_first_microbatch=is_first_microbatch, rows_per_rank=rows_per_rank
         )  # fmt: skip
@@ -321,12 +323,19 @@ class MultiheadAttention(nn.Module):
         shared = f", tp_size={self._parallel.group.size}" if self._parallel.mode is not None else ""
         return f"attention_type={self.attention_type}" + rotated + shared
 
-    def _place(self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def _place(
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        angles: Tensor | None,
+        cu_seqlens: Tensor | None,
+        parallel: TensorParallel,
+    ) -> Tensor:
         """Norm and rotation of queries or keys, in the order that was asked for."""
         if norm is not None and self.qk_norm_before_rope:
-            x = normalize_heads(norm, x, self._parallel)
+            x = normalize_heads(norm, x, parallel)
         if angles is not None:
             starts = cu_seqlens if self.qkv_format == "thd" else None
             interleaved = self.rotary_pos_interleaved
             x = apply_rotary_pos_emb(autocast_to(x), angles, self.qkv_format, None, interleaved, cu_seqlens=starts)
-        return x if norm is None or self.qk_norm_before_rope else normalize_heads(norm, x, self._parallel)
+        return x if norm is None or self.qk_norm_before_rope else normalize_heads(norm, x, parallel)

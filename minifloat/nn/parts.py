@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from minifloat.distributed.tensor_parallel import UNSHARDED
 from minifloat.functional.amp import autocast_dtype
 from minifloat.nn.linear import Linear
 from minifloat.nn.norm import LayerNorm, RMSNorm
+from minifloat.recompute import parallel_of
 from minifloat.tensor import QuantizedTensor
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -82,9 +82,9 @@ def call_alone(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tuple[
 
 def call_norm(norm: nn.Module, x: Tensor, linear: nn.Module) -> Any:
     """N for a linear. If that gathers the rows of all ranks, the norm's parameters get the gradients of all of them."""
-    parallel = linear._parallel if isinstance(linear, Linear) else UNSHARDED
-    if not parallel.sequence_parallel:
+    if not (isinstance(linear, Linear) and linear._parallel.sequence_parallel):
         return norm(x)
+    parallel = parallel_of(linear)
     shared = {name: parallel.replicated(parameter) for name, parameter in norm.named_parameters()}
     return functional_call(norm, shared, (x,))
 

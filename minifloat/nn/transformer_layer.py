@@ -18,6 +18,7 @@ from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.parts import call_on_stream, part_name
 from minifloat.recipe import Recipe
+from minifloat.recompute import parallel_of
 
 
 class TransformerLayer(nn.Module):
@@ -260,7 +261,7 @@ class TransformerLayer(nn.Module):
     def _drop(self, y: Tensor) -> Tensor:
         """Dropout; of rows that no other rank has, if that is how the residual stream is split."""
         apart = self._parallel.sequence_parallel and self.training and self.dropout.p > 0
-        dropped: Tensor = draw_apart(self._parallel.group, self.dropout, y) if apart else self.dropout(y)
+        dropped: Tensor = draw_apart(parallel_of(self).group, self.dropout, y) if apart else self.dropout(y)
         return dropped
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
