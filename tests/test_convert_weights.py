@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import minifloat
 from minifloat import Linear, QuantizerRole
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.functional import count_gemms
@@ -19,7 +18,7 @@ from minifloat.nn import quantized_model_init
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, named
 from minifloat.tensor import QuantizedTensor, quantize
-from tests.test_convert import IDS, INSIDE, Model, assert_same_step, everything, step
+from tests.test_convert import INSIDE, Model, assert_same_step, everything, step
 from tests.test_linear import Casts
 
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
@@ -200,12 +199,17 @@ def test_frozen_quantized_weights_are_never_cast_again(recipe: str) -> None:
     found, counts = [], []
     for each in (layer, twin):
         saved: list[Tensor] = []
+
+        def keep(t: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(t)
+            return t
+
         x = values.clone().requires_grad_()  # whose cast would be shared
         torch.manual_seed(1)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            with count_gemms() as gemms, Casts() as casts:
-                y = each(x)
-                y.backward(torch.ones_like(y))
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with hooks, count_gemms() as gemms, Casts() as casts:
+            y = each(x)
+            y.backward(torch.ones_like(y))
         assert {gemm.gemm for gemm in gemms} == {"fprop", "dgrad"}
         assert all(t.shape[0] != 32 for t in saved), [t.shape for t in saved]  # X is not kept
         found.append((y.detach(), x.grad))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.utils import logging
 from minifloat.convert import ConversionReport, convert
 from minifloat.functional import count_gemms
 from minifloat.recipe import named
+from minifloat.tensor import QuantizedTensor, quantize
 
 IDS = torch.randint(3, 48, (2, 16), generator=torch.Generator().manual_seed(7))
 RECIPES = ["current", "delayed", "block", "mxfp8", "nvfp4"]
@@ -31,10 +32,10 @@ def _quiet() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def llama(layers: int = 1) -> Any:
+def llama(hidden: int = 32) -> Any:
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
-        vocab_size=48, pad_token_id=0, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        vocab_size=48, pad_token_id=0, hidden_size=hidden, intermediate_size=hidden * 3 // 2, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -124,3 +125,48 @@ def test_dora() -> None:
     assert losses[-1] < losses[0] - 0.05
     y = logits(model)
     torch.testing.assert_close(logits(model.merge_and_unload()), y, atol=0.1 * y.abs().max().item(), rtol=0)
+
+
+BYTES = {"current": 1.0, "delayed": 1.0, "block": 1.0, "mxfp8": 2 + 2 / 32, "nvfp4": 0.5 + 1 / 256}  # of an element
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Of memory, that which several share counted once."""
+    held = [each for t in tensors for each in (t._buffers().values() if isinstance(t, QuantizedTensor) else [t])]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_lora_over_a_quantized_base(recipe: str) -> None:
+    """It learns as over a frozen base that is cast in each forward, and the base takes the bytes of its codes."""
+    models, losses, ys = [], [], []
+    for quantize_weights in (True, False):
+        base = llama(hidden=64)
+        convert_blocks(base, recipe, quantize_weights=quantize_weights)
+        model = add_lora(base)
+        codes = {n: p.dequantize() for n, p in base.named_parameters() if isinstance(p, QuantizedTensor)}
+        assert len(codes) == 7 * quantize_weights
+        losses.append(train(model))
+        assert all(torch.equal(base.get_parameter(n).dequantize(), values) for n, values in codes.items())
+        ys.append(logits(model))
+        models.append(model)
+    assert losses[0][-1] < losses[0][0] - 0.1
+    if recipe == "delayed":  # a weight that is kept is cast with its own scale from the start
+        torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=0.02, rtol=0)
+    else:
+        assert losses[0] == losses[1] and torch.equal(*ys)
+
+    frozen = {name: p for name, p in models[0].named_parameters() if "_proj.base_layer" in name}
+    elements = sum(p.numel() for p in frozen.values())
+    assert nbytes(frozen.values()) == pytest.approx(elements * BYTES[recipe], rel=0.01)
+    histories = nbytes(models[1].get_base_model().model.layers.buffers())
+    assert nbytes(models[0].get_base_model().model.layers.buffers()) == histories
+
+    if recipe != "delayed":  # merging writes the sums into the codes
+        layer = models[0].get_base_model().model.layers[0].mlp.up_proj
+        values = layer.base_layer.weight.dequantize()
+        values += layer.get_delta_weight("default").detach()
+        models[0].merge_adapter()
+        merged = layer.base_layer.weight
+        assert torch.equal(merged.dequantize(), quantize(values, merged.quantizer).dequantize())
