@@ -295,8 +295,9 @@ def delayed_update(
 def _delayed_update_fused(
     history: F32, scale: F32, max_fmt: float, margin: int, algo: AmaxAlgo, last: F32
 ) -> tuple[F32, F32]:
-    """The fused form: a slot whose amax is 0 keeps its history and scale."""
-    rolled = np.concatenate((history[1:], last[None]))
+    """The fused form: a slot whose amax is 0 keeps its history and scale; what is not finite counts as 0."""
+    last = np.where(np.isfinite(last), last, 0)
+    rolled = np.concatenate((np.where(np.isfinite(history[1:]), history[1:], 0), last[None]))
     amax = amax_of(rolled, axis=0) if algo == "max" else last
     rolled[0] = 0
     with np.errstate(all="ignore"):

@@ -702,19 +702,20 @@ def test_update_is_the_oracle(step: Step, length: int) -> None:
 
 
 def test_record_accumulates_the_largest() -> None:
-    """Records are the largest since the update, NaN dropped, in the newest row of the named slots and nowhere else."""
+    """Records are the largest finite ones since the update, in the newest row of the named slots and nowhere else."""
     generator = np.random.default_rng(0)
     history = torch.zeros(3, 5)
     history[1:] = 9.0
     expected = np.zeros(5, np.float32)
     for _ in range(30):
         slots = generator.permutation(5)[: generator.integers(1, 6)]
-        amaxes = generator.choice(np.float32(AMAXES[:2] + AMAXES[3:]), len(slots))
-        expected[slots] = np.fmax(expected[slots], amaxes)
+        amaxes = generator.choice(np.float32(AMAXES), len(slots))
+        expected[slots] = np.fmax(expected[slots], np.where(np.isfinite(amaxes), amaxes, 0))
         delayed.record(history, slots.tolist(), [torch.tensor([amax]) for amax in amaxes])
         assert_same_bits(history[0], expected)
+    history[0, 2] = float("inf")  # as an older checkpoint may have it
     delayed.record(history, [2, 2], [torch.tensor([float("inf")]), torch.tensor([1.0])])
-    assert history[0, 2] == float("inf") and torch.equal(history[1:], torch.full((2, 5), 9.0))
+    assert history[0, 2] == 1.0 and torch.equal(history[1:], torch.full((2, 5), 9.0))
 
 
 def test_the_table_of_the_specification() -> None:
@@ -722,7 +723,7 @@ def test_the_table_of_the_specification() -> None:
     history, scale, inf = torch.zeros(4, 1), torch.ones(1), float("inf")
     steps = [
         (2.0, [0, 0, 0, 2], 224), (8.0, [0, 0, 2, 8], 56), (1.0, [0, 2, 8, 1], 56), (0.0, [0, 2, 8, 1], 56),
-        (inf, [0, 8, 1, inf], 56), (4.0, [0, 1, inf, 4], 56),
+        (inf, [0, 2, 8, 1], 56), (4.0, [0, 8, 1, 4], 56),
     ]  # fmt: skip
     for amax, rolled, fresh in steps:
         delayed.record(history, [0], [torch.tensor([amax])])

@@ -145,15 +145,16 @@ def test_delayed_bookkeeping(shape: tuple[int, int], algorithm: str, device: tor
     rule = f"e4m3/margin=1/{algorithm}"
     histories = [torch.rand(shape, device=device) for _ in range(3)]
     histories[1][0] = torch.tensor([0.0, torch.inf, torch.nan][: shape[1]], device=device)
-    histories[2][-1] = torch.nan
+    histories[0][0, 1] = torch.inf
+    histories[2][-1] = torch.tensor([torch.nan, torch.inf, 0.5][: shape[1]], device=device)
     scales = [torch.rand(shape[1], device=device) for _ in range(3)]
-    amaxes = [torch.tensor([v], device=device) for v in (0.3, torch.nan)]
+    amaxes = [torch.tensor([v], device=device) for v in (torch.inf, 0.3, torch.nan)]
     expected = [(history.clone(), scale.clone()) for history, scale in zip(histories, scales, strict=True)]
-    definition.record(expected[0][0], [0, 1], amaxes)
+    definition.record(expected[0][0], [0, 1, 0], amaxes)
     for history, scale in expected:
         definition.update(history, scale, definition.Rule.parse(rule))
     with count_launches() as launches:
-        gpu.record(histories[0], [0, 1], amaxes)
+        gpu.record(histories[0], [0, 1, 0], amaxes)
         gpu.update(histories, scales, [rule] * 3)
     assert launches == {"record_kernel": 1, "update_kernel": 1}
     for history, scale, (wanted, wanted_scale) in zip(histories, scales, expected, strict=True):

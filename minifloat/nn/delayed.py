@@ -50,7 +50,7 @@ class AmaxHistory(nn.Module):
 
     @torch.no_grad()
     def drop_nonfinite(self) -> None:
-        """Clears infinite and NaN amaxes, which hold the scales where they are while they are in the history."""
+        """Clears infinite and NaN amaxes, which checkpoints of older versions may have."""
         self.amax_history.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
 
     def history(self, recipe: DelayedScaling, forward: bool) -> delayed.History:

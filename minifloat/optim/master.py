@@ -34,9 +34,8 @@ class MasterWeights(torch.optim.Optimizer):
     mark.
 
     ``GradScaler``: gradients are unscaled here, in fp32, so that fp16 parameters work; a step that overflowed changes
-    nothing. Under delayed scaling call :func:`~minifloat.optim.forget_overflow` after each such step. The scaler sees
-    gradients of parameters only: casts of per-tensor formats saturate, so that an infinite dY gives a finite dW, and
-    shows in the gradients of biases, norms and embeddings instead.
+    nothing. The scaler sees gradients of parameters only: casts of per-tensor formats saturate, so that an infinite dY
+    gives a finite dW, and shows in the gradients of biases, norms and embeddings instead.
 
     The state dict is that of the inner optimizer with one entry more a parameter, ``"master"`` or ``"remainder"``.
     After loading it the parameters are those of the masters, rounded; with a remainder they are half of the master, so

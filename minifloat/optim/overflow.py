@@ -1,4 +1,4 @@
-"""What a step that overflowed leaves behind in delayed scaling."""
+"""What a step that overflowed left behind in the delayed scaling of older versions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from minifloat.nn.delayed import AmaxHistory
 
 
 def forget_overflow(model: nn.Module) -> None:
-    """Removes infinite amaxes from the delayed scaling histories of ``model``, each as if nothing had been recorded.
+    """Removes infinite and NaN amaxes from the delayed scaling histories of ``model``.
 
-    A scale stands still while an infinite amax is in its history (``docs/numerics.md``): for ``amax_history_len``
-    steps with ``amax_compute_algo="max"``. ``GradScaler`` makes such steps on purpose, since it raises the loss scale
-    until gradients overflow. Call this after each optimizer step, skipped or not: the next update then computes the
-    scales from the finite amaxes. It does nothing to finite ones and never waits for the device.
+    There is no need to call it: what is not finite is not recorded, and an update drops what a checkpoint of an older
+    version has of it. It does nothing to finite amaxes and never waits for the device.
     """
     for module in model.modules():
         if isinstance(module, AmaxHistory):

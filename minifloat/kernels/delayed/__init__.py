@@ -60,7 +60,7 @@ _update_scales = register(
 
 
 def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
-    """Max-accumulates ``amaxes`` (fp32 [1] each) into the newest row of ``history`` [L, n]; a NaN is dropped."""
+    """Max-accumulates ``amaxes`` (fp32 [1] each), but infinity and NaN, into the newest row of ``history`` [L, n]."""
     (_record_on_gpu if directly(history) else _record)(history, slots, amaxes)
 
 
@@ -68,7 +68,7 @@ def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequenc
     """Rolls each history [L, n] and computes each scale [n] anew, ``max * 2^-margin / amax``: ``docs/numerics.md``.
 
     ``rules`` are those of ``minifloat.delayed.rule``.
-    A slot that has recorded nothing keeps history and scale; one whose amax is not finite keeps its scale.
+    A slot that has recorded nothing keeps history and scale.
     """
     (_update_on_gpu if directly(histories[0]) else _update_scales)(histories, scales, rules)
 

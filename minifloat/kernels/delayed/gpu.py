@@ -17,10 +17,15 @@ _LAYERS = 32
 
 
 @triton.jit
+def _finite(amax):
+    return tl.where(amax < float("inf"), amax, 0.0)  # a NaN is not less, either
+
+
+@triton.jit
 def record_kernel(history, amaxes, slots, COUNT: tl.constexpr):
     for i in tl.static_range(COUNT):
         newest = history + slots[i]
-        tl.store(newest, tl.maximum(tl.load(newest), tl.load(amaxes[i])))  # which drops a NaN
+        tl.store(newest, tl.maximum(_finite(tl.load(newest)), _finite(tl.load(amaxes[i]))))
 
 
 @triton.jit
@@ -35,9 +40,9 @@ def update_kernel(
         scale = tl.where(program == i, scales[i], scale)
     row, slot = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
     inside = (row[:, None] < length) & (slot[None, :] < slots)
-    newest = tl.load(history + slot, mask=slot < slots, other=0.0)
+    newest = _finite(tl.load(history + slot, mask=slot < slots, other=0.0))
     following = (row[:, None] + 1) % length  # the row after the last is the newest, row 0
-    rolled = tl.load(history + following * slots + slot[None, :], mask=inside, other=0.0)
+    rolled = _finite(tl.load(history + following * slots + slot[None, :], mask=inside, other=0.0))
     old = tl.load(scale + slot, mask=slot < slots, other=1.0)
     tl.debug_barrier()  # all is read before any is written
     amax = newest if MOST_RECENT else tl.max(rolled, axis=0)
@@ -46,8 +51,7 @@ def update_kernel(
     tl.store(history + row[:, None] * slots + slot[None, :], rolled, mask=inside & seen[None, :])
     fresh = tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)
     fresh = tl.where(fresh == float("inf"), FLT_MAX, fresh)
-    counts = seen & (amax > 0) & (amax < float("inf"))
-    tl.store(scale + slot, tl.where(counts, fresh, old), mask=slot < slots)
+    tl.store(scale + slot, tl.where(seen & (amax > 0), fresh, old), mask=slot < slots)
 
 
 _record = Kernel(record_kernel, wide=False)

@@ -29,20 +29,25 @@ class Rule(NamedTuple):
 
 
 def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
-    """Max-accumulates ``amaxes`` into row 0 of ``history`` [L, n]."""
+    """Max-accumulates ``amaxes`` into row 0 of ``history`` [L, n], but those that are not finite."""
     for slot, amax in zip(slots, amaxes, strict=True):
         newest = history[0, slot]
-        newest.copy_(torch.fmax(newest, amax.reshape(())))
+        newest.copy_(torch.maximum(_finite(newest), _finite(amax.reshape(()))))
 
 
 def update(history: Tensor, scale: Tensor, rule: Rule) -> None:
-    """Rolls ``history`` [L, n] and computes ``scale`` [n] anew."""
-    newest = history[0].clone()
+    """Rolls ``history`` [L, n] and computes ``scale`` [n] anew; what an older checkpoint has of infinity is dropped."""
+    finite = _finite(history)
+    newest = finite[0]
     seen = newest != 0
-    rolled = torch.cat([history[1:], newest[None]])
-    amax = newest if rule.most_recent else rolled.nan_to_num(0.0, posinf=torch.inf).amax(0)
+    rolled = torch.cat([finite[1:], newest[None]])
+    amax = newest if rule.most_recent else rolled.amax(0)
     rolled[0] = 0
-    history.copy_(torch.where(seen, rolled, history))
-    amax = torch.where(seen, amax, 0.0)
     fresh = (torch.full_like(amax, rule.largest) / amax).clamp(max=FLT_MAX)
-    scale.copy_(torch.where(amax.isfinite() & (amax > 0), fresh, scale))
+    scale.copy_(torch.where(seen & (amax > 0), fresh, scale))
+    history.copy_(torch.where(seen, rolled, history))
+
+
+def _finite(amax: Tensor) -> Tensor:
+    """0, which is no information, for infinity and NaN."""
+    return torch.where(amax.isfinite(), amax, 0.0)
