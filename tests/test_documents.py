@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -75,6 +76,10 @@ def test_code_in_documents(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
             pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     run(block.code)
+    if "accelerate" in sys.modules:  # its settings are those of the process
+        state = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.mark.parametrize("block", parameters(on_ranks=True))
