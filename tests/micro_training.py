@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,14 @@ def train_and_save(folder: Path, recipe: str | None, steps: int, *, every: int |
     checkpoints = Checkpoints(folder, {"recipe": recipe} | config.settings(), every, start=latest(folder))
     name = recipe or "bf16"
     return train(name, micro_model(recipe), MICRO.context, micro_corpus(), config, CPU, checkpoints=checkpoints, **more)
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a checkpoint's index as an attacker would, with the digest that belongs to it."""
+    plain = json.loads((folder / checkpoint.PLAIN).read_text())
+    del plain["sha256"]
+    change(plain)
+    (folder / checkpoint.PLAIN).write_text(json.dumps(plain | {"sha256": checkpoint._digest(plain)}))
 
 
 def losses(run: Run) -> list[tuple[float, float, float | None]]:

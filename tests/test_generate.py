@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from minifloat.recipe import NAMES, named
-from minifloat.train.checkpoint import PLAIN, TOKENIZER, locate
+from minifloat.train.checkpoint import TOKENIZER, locate
 from minifloat.train.generate import Codec, draw, generate, load_model
-from tests.micro_training import CPU, MICRO, invoke, micro_model, save_tokenizer, write_texts
+from tests.micro_training import CPU, MICRO, change_index, invoke, micro_model, save_tokenizer, write_texts
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 1.9, -math.inf], dtype=torch.float64)
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_whose_settings_were_changed_is_refused(out: Path, tmp_path
     checkpoint = locate(out)
     settings = {**checkpoint.settings, "model": {**checkpoint.settings["model"], "hidden": 192}}
     with pytest.raises(ValueError, match="does not fit its own settings"):
-        load_model(type(checkpoint)(checkpoint.path, 1, settings, {}), None, CPU)
+        load_model(replace(checkpoint, settings=settings), None, CPU)
 
 
 def test_bytes_that_are_no_text_are_replaced(out: Path) -> None:
@@ -164,9 +164,7 @@ def test_generate_with_a_tokenizer(out: Path, tmp_path: Path) -> None:
     assert code == 0 and text.startswith("the quick brown"), text
     saved = locate(tmp_path / "out")
     (saved.path / TOKENIZER).unlink()
-    plain = json.loads((saved.path / PLAIN).read_text())
-    del plain["files"][TOKENIZER]  # as packed token files leave it
-    (saved.path / PLAIN).write_text(json.dumps(plain))
+    change_index(saved.path, lambda plain: plain["files"].pop(TOKENIZER))  # as packed token files leave it
     code, output = command(saved.path)
     assert code == 2 and "was trained on tokens without a tokenizer; give --tokenizer" in output
     again = command(
@@ -180,9 +178,8 @@ def test_generate_with_a_tokenizer(out: Path, tmp_path: Path) -> None:
 def test_mistakes_of_generating_end_with_a_message(out: Path, tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     study = shutil.copytree(locate(out).path, tmp_path / "study" / "step-00000030")
-    plain = json.loads((study / PLAIN).read_text())
-    plain["settings"] = {"name": "bf16", "seed": 0, "model": "micro", "steps": 30}  # as a study's runs have them
-    (study / PLAIN).write_text(json.dumps(plain))
+    settings = {"name": "bf16", "seed": 0, "model": "micro", "steps": 30}  # as a study's runs have them
+    change_index(study, lambda plain: plain.update(settings=settings))
     for arguments, message in (
         ((tmp_path,), "there is no complete checkpoint in"),
         ((out, "--recipe", "fp7"), "there is no recipe 'fp7'"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minifloat.nn.linear import Linear
@@ -19,7 +20,7 @@ from minifloat.recipe import named
 from minifloat.train.checkpoint import Checkpoints, latest
 from minifloat.train.loop import TrainConfig, train
 from minifloat.train.model import MODELS, Transformer
-from minifloat.train.ranks import ALONE, Ranks
+from minifloat.train.ranks import ALONE, Ranks, dim, is_dtensor, sharded
 from tests.micro_training import CPU, MICRO, children, micro_corpus
 
 SIZES = replace(MICRO, heads=2, kv_heads=2)  # for two tensor-parallel ranks
@@ -66,12 +67,22 @@ def run(
         checkpoints = Checkpoints(folder, {"of": "a test"}, 2, keep=9, start=latest(folder))
     result = train("micro", model, context, micro_corpus(), config, CPU, checkpoints=checkpoints, ranks=ranks)
     parameters = dict(model.named_parameters())
-    whole = ranks.whole({name: p.detach() for name, p in parameters.items()}, parameters)
+    gathered = {name: whole(parameter.detach(), parameter, ranks) for name, parameter in parameters.items()}
     validation = [m.validation_loss for m in result.history if m.validation_loss is not None]
     return Outcome(
         [m.loss for m in result.history], [m.gradient_norm for m in result.history], validation,
-        whole if ranks.first else {}, result.parameters, sum(result.gemms.values()),
+        gathered if ranks.first else {}, result.parameters, sum(result.gemms.values()),
     )  # fmt: skip
+
+
+def whole(tensor: Tensor, parameter: Tensor, ranks: Ranks) -> Tensor:
+    """What all ranks together have of a parameter, gathered by PyTorch; a collective."""
+    tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    if ranks.tp.size == 1 or not sharded(parameter):
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(ranks.tp.size)]
+    dist.all_gather(parts, tensor.contiguous(), group=ranks.tp.process_group)
+    return torch.cat(parts, dim(parameter))
 
 
 def close(mine: Outcome, other: Outcome, numbers: float, parameters: float) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The entry point."""
-    needed = ("typer", "rich", "matplotlib", "safetensors")
+    needed = ("typer", "rich", "matplotlib")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"the minifloat command needs {', '.join(missing)}; get them with: pip install minifloat[train]")

@@ -35,23 +35,25 @@ def check_runs(names: Sequence[str], out: Path) -> None:
         )
 
 
-def choose(
-    names: Sequence[str], out: Path | None, resume: bool, resume_from: Path | None
-) -> tuple[Path, dict[str, Checkpoint]]:
-    """The folder for the results, and what each of the named runs continues from; nothing if it starts anew.
-
-    Raises ValueError when there is nothing to continue from.
-    """
+def choose_folder(names: Sequence[str], out: Path | None, resume: bool, resume_from: Path | None) -> Path:
+    """The folder for the results. Raises ValueError when there is nothing to continue from."""
     if resume_from is not None:
         if resume:
             raise ValueError("--resume continues from --out, --resume-from from its own path; give one of them")
-        if (resume_from / PLAIN).exists() or not (resume_from / "checkpoints").is_dir():
-            return out or _new_folder(names[0]), _with_siblings(names, Checkpoint.read(resume_from))
-        return out or resume_from, _newest(names, resume_from)
-    if resume:
-        folder = out or _last_folder(names[0])
-        return folder, _newest(names, folder)
-    return out or _new_folder(names[0]), {}
+        return out or (_new_folder(names[0]) if _is_checkpoint(resume_from) else resume_from)
+    return out or (_last_folder(names[0]) if resume else _new_folder(names[0]))
+
+
+def choose_starts(names: Sequence[str], folder: Path, resume: bool, resume_from: Path | None) -> dict[str, Checkpoint]:
+    """What each of the named runs, whose results go to `folder`, continues from; nothing if it starts anew.
+
+    Raises ValueError when there is nothing to continue from, or nothing that is undamaged.
+    """
+    if resume_from is not None and _is_checkpoint(resume_from):
+        return _with_siblings(names, Checkpoint.read(resume_from).verify())
+    if resume or resume_from is not None:
+        return _newest(names, resume_from or folder)
+    return {}
 
 
 def resume_command(arguments: Sequence[str], out: Path) -> str:
@@ -63,6 +65,11 @@ def resume_command(arguments: Sequence[str], out: Path) -> str:
             kept.append(argument)
         skipped = not skipped and option in ("--out", "--resume-from") and not value
     return f"minifloat {shlex.join([*kept, '--out', str(out), '--resume'])}"
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Or nothing at all; else it is an `--out`."""
+    return (path / PLAIN).exists() or not (path / "checkpoints").is_dir()
 
 
 def _new_folder(name: str) -> Path:

@@ -20,11 +20,11 @@ from minifloat.cli import choose_device, device_name, user_errors
 from minifloat.cli.observe import Observer, observers, tensorboard_class
 from minifloat.cli.out import claimed, output_optional
 from minifloat.cli.ranks import PATIENCE, TIMEOUT, from_first, joined, launcher
-from minifloat.cli.resume import check_runs, checkpoint_folder, choose, resume_command
+from minifloat.cli.resume import check_runs, checkpoint_folder, choose_folder, choose_starts, resume_command
 from minifloat.distributed.tensor_parallel import Overlap, set_check, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
-from minifloat.train.checkpoint import TOKENIZER, Checkpoint, Checkpoints
+from minifloat.train.checkpoint import TOKENIZER, Checkpoint, CheckpointError, Checkpoints
 from minifloat.train.interrupt import orphaned, signals_noted
 from minifloat.train.loop import Interrupted, Run, TrainConfig
 from minifloat.train.loop import train as train_model
@@ -141,11 +141,11 @@ def train(
             if tensorboard:
                 tensorboard_class()  # now, not after the first step
             ranks, chosen = held.enter_context(joined(tp, fsdp, sequence_parallel, choose_device(device), timeout))
-            folder = from_first(choose(names, out, resume, resume_from)[0], ranks)
+            folder = from_first(choose_folder(names, out, resume, resume_from), ranks)
             if ranks.first:
                 held.enter_context(claimed(folder))
             # Looked at only now: a process that has just let go of the folder may have saved once more.
-            starts = from_first(choose(names, folder, resume, resume_from)[1], ranks)
+            starts = from_first(choose_starts(names, folder, resume, resume_from), ranks)
             check_runs(names, folder)
             job = Job(
                 names, sizes, config, corpus, chosen, folder, save_every, keep, starts, tensorboard, ranks, check_ranks,
@@ -201,7 +201,7 @@ def run_or_stop(job: Job) -> list[Run]:
                 again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out)
                 typer.echo(f"{stopped}\ncontinue with: {again}", err=True)
             raise typer.Exit(128 + (signal_that_came() or signal.SIGINT)) from stopped
-        except FloatingPointError as error:
+        except (FloatingPointError, CheckpointError, OSError) as error:  # SaveError is an OSError
             if job.ranks.first:
                 typer.echo(f"FAILED: {error}", err=True)
             raise typer.Exit(1) from error

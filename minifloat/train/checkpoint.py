@@ -1,36 +1,51 @@
-"""Checkpoints: folders that are complete whenever they have their name.
+"""Checkpoints: folders that are complete whenever they have their name, and in which nothing can run.
 
     OUT/checkpoints/RUN/step-00000100/
-        model.safetensors   the model's state dict
-        training/           torch.distributed.checkpoint's format: optimizer, random numbers, data stream, history
-        checkpoint.json     settings and other plain values, and the size of every other file
-        tokenizer.json      where the run has a tokenizer
+        model.safetensors      the model's state dict
+        training.safetensors   optimizer, random numbers, data stream, history
+        checkpoint.json        settings and other plain values; size and SHA-256 of every other file
+        tokenizer.json         where the run has a tokenizer
 
-A folder is written under another name, brought to disk and then renamed; an older one is renamed before it is deleted.
-So a process that dies at any moment leaves complete checkpoints and, at most, leftovers that the next save removes.
+Of several ranks each writes what it has, to `model-00001-of-00004.safetensors` and so on, whose metadata says which
+parts of which tensors these are. A folder is written under another name, brought to disk and then renamed; an older one
+is renamed before it is deleted. So a process that dies at any moment leaves complete checkpoints and, at most,
+leftovers that the next save removes. A checkpoint that is damaged is set aside when its step is saved again.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-VERSION = 1
+from minifloat.train.parts import Parts, assemble
+from minifloat.train.tensor_file import Stored, digest_of, read_bytes, read_tensors, write_tensors
+
+VERSION = 2
 OPTIONS = ("recipe", "model", "steps", "batch_size", "learning_rate", "seed")  # the settings that options give
-MODEL, TRAINING, PLAIN, TOKENIZER = "model.safetensors", "training", "checkpoint.json", "tokenizer.json"
-NAME, LEFTOVER = re.compile(r"step-\d{8,}"), re.compile(r"\.step-\d{8,}\.partial")
+MODEL, TRAINING, PLAIN, TOKENIZER = "model", "training", "checkpoint.json", "tokenizer.json"
+NAME, LEFTOVER = re.compile(r"step-(\d{8,18})"), re.compile(r"\.step-\d{8,}\.partial")
+DAMAGED = "damaged-"  # before the name of what was set aside
+MOST_DAMAGED = 2  # so many of these stay
+FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")  # no path: a checkpoint's files are in its folder
+MOST_PLAIN = 2**24  # bytes
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or of something else."""
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; the older ones are as they were."""
 
 
 @dataclass(frozen=True)
@@ -41,43 +56,70 @@ class Checkpoint:
     step: int
     settings: Mapping[str, Any]
     values: Mapping[str, Any]
+    files: Mapping[str, Stored]
 
     @staticmethod
     def read(path: Path) -> Checkpoint:
-        """Raises ValueError, saying why, when `path` holds no complete checkpoint of this program."""
+        """Raises CheckpointError, saying why, when `path` holds no complete checkpoint of this program.
+
+        Digests are compared by :meth:`verify`, and by what reads the files.
+        """
         try:
-            plain = json.loads((path / PLAIN).read_bytes())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is no checkpoint of minifloat: it has no readable {PLAIN}") from error
-        if not isinstance(plain, dict) or plain.get("minifloat") != VERSION:
-            raise ValueError(f"{path / PLAIN} is not of a minifloat checkpoint of version {VERSION}")
-        found = _sizes(path)
-        for name, size in plain["files"].items():
-            if found.get(name) != size:
-                state = f"has {found[name]:,} of {size:,} bytes" if name in found else "is missing"
-                raise ValueError(f"{path} is incomplete: {name} {state}")
-        return Checkpoint(path, plain["step"], plain["settings"], plain["values"])
+            plain = json.loads(read_bytes(path / PLAIN, MOST_PLAIN))
+        except (OSError, ValueError, RecursionError) as error:
+            why = "" if isinstance(error, FileNotFoundError) else f" ({type(error).__name__}: {error})"
+            raise CheckpointError(f"{path} is no checkpoint of minifloat: it has no readable {PLAIN}{why}") from error
+        version = plain.get("minifloat") if isinstance(plain, dict) else None
+        if version == 1:
+            raise CheckpointError(
+                f"{path} is of an older minifloat, whose checkpoints had a pickle in them, which is not read, for it "
+                "could run code; continue it with that version, or train anew"
+            )
+        if version != VERSION:
+            raise CheckpointError(f"{path / PLAIN} is not of a minifloat checkpoint of version {VERSION}")
+        try:
+            return _check(path, plain)
+        except CheckpointError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path / PLAIN} is damaged: {type(error).__name__}: {error}") from error
+
+    def verify(self) -> Checkpoint:
+        """This checkpoint; raises CheckpointError, naming the file, where one has other bytes than were saved."""
+        for name, stored in self.files.items():
+            try:
+                found = digest_of(self.path / name)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{self.path} is damaged: {error}") from error
+            if found != stored:
+                raise CheckpointError(f"{self.path} is damaged: {name} has other bytes than were saved")
+        return self
 
     def model_state(self) -> dict[str, Tensor]:
-        """The model's state dict, on the CPU. Raises ValueError where safetensors is not installed."""
-        need_safetensors()
-        from safetensors.torch import load_file
-
-        return load_file(self.path / MODEL)
+        """The model's state dict, on the CPU; raises CheckpointError where it is damaged."""
+        return self._tensors(MODEL)
 
     def training_state(self) -> dict[str, Tensor]:
-        """The tensors of the training, on the CPU."""
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-        from torch.distributed.checkpoint.state_dict_loader import load
+        """The tensors of the training, on the CPU; raises CheckpointError where they are damaged."""
+        return self._tensors(TRAINING)
 
-        reader, tensors = FileSystemReader(self.path / TRAINING), {}
-        for name, described in reader.read_metadata().state_dict_metadata.items():
-            assert isinstance(described, TensorStorageMetadata), f"{name} was saved as a tensor"
-            tensors[name] = torch.empty(described.size, dtype=described.properties.dtype)
-        with _one_process():
-            load(tensors, storage_reader=reader, no_dist=True)
-        return tensors
+    def content(self, name: str) -> bytes | None:
+        """A file other than those of tensors, if there is one; raises CheckpointError where it is damaged."""
+        if name not in self.files:
+            return None
+        content = read_bytes(self.path / name, self.files[name].size)
+        if Stored.of(content) != self.files[name]:
+            raise CheckpointError(f"{self.path} is damaged: {name} has other bytes than were saved")
+        return content
+
+    def _tensors(self, kind: str) -> dict[str, Tensor]:
+        names = [name for name in self.files if re.fullmatch(rf"{kind}(-\d+-of-\d+)?\.safetensors", name)]
+        try:
+            return assemble(read_tensors(self.path / name, self.files[name]) for name in names)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{error}; copy {self.path} here again, or delete it: --resume then continues from the one before it"
+            ) from error
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError, naming the option and both values, when the checkpoint is of another training."""
@@ -107,15 +149,14 @@ class Checkpoints:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        need_safetensors()  # better now than at the first save
         for name, value in (("save_every", self.every), ("keep", self.keep)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; choose at least 1")
         if self.start is not None:
             self.start.check(self.settings)
         reached = 0 if self.start is None else self.start.step
-        for other in complete(self.folder)[-1:]:
-            if other.step > reached:
+        for other in reversed(complete(self.folder)):
+            if other.step > reached and _is_good(other):
                 raise ValueError(
                     f"{other.path} is of an earlier training; continue from it with --resume, or choose another --out"
                 )
@@ -128,47 +169,125 @@ class Checkpoints:
         return self.folder / f"step-{step:08}"
 
     def save(
-        self, step: int, model: Mapping[str, Tensor], training: Mapping[str, Tensor], values: Mapping[str, Any]
+        self,
+        step: int,
+        model: Parts,
+        training: Parts,
+        values: Mapping[str, Any],
+        rank: int = 0,
+        exchange: Callable[[Any], list[Any]] = lambda value: [value],
     ) -> Path:
-        """Writes the state after `step`, then removes the oldest checkpoints beyond `keep`; returns the new folder."""
-        target = self.path(step)
-        if target.exists():
-            Checkpoint.read(target)  # the same step of the same run: there is nothing to add, if it is complete
-            return target
-        for leftover in self.folder.glob(".step-*"):
-            if LEFTOVER.fullmatch(leftover.name):
-                shutil.rmtree(leftover)
-        partial = _aside(target)
-        partial.mkdir(parents=True)
-        _write(partial, step, self.settings, model, training, values, self.files)
-        partial.rename(target)
-        _sync(self.folder)
-        for old in complete(self.folder)[: -self.keep]:
-            shutil.rmtree(old.path.rename(_aside(old.path)))
+        """Writes the state after `step`, then removes the oldest checkpoints beyond `keep`; returns the new folder.
+
+        Args:
+            model, training: what this rank has.
+            exchange: gives all ranks' values, in their order; a collective of the ranks that save.
+
+        Raises:
+            SaveError: on all ranks, where one could not write; what was begun is gone.
+        """
+        target, first = self.path(step), rank == 0
+        try:
+            if not all(together(exchange, lambda: not first or self._prepare(target))):
+                return target  # is there already
+            size = len(exchange(None))
+            found = together(exchange, lambda: _write_parts(_aside(target), model, training, rank, size))
+            stored = {name: each for one in found for name, each in one.items()}
+            together(exchange, lambda: self._finish(target, step, values, stored) if first else None)
+        except (SaveError, RuntimeError) as error:  # the latter where a rank is gone
+            if first:
+                _remove(_aside(target), missing_ok=True)
+            raise SaveError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; older ones are as they "
+                "were: continue with --resume once that is mended"
+            ) from error
         return target
 
+    def _prepare(self, target: Path) -> bool:
+        """Makes the folder to write to; false where the checkpoint is there already, of this very run."""
+        if not self._set_damaged_aside(target):
+            return False
+        for leftover in self.folder.glob(".step-*") if self.folder.is_dir() else ():
+            if LEFTOVER.fullmatch(leftover.name):
+                _remove(leftover)
+        _make_folder(_aside(target))
+        return True
 
-def need_safetensors() -> None:
-    """Raises ValueError where safetensors is not installed."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise ValueError("checkpoints need safetensors; get it with: pip install minifloat[train]")
+    def _finish(self, target: Path, step: int, values: Mapping[str, Any], stored: dict[str, Stored]) -> None:
+        """Gives the folder its name once all that belongs to it is on the disk; then removes the oldest ones."""
+        partial = _aside(target)
+        for name, content in self.files.items():
+            (partial / name).write_bytes(content)
+            stored[name] = digest_of(partial / name)
+            _sync(partial / name)
+        for name, one in stored.items():
+            size = (partial / name).stat().st_size if (partial / name).exists() else 0
+            if size != one.size:
+                raise OSError(f"{name} has {size:,} of {one.size:,} bytes here; all nodes must see the same --out")
+        files = {name: asdict(one) for name, one in sorted(stored.items())}
+        plain = {"minifloat": VERSION, "step": step, "settings": self.settings, "values": values, "files": files}
+        (partial / PLAIN).write_text(json.dumps(plain | {"sha256": _digest(plain)}, indent=1))
+        _sync(partial / PLAIN)
+        _sync(partial)
+        partial.rename(target)
+        _sync(self.folder)
+        for old in [each for each in complete(self.folder) if each.step <= step][: -self.keep]:
+            _remove(old.path.rename(_aside(old.path)))
+
+    def _set_damaged_aside(self, target: Path) -> bool:
+        """Renames what is no checkpoint and, from `target` on, what is damaged; false where `target` is there and good.
+
+        Digests of earlier ones are not compared: that would read all of them.
+        """
+        for path in _named(self.folder):
+            try:
+                found = Checkpoint.read(path)
+                if _number(path) >= _number(target) and found.verify().path == target:
+                    return False
+            except CheckpointError as error:
+                aside = path.with_name(DAMAGED + path.name)
+                warnings.warn(f"set aside as {aside}: {error}", stacklevel=2)
+                _remove(aside, missing_ok=True)
+                path.rename(aside)
+        damaged = [path for path in self.folder.glob(f"{DAMAGED}*") if NAME.fullmatch(path.name.removeprefix(DAMAGED))]
+        for old in sorted(damaged, key=lambda each: each.lstat().st_ctime)[:-MOST_DAMAGED]:  # by when they were renamed
+            _remove(old)
+        return True
+
+
+def together(exchange: Callable[[Any], list[Any]], action: Callable[[], Any]) -> list[Any]:
+    """What `action` returns on each rank; raises SaveError on all of them where it fails on one."""
+    result, cause = None, None
+    try:
+        result = action()
+    except Exception as error:  # whatever it is: the others wait to hear of it
+        cause = error
+    answers = exchange((result, cause and f"{type(cause).__name__}: {cause}"))
+    for _, problem in answers:
+        if problem is not None:
+            raise SaveError(problem) from cause
+    return [each for each, _ in answers]
 
 
 def complete(folder: Path) -> list[Checkpoint]:
-    """The complete checkpoints in a run's folder, oldest first; anything else in it is passed over."""
+    """The checkpoints in a run's folder whose files have their sizes, oldest first; others are passed over."""
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if NAME.fullmatch(path.name):
-            try:
-                found.append(Checkpoint.read(path))
-            except ValueError as error:
-                warnings.warn(f"passed over: {error}", stacklevel=2)
+    for path in _named(folder):
+        try:
+            found.append(Checkpoint.read(path))
+        except CheckpointError as error:
+            warnings.warn(f"passed over: {error}", stacklevel=2)
     return sorted(found, key=lambda each: each.step)
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint in a run's folder."""
-    return next(reversed(complete(folder)), None)
+    """The newest complete checkpoint in a run's folder that is not damaged."""
+    for checkpoint in reversed(complete(folder)):
+        try:
+            return checkpoint.verify()
+        except CheckpointError as error:
+            warnings.warn(f"passed over: {error}", stacklevel=2)
+    return None
 
 
 def locate(path: Path) -> Checkpoint:
@@ -177,7 +296,7 @@ def locate(path: Path) -> Checkpoint:
     Raises ValueError when there is none, and when an `--out` holds those of several runs.
     """
     if (path / PLAIN).exists() or NAME.fullmatch(path.name):
-        return Checkpoint.read(path)
+        return Checkpoint.read(path).verify()
     runs = [path, *sorted((path / "checkpoints").glob("*"))]
     found = [newest for run in runs if (newest := latest(run)) is not None]
     if not found:
@@ -187,37 +306,75 @@ def locate(path: Path) -> Checkpoint:
     return found[0]
 
 
-def _write(
-    folder: Path,
-    step: int,
-    settings: Mapping[str, Any],
-    model: Mapping[str, Tensor],
-    training: Mapping[str, Tensor],
-    values: Mapping[str, Any],
-    files: Mapping[str, bytes],
-) -> None:
-    from safetensors.torch import save_file
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+def _check(path: Path, plain: dict[str, Any]) -> Checkpoint:
+    """The checkpoint that `plain` describes, if its files are there; else an error of any kind."""
+    if plain.pop("sha256") != _digest(plain):
+        raise CheckpointError(f"{path / PLAIN} is damaged, or was changed: its SHA-256 is not its own")
+    step, settings, values = plain["step"], plain["settings"], plain["values"]
+    if type(step) is not int or not isinstance(settings, dict) or not isinstance(values, dict):
+        raise CheckpointError(f"{path / PLAIN} is damaged: its step, settings or values are none")
+    files = {name: Stored(**each) for name, each in plain["files"].items()}
+    for name, stored in files.items():
+        if not FILE.fullmatch(name) or (path / name).is_symlink():
+            raise CheckpointError(f"{path} names the file {name!r:.80}, which is not in its folder; do not trust it")
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size != stored.size:
+            state = "is missing" if size is None else f"has {size:,} of {stored.size:,} bytes"
+            raise CheckpointError(f"{path} is incomplete: {name} {state}")
+    return Checkpoint(path, step, settings, values, files)
 
-    save_file({name: tensor.detach().contiguous() for name, tensor in model.items()}, folder / MODEL)
-    with _one_process():
-        save(dict(training), storage_writer=FileSystemWriter(folder / TRAINING, sync_files=False), no_dist=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    plain = {"minifloat": VERSION, "step": step, "settings": settings, "values": values, "files": _sizes(folder)}
-    (folder / PLAIN).write_text(json.dumps(plain, indent=1))
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+
+def _digest(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _is_good(checkpoint: Checkpoint) -> bool:
+    try:
+        checkpoint.verify()
+    except CheckpointError:
+        return False
+    return True
+
+
+def _named(folder: Path) -> list[Path]:
+    """What has a checkpoint's name, by step."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if NAME.fullmatch(path.name)), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _write_parts(folder: Path, model: Parts, training: Parts, rank: int, size: int) -> dict[str, Stored]:
+    """The files of one rank, on the disk."""
+    of = "" if size == 1 else f"-{rank + 1:05}-of-{size:05}"
+    stored = {}
+    for kind, parts in ((MODEL, model), (TRAINING, training)):
+        name = f"{kind}{of}.safetensors"
+        stored[name] = write_tensors(folder / name, parts.tensors, parts.metadata())
+        _sync(folder / name)
+    return stored
+
+
+def _make_folder(path: Path) -> None:
+    """Makes a folder, and those above it, whose entries are on the disk."""
+    if not path.parent.exists():
+        _make_folder(path.parent)
+    path.mkdir()
+    _sync(path.parent)
+
+
+def _remove(path: Path, missing_ok: bool = False) -> None:
+    """Deletes a folder, or a link to one, which is not followed."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists() or not missing_ok:
+        shutil.rmtree(path)
 
 
 def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files if path != folder / PLAIN}
 
 
 def _sync(path: Path) -> None:
@@ -227,14 +384,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Without the warning that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _show(value: Any) -> str:

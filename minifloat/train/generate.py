@@ -15,7 +15,7 @@ from minifloat.recipe import Recipe
 from minifloat.train.checkpoint import TOKENIZER, Checkpoint
 from minifloat.train.model import ModelConfig, Transformer
 from minifloat.train.run import check_seed
-from minifloat.train.tokens import load_tokenizer
+from minifloat.train.tokens import read_tokenizer
 
 
 class Codec:
@@ -26,9 +26,9 @@ class Codec:
     """
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Path | None = None) -> None:
-        own = checkpoint.path / TOKENIZER
-        chosen = own if tokenizer is None and own.exists() else tokenizer
-        self._tokenizer = None if chosen is None else load_tokenizer(chosen)
+        own = checkpoint.content(TOKENIZER) if tokenizer is None else tokenizer.read_bytes()
+        source = checkpoint.path / TOKENIZER if tokenizer is None else tokenizer
+        self._tokenizer = None if own is None else read_tokenizer(own, source)
         vocabulary = checkpoint.settings["model"]["vocabulary"]
         if self._tokenizer is None and checkpoint.settings["unit"] != "byte":
             raise ValueError(f"{checkpoint.path} was trained on tokens without a tokenizer; give --tokenizer")

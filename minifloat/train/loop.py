@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from minifloat.functional import count_gemms
 from minifloat.optim.shards import own_rows
-from minifloat.train.checkpoint import Checkpoints
+from minifloat.train.checkpoint import Checkpoints, SaveError
 from minifloat.train.data import Batches, Corpus, fixed_batches
 from minifloat.train.nonfinite import find_non_finite
 from minifloat.train.ranks import ALONE, Ranks
 from minifloat.train.run import Interrupted, Metrics, NonFiniteError, Run, TrainConfig
+from minifloat.train.saver import Saver, saving
 from minifloat.train.state import TrainState, own_random_numbers, seed_generators
 
 __all__ = ["Interrupted", "Metrics", "NonFiniteError", "Run", "TrainConfig", "evaluate", "train", "train_step"]
@@ -42,14 +43,16 @@ def train(
 
     Runs of equal `corpus`, `config` and `context` see the same batches, and all their random numbers come from
     `config.seed`. A run that continues from `checkpoints.start` hands the earlier steps' metrics to `observe` too. A
-    model that is shared by `ranks` is trained by all of them alike; its checkpoints are those of one process.
+    model that is shared by `ranks` is trained by all of them alike; its checkpoints fit any number of them. They are
+    written while the training goes on.
 
     Raises:
         NonFiniteError: the loss or the gradient of a step is not finite; names the step and the layer. Parameters and
             optimizer stay as they were before the step, and are saved where `checkpoints` says. Or a validation loss
             is not finite; the step before it is then not saved.
         Interrupted: `stop` answered true after a step; the state is saved.
-        ValueError: `checkpoints.start` does not fit.
+        CheckpointError: `checkpoints.start` is damaged or does not fit.
+        SaveError: a checkpoint could not be written; said after a later step.
     """
     model.to(device).train()
     if device.type == "cuda":
@@ -63,17 +66,23 @@ def train(
         for metrics in state.history:
             observe(metrics)
         first = state.step + 1
-        while state.step < config.steps:
-            metrics = advance(name, state, config, held_out, context, checkpoints)
-            if metrics.step == first:  # which compiles and allocates: it alone takes long
-                ranks.set_timeout(ranks.timeout)
-            observe(metrics)
-            stopped = state.step < config.steps and ranks.any(bool(stop()), device)
-            saved = None
-            if checkpoints is not None and (stopped or checkpoints.due(state.step, config.steps)):
-                saved = state.save(checkpoints, peak_memory(state))
-            if stopped:
-                raise Interrupted(name, state.step, saved)
+        with saving(checkpoints, ranks) as saver:
+            while state.step < config.steps:
+                metrics = advance(name, state, config, held_out, context, saver)
+                if metrics.step == first:  # which compiles and allocates: it alone takes long
+                    ranks.set_timeout(ranks.timeout)
+                observe(metrics)
+                told = state.step < config.steps and bool(stop()), saver is not None and saver.failed
+                stopped, failed = ranks.any_of(told, device)
+                saved = None
+                if saver is not None and failed:
+                    saver.wait()  # raises
+                if saver is not None and (stopped or saver.checkpoints.due(state.step, config.steps)):
+                    saved = state.save(saver, peak_memory(state))
+                if stopped:
+                    if saver is not None:
+                        saver.wait()
+                    raise Interrupted(name, state.step, saved)
     parameters = sum(ranks.numel(parameter) for parameter in model.parameters())
     return Run(name, tuple(state.history), state.gemms, peak_memory(state), parameters)
 
@@ -84,7 +93,7 @@ def advance(
     config: TrainConfig,
     held_out: list[Batch],
     context: int,
-    checkpoints: Checkpoints | None,
+    saver: Saver | None,
 ) -> Metrics:
     """One step, evaluated where its turn has come, added to the history; raises NonFiniteError."""
     start = time.perf_counter()
@@ -98,7 +107,7 @@ def advance(
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NonFiniteError(
             f"{name}: step {step} has loss {loss} and gradient norm {norm}: {explain(state, batch, config)}; "
-            f"{keep_last_good(state, checkpoints)}"
+            f"{keep_last_good(state, saver)}"
         )
     seconds = time.perf_counter() - start
     validation = evaluate(state.model, held_out, config, state.device, state.ranks) if config.evaluates(step) else None
@@ -126,14 +135,19 @@ def locate(state: TrainState, batch: Batch, config: TrainConfig, scale: float = 
     return find_non_finite(state.model, lambda: batch_loss(state.model, batch, config, state.device) * scale)
 
 
-def keep_last_good(state: TrainState, checkpoints: Checkpoints | None) -> str:
+def keep_last_good(state: TrainState, saver: Saver | None) -> str:
     """Saves the state if it is any good and says where."""
-    if checkpoints is None or state.step == 0:
+    if saver is None or state.step == 0:
         return "the run stops here"
     bad = not all(bool(own_rows(parameter).isfinite().all()) for parameter in state.model.parameters())
     if state.ranks.any(bad, state.device):
         return "nothing is saved, because parameters are not finite either"
-    return f"the state after step {state.step} is saved in {state.save(checkpoints, peak_memory(state))}"
+    try:
+        saved = state.save(saver, peak_memory(state))
+        saver.wait()
+    except SaveError as error:
+        return f"the state after step {state.step} is not saved: {error}"
+    return f"the state after step {state.step} is saved in {saved}"
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

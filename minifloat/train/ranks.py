@@ -12,7 +12,8 @@ every tensor-parallel rank has all tokens there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -25,8 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minifloat.distributed.group import Group
 from minifloat.optim.gradients import clip_grad_norm_
 from minifloat.optim.shards import own_rows, sharded_like
+from minifloat.train.parts import Parts, Place
 
 THIS_PROCESS = Group()
+SAVE_TIMEOUT = timedelta(hours=1)  # longer than a rank ever takes to write its part of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,14 @@ class Ranks:
         tp: the ranks that share each linear.
         data_mesh: those that shard parameters and share the batch, one dim; None: this rank alone.
         timeout: how long a step may wait for another rank, once the first one is done; None: as the groups were made.
+        savers: all ranks, in a group for the threads that save, whose messages must not mix with a training's.
     """
 
     tp: Group = THIS_PROCESS
     sequence_parallel: bool = True
     data_mesh: DeviceMesh | None = None
     timeout: timedelta | None = None
+    savers: Group = THIS_PROCESS
 
     @staticmethod
     def of_world(
@@ -50,10 +55,11 @@ class Ranks:
     ) -> Ranks:
         """All ranks there are, neighbours in a tensor-parallel group of ``tp``; a collective."""
         size = dist.get_world_size()
+        savers = Group.of(dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
         if size == tp:
-            return Ranks(Group.of(dist.group.WORLD), sequence_parallel, timeout=timeout)
+            return Ranks(Group.of(dist.group.WORLD), sequence_parallel, timeout=timeout, savers=savers)
         mesh = init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("data", "tp"))
-        return Ranks(Group.of(mesh["tp"]), sequence_parallel, mesh["data"], timeout)
+        return Ranks(Group.of(mesh["tp"]), sequence_parallel, mesh["data"], timeout, savers)
 
     @property
     def data(self) -> Group:
@@ -142,11 +148,23 @@ class Ranks:
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Some rank says so."""
+        return self.any_of((flag,), device)[0]
+
+    def any_of(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """Of each flag, whether some rank says so."""
         if self.alone:
-            return flag
-        flags = torch.tensor(float(flag), device=device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags)
+            return list(flags)
+        told = torch.tensor([float(flag) for flag in flags], device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in told.tolist()]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """All ranks' values, in their order; for the threads that save."""
+        if self.alone:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.savers.process_group)
+        return values
 
     def set_timeout(self, timeout: timedelta | None) -> None:
         """From now on no exchange waits longer than that for another rank: with gloo it raises, with NCCL it aborts."""
@@ -177,33 +195,36 @@ class Ranks:
         """Clips the gradients of the whole model, each parameter counted once; returns their norm before that."""
         return clip_grad_norm_(model.parameters(), limit, tp_group=self.tp)
 
-    # ---- checkpoints, which are those of one process ----
+    # ---- checkpoints, which fit any number of ranks ----
 
-    def whole(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``tensors``, of which the first rank gathers those that it has a part of, one by one to the CPU.
+    def parts(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Parts:
+        """What this rank saves of ``tensors``, copied to the CPU; the first one saves what all have. Not a collective.
 
         Args:
             parameters: what each tensor belongs to, by the same names; missing where it belongs to none.
-
-        Returns:
-            On the other ranks what they have the whole of; a collective all the same.
         """
-        result = {}
+        own: dict[str, Tensor] = {}
+        places: dict[str, Place] = {}
         for name, tensor in tensors.items():
             parameter = parameters.get(name)
-            whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-            if parameter is not None and self._is_part(tensor, parameter):
-                parts = [torch.empty_like(whole) for _ in range(self.tp.size)]
-                dist.all_gather(parts, whole.detach().contiguous(), group=self.tp.process_group)
-                whole = torch.cat(parts, dim(parameter))
-            if whole is tensor:
-                result[name] = tensor
-            elif self.first:
-                result[name] = whole.cpu()  # of all parameters, more than a GPU may hold
-        return result
+            by_rows, by_tp = is_dtensor(tensor), parameter is not None and self._is_part(tensor, parameter)
+            if (self.data.rank and not by_rows) or (self.tp.rank and not by_tp):
+                continue
+            shape, start = list(tensor.shape), [0] * tensor.ndim
+            if by_rows:  # as FSDP2 and `torch.chunk` cut
+                start[0] = min(self.data.rank * math.ceil(shape[0] / self.data.size), shape[0])
+            if by_tp:
+                assert parameter is not None
+                start[dim(parameter)] += self.tp.rank * shape[dim(parameter)]
+                shape[dim(parameter)] *= self.tp.size
+            rows = own_rows(tensor).detach()
+            own[name] = rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if by_rows or by_tp:
+                places[name] = Place(shape, start)
+        return Parts(own, places)
 
     def part(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`whole`, on every rank."""
+        """This rank's part of whole ``tensors``, in the form of its parameters; see :meth:`parts`."""
         result = dict(tensors)
         for name, tensor in tensors.items():
             parameter = parameters.get(name)

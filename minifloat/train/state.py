@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from minifloat.functional import Gemm
 from minifloat.nn.delayed import AmaxHistory
-from minifloat.train.checkpoint import Checkpoint, Checkpoints
+from minifloat.train.checkpoint import Checkpoint, CheckpointError
 from minifloat.train.data import Batches
 from minifloat.train.ranks import ALONE, Ranks
 from minifloat.train.run import Metrics
+from minifloat.train.saver import Saver
 
 
 @dataclass
@@ -43,32 +44,33 @@ class TrainState:
         """How many steps are done."""
         return len(self.history)
 
-    def save(self, checkpoints: Checkpoints, peak_bytes: int | None) -> Path:
-        """The first rank writes, and the others wait for it."""
-        model = self.ranks.whole(self.model.state_dict(), dict(self.model.named_parameters()))
-        optimizer = self.ranks.whole(self._optimizer_tensors(), self._of_optimizer())
-        training = optimizer | self._random() | {"history": history_tensor(self.history)}
+    def save(self, saver: Saver, peak_bytes: int | None) -> Path:
+        """Begins to write a copy; returns the folder that will be there."""
+        saver.wait()  # before the copy, which takes memory
+        model = self.ranks.parts(self.model.state_dict(), dict(self.model.named_parameters()))
+        training = self._optimizer_tensors() | self._random() | {"history": history_tensor(self.history)}
         gemms = [[*key, count] for key, count in sorted(self.gemms.items())]
         values = {"gemms": gemms, "peak_bytes": peak_bytes or 0}
-        saved = checkpoints.path(self.step)
-        if self.ranks.first:
-            saved = checkpoints.save(self.step, model, training, values)
-        self.ranks.any(False, self.device)
-        return saved
+        return saver.save(self.step, model, self.ranks.parts(training, self._of_optimizer()), values)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Raises ValueError when the files are not of this model."""
-        training = checkpoint.training_state()
+        """Raises CheckpointError when the files are damaged, or not of this model."""
+        training, parameters = checkpoint.training_state(), dict(self.model.named_parameters())
+        model = checkpoint.model_state()
         try:
-            parameters = dict(self.model.named_parameters())
-            self.model.load_state_dict(self.ranks.part(checkpoint.model_state(), parameters))
+            self.model.load_state_dict(self.ranks.part(model, parameters))
             self._load_optimizer(training)
-        except (RuntimeError, KeyError) as error:
-            raise ValueError(f"{checkpoint.path} does not fit the model: {error}") from error
-        self._set_random(training)
-        self.history = read_history(training["history"])
-        self.gemms = Counter({Gemm(*key): count for *key, count in checkpoint.values["gemms"]})
-        self.peak_bytes = checkpoint.values["peak_bytes"]
+            self._set_random(training)
+            self.history = read_history(training["history"])
+            self.gemms = Counter({Gemm(*key): count for *key, count in checkpoint.values["gemms"]})
+            self.peak_bytes = int(checkpoint.values["peak_bytes"])
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path} does not fit the model: {type(error).__name__}: {error}; resume with the options "
+                "that it was trained with"
+            ) from error
+        if [metrics.step for metrics in self.history] != list(range(1, checkpoint.step + 1)):
+            raise CheckpointError(f"{checkpoint.path} is of step {checkpoint.step}, but its history is another's")
 
     def mark(self) -> None:
         """Remembers what a step changes before the optimizer: random numbers, data, delayed scaling's buffers."""

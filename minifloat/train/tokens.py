@@ -20,13 +20,22 @@ DTYPES = ("uint16", "uint32")
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a JSON file of the tokenizers library."""
     try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} is no readable tokenizer of the tokenizers library: {error}") from error
+    return read_tokenizer(content, path)
+
+
+def read_tokenizer(content: bytes, path: Path) -> Tokenizer:
+    """The tokenizer that the JSON file `path` has."""
+    try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ValueError(
             "a tokenizer needs the tokenizers library; get it with: pip install minifloat[tokenizers]"
         ) from error
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises no narrower class
         raise ValueError(f"{path} is no readable tokenizer of the tokenizers library: {error}") from error
 

@@ -1,0 +1,77 @@
+"""What one rank has of a set of tensors, and the whole ones, put together from what all of them have."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KEY = "parts"  # of a file's metadata
+
+
+class Place(NamedTuple):
+    """Where a part begins in the whole, in each dim, and the whole one's shape."""
+
+    shape: list[int]
+    start: list[int]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tensors on the CPU; those that are parts of larger ones have a place."""
+
+    tensors: Mapping[str, Tensor]
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, str]:
+        """The places, as a safetensors file keeps them."""
+        return {KEY: json.dumps(self.places)} if self.places else {}
+
+
+def assemble(files: Iterable[tuple[dict[str, Tensor], dict[str, str]]]) -> dict[str, Tensor]:
+    """The whole tensors of all ranks' files, given as tensors and metadata; raises ValueError where a part lacks."""
+    whole: dict[str, Tensor] = {}
+    found: dict[str, list[tuple[Place, Tensor]]] = {}
+    for tensors, metadata in files:
+        places = _read_places(metadata)
+        for name, tensor in tensors.items():
+            if name in places:
+                found.setdefault(name, []).append((places[name], tensor))
+            elif name in whole:
+                raise ValueError(f"tensor {name!r:.80} is in two files")
+            else:
+                whole[name] = tensor
+    for name, parts in found.items():
+        if name in whole:
+            raise ValueError(f"tensor {name!r:.80} is in two files")
+        whole[name] = _join(name, parts)
+        parts.clear()
+    return whole
+
+
+def _read_places(metadata: dict[str, str]) -> dict[str, Place]:
+    try:
+        places = json.loads(metadata.get(KEY, "{}"))
+        return {name: Place(*place) for name, place in places.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the places of a file's parts are unreadable: {error}") from error
+
+
+def _join(name: str, parts: list[tuple[Place, Tensor]]) -> Tensor:
+    shape, dtype = parts[0][0].shape, parts[0][1].dtype
+    if sum(part.numel() for _, part in parts) != math.prod(shape):  # before memory is asked for
+        raise ValueError(f"tensor {name!r:.80} of shape {shape!r:.80} is not complete")
+    whole = torch.empty(shape, dtype=dtype)
+    for place, part in parts:
+        if place.shape != shape or part.dtype != dtype or part.ndim != len(shape) or len(place.start) != len(shape):
+            raise ValueError(f"the parts of tensor {name!r:.80} are of different ones")
+        target = whole
+        for dim, (start, size) in enumerate(zip(place.start, part.shape, strict=True)):
+            target = target.narrow(dim, start, size)
+        target.copy_(part)
+    return whole
