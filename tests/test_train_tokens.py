@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -33,11 +34,12 @@ def packed(path: Path, dtype: str, values: list[int] = TOKENS) -> Path:
 
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.npy"])
 @pytest.mark.parametrize("dtype", tokens.DTYPES)
-def test_a_token_file_is_mapped_and_its_end_held_out(tmp_path: Path, name: str, dtype: str) -> None:
+def test_a_token_file_is_read_as_it_is_used_and_its_end_held_out(tmp_path: Path, name: str, dtype: str) -> None:
     corpus = data.load([packed(tmp_path / name, dtype)], least=65, vocabulary=1000, token_dtype=dtype)
     assert corpus.train.dtype == getattr(torch, dtype)
-    assert corpus.train.tolist() == TOKENS[:3800] and corpus.validation.tolist() == TOKENS[3800:]
-    assert corpus.train.untyped_storage().data_ptr() == corpus.validation.untyped_storage().data_ptr()  # no copies
+    assert isinstance(corpus.train, tokens.TokenFile) and isinstance(corpus.validation, tokens.TokenFile)
+    assert corpus.train.long().tolist() == TOKENS[:3800] and corpus.validation.long().tolist() == TOKENS[3800:]
+    assert [piece.long().tolist() for piece in corpus.validation.split(150)] == [TOKENS[3800:3950], TOKENS[3950:]]
     assert (corpus.vocabulary, corpus.unit) == (1000, "token")
     inputs, targets = next(data.Batches(corpus.train, 3, 16, seed=0))
     assert inputs.dtype == torch.int64 and torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -46,6 +48,35 @@ def test_a_token_file_is_mapped_and_its_end_held_out(tmp_path: Path, name: str, 
     counted = data.unigram_entropy(corpus.train, corpus.validation, 1000)
     by_hand = data.unigram_entropy(torch.tensor(TOKENS[:3800]), torch.tensor(TOKENS[3800:]), 1000)
     assert counted == by_hand
+
+
+def test_a_token_file_that_is_cut_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is trained on. Mapped, it would end the process."""
+    file, windows = packed(tmp_path / "tokens.bin", "uint16"), data.Batches.__next__
+
+    def cut(self: data.Batches) -> tuple[torch.Tensor, torch.Tensor]:
+        os.truncate(file, 100)
+        return windows(self)
+
+    monkeypatch.setattr(data.Batches, "__next__", cut)
+    code, output = invoke(
+        "train", file, "--vocabulary", 1000, "--model", "micro", "--steps", 3, "--device", "cpu", "--out",
+        tmp_path / "out",
+    )  # fmt: skip
+    assert code == 1 and "tokens.bin was cut while it was read" in output and "continue with --resume" in output
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"{'descr': '<u2', 'fortran_order': False, 'shape': (1000000000000,)}", b"(" * 9000, b"[[[", b"\xff" * 90, b" {",
+     b"{'descr': '|O', 'fortran_order': False, 'shape': (4,)}", b"{'descr': '<u2'}", b"__import__('os').getcwd()",
+     b"{'descr': '<u2', 'fortran_order': False, 'shape': (-4,)}"],
+)  # fmt: skip
+def test_hostile_headers(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "tokens.npy"
+    file.write_bytes(b"\x93NUMPY\x01\x00" + (len(header) + 1).to_bytes(2, "little") + header + b"\n" + bytes(8))
+    with pytest.raises(ValueError, match=r"tokens.npy holds no tokens"):
+        data.load([file], least=1, vocabulary=9)
 
 
 def test_mistakes_with_token_files(tmp_path: Path, tokenizer: Path) -> None:

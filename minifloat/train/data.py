@@ -21,6 +21,9 @@ SKIPPED_FOLDERS = frozenset(
 )
 
 
+Text = Tensor | tokens.TokenFile
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Two disjoint vectors of tokens, what is trained on and what is held out: uint8, uint16, int32 or uint32.
@@ -29,8 +32,8 @@ class Corpus:
     known. `unit` names what losses are per.
     """
 
-    train: Tensor
-    validation: Tensor
+    train: Text
+    validation: Text
     source: str
     vocabulary: int = 256
     unit: str = "byte"
@@ -63,7 +66,7 @@ def load(
 
     They are text files or folders (none: Python's standard-library sources), read as bytes or through the `tokenizer`,
     a JSON file of the tokenizers library; or one packed token file, `.npy` or `.bin` (raw, of `token_dtype`), which is
-    mapped, not read, and whose last twentieth is held out. Its `vocabulary` is the tokenizer's if not given.
+    read as it is used, and whose last twentieth is held out. Its `vocabulary` is the tokenizer's if not given.
 
     `least` is the number of tokens that each part must have to hold one sequence. Raises ValueError when a path does
     not exist, when there is no text or too little of it, and when a token is outside of the vocabulary.
@@ -105,12 +108,12 @@ def _load_text(paths: Sequence[Path], tokenizer: Path | None) -> Corpus:
 def _load_packed(paths: Sequence[Path], tokenizer: Path | None, vocabulary: int | None, dtype: str) -> Corpus:
     if len(paths) > 1:
         raise ValueError(f"{len(paths)} paths with a token file among them; give one token file, and nothing else")
-    text = tokens.map_file(paths[0], dtype)
+    text = tokens.open_file(paths[0], dtype)
     known = None if tokenizer is None else tokens.load_tokenizer(tokenizer).get_vocab_size()
     size = tokens.check_vocabulary(paths[0], text, known if vocabulary is None else vocabulary)
     content = None if tokenizer is None else tokenizer.read_bytes()
     held_out = len(text) // HELD_OUT_EVERY
-    parts = text[: len(text) - held_out], text[len(text) - held_out :]  # of the mapped file: nothing is copied
+    parts = text[: len(text) - held_out], text[len(text) - held_out :]
     return Corpus(*parts, f"{paths[0]}: {len(text):,} tokens", size, "token", content)
 
 
@@ -145,7 +148,7 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
     The state of `generator` is the position in the stream.
     """
 
-    def __init__(self, text: Tensor, batch_size: int, context: int, seed: int) -> None:
+    def __init__(self, text: Text, batch_size: int, context: int, seed: int) -> None:
         self.text, self.batch_size, self.context = text, batch_size, context
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -154,14 +157,14 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
         return _windows(self.text, starts, self.context)
 
 
-def fixed_batches(text: Tensor, batch_size: int, context: int, count: int) -> list[tuple[Tensor, Tensor]]:
+def fixed_batches(text: Text, batch_size: int, context: int, count: int) -> list[tuple[Tensor, Tensor]]:
     """At most `count` batches of windows spread evenly over the text: the same for every run, none twice."""
     windows = min(batch_size * count, (len(text) - 1) // context)
     starts = torch.linspace(0, len(text) - 1 - context, windows, dtype=torch.float64).long()
     return [_windows(text, part, context) for part in starts.split(batch_size)]
 
 
-def unigram_entropy(train: Tensor, validation: Tensor, vocabulary: int = 256) -> float:
+def unigram_entropy(train: Text, validation: Text, vocabulary: int = 256) -> float:
     """The loss, in nats a token, on `validation` of a model that knows only how often each token occurs in `train`.
 
     Every count starts at one, so that a token which `train` lacks costs much but not infinitely much.
@@ -171,7 +174,7 @@ def unigram_entropy(train: Tensor, validation: Tensor, vocabulary: int = 256) ->
     return float(-(held_out * log_probability).sum() / held_out.sum())
 
 
-def _counts(text: Tensor, vocabulary: int) -> Tensor:
+def _counts(text: Text, vocabulary: int) -> Tensor:
     """How often each token occurs, float64 [vocabulary], in pieces: the text may be larger than the memory."""
     counts = torch.zeros(vocabulary, dtype=torch.float64)
     for piece in text.split(2**24):
@@ -179,8 +182,8 @@ def _counts(text: Tensor, vocabulary: int) -> Tensor:
     return counts
 
 
-def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    rows = text[starts[:, None] + torch.arange(context + 1)].long()
+def _windows(text: Text, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    rows = torch.stack([text[start : start + context + 1].long() for start in starts.tolist()])
     return rows[:, :-1], rows[:, 1:]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,19 +50,60 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Tensor:
     return torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int32).to(dtype)
 
 
-def map_file(path: Path, dtype: str) -> Tensor:
-    """A token file as a vector that is read from disk as it is used: `.npy`, or `.bin`, raw, of `dtype`."""
+@dataclass(frozen=True)
+class TokenFile:
+    """A vector of tokens that is read from disk as it is used; it has what a training needs of a tensor.
+
+    The file is not mapped: of a mapped one that is cut while it is read, the next read ends the process.
+    """
+
+    path: Path
+    file: BufferedReader
+    dtype: torch.dtype
+    start: int  # in bytes
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> TokenFile:
+        first, end, step = part.indices(self.length)
+        assert step == 1, "parts are contiguous"
+        return replace(self, start=self.start + first * self.dtype.itemsize, length=max(0, end - first))
+
+    def split(self, size: int) -> Iterator[TokenFile]:
+        return (self[first : first + size] for first in range(0, self.length, size))
+
+    def long(self) -> Tensor:
+        """All of it, int64. Raises OSError where the file has become too short."""
+        content = memoryview(bytearray(self.length * self.dtype.itemsize))
+        done = 0
+        while done < len(content):
+            read = os.preadv(self.file.fileno(), [content[done:]], self.start + done)
+            if not read:
+                raise OSError(
+                    f"{self.path} was cut while it was read: there is nothing after byte {self.start + done:,}; put "
+                    "the whole file back, and continue with --resume"
+                )
+            done += read
+        return torch.frombuffer(content, dtype=self.dtype).long() if done else torch.empty(0, dtype=torch.int64)
+
+
+def open_file(path: Path, dtype: str) -> TokenFile:
+    """A token file: `.npy`, or `.bin`, raw, of `dtype`."""
     import numpy as np
 
     if dtype not in DTYPES:
         raise ValueError(f"there are no tokens of {dtype!r}; choose {' or '.join(DTYPES)}")
     if not path.is_file():
         raise ValueError(f"{path} is no file; check its spelling")
-    try:  # mode c: copied where it is written to, which nothing here does
+    try:  # mapped for what its header says and for the check of its size; nothing is read through the mapping
         npy = path.suffix == ".npy"
-        mapped = np.lib.format.open_memmap(path, "c") if npy else np.memmap(path, np.dtype(dtype), "c")
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} holds no tokens: {error}") from error
+        mapped = np.lib.format.open_memmap(path, "r") if npy else np.memmap(path, np.dtype(dtype), "r")
+    except OSError:
+        raise
+    except Exception as error:  # of numpy's parsers: ValueError, EOFError, SyntaxError, TokenError, RecursionError
+        raise ValueError(f"{path} holds no tokens: {error or type(error).__name__}") from error
     if not mapped.size:
         raise ValueError(f"{path} holds no tokens: it is empty")
     if mapped.ndim != 1 or mapped.dtype.name not in DTYPES:
@@ -67,12 +111,12 @@ def map_file(path: Path, dtype: str) -> Tensor:
         raise ValueError(f"{path} holds {found}; token files are vectors of {' or '.join(DTYPES)}")
     if not mapped.dtype.isnative:
         raise ValueError(f"{path} holds {mapped.dtype.name} of another byte order; save it in this machine's own")
-    return torch.from_numpy(mapped)
+    return TokenFile(path, path.open("rb"), getattr(torch, mapped.dtype.name), mapped.offset, len(mapped))
 
 
-def check_vocabulary(path: Path, text: Tensor, vocabulary: int | None) -> int:
+def check_vocabulary(path: Path, text: TokenFile, vocabulary: int | None) -> int:
     """The vocabulary's size, when all of the token file's tokens are in it; else raises ValueError."""
-    largest = int(text.numpy().max())
+    largest = max(int(piece.long().max()) for piece in text.split(2**24))
     if vocabulary is None:
         raise ValueError(
             f"{path} does not say how large its vocabulary is; give --vocabulary (its largest token is {largest}) or "
