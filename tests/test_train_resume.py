@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from minifloat.cli.observe import MetricsFile
 from minifloat.cli.resume import resume_command
 from minifloat.recipe import NAMES
 from minifloat.train import loop
-from minifloat.train.checkpoint import latest, locate
+from minifloat.train.checkpoint import Checkpoint, CheckpointError, latest, locate
 from minifloat.train.loop import Interrupted, Metrics, NonFiniteError, Run
-from minifloat.train.state import history_tensor, own_random_numbers, read_history
+from minifloat.train.state import TrainState, history_tensor, own_random_numbers, read_history
 from tests.micro_training import children, invoke, losses, micro_model, train_and_save, train_in_child, write_texts
 
 STEPS = 5
@@ -250,6 +251,41 @@ def test_mistakes_of_resuming_end_with_a_message(
     ):
         code, output = invoke(*command, *arguments)
         assert code == 2 and message in output.replace("\n", " "), output
+
+
+def test_a_resume_that_fails_takes_nothing_away(
+    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the run that does not load nor of the one before it."""
+    out = tmp_path / "out"
+    assert invoke(*command, "--out", out, "--tensorboard")[0] == 0
+    history, events = written(out), {path.stat().st_size for path in (out / "tensorboard").rglob("events*")}
+    load = TrainState.load
+
+    def fail(self: TrainState, checkpoint: Checkpoint) -> None:
+        if checkpoint.settings["recipe"] == "bf16":
+            raise CheckpointError("damaged since it was chosen")
+        load(self, checkpoint)
+
+    monkeypatch.setattr(TrainState, "load", fail)
+    code, output = invoke(*command, "--out", out, "--tensorboard", "--resume")
+    assert code == 1 and "FAILED: damaged since it was chosen" in output
+    assert sorted(written(out)) == sorted(history)
+    assert {path.stat().st_size for path in (out / "tensorboard").rglob("events*")} == events
+    monkeypatch.undo()
+    assert invoke(*command, "--out", out, "--resume")[0] == 0 and written(out) == history
+
+
+def test_metrics_of_other_runs_stay_until_their_turn(tmp_path: Path) -> None:
+    path, step = tmp_path / "metrics.jsonl", Metrics(1, 0.5, 0.1, 1e-3, 0.2, 7.7)
+    lines = [json.dumps({"run": name, "old": True}) for name in ("a", "b", "gone")]
+    path.write_text("\n".join([*lines, "[" * 9999, '{"run": ["a"]}', '"a"', '{"run": "b", "ol']))
+    file = MetricsFile(path, ("a", "b"))
+    assert path.read_text().startswith(lines[0])
+    for name, runs in (("a", ["b", "a"]), ("a", ["b", "a", "a"]), ("b", ["a", "a", "b"])):
+        file.write(name, step)
+        assert [json.loads(line)["run"] for line in path.read_text().splitlines()] == runs
+    assert files_of(tmp_path) == ["metrics.jsonl"]
 
 
 def test_resume_command_keeps_all_but_where_it_came_from() -> None:

@@ -216,7 +216,7 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
     """Trains each of the job's models in turn, the recipe's first, until `stop` answers true."""
     runs = []
     with ExitStack() as seen:
-        watched = observers(job.out, job.config.steps, job.corpus.unit, job.tensorboard)
+        watched = observers(job.out, job.names, job.config.steps, job.corpus.unit, job.tensorboard)
         observer = seen.enter_context(watched) if job.ranks.first else unobserved
         for name in job.names:
             linear = partial(Linear, bias=False, recipe=recipe_of(name))
