@@ -370,6 +370,25 @@ class QuantizedTensor(torch.Tensor):
             raise ValueError("a tensor keeps at least one orientation: rowwise=True or columnwise=True")
         self._operands, self.quantizer = Quantized(*kept), wanted
 
+    @property
+    def data(self) -> Tensor:
+        """This tensor without its graph. Values that are assigned are quantized into its memory, not shared with it.
+
+        Raises:
+            ValueError: they have another shape, or are on another device.
+        """
+        alone: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return alone
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.device != self.device:
+            raise ValueError(
+                f"a QuantizedTensor on {self.device} cannot take data from {values.device}; move it as in "
+                "module.to(device), which moves codes and scales"
+            )
+        self.quantize_(values)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         values = self.dequantize()
         values[index] = value

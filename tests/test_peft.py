@@ -167,8 +167,8 @@ def test_lora_over_a_quantized_base(recipe: str) -> None:
         layer = models[0].get_base_model().model.layers[0].mlp.up_proj
         values = layer.base_layer.weight.dequantize()
         values += layer.get_delta_weight("default").detach()
-        models[0].merge_adapter()
-        merged = layer.base_layer.weight
+        models[0].merge_and_unload(safe_merge=recipe == "block")
+        merged = models[0].get_base_model().model.layers[0].mlp.up_proj.weight
         assert torch.equal(merged.dequantize(), quantize(values, merged.quantizer).dequantize())
 
 

@@ -787,6 +787,29 @@ def test_a_write_between_forward_and_backward_is_noticed(name: str, write: str) 
     assert x.grad is not None
 
 
+@each_recipe
+def test_assigning_data(name: str) -> None:
+    """``weight.data = values``, ``+=`` and ``vector_to_parameters`` quantize into the memory of the codes."""
+    layer = quantized_linear(RECIPES[name])
+    weight, codes = qweight(layer), qweight(layer).operands.any.codes
+
+    def rounded(v: Tensor) -> Tensor:
+        return values(cast(v, RECIPES[name], weight.scale))
+
+    new = 0.5 * values(weight).detach().flip(0)
+    weight.data = new
+    assert qweight(layer) is weight and weight.operands.any.codes is codes
+    assert torch.equal(values(weight), rounded(new))
+    weight.data += 0.01
+    assert torch.equal(values(weight), rounded(rounded(new) + 0.01))
+    nn.utils.vector_to_parameters(torch.cat([new.flatten(), torch.zeros(OUT)]), [weight, layer.bias])
+    assert torch.equal(values(weight), rounded(new)) and not layer.bias.any()
+    for wrong, match in ((torch.zeros(2, 3), r"shape \(2, 3\)"), (torch.zeros(OUT, IN, device="meta"), "meta")):
+        with pytest.raises(ValueError, match=match):
+            weight.data = wrong
+    assert torch.equal(values(weight.data), rounded(new)) and not weight.data.requires_grad
+
+
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
