@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from minifloat.convert import ConversionReport, convert
+from minifloat.convert import ConversionReport, convert, revert
 from minifloat.functional import count_gemms
 from minifloat.recipe import named
 from minifloat.tensor import QuantizedTensor, quantize
@@ -195,3 +195,34 @@ def test_trainer_trains_and_resumes_adapters(tmp_path: Path) -> None:
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [entry["loss"] for entry in second.state.log_history if "loss" in entry] == losses
     assert torch.equal(logits(twin), logits(model))
+
+
+def test_saving_and_reloading_a_quantized_model(tmp_path: Path) -> None:
+    """Codes by ``torch.save``, or values by ``save_pretrained`` after ``revert``, into which adapters merge, too."""
+
+    def made() -> Any:
+        base = llama()
+        convert_blocks(base, "mxfp8", quantize_weights=True)
+        return base
+
+    model = made()
+    train(model)
+    y = logits(model)
+    torch.save(model.state_dict(), tmp_path / "codes.pt")
+    twin = made()
+    twin.load_state_dict(torch.load(tmp_path / "codes.pt", weights_only=True))
+    assert torch.equal(logits(twin), y)
+
+    revert(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    convert_blocks(loaded, "mxfp8", quantize_weights=True)
+    assert torch.equal(logits(loaded), y)
+
+    adapted = add_lora(made())
+    train(adapted)
+    revert(adapted)
+    y = logits(adapted)
+    merged = adapted.merge_and_unload(safe_merge=True)
+    assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
+    torch.testing.assert_close(logits(merged), y)
