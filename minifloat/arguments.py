@@ -95,7 +95,9 @@ def _checked(function: Callable[..., Any], annotated: Any) -> Callable[..., Any]
 def _check(function: Callable[..., Any], annotated: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     known = _known.get(function)
     if known is None:
-        known = _known[function] = _Signature(tuple(inspect.signature(function).parameters), _specs(annotated))
+        parameters = inspect.signature(function).parameters.values()
+        names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+        known = _known[function] = _Signature(names, _specs(annotated))
     names, specs = known
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         spec = specs.get(name)
@@ -121,8 +123,10 @@ def _refusal(owner: str, name: str, value: Any, spec: _Spec) -> TypeError | Valu
 def _owner(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """What was called, and the name that a layer is given."""
     own = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
-    name = kwargs.get("name")
-    return f"{own} {name!r}" if isinstance(name, str) and name else own
+    name, number = kwargs.get("name"), kwargs.get("layer_number")
+    if isinstance(name, str) and name:
+        return f"{own} {name!r}"
+    return f"{own} of layer {number}" if isinstance(number, int) else own
 
 
 _short = reprlib.Repr()
@@ -219,7 +223,7 @@ def _of_class(kind: Any) -> _Spec:
         return _Spec("a finite number", lambda value: isinstance(value, Real) and not isinstance(value, bool), _finite)
     if kind is _CALLABLE:
         return _Spec("a callable", callable)
-    if not isinstance(kind, type) or kind is object or getattr(kind, "_is_protocol", False):
+    if not isinstance(kind, type) or kind in (Any, object) or getattr(kind, "_is_protocol", False):
         return _Spec("anything", _always)  # Any, a type variable, a protocol
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{_home(kind)}.{kind.__qualname__}"
     article = "an" if name[0] in "aeio" else "a"

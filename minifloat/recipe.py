@@ -462,6 +462,8 @@ _NAMED: dict[str, Recipe] = {
 NAMES = tuple(_NAMED)
 RecipeLike = Annotated[Recipe | str, Accepts(f"a minifloat recipe or one of the names {', '.join(NAMES)}")]
 """What stands for a recipe where one is asked for."""
+OwnRecipe = Recipe | Literal["none"] | None
+"""What a layer may have of its own: None takes what ``autocast`` gives."""
 
 
 def named(name: str) -> Recipe:
@@ -540,7 +542,19 @@ def _read(field: str, value: Any, callables: Mapping[str, Callable[..., Any]]) -
     return value
 
 
-def as_recipe(recipe: Recipe | str) -> Recipe:
+def own_recipe(recipe: RecipeLike | None) -> OwnRecipe:
+    """What a layer is given for a recipe of its own, looked up if it is a short name.
+
+    Raises:
+        TypeError: it is not one.
+        ValueError: an unknown name.
+    """
+    if recipe is None or recipe == "none":
+        return recipe  # type: ignore[return-value]
+    return as_recipe(recipe)
+
+
+def as_recipe(recipe: RecipeLike) -> Recipe:
     """``recipe``, looked up by :func:`named` if it is a string.
 
     Raises:
@@ -556,8 +570,23 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
 
 
 __all__ = [
-    "NAMES", "CustomRecipe", "DelayedScaling", "DelayedScalingRequest", "Float8BlockScaling", "Float8CurrentScaling",
-    "Format", "MMParams", "MXFP8BlockScaling", "NVFP4BlockScaling", "QParams", "QuantizerRole", "Recipe",
-    "RecipeLike", "as_recipe",
-    "from_dict", "named",
+    "NAMES",
+    "CustomRecipe",
+    "DelayedScaling",
+    "DelayedScalingRequest",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "OwnRecipe",
+    "QParams",
+    "QuantizerRole",
+    "Recipe",
+    "RecipeLike",
+    "as_recipe",
+    "from_dict",
+    "named",
+    "own_recipe",
 ]  # fmt: skip

@@ -460,10 +460,10 @@ def test_copies_pickles_and_print() -> None:
     ("options", "message"),
     [
         ({"num_attention_heads": 5}, "hidden_size=24 does not divide by 5 heads.*kv_channels"),
-        ({"num_attention_heads": 0}, "0 query heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_gqa_groups": 3}, "4 query heads do not divide into num_gqa_groups=3"),
-        ({"kv_channels": 0}, "kv_channels=0"),
-        ({"attention_type": "both"}, "'both'; choose 'self' or 'cross'"),
+        ({"kv_channels": 0}, "kv_channels is 0"),
+        ({"attention_type": "both"}, "'both'; 'self' or 'cross'"),
         ({"return_layernorm_output": True}, "needs input_layernorm=True"),
         ({"recompute_norm": True}, "recompute_norm=True needs input_layernorm=True"),
         ({"input_layernorm": True, "normalization": "Batch"}, "'Batch'.*LayerNorm, RMSNorm"),

@@ -281,7 +281,7 @@ def _refused(rank: int, size: int) -> None:
         ("query=5 does not divide", lambda: Linear(4, 8, parameters_split={"query": 5, "key": 3}, **column)),
         ("query=5 does not", lambda: LayerNormLinear(4, 8, parameters_split={"query": 5, "key": 3}, **column)),
         ("fc1.*fused_parts.*=3 does not", lambda: LayerNormMLP(4, 3, set_parallel_mode=True, tp_group=world, name="m")),
-        ("parallel_mode='both'", lambda: Linear(4, 8, parallel_mode="both")),  # type: ignore[arg-type]
+        ("parallel_mode is 'both'", lambda: Linear(4, 8, parallel_mode="both")),  # type: ignore[arg-type]
         ("sequence_parallel=True needs parallel_mode", lambda: Linear(4, 8, sequence_parallel=True, tp_group=world)),
         ("tp_size=2 and no tp_group", lambda: Linear(4, 8, parallel_mode="column", tp_size=2)),
         ("tp_size=3 and a group of 2", lambda: Linear(4, 8, tp_size=3, **column)),

@@ -523,7 +523,7 @@ def test_print() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_type": "both"}, "'both'; choose 'encoder' or 'decoder'"),
+        ({"layer_type": "both"}, "'both'; 'encoder' or 'decoder'"),
         ({"layer_type": "decoder", "parallel_attention_mlp": True}, "for layer_type='encoder' only"),
         ({"num_attention_heads": 5}, "hidden_size=32 does not divide by 5 heads"),
         ({"num_gqa_groups": 3}, "4 query heads do not divide into num_gqa_groups=3"),

@@ -16,7 +16,6 @@ from minifloat.convert.select import (
     DefaultFilter,
     FilterFn,
     Named,
-    OwnRecipe,
     Rule,
     is_conv1d,
     is_linear,
@@ -24,13 +23,12 @@ from minifloat.convert.select import (
     named_modules,
     obstacle,
     other_matrices,
-    own_recipe,
     read_rules,
 )
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
-from minifloat.recipe import Recipe
+from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe
 
 _BEFORE = "_before_convert"  # the attribute of a converted module that holds its ``Before``
 
@@ -80,9 +78,9 @@ class _Decision(NamedTuple):
 
 def convert(
     model: nn.Module,
-    recipe: Recipe | str | None,
+    recipe: RecipeLike | None,
     filter_fn: FilterFn | None = None,
-    rules: Sequence[tuple[str, Recipe | str | None]] = (),
+    rules: Sequence[tuple[str, RecipeLike | None]] = (),
     quantize_weights: bool | None = None,
 ) -> ConversionReport:
     """Turns the linears of any model into :class:`minifloat.Linear`, in place.
@@ -242,7 +240,7 @@ def _apply(named: Named, decision: _Decision, histories: Histories) -> None:
 
 
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
-    plans = ("recipe", "_latest_plan", "_custom_plans")  # a plan of delayed scaling relies on the histories
+    plans = ("_recipe", "_latest_plan", "_custom_plans")  # a plan of delayed scaling relies on the histories
     values = {key: module.__dict__[key] for key in plans}
     module.__dict__[_BEFORE] = Before(type(module), None, values, (), tuple(module._modules))
     module._modules.update(histories)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -14,13 +14,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifloat.nn.linear_state import LinearState
 from minifloat.quantizer import DTYPES
-from minifloat.recipe import Recipe, as_recipe
+from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
 """Says whether a linear is converted, from the module and its dotted name."""
-
-OwnRecipe = Recipe | Literal["none"] | None
-"""What a layer may have of its own: None takes what ``autocast`` gives."""
 
 # Modules that a wrapper puts between a layer and its parent, and that nobody thinks of as part of its name.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -44,19 +41,7 @@ class Named(NamedTuple):
     module: nn.Module
 
 
-def own_recipe(recipe: Recipe | str | None) -> OwnRecipe:
-    """``recipe``, looked up if it is a short name.
-
-    Raises:
-        TypeError: it is not one.
-        ValueError: an unknown name.
-    """
-    if recipe is None or recipe == "none":
-        return recipe  # type: ignore[return-value]
-    return as_recipe(recipe)
-
-
-def read_rules(rules: Sequence[tuple[str, Recipe | str | None]]) -> list[Rule]:
+def read_rules(rules: Sequence[tuple[str, RecipeLike | None]]) -> list[Rule]:
     """``rules`` with their recipes looked up.
 
     Raises:

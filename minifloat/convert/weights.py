@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minifloat.convert.select import Named, OwnRecipe
+from minifloat.convert.select import Named
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.parameters import ParameterInit, is_sharded, parameter_init
-from minifloat.recipe import Recipe
+from minifloat.recipe import OwnRecipe, Recipe
 from minifloat.tensor import QuantizedTensor
 
 

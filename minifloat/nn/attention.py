@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from minifloat.arguments import Count, Fraction, PositiveFloat, Size, checked
 from minifloat.functional.amp import autocast_to
 from minifloat.functional.attention import Backend, attention, choose_backend
 from minifloat.functional.attention_mask import Band, Mask, Places, packed_places, padded_places, simplified
@@ -52,26 +53,29 @@ class DotProductAttention(nn.Module):
         ValueError: options out of range or unknown.
     """
 
+    @checked
     def __init__(
         self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
+        num_attention_heads: Size,
+        kv_channels: Size | tuple[Size, Size],
+        num_gqa_groups: Size | None = None,
+        attention_dropout: Fraction = 0.0,
         qkv_format: QKVFormat = "sbhd",
         attn_mask_type: MaskType = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
         *,
-        softmax_scale: float | None = None,
-        softcap: float | None = None,
-        layer_number: int | None = None,
+        softmax_scale: PositiveFloat | None = None,
+        softcap: PositiveFloat | None = None,
+        layer_number: Count | None = None,
     ) -> None:
         super().__init__()
         self.layer_number = layer_number
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.kv_channels = (
+            (kv_channels, kv_channels) if isinstance(kv_channels, int) else (kv_channels[0], kv_channels[1])
+        )
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
@@ -267,19 +271,11 @@ class DotProductAttention(nn.Module):
         return "DotProductAttention" + ("" if self.layer_number is None else f" of layer {self.layer_number}")
 
     def _check_options(self) -> None:
-        if self.num_gqa_groups < 1 or self.num_attention_heads < 1 or self.num_attention_heads % self.num_gqa_groups:
+        if self.num_attention_heads % self.num_gqa_groups:
             raise ValueError(
                 f"{self._label()}: {self.num_attention_heads} heads do not divide by num_gqa_groups="
                 f"{self.num_gqa_groups}; change one of them"
             )
-        if self.qkv_format not in get_args(QKVFormat):
-            raise ValueError(f"{self._label()}: qkv_format is {self.qkv_format!r}; {', '.join(get_args(QKVFormat))}")
-        if not 0 <= self.attention_dropout < 1:
-            raise ValueError(
-                f"{self._label()}: attention_dropout is {self.attention_dropout}; it must be at least 0 and below 1"
-            )
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"{self._label()}: softcap is {self.softcap}; it must be above 0, or None")
         self._check_mask_type(self.attn_mask_type)
         self._band(self.attn_mask_type, self.window_size)
 

@@ -13,11 +13,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import Device, FloatDtype, Size, checked
 from minifloat.distributed.collectives import all_gather_rows
 from minifloat.distributed.group import Group
 from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.functional.vocabulary import vocabulary_shards
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.sharding import Partition, mark, tensor_parallel
 from minifloat.recompute import parallel_of
 
@@ -62,24 +63,25 @@ class VocabParallelEmbedding(nn.Embedding):
     first: int
     vocabulary: int
 
+    @checked
     def __init__(
         self,
-        num_embeddings: int,
-        embedding_dim: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        num_embeddings: Size,
+        embedding_dim: Size,
         *,
+        device: Device | None = None,
+        dtype: FloatDtype | None = None,
         sequence_parallel: bool = False,
         tp_group: ProcessGroup | None = None,
-        tp_size: int = 1,
+        tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
         init_method: InitMethod | None = None,
-        params_dtype: torch.dtype | None = None,
+        params_dtype: FloatDtype | None = None,
     ) -> None:
         self.__dict__.update(vocabulary=num_embeddings, embedding_dim=embedding_dim)  # which errors name
         parallel = tensor_parallel(self._label, "row", sequence_parallel, tp_group, tp_size, tp_mesh)
         rows = self._set_up(num_embeddings, parallel, init_method)  # first: nn.Embedding.__init__ fills the weight
-        dtype = params_dtype if params_dtype is not None else dtype
+        dtype = one_dtype(self._label, dtype, params_dtype)
         super().__init__(rows, embedding_dim, device=device, dtype=dtype)
         self._mark()
 

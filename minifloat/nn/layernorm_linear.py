@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.distributed.tensor_parallel import Mode
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
 from minifloat.nn.linear import Linear
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import (
     add_residual,
     call_alone,
@@ -24,7 +24,7 @@ from minifloat.nn.parts import (
     runs_alone,
     to_add,
 )
-from minifloat.recipe import Recipe
+from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import parallel_of
 
 
@@ -36,9 +36,9 @@ class LayerNormLinear(nn.Module):
     there is no recipe, or a part has hooks or was replaced, the parts do run one after the other.
 
     Args:
-        in_features, out_features, bias, init_method, parameters_split, return_bias, recipe, name, params_dtype, device,
-            fuse_wgrad_accumulation, delay_wgrad_compute, sequence_parallel, tp_group, tp_size, tp_mesh, fused_parts: as
-            of :class:`~minifloat.Linear`.
+        in_features, out_features, bias, init_method, parameters_split, return_bias, recipe, name, params_dtype, dtype,
+            device, fuse_wgrad_accumulation, delay_wgrad_compute, sequence_parallel, tp_group, tp_size, tp_mesh,
+            fused_parts: as of :class:`~minifloat.Linear`.
         parallel_mode: ``"column"``, as of :class:`~minifloat.Linear`; every rank has the whole norm. Under sequence
             parallelism X and the norm's result are this rank's rows.
         eps, zero_centered_gamma: as of :class:`~minifloat.RMSNorm`.
@@ -52,34 +52,37 @@ class LayerNormLinear(nn.Module):
         ValueError: an unknown normalization, and as of the parts.
     """
 
+    @checked
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
-        eps: float = 1e-5,
+        in_features: Size,
+        out_features: Count,
+        eps: NonNegativeFloat = 1e-5,
+        *,
         bias: bool = True,
         normalization: str = "LayerNorm",
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
-        *,
         recompute_norm: bool = False,
         init_method: InitMethod | None = None,
-        parameters_split: Mapping[str, int] | None = None,
+        parameters_split: Mapping[str, Count] | Sequence[str] | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        recipe: Recipe | str | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+        recipe: RecipeLike | None = None,
         name: str | None = None,
         parallel_mode: Mode | None = None,
         sequence_parallel: bool = False,
         tp_group: ProcessGroup | None = None,
-        tp_size: int = 1,
+        tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
-        fused_parts: Sequence[int] | None = None,
+        fused_parts: Sequence[Count] | None = None,
     ) -> None:
         super().__init__()
+        params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
         if parallel_mode == "row":
             raise ValueError(
                 f"LayerNormLinear {name or ''!r}: parallel_mode='row' would split the rows that the norm is over; use "

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import activate
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.functional.produced import Activation
 from minifloat.nn.linear import Linear
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import (
     add_residual,
     call_alone,
@@ -28,7 +29,7 @@ from minifloat.nn.parts import (
     runs_alone,
     to_add,
 )
-from minifloat.recipe import Recipe
+from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of
 
@@ -43,7 +44,7 @@ class LayerNormMLP(nn.Module):
     Args:
         hidden_size, ffn_hidden_size: widths of X and Y, and of the activation's result.
         eps, zero_centered_gamma: as of :class:`~minifloat.RMSNorm`.
-        bias, params_dtype, device, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute: of both linears
+        bias, params_dtype, dtype, device, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute: of both linears
             (``return_bias``: of the second), as of :class:`~minifloat.Linear`.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: gelu, qgelu, relu, srelu, silu, or, with an fc1 of twice the width, geglu, qgeglu, reglu, sreglu,
@@ -65,11 +66,13 @@ class LayerNormMLP(nn.Module):
         ValueError: an unknown normalization or activation or parameter of one, and as of the parts.
     """
 
+    @checked
     def __init__(
         self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        eps: float = 1e-5,
+        hidden_size: Size,
+        ffn_hidden_size: Size,
+        eps: NonNegativeFloat = 1e-5,
+        *,
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
@@ -78,24 +81,25 @@ class LayerNormMLP(nn.Module):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         checkpoint: bool = False,
-        *,
         recompute_norm: bool = False,
         recompute_activation: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        recipe: Recipe | str | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+        recipe: RecipeLike | None = None,
         name: str | None = None,
         set_parallel_mode: bool = False,
         sequence_parallel: bool = False,
         tp_group: ProcessGroup | None = None,
-        tp_size: int = 1,
+        tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
         self.activation = Activation.of(activation, activation_params)
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output

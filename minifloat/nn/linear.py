@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.distributed.group import Group
 from minifloat.distributed.tensor_parallel import Mode
 from minifloat.functional import shared_cast
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.quantize import reuse
 from minifloat.nn.linear_call import LinearCalls
-from minifloat.nn.parameters import InitMethod, parameter_init
+from minifloat.nn.parameters import InitMethod, one_dtype, parameter_init
 from minifloat.nn.sharding import tensor_parallel
 from minifloat.quantizer import Quantizer
-from minifloat.recipe import CustomRecipe, QuantizerRole, Recipe
+from minifloat.recipe import CustomRecipe, QuantizerRole, Recipe, RecipeLike
 from minifloat.recompute import parallel_of
 
 
@@ -48,8 +48,8 @@ class Linear(LinearCalls):
         save_original_input: backward keeps X as it came and quantizes it again: costs a cast, saves memory where X is
             kept alive by somebody else anyway.
         return_bias: forward gives (X W^T, b) and leaves the addition to the caller.
-        parameters_split: names and numbers of rows: the weight is kept as that many parameters (``query_weight``,
-            ``query_bias``, ...) and multiplied as one.
+        parameters_split: names and numbers of rows, or names alone of equal numbers: the weight is kept as that many
+            parameters (``query_weight``, ``query_bias``, ...) and multiplied as one.
         init_method: fills the weight in place, and the bias starts as zeros; default: both as ``nn.Linear``.
         params_dtype: another name of ``dtype``.
         parallel_mode: ``"column"`` shares ``out_features`` out over the ranks of a group, ``"row"`` ``in_features``:
@@ -76,31 +76,33 @@ class Linear(LinearCalls):
             parallelism with delayed scaling whose amaxes not all of the ranks agree on.
     """
 
+    @checked
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: Count,
+        out_features: Count,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device | None = None,
+        dtype: FloatDtype | None = None,
         *,
-        recipe: Recipe | str | None = None,
+        recipe: RecipeLike | None = None,
         name: str | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         return_bias: bool = False,
-        parameters_split: Mapping[str, int] | None = None,
+        parameters_split: Mapping[str, Count] | Sequence[str] | None = None,
         init_method: InitMethod | None = None,
-        params_dtype: torch.dtype | None = None,
+        params_dtype: FloatDtype | None = None,
         parallel_mode: Mode | None = None,
         sequence_parallel: bool = False,
         tp_group: ProcessGroup | None = None,
-        tp_size: int = 1,
+        tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
-        fused_parts: Sequence[int] | None = None,
+        fused_parts: Sequence[Count] | None = None,
     ) -> None:
         self._init_state(recipe, name or "")
+        dtype = one_dtype("Linear", dtype, params_dtype)
         self.in_features, self.out_features = in_features, out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -109,11 +111,11 @@ class Linear(LinearCalls):
         self.init_method = init_method
         self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel
         self._parallel = tensor_parallel(self._label, parallel_mode, sequence_parallel, tp_group, tp_size, tp_mesh)
-        self._share_out(parameters_split, fused_parts)
-        dtype = params_dtype if params_dtype is not None else dtype
+        split = self._named_split(parameters_split)
+        self._share_out(split, fused_parts)
         super().__init__(self.in_features, self.out_features, bias, device=device, dtype=dtype)
-        if parameters_split is not None:
-            self._split(parameters_split)
+        if split is not None:
+            self._split(split)
         self._quantize_weights(parameter_init())
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):

@@ -89,8 +89,8 @@ class LinearCalls(LinearState):
 
     def _recipe_in_force(self) -> Recipe | None:
         """The layer's own recipe, else that of ``autocast``, else None."""
-        if self.recipe is not None:
-            return self.recipe if isinstance(self.recipe, Recipe) else None
+        if self._recipe is not None:
+            return self._recipe if isinstance(self._recipe, Recipe) else None
         context = current()
         return context.recipe if context is not None and context.enabled else None
 

@@ -108,6 +108,26 @@ class LinearParameters(nn.Linear):
         rows, own = parameters.own_rows(parameter, values)
         rows.copy_(own)
 
+    def _named_split(self, split: Mapping[str, int] | Sequence[str] | None) -> Mapping[str, int] | None:
+        """``parameters_split`` with the rows of each; names alone share all rows out equally.
+
+        Raises:
+            ValueError: no names, one that is given twice or cannot be an attribute's, or rows that do not divide.
+        """
+        if split is None:
+            return None
+        names = list(split)
+        if not names or len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
+            raise ValueError(f"{self._label}: parameters_split {split!r} must have different names, such as 'query'")
+        if isinstance(split, Mapping):
+            return split
+        if self.out_features % len(names):
+            raise ValueError(
+                f"{self._label}: out_features={self.out_features} does not divide by the {len(names)} names of "
+                f"parameters_split; give the rows of each, as in {{{names[0]!r}: ...}}"
+            )
+        return dict.fromkeys(names, self.out_features // len(names))
+
     def _share_out(self, split: Mapping[str, int] | None, fused: Sequence[int] | None) -> None:
         """From the sizes of the whole to those of this rank."""
         parts: Mapping[str, int] = {"out_features": self.out_features}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minifloat.arguments import check_value
 from minifloat.autocast import Use
 from minifloat.distributed.ddp_forward import check_synchronized
 from minifloat.distributed.tensor_parallel import UNSHARDED
@@ -22,7 +23,7 @@ from minifloat.nn.linear_parameters import LinearParameters
 from minifloat.nn.parameters import CachedWeight, ParameterInit
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
-from minifloat.recipe import CustomRecipe, DelayedScaling, Recipe, as_recipe
+from minifloat.recipe import CustomRecipe, DelayedScaling, OwnRecipe, Recipe, RecipeLike, own_recipe
 from minifloat.tensor import QuantizedTensor
 
 _HISTORIES = ("forward_scaling", "backward_scaling")
@@ -36,7 +37,7 @@ class LinearState(LinearParameters):
     backward_scaling: AmaxHistory
     save_original_input: bool
     return_bias: bool
-    recipe: Recipe | Literal["none"] | None
+    _recipe: OwnRecipe
     _keeps_weight: bool  # between microbatches; what is gathered for each is not worth it, nor known to have changed
     _wgrad_tasks: list[Callable[[], None]]
     _wgrad_hooks: list[Callable[[], None]]
@@ -47,12 +48,24 @@ class LinearState(LinearParameters):
     _weight_margin: int
     _preserves_initial: bool  # quantized weights keep the values that they start with
 
-    def _init_state(self, recipe: Recipe | str | None, name: str) -> None:
+    @property
+    def recipe(self) -> OwnRecipe:
+        """The layer's own recipe; ``"none"``: high precision, whatever surrounds it; None: what ``autocast`` gives.
+
+        A recipe or its short name may be assigned.
+        """
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: RecipeLike | None) -> None:
+        check_value(self._label, "recipe", recipe, RecipeLike | None)
+        self._recipe = own_recipe(recipe)
+
+    def _init_state(self, recipe: RecipeLike | None, name: str) -> None:
         """Everything that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
-        own = as_recipe(recipe) if recipe not in (None, "none") else recipe
         state: dict[str, Any] = {
             "name": name,
-            "recipe": own,
+            "_recipe": own_recipe(recipe),
             "fuse_wgrad_accumulation": False,
             "delay_wgrad_compute": False,
             "save_original_input": False,

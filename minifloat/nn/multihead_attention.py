@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
 from minifloat.distributed.group import Group
 from minifloat.distributed.rng import draw_apart
 from minifloat.distributed.tensor_parallel import Mode, TensorParallel
@@ -29,11 +29,11 @@ from minifloat.nn.multihead_parts import (
     own_bias,
     own_heads,
 )
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import call_alone, call_on_stream, make_norm, part_name
 from minifloat.nn.rope import apply_rotary_pos_emb
 from minifloat.nn.sharding import tensor_parallel
-from minifloat.recipe import Recipe
+from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of
 
@@ -59,7 +59,7 @@ class MultiheadAttention(nn.Module):
         rotary_pos_interleaved: as ``interleaved`` of :class:`~minifloat.RotaryPositionEmbedding`.
         qk_norm_type: None, ``"RMSNorm"`` or ``"LayerNorm"``: normalizes each query and key head, with ``qk_norm_eps``,
             before or after the rotation (``qk_norm_before_rope``).
-        bias, init_method, params_dtype, device, fuse_wgrad_accumulation, recipe: of the linears, as of
+        bias, init_method, params_dtype, dtype, device, fuse_wgrad_accumulation, recipe: of the linears, as of
             :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
         return_bias: leave adding the bias of ``proj`` to the caller.
         recompute_norm: of the input norm, as of :class:`~minifloat.LayerNormLinear`.
@@ -92,22 +92,23 @@ class MultiheadAttention(nn.Module):
             that do not divide by the number of ranks, ``bshd`` with ``sequence_parallel``.
     """
 
+    @checked
     def __init__(
         self,
-        hidden_size: int,
-        num_attention_heads: int,
-        kv_channels: int | None = None,
-        attention_dropout: float = 0.1,
-        layernorm_epsilon: float = 1e-5,
+        hidden_size: Size,
+        num_attention_heads: Size,
+        kv_channels: Size | None = None,
+        attention_dropout: Fraction = 0.1,
+        layernorm_epsilon: NonNegativeFloat = 1e-5,
         *,
-        num_gqa_groups: int | None = None,
+        num_gqa_groups: Size | None = None,
         attn_mask_type: MaskType = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
-        softmax_scale: float | None = None,
-        softcap: float | None = None,
+        softmax_scale: PositiveFloat | None = None,
+        softcap: PositiveFloat | None = None,
         qkv_format: QKVFormat = "sbhd",
-        layer_number: int | None = None,
+        layer_number: Count | None = None,
         input_layernorm: bool = False,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
@@ -115,7 +116,7 @@ class MultiheadAttention(nn.Module):
         fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False,
         qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
+        qk_norm_eps: NonNegativeFloat = 1e-6,
         qk_norm_before_rope: bool = False,
         bias: bool = True,
         init_method: InitMethod | None = None,
@@ -125,17 +126,19 @@ class MultiheadAttention(nn.Module):
         recompute_norm: bool = False,
         save_original_input: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        recipe: Recipe | str | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+        recipe: RecipeLike | None = None,
         name: str | None = None,
         set_parallel_mode: bool = False,
         sequence_parallel: bool = False,
         tp_group: ProcessGroup | None = None,
-        tp_size: int = 1,
+        tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
         check_options(

@@ -75,8 +75,6 @@ def check_options(
     attention_type: str, input_layernorm: bool, of_norm: Mapping[str, bool], fused: bool, fuse_wgrad: bool
 ) -> None:
     """``of_norm``: options by name that need an input norm."""
-    if attention_type not in ("self", "cross"):
-        raise ValueError(f"MultiheadAttention: attention_type is {attention_type!r}; choose 'self' or 'cross'")
     for name, asked in of_norm.items():
         if asked and not input_layernorm:
             raise ValueError(f"MultiheadAttention: {name}=True needs input_layernorm=True")

@@ -8,9 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.amp import autocast_to
 from minifloat.functional.norm import normalize
 from minifloat.functional.produced import Norm
+from minifloat.nn.parameters import one_dtype
 
 
 class _Norm(nn.Module):
@@ -18,23 +20,26 @@ class _Norm(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @checked
     def __init__(
         self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
+        normalized_shape: Size | Sequence[Size],
+        eps: NonNegativeFloat = 1e-5,
+        *,
         zero_centered_gamma: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
     ) -> None:
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if not shape or min(shape) < 1:
-            raise ValueError(
-                f"{type(self).__name__}: normalized_shape is {normalized_shape}; give one or more positive sizes"
-            )
+        if not shape:
+            raise ValueError(f"{type(self).__name__}: normalized_shape is {normalized_shape}; give one or more sizes")
         self.normalized_shape = shape
         self.norm = Norm(self.normalization, eps, zero_centered_gamma)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=params_dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.empty(shape, dtype=one_dtype(type(self).__name__, dtype, params_dtype), device=device)
+        )
         has_bias = self.normalization == "LayerNorm"
         self.register_parameter("bias", nn.Parameter(torch.empty_like(self.weight)) if has_bias else None)
         self.reset_parameters()
@@ -72,7 +77,8 @@ class LayerNorm(_Norm):
         normalized_shape: the sizes of the last dims, or the one size of the last.
         eps: added to the variance.
         zero_centered_gamma: scale by ``1 + weight``, which starts at 0.
-        params_dtype: of weight and bias; PyTorch's default if None. It need not be that of the input.
+        params_dtype, dtype: of weight and bias, two names of one; PyTorch's default if None. It need not be that of the
+            input.
         device: ``"meta"`` makes no memory; ``to_empty`` and ``reset_parameters`` do later.
 
     Raises:

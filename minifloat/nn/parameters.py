@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
 from minifloat.distributed.collectives import max_of_all
 from minifloat.distributed.group import Group
@@ -19,11 +20,22 @@ from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.kernels.delayed import FLT_MAX
 from minifloat.operand import Quantized
 from minifloat.quantizer import DTYPES, Quantizer, find_amaxes
-from minifloat.recipe import Recipe, as_recipe
+from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor, quantize
 
 InitMethod = Callable[[Tensor], object]
-"""Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+"""Fills a tensor in place, as the functions of ``torch.nn.init`` do; called without gradients."""
+
+
+def one_dtype(label: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None) -> torch.dtype | None:
+    """``dtype`` of a module's parameters, which ``params_dtype`` is another name of.
+
+    Raises:
+        ValueError: both are given and differ.
+    """
+    if dtype is not None and params_dtype not in (None, dtype):
+        raise ValueError(f"{label}: dtype is {dtype} and params_dtype {params_dtype}; give one of them")
+    return dtype if params_dtype is None else params_dtype
 
 
 class ParameterInit(NamedTuple):
@@ -41,9 +53,10 @@ class _Stack(threading.local):
 _stack = _Stack()
 
 
+@checked
 @contextmanager
 def quantized_model_init(
-    enabled: bool = True, recipe: Recipe | str | None = None, preserve_high_precision_init_val: bool = False
+    enabled: bool = True, recipe: RecipeLike | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
     """Modules made inside keep the weights of their GEMMs quantized, as :class:`~minifloat.QuantizedTensor` parameters.
 
@@ -110,7 +123,8 @@ def versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 def initialize(weight: Tensor, init_method: InitMethod | None) -> None:
     """Fills a weight [N, K]; by default as ``nn.Linear`` does, uniform in +-1/sqrt(K)."""
     if init_method is not None:
-        init_method(weight)
+        with torch.no_grad():
+            init_method(weight)
     else:
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 

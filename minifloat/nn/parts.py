@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from minifloat.arguments import Device
 from minifloat.functional.amp import autocast_dtype
 from minifloat.nn.linear import Linear
 from minifloat.nn.norm import LayerNorm, RMSNorm
@@ -24,7 +25,7 @@ def make_norm(
     eps: float,
     zero_centered_gamma: bool,
     dtype: torch.dtype | None,
-    device: torch.device | str | None,
+    device: Device | None,
 ) -> LayerNorm | RMSNorm:
     """The norm module of that name.
 
@@ -32,8 +33,8 @@ def make_norm(
         ValueError: there is no such norm.
     """
     if normalization not in NORMS:
-        raise ValueError(f"there is no normalization {normalization!r}; choose one of {', '.join(NORMS)}")
-    return NORMS[normalization](size, eps, zero_centered_gamma, dtype, device)
+        raise ValueError(f"normalization is {normalization!r}; choose one of {', '.join(NORMS)}")
+    return NORMS[normalization](size, eps, zero_centered_gamma=zero_centered_gamma, dtype=dtype, device=device)
 
 
 def part_name(name: str | None, part: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from minifloat.arguments import checked
 from minifloat.nn.linear import Linear
-from minifloat.recipe import Recipe, as_recipe
+from minifloat.recipe import RecipeLike, as_recipe
 
 
-def prepare(model: nn.Module, recipe: Recipe | str) -> nn.Module:
+@checked
+def prepare(model: nn.Module, recipe: RecipeLike) -> nn.Module:
     """Makes the plans, and for delayed scaling the buffers, that ``autocast(recipe=recipe)`` would make at first use.
 
     Needed where first use comes too late: before ``torch.compile`` of a model under delayed scaling, before an

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from minifloat.arguments import Accepts, Count, Device, PositiveFloat, Size, checked
 from minifloat.functional import packed
 
 TensorFormat = Literal["sbhd", "bshd", "thd"]
+RotaryPercent = Annotated[float, Accepts("a number above 0, at most 1", lambda value: 0 < value <= 1)]
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -34,22 +36,19 @@ class RotaryPositionEmbedding(nn.Module):
 
     inv_freq: Tensor
 
+    @checked
     def __init__(
         self,
-        dim: int,
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: float | None = None,
-        pretrained_max_position_embeddings: int | None = None,
-        rotary_base: float = 10000.0,
+        dim: Size,
+        rotary_percent: RotaryPercent = 1.0,
+        seq_len_interpolation_factor: PositiveFloat | None = None,
+        pretrained_max_position_embeddings: Size | None = None,
+        rotary_base: PositiveFloat = 10000.0,
         interleaved: bool = False,
         *,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
     ) -> None:
         super().__init__()
-        if not 0 < rotary_percent <= 1:
-            raise ValueError(
-                f"RotaryPositionEmbedding: rotary_percent is {rotary_percent}; it must be above 0, at most 1"
-            )
         self.dim = int(dim * rotary_percent)
         if self.dim < 2 or self.dim % 2:
             raise ValueError(
@@ -73,7 +72,8 @@ class RotaryPositionEmbedding(nn.Module):
         self.reset_parameters()  # module.bfloat16() must not round the frequencies, nor to_empty lose them
         return self
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+    @checked
+    def forward(self, max_seq_len: Count, offset: Count = 0) -> Tensor:
         """Angles of the positions ``offset`` to ``offset + max_seq_len``, fp32 [max_seq_len, 1, 1, dim].
 
         Each angle is there twice, at both channels of its pair, for :func:`apply_rotary_pos_emb`.
@@ -95,6 +95,7 @@ class RotaryPositionEmbedding(nn.Module):
         return f"{self.dim}, rotary_base={self.rotary_base}, interleaved={self.interleaved}"
 
 
+@checked
 def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
@@ -162,8 +163,6 @@ def _check(
     t: Tensor, freqs: Tensor, tensor_format: str, start_positions: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
     name = "apply_rotary_pos_emb"
-    if tensor_format not in ("sbhd", "bshd", "thd"):
-        raise ValueError(f"{name}: tensor_format is {tensor_format!r}; sbhd, bshd or thd")
     if t.dim() != len(tensor_format):
         raise ValueError(f"{name}: t has shape {tuple(t.shape)}; {tensor_format} has {len(tensor_format)} dims")
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or freqs.shape[-1] % 2 or freqs.shape[-1] > t.shape[-1]:

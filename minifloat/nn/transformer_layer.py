@@ -6,18 +6,28 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import (
+    Count,
+    Device,
+    FloatDtype,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    Probability,
+    Size,
+    checked,
+)
 from minifloat.distributed.rng import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.multihead_attention import MultiheadAttention
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import call_on_stream, part_name
-from minifloat.recipe import Recipe
+from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
 
 
@@ -34,7 +44,7 @@ class TransformerLayer(nn.Module):
         ffn_hidden_size, activation, activation_params: as of :class:`~minifloat.LayerNormMLP`; ``checkpoint_mlp`` is
             its ``checkpoint``.
         layernorm_epsilon, normalization, zero_centered_gamma, bias, init_method, output_layer_init_method,
-            params_dtype, device, recipe, fuse_wgrad_accumulation: of all parts.
+            params_dtype, dtype, device, recipe, fuse_wgrad_accumulation: of all parts.
         save_memory: backward makes again what linears read, of what norms, attention and activation keep anyway:
             ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
@@ -53,17 +63,18 @@ class TransformerLayer(nn.Module):
         ValueError: an unknown layer type, parallel attention and MLP in a decoder, and as of the parts.
     """
 
+    @checked
     def __init__(
         self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        num_gqa_groups: int | None = None,
-        layernorm_epsilon: float = 1e-5,
-        hidden_dropout: float = 0.1,
-        attention_dropout: float = 0.1,
+        hidden_size: Size,
+        ffn_hidden_size: Size,
+        num_attention_heads: Size,
+        num_gqa_groups: Size | None = None,
+        layernorm_epsilon: NonNegativeFloat = 1e-5,
+        hidden_dropout: Probability = 0.1,
+        attention_dropout: Fraction = 0.1,
         *,
-        kv_channels: int | None = None,
+        kv_channels: Size | None = None,
         self_attn_mask_type: MaskType = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
@@ -71,15 +82,15 @@ class TransformerLayer(nn.Module):
         enc_dec_window_size: tuple[int, int] | None = None,
         enc_dec_bottom_right_diagonal: bool | None = None,
         attn_input_format: QKVFormat = "sbhd",
-        softmax_scale: float | None = None,
-        softcap: float | None = None,
+        softmax_scale: PositiveFloat | None = None,
+        softcap: PositiveFloat | None = None,
         layer_type: Literal["encoder", "decoder"] = "encoder",
         parallel_attention_mlp: bool = False,
         apply_residual_connection_post_layernorm: bool = False,
         fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False,
         qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
+        qk_norm_eps: NonNegativeFloat = 1e-6,
         qk_norm_before_rope: bool = False,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
@@ -91,20 +102,20 @@ class TransformerLayer(nn.Module):
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        recipe: Recipe | str | None = None,
-        layer_number: int | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+        recipe: RecipeLike | None = None,
+        layer_number: Count | None = None,
         name: str | None = None,
         set_parallel_mode: bool = False,
         sequence_parallel: bool = False,
         tp_group: ProcessGroup | None = None,
-        tp_size: int = 1,
+        tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"TransformerLayer: layer_type is {layer_type!r}; choose 'encoder' or 'decoder'")
+        params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
         if parallel_attention_mlp and layer_type == "decoder":
             raise ValueError("TransformerLayer: parallel_attention_mlp=True is for layer_type='encoder' only")
         if not name and layer_number is not None:

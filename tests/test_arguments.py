@@ -1,0 +1,238 @@
+"""Arguments of the public API: wrong types and values raise where they are given, and the error names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minifloat
+from minifloat.arguments import Accepts, Count, Device, Fraction, PositiveFloat, Size, check_value, checked, shown
+from minifloat.recipe import Format, RecipeLike
+
+# ---- the mechanism ----
+
+
+@checked
+def everything(
+    size: Size = 1,
+    count: Count = 0,
+    number: float = 0.0,
+    scale: PositiveFloat | None = None,
+    part: Fraction = 0.0,
+    flag: bool = False,
+    mode: Literal["up", "down", 3] = "up",
+    algorithm: Literal["max"] | Callable[[Tensor], Tensor] = "max",
+    format: Format = Format.HYBRID,
+    recipe: RecipeLike | None = None,
+    device: Device | None = None,
+    dtype: torch.dtype | None = None,
+    module: nn.Module | None = None,
+    x: Tensor | None = None,
+    pair: tuple[int, int] = (1, 2),
+    rows: Sequence[Size] | None = None,
+    names: Mapping[str, Count] | None = None,
+    read_once: Iterable[int] = (),
+    kind: type[nn.Module] = nn.Module,
+    even: Annotated[int, Accepts("an even int", lambda value: value % 2 == 0)] = 0,
+    anything: Any = None,
+    *more: int,
+    name: str | None = None,
+    **options: int,
+) -> int:
+    """Every kind of annotation."""
+    return size
+
+
+GOOD: list[dict[str, Any]] = [
+    {"size": 2**31 - 1, "count": 0, "number": -1e300, "scale": 3, "part": 0, "flag": True},
+    {"mode": 3, "algorithm": torch.neg, "recipe": "fp6", "device": "cpu", "dtype": torch.float16},
+    {"device": "cuda:1", "module": nn.Identity(), "x": torch.ones(2), "pair": [1, 2], "rows": torch.Size([3])},
+    {"read_once": iter("ab"), "kind": nn.Linear, "even": 4, "anything": object(), "name": "n", "unknown": "option"},
+    {"device": torch.device("meta"), "rows": [], "names": {"a": 0}, "recipe": minifloat.DelayedScaling()},
+]
+
+
+@pytest.mark.parametrize("arguments", GOOD)
+def test_what_is_accepted(arguments: dict[str, Any]) -> None:
+    """Ints are numbers, lists may be tuples, None is what an annotation says, and iterators stay as they are."""
+    assert everything(**arguments) == arguments.get("size", 1)
+    if "read_once" in arguments:
+        assert list(arguments["read_once"]) == ["a", "b"]
+
+
+WRONG_TYPES: list[tuple[str, Any, str]] = [
+    ("size", True, "an int of 1"),
+    ("size", 2.0, "an int of 1"),
+    ("number", "1", "a finite number"),
+    ("number", torch.tensor(1.0), "a Tensor of torch.float32 and shape"),
+    ("scale", False, "a number above 0 or None"),
+    ("flag", 1, "True or False"),
+    ("flag", "False", "True or False"),
+    ("mode", 1.0, "'up', 'down' or 3"),
+    ("algorithm", 7, "'max' or a callable"),
+    ("format", "HYBRID", r"a member of minifloat.recipe.Format \(E2M1, E4M3, E5M2, HYBRID\)"),
+    ("format", minifloat.Format(), "a member of minifloat.recipe.Format"),
+    ("recipe", minifloat.DelayedScaling, "the class DelayedScaling; a minifloat recipe or one of the names delayed"),
+    ("dtype", "bf16", "a torch.dtype"),
+    ("module", nn.Linear, "the class Linear"),
+    ("x", [1.0], "a torch.Tensor"),
+    ("pair", "ab", "a tuple of 2"),
+    ("pair", (1, "b"), "a tuple of 2"),
+    ("rows", "12", "a sequence"),
+    ("rows", [1, True], r"\[1, True\]; a sequence, each item an int of 1"),
+    ("names", {"a": "b"}, "a mapping of a str to an int"),
+    ("names", [("a", 1)], "a mapping"),
+    ("kind", nn.Linear(1, 1), "a subclass of Module"),
+    ("name", b"n", "a str or None"),
+]
+WRONG_VALUES: list[tuple[str, Any, str]] = [
+    ("size", 0, "an int of 1"),
+    ("size", 10**400, "an int of 1"),
+    ("count", -1, "an int of 0"),
+    ("number", float("nan"), "nan; a finite number"),
+    ("number", float("-inf"), "-inf; a finite number"),
+    ("number", 10**400, "a finite number"),
+    ("scale", 0.0, "a number above 0 or None"),
+    ("scale", float("inf"), "a number above 0 or None"),
+    ("part", 1, "at least 0 and below 1"),
+    ("mode", "left", "'up', 'down' or 3"),
+    ("algorithm", "min", "'max' or a callable"),
+    ("device", "gpu", "a device"),
+    ("device", -1, "a device"),
+    ("pair", (1, 2, 3), "a tuple of 2"),
+    ("rows", (0,), "each item an int of 1"),
+    ("names", {"a": -1}, "to an int of 0"),
+    ("even", 3, "an even int"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "argument", "value", "message"),
+    [(TypeError, *each) for each in WRONG_TYPES] + [(ValueError, *each) for each in WRONG_VALUES],
+)
+def test_what_is_refused(error: type[Exception], argument: str, value: Any, message: str) -> None:
+    """A wrong type is a TypeError, a wrong value of a right one a ValueError."""
+    with pytest.raises(error, match=f"^everything: {argument} is .*{message}"):
+        everything(**{argument: value})
+
+
+def test_positional_arguments_are_checked() -> None:
+    """By their place, those of ``*more`` not."""
+    with pytest.raises(ValueError, match="everything: count is -1"):
+        everything(1, -1)
+
+
+def test_errors_name_the_layer() -> None:
+    """By the name or the number that it was given."""
+    with pytest.raises(TypeError, match=r"^Linear 'proj': bias is 'yes'"):
+        minifloat.Linear(4, 4, bias="yes", name="proj")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^DotProductAttention of layer 3: softcap is 0"):
+        minifloat.DotProductAttention(4, 8, softcap=0, layer_number=3)
+
+
+def test_unknown_arguments_are_pythons_errors() -> None:
+    """Which names them."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'biass'"):
+        minifloat.Linear(4, 4, biass=True)  # type: ignore[call-arg]
+
+
+def test_a_value_is_shown_in_one_short_line() -> None:
+    """Modules and tensors of any size, and what has no repr of its own."""
+    for value in (torch.zeros(1000), nn.Sequential(*(nn.Linear(1, 1) for _ in range(99))), object(), "x" * 999):
+        assert len(shown(value)) < 90 and "\n" not in shown(value)
+
+
+def test_check_value() -> None:
+    """The same of one value."""
+    check_value("layer", "recipe", "current", RecipeLike | None)
+    with pytest.raises(TypeError, match=r"^layer: recipe is 7; a minifloat recipe or one of the names"):
+        check_value("layer", "recipe", 7, RecipeLike | None)
+
+
+# ---- layers ----
+
+
+def test_the_recipe_of_a_layer_may_be_assigned() -> None:
+    """A short name is the recipe; what is none raises, where it used to compute in high precision."""
+    layer = minifloat.Linear(32, 32, name="proj")
+    layer.recipe = "mxfp8"
+    assert layer.recipe == minifloat.MXFP8BlockScaling()
+    x = torch.randn(4, 32)
+    assert torch.equal(layer(x), _as(layer, minifloat.Linear(32, 32, recipe="mxfp8"))(x))
+    for value, error, message in ((7, TypeError, "Linear 'proj': recipe is 7"), ("fp6", ValueError, "'fp6'")):
+        with pytest.raises(error, match=message):
+            layer.recipe = value  # type: ignore[assignment]
+    layer.recipe = "none"
+    with minifloat.autocast(recipe="current"):
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    layer.recipe = None
+    assert layer.recipe is None
+
+
+def _as(source: nn.Module, layer: minifloat.Linear) -> minifloat.Linear:
+    layer.load_state_dict(source.state_dict())
+    return layer
+
+
+def test_names_alone_split_a_weight_equally() -> None:
+    """As Transformer Engine has it; a rest, a name twice or one that is no attribute's raise."""
+    layer = minifloat.Linear(8, 24, parameters_split=("query", "key", "value"))
+    assert [layer.get_parameter(f"{name}_weight").shape for name in ("query", "key", "value")] == [(8, 8)] * 3
+    x = torch.randn(2, 8)
+    weights = [layer.query_weight, layer.key_weight, layer.value_weight]
+    biases = [layer.query_bias, layer.key_bias, layer.value_bias]
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, torch.cat(weights), torch.cat(biases)))
+    assert minifloat.LayerNormLinear(8, 24, parameters_split=["a", "b"]).linear.a_weight.shape == (12, 8)
+    for wrong in (("a", "b", "c", "d", "e"), ("a", "a"), ("a.b", "c"), (), ("", "a")):
+        with pytest.raises(ValueError, match="parameters_split"):
+            minifloat.Linear(8, 24, parameters_split=wrong)
+
+
+MODULES: dict[str, Callable[..., nn.Module]] = {
+    "Linear": lambda **options: minifloat.Linear(8, 8, **options),
+    "LayerNormLinear": lambda **options: minifloat.LayerNormLinear(8, 8, **options),
+    "LayerNormMLP": lambda **options: minifloat.LayerNormMLP(8, 8, **options),
+    "MultiheadAttention": lambda **options: minifloat.MultiheadAttention(8, 2, **options),
+    "TransformerLayer": lambda **options: minifloat.TransformerLayer(8, 8, 2, **options),
+    "LayerNorm": lambda **options: minifloat.LayerNorm(8, **options),
+    "RMSNorm": lambda **options: minifloat.RMSNorm(8, **options),
+    "VocabParallelEmbedding": lambda **options: minifloat.VocabParallelEmbedding(8, 4, **options),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_dtype_has_two_names(name: str) -> None:
+    """Both, of every module; two values raise."""
+    make, bf16 = MODULES[name], torch.bfloat16
+    for options in ({"dtype": bf16}, {"params_dtype": bf16}, {"dtype": bf16, "params_dtype": bf16}):
+        assert {parameter.dtype for parameter in make(**options).parameters()} == {bf16}
+    with pytest.raises(ValueError, match=f"{name}.*dtype is torch.bfloat16 and params_dtype torch.float16"):
+        make(dtype=bf16, params_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("Norm")])
+def test_init_methods_run_without_gradients(name: str) -> None:
+    """In-place operations on a parameter raise where gradients are on."""
+    module = MODULES[name](init_method=lambda weight: weight.fill_(0.5))
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    assert matrices and all((matrix == 0.5).all() and matrix.grad_fn is None for matrix in matrices)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: minifloat.LayerNormLinear(8, 8, 1e-5, False),
+        lambda: minifloat.LayerNormMLP(8, 8, 1e-5, False),
+        lambda: minifloat.RMSNorm(8, 1e-5, False),
+        lambda: minifloat.LayerNorm(8, 1e-5, None),
+        lambda: minifloat.VocabParallelEmbedding(8, 4, 0),
+    ],
+)
+def test_what_stands_elsewhere_in_other_libraries_has_no_place_here(make: Callable[[], Any]) -> None:
+    """Transformer Engine's fourth argument is ``sequence_parallel``, of ``nn.Embedding`` the third ``padding_idx``."""
+    with pytest.raises(TypeError, match="positional arguments"):
+        make()
