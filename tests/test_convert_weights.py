@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minifloat import Linear, QuantizerRole
+from minifloat import Linear, QuantizerRole, autocast
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.functional import count_gemms
 from minifloat.nn import quantized_model_init
@@ -217,3 +217,51 @@ def test_frozen_quantized_weights_are_never_cast_again(recipe: str) -> None:
     assert counts[0] == counts[1] - len(named_weight(recipe).casts)
     if recipe != "delayed":  # whose scale of a weight follows what was cast before
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+class Adapted(nn.Module):
+    """A frozen linear and an adapter of low rank."""
+
+    def __init__(self, recipe: str | None, format_of_weights: str) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.base, self.a, self.b = nn.Linear(64, 48), nn.Linear(64, 4, bias=False), nn.Linear(4, 48, bias=False)
+        with quantized_model_init(recipe=format_of_weights):
+            convert(self.base.requires_grad_(False), recipe, everything)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.b(self.a(x))
+        return y
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+def test_frozen_quantized_weights_compile(recipe: str) -> None:
+    """One graph, forward and backward, and the gradients of adapter and input to the bit."""
+    torch._dynamo.reset()
+    plain, compiled = Adapted(recipe, recipe), Adapted(recipe, recipe)
+    graph = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    x = torch.randn(32, 64)
+    for run, model in ((plain, plain), (graph, compiled)):
+        torch.manual_seed(1)
+        run(x).square().sum().backward()
+        assert model.base.weight.grad is None
+    for p, q in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert p.requires_grad == q.requires_grad and (p.grad is None or torch.equal(p.grad, q.grad))
+
+
+def test_recipes_that_take_turns_leave_nothing_behind() -> None:
+    """Another recipe than that of the codes casts their values anew; the layer keeps no copy, nor a longer state."""
+    model = Adapted(None, "mxfp8")
+    weight, state = model.base.weight, list(model.state_dict())
+    values = nn.Linear(64, 48)
+    values.load_state_dict({"weight": weight.dequantize(), "bias": model.base.bias})
+    convert(values.requires_grad_(False), None, everything)
+    x = torch.randn(8, 64)
+    for recipe in ("mxfp8", "nvfp4", "current", "mxfp8", "nvfp4", "block"):
+        with autocast(recipe=recipe), torch.no_grad():
+            torch.manual_seed(1)
+            y = model.base(x)
+            torch.manual_seed(1)
+            assert torch.equal(y, values(x))
+    assert model.base.weight is weight and list(model.state_dict()) == state
+    assert model.base._weight_cache is None and not model.base._custom_plans

@@ -112,6 +112,8 @@ def convert(
             else holds parameters, are made afterwards. The format is that of ``quantized_model_init`` inside of it,
             else that of each layer's recipe. Weights that are parameters of other modules too, and those of ``Conv1D``,
             stay as they are, with a warning. None: True inside of ``quantized_model_init``, else False.
+            A frozen weight in high precision is cast in each forward: what writes to it through ``.data``, as PEFT's
+            merging does, shows in no version that a cache could compare.
 
     Returns:
         What was converted and what was left alone, and why; print it. If that is nothing, a ``UserWarning`` says why.
