@@ -169,6 +169,8 @@ def test_what_cannot_be_replaced_is_refused() -> None:
     refuses(Model(), "'head', which takes its recipe from autocast", "mxfp8", rules=[("head", None)])
     wrapped = nn.Linear(16, 16)
     wrapped.__class__ = type("Wrapped", (DistributedDataParallel,), {"__init__": nn.Module.__init__})
+    with pytest.raises(TypeError, match="quantize_weights is 'frozen'"):
+        convert(Model(), "current", everything, quantize_weights="frozen")  # type: ignore[arg-type]
     outer = nn.Sequential(nn.Linear(32, 32), wrapped)
     refuses(outer, "DistributedDataParallel")
 

@@ -10,6 +10,7 @@ from warnings import warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from minifloat.arguments import check_value
 from minifloat.convert import weights
 from minifloat.convert.report import ConversionReport, Converted, LeftAlone
 from minifloat.convert.select import (
@@ -112,8 +113,8 @@ def convert(
             else holds parameters, are made afterwards. The format is that of ``quantized_model_init`` inside of it,
             else that of each layer's recipe. Weights that are parameters of other modules too, and those of ``Conv1D``,
             stay as they are, with a warning. None: True inside of ``quantized_model_init``, else False.
-            A frozen weight in high precision is cast in each forward: what writes to it through ``.data``, as PEFT's
-            merging does, shows in no version that a cache could compare.
+            A frozen weight in high precision is cast in each forward, since writes through ``.data``, as PEFT's merging
+            makes them, change no version that a cache could compare.
 
     Returns:
         What was converted and what was left alone, and why; print it. If that is nothing, a ``UserWarning`` says why.
@@ -121,11 +122,13 @@ def convert(
     Raises:
         TypeError: ``model``, ``recipe`` or a rule is not one. Nothing was changed.
         ValueError: an unknown recipe name, or weights that cannot be replaced: they have gradients or hooks, a
-            ``DistributedDataParallel`` holds on to them, or no recipe says which format; nothing was changed. Or a
-            custom recipe's factory gave a wrong answer; the model is then reverted.
+            ``DistributedDataParallel`` holds on to them, or no recipe says which format; nothing was changed, but that a
+            model that was converted before is reverted. Or a custom recipe's factory gave a wrong answer; the model is
+            then reverted.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model is a {type(model).__name__}; an nn.Module is needed")
+    check_value("convert", "quantize_weights", quantize_weights, bool | None)
     chosen, read = own_recipe(recipe), read_rules(rules)
     kept = _histories(model)
     revert(model)
