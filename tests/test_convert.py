@@ -502,6 +502,26 @@ def test_ends_outside_of_the_blocks() -> None:
     assert "bridge" in converted(report) and "decoder.1.down" in converted(report) and len(report.converted) == 29
 
 
+ONE_BLOCK: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "list": lambda block: nn.ModuleList([block]),
+    "sequential": nn.Sequential,
+    "dict": lambda block: nn.ModuleDict({"block": block}),
+}
+
+
+@pytest.mark.parametrize("container", ONE_BLOCK)
+def test_one_block_is_no_stack(container: str) -> None:
+    """A head of one block after the stack is left alone, and so is a stem of one before it."""
+    model, contain = nn.Module(), ONE_BLOCK[container]
+    model.stem = contain(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16)))
+    model.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16)) for _ in range(2)])
+    model.head = contain(nn.ModuleList([nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)]))
+    report = small_too(model)
+    assert converted(report) == ["blocks.0.0", "blocks.1.0"]
+    before, after = "before the first block of the model", "after the last block of the model"
+    assert [layer.reason for layer in report.left_alone] == [before, before, after, after]
+
+
 def test_ends_without_blocks() -> None:
     """Without a stack of blocks, the first and the last linear are left alone, in a plain Sequential too."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
