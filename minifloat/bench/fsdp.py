@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from minifloat import quantized_model_init
 from minifloat.bench.fused import FULL, Sizes, layer_shapes, our_layers, random_weights, torch_layers
-from minifloat.bench.gate import bound, relative_error
+from minifloat.bench.gate import StepBounds, check_step
 from minifloat.bench.peers import fsdp_scales, torchao_converted
 from minifloat.bench.registry import UnavailableError
-from minifloat.bench.rounds import Call, timed
+from minifloat.bench.rounds import timed
 from minifloat.distributed import fully_shard
 from minifloat.distributed.group import Group
 from minifloat.optim import MasterWeights
@@ -30,9 +31,17 @@ from minifloat.tensor import QuantizedTensor
 
 LAYERS = 8
 STEPS = 3  # a round
-WARMUP = 3  # steps before anything is looked at: delayed scaling has found its scales, and weights have hardly moved
+WARMUP = 3  # steps before anything is looked at: delayed scaling has found its scales
 GOALS = {"current": 1.35, "block": 1.28}  # times the speed of compiled bf16
 BASELINE = "torch bf16, compiled"
+BOUNDS = {
+    "bf16": StepBounds(0.012, 0.018, 0.018),
+    "delayed": StepBounds(0.09, 0.18, 0.21),
+    "current": StepBounds(0.09, 0.18, 0.21),
+    "block": StepBounds(0.09, 0.15, 0.18),
+}
+"""Of one layer, by recipe: twice what was measured on a CPU (hidden 64 and 128, 64 and 128 tokens), which hardly
+depends on the size. Eight layers had 2.5 times the errors of one, and gains of up to -0.08: noise shrinks gradients."""
 LEAST_FALL = 0.9  # of the loss, relative to the baseline's, from the warm-up to the end
 LEARNING_RATE = 1e-4
 
@@ -41,8 +50,8 @@ LEARNING_RATE = 1e-4
 class Training:
     """One contender: milliseconds a step, tokens a second on one GPU, times the baseline's speed, GiB at the peak.
 
-    ``error`` is that of output and input gradient after the warm-up, relative to the baseline's; ``fall`` that of the
-    loss since then.
+    ``error`` is the largest of output, input gradient and parameter gradients before training, relative to the
+    baseline's; ``fall`` that of the loss since the warm-up.
     """
 
     row: str
@@ -64,9 +73,13 @@ class Training:
 
 
 class Trainer(NamedTuple):
-    """A sharded model and its optimizer: ``step`` gives loss, output and the input's gradient."""
+    """A sharded model and its optimizer.
 
-    step: Call
+    ``step`` trains and gives loss, output and the input's gradient. ``step(update=False)`` leaves the weights as they
+    are, and gives this rank's shards of their gradients too.
+    """
+
+    step: Callable[..., list[Tensor]]
     recipe: str
 
 
@@ -139,19 +152,27 @@ def _trainer(
     leaf = setting.x.detach().requires_grad_()
     tokens = leaf.shape[0] * leaf.shape[1]
 
-    def step() -> list[Tensor]:
+    def step(update: bool = True) -> list[Tensor]:
         leaf.grad = None
         y = model(leaf)
         # a token's loss is a sum, as in a language model: gradients that are tiny from the start, delayed scaling loses
         loss = F.mse_loss(y, setting.target, reduction="sum") / tokens
         loss.backward()
-        optimizer.step()
+        gradients = [] if update else [_local_gradient(parameter) for parameter in model.parameters()]
+        if update:
+            optimizer.step()
         optimizer.zero_grad()
         after()
         assert leaf.grad is not None
-        return [loss.detach(), y.detach(), leaf.grad]
+        return [loss.detach(), y.detach(), leaf.grad, *gradients]
 
     return Trainer(step, recipe)
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """This rank's shard of it, zeros where there is none."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 CONTENDERS: Mapping[str, Callable[[Setting], Trainer]] = {
@@ -193,10 +214,12 @@ def trainings(group: Group, rounds: int, only: str = "") -> Iterator[Training]:
                 print(f"{name}: {error}")
             continue
         for _ in range(WARMUP):
-            loss, *results = trainer.step()
-        starts[name], expected = float(loss), expected or results
-        errors[name] = gap(name, trainer, results, expected, setting.layers)
+            _, *results = trainer.step(update=False)
+        expected = expected or [result.cpu() for result in results]  # GPUs have no room for more gradients
+        errors[name] = check_step(name, results, expected, BOUNDS[trainer.recipe].of(setting.layers))
         del results
+        for _ in range(WARMUP):
+            starts[name] = float(trainer.step()[0])
         torch.cuda.reset_peak_memory_stats()
         trainer.step()
         peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
@@ -211,11 +234,3 @@ def trainings(group: Group, rounds: int, only: str = "") -> Iterator[Training]:
         ms, goal = statistics.median(times), GOALS.get(trainers[name].recipe) if name.startswith("minifloat") else None
         figures = ms, tokens / ms * 1000, ratio, peaks[name], errors[name], falls[name]
         yield Training(f"FSDP2 x {group.size}", name, *figures, goal, times)
-
-
-def gap(name: str, trainer: Trainer, found: list[Tensor], expected: list[Tensor], layers: int) -> float:
-    """How far output and input gradient are from the baseline's; raises where that is too far."""
-    error, allowed = relative_error(found, expected), bound(trainer.recipe, 8 * layers)
-    if not error <= allowed:
-        raise AssertionError(f"{name}: output or dX is {error:.3f} off {BASELINE}'s, and {allowed:.3f} is allowed")
-    return error

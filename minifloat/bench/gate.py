@@ -9,7 +9,8 @@ these bounds on the relative L2 error of a tensor; a wrong scale, orientation or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,14 +51,63 @@ def relative_error(outputs: Outputs, expected: Outputs) -> float:
 
 
 def _relative(got: Tensor, want: Tensor) -> float:
+    return _error_and_gain(got, want)[0]
+
+
+def _error_and_gain(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """The relative L2 error, and by how much the part of ``got`` along ``want``, which may lie elsewhere, is too large.
+
+    Infinite where ``got`` has another shape or holds NaN.
+    """
     if got.shape != want.shape:
-        return math.inf
-    error = size = torch.zeros((), dtype=torch.float64, device=want.device)
+        return math.inf, math.inf
+    error = along = size = torch.zeros((), dtype=torch.float64, device=got.device)
     for part, right in zip(got.reshape(-1).split(CHUNK), want.reshape(-1).split(CHUNK), strict=True):
-        error = error + (part.float() - right.float()).square().sum(dtype=torch.float64)
-        size = size + right.float().square().sum(dtype=torch.float64)
-    ratio = float((error / size).sqrt())
-    return math.inf if math.isnan(ratio) else ratio
+        part, right = part.float(), right.to(got.device).float()
+        error = error + (part - right).square().sum(dtype=torch.float64)
+        along = along + ((part - right) * right).sum(dtype=torch.float64)
+        size = size + right.square().sum(dtype=torch.float64)
+    ratio, gain = float((error / size).sqrt()), float(along / size)
+    return (math.inf, math.inf) if math.isnan(ratio) else (ratio, gain)
+
+
+class StepBounds(NamedTuple):
+    """Largest relative L2 errors of a training step against the same one in bf16, and largest gain of any of them.
+
+    Errors of rounding hardly point along the value. A factor (a gradient that is counted twice, a wrong scale, a mean
+    in place of a sum) lies along it whole, and would hide below the bound on the whole error.
+    """
+
+    output: float
+    dx: float
+    gradients: float
+    """Of each parameter."""
+    gain: float = 0.05
+    """Twice what one layer showed on a CPU."""
+
+    def of(self, layers: int) -> StepBounds:
+        """Of so many layers, where these are of one: independent errors add as the root of their number."""
+        return StepBounds(*(bound * math.sqrt(layers) for bound in self))
+
+
+def check_step(name: str, found: Sequence[Tensor], expected: Sequence[Tensor], bounds: StepBounds) -> float:
+    """The largest relative L2 error among output, dX and the gradients of parameters, in this order.
+
+    Raises:
+        AssertionError: one of them is too far from what is expected.
+    """
+    assert len(found) == len(expected) > 2, (len(found), len(expected))
+    largest = 0.0
+    for i, (got, want) in enumerate(zip(found, expected, strict=True)):
+        what = ("output", "dX")[i] if i < 2 else f"the gradient of parameter {i - 2}, {list(want.shape)},"
+        (error, gain), allowed = _error_and_gain(got, want), bounds[min(i, 2)]
+        if not error <= allowed:
+            raise AssertionError(f"{name}: {what} is {error:.3f} off bf16's, and {allowed:.3f} is allowed")
+        if not abs(gain) <= bounds.gain:
+            allowed = bounds.gain
+            raise AssertionError(f"{name}: {what} is bf16's times {1 + gain:.3f}, and 1 -+ {allowed:.3f} is allowed")
+        largest = max(largest, error)
+    return largest
 
 
 def against(expected: Outputs) -> Callable[[Outputs], float]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from minifloat import TransformerLayer
 from minifloat.bench.exposed import Exposure, exposure
 from minifloat.bench.fsdp import CONTENDERS, Training, trainings
-from minifloat.bench.gate import bound, relative_error
+from minifloat.bench.gate import StepBounds, check_step, differing
 from minifloat.bench.rounds import Call, Line, timed
 from minifloat.cli.ranks import leave
 from minifloat.distributed.gather import gather
@@ -53,33 +53,66 @@ VARIANTS: dict[Overlap, tuple[str, ...]] = {
 }
 
 
+LAYER_BOUNDS = {
+    "bf16": StepBounds(0.004, 0.004, 0.02),
+    "delayed": StepBounds(0.02, 0.032, 0.19),
+    "current": StepBounds(0.02, 0.032, 0.19),
+    "block": StepBounds(0.018, 0.024, 0.14),
+}
+"""By recipe: twice what was measured on a CPU at hidden 64 and 128; at 4096 and 8192, on H200s, output and dX have
+0.9 to 1.0 of it. Few, since most of both is what went past the layer; bf16 differs in the order of its sums."""
+UNALIGNED = 5  # rows a rank beyond a multiple of 128: blocks of 16, 32 and 128 rows straddle all ranks
+
+
 def quantizer_of(recipe: str, kind: str) -> Quantizer:
     return named(recipe).resolve(QuantizerRole("linear", kind, ""))[0]
 
 
 def gathers(group: Group, rounds: int, mebibytes: Sequence[int] = MEBIBYTES) -> Iterator[Line]:
-    """Rowwise operands of an input, as the forward of a column-parallel linear gathers them."""
+    """Operands of an input: rowwise, as the forward of a column-parallel linear gathers them.
+
+    Unaligned in both orientations: no rowwise block has several rows, but columnwise ones straddle the ranks.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     for size in mebibytes:
-        for extra in (0, 5):  # rows a rank that are no whole block
+        for extra in (0, UNALIGNED):
             rows = size * 2**20 // 2 // COLUMNS // group.size + extra
             shards = ShardMap((rows,) * group.size)
             x = torch.randn(rows, COLUMNS, device=device, dtype=torch.bfloat16)
             whole = torch.empty(rows * group.size, COLUMNS, device=device, dtype=torch.bfloat16)
             dist.all_gather_into_tensor(whole, x)
-            row = f"gather {size} MiB" + (", unaligned" if extra else "")
+            row = f"gather {size} MiB" + (", unaligned, both" if extra else "")
             for recipe in GATHERED:
-                yield from gather_lines(f"{row}, {recipe}", recipe, x, whole, shards, group, rounds, size)
+                yield from gather_lines(f"{row}, {recipe}", recipe, x, whole, shards, group, rounds, size, bool(extra))
+
+
+def gathered(x: Tensor, quantizer: Quantizer, shards: ShardMap, group: Group) -> Quantized:
+    """What is timed: the cast of this rank's rows, agreed with the others, and the gather of all rows' operands."""
+    part = quantize_shard(x, quantizer, shards, group)
+    return gather(part, shards, group, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise, gemm_ready=True)
+
+
+def check_gathered(row: str, got: Quantized, wanted: Quantized) -> None:
+    """Raises unless codes, scales and amaxes of the same orientations are the same, bit for bit."""
+    for name, a, b in zip(Quantized._fields, got, wanted, strict=True):
+        if (a is None) != (b is None):
+            raise AssertionError(f"{row}: the {name} operand is {'missing' if a is None else 'not wanted'}")
+        if a is None or b is None:
+            continue
+        fields = [("codes", a.codes, b.codes), ("scales", a.scale_inv, b.scale_inv)]
+        fields += [("amax", a.amax, b.amax)] if a.format.scale_rule == "two_level" else []
+        for field, one, other in fields:
+            if one is None or other is None or differing([one], [other]) > 0:
+                raise AssertionError(f"{row}: {name} {field} of what was gathered are not those of the quantized whole")
 
 
 def gather_lines(
-    row: str, recipe: str, x: Tensor, whole: Tensor, shards: ShardMap, group: Group, rounds: int, size: int
+    row: str, recipe: str, x: Tensor, whole: Tensor, shards: ShardMap, group: Group, rounds: int, size: int, both: bool
 ) -> Iterator[Line]:
-    quantizer = quantizer_of(recipe, "input").with_usage(rowwise=True, columnwise=False)
-    part = quantize_shard(x, quantizer, shards, group)
-    operand = part.any
-    blocks = operand.scale_inv if operand.format.block else None
-    low = [t.view(torch.uint8).contiguous() for t in (operand.codes, blocks) if t is not None]
+    quantizer = quantizer_of(recipe, "input").with_usage(rowwise=True, columnwise=both)
+    operands = {id(each): each for each in quantize_shard(x, quantizer, shards, group) if each is not None}.values()
+    blocks = [each.scale_inv for each in operands if each.format.block and each.scale_inv is not None]
+    low = [t.view(torch.uint8).contiguous() for t in [*(each.codes for each in operands), *blocks]]
     wide = [torch.empty(group.size * t.shape[0], t.shape[1], dtype=torch.uint8, device=x.device) for t in low]
     amaxes = quantizer.amax(x)
     small = torch.zeros(1, device=x.device)
@@ -88,27 +121,14 @@ def gather_lines(
         for source, target in zip(low, wide, strict=True):
             dist.all_gather_into_tensor(target, source)
 
-    def ours() -> Quantized:
-        return gather(
-            quantize_shard(x, quantizer, shards, group), shards, group, rowwise=True, columnwise=False, gemm_ready=True
-        )
-
     calls: dict[str, Call] = {
         "bf16 all-gather": lambda: dist.all_gather_into_tensor(whole, x),
         "low-precision all-gather": transfer,
         "amax and cast": lambda: cast_all([x], [quantizer]),
         "amax all-reduce": lambda: dist.all_reduce(small, op=dist.ReduceOp.MAX),
-        "minifloat": ours,
+        "minifloat": partial(gathered, x, quantizer, shards, group),
     }
-    wanted = cast_all([whole], [quantizer])[0].any
-    got = ours().any
-    same = all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        for a, b in zip(got[:2], wanted[:2], strict=True)
-        if a is not None and b is not None
-    )
-    if not same:
-        raise AssertionError(f"{row}: what was gathered is not the quantized whole")
+    check_gathered(row, calls["minifloat"](), cast_all([whole], [quantizer])[0])
     found = timed(calls, rounds)
     base = found["bf16 all-gather"]
     agree = found["amax all-reduce"] if amaxes[0] is not None else [0.0] * rounds
@@ -118,7 +138,7 @@ def gather_lines(
         ratio = statistics.median(b / t for b, t in zip(base, times, strict=True))
         goal = None
         if name == "minifloat":
-            goal = max(FRACTION_GOAL * ideal, GATHER_GOALS[recipe] if size >= 1024 else 0.0)
+            goal = max(FRACTION_GOAL * ideal, GATHER_GOALS[recipe] if size >= 1024 and not both else 0.0)
         yield Line(row, name, statistics.median(times), ratio, 0.0, goal, times)
 
 
@@ -130,14 +150,16 @@ class Steps(NamedTuple):
     baseline: str
 
 
-def layer_steps(group: Group, shape: tuple[int, int, int, int]) -> dict[str, Steps]:
+def layer_steps(
+    group: Group, shape: tuple[int, int, int, int], device: torch.device, tokens: int = TOKENS,
+    variants: Mapping[Overlap, tuple[str, ...]] = VARIANTS,
+) -> dict[str, Steps]:  # fmt: skip
     """Forward and backward of a layer, tensor and sequence parallel, its weights cast every step, in all variants.
 
     Each has been run and checked; the baseline is bf16 whose communication is hidden in the same way.
     """
     hidden, ffn, heads, groups = shape
-    device = torch.device("cuda", torch.cuda.current_device())
-    length = TOKENS // BATCH // group.size
+    length = tokens // BATCH // group.size
     generator = torch.Generator(device).manual_seed(group.rank)
     x, dy = (
         torch.randn(length, BATCH, hidden, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(2)
@@ -150,7 +172,7 @@ def layer_steps(group: Group, shape: tuple[int, int, int, int]) -> dict[str, Ste
     )  # fmt: skip
     found: dict[str, Steps] = {}
     expected: list[Tensor] = []
-    for overlap, recipes in VARIANTS.items():
+    for overlap, recipes in variants.items():
         for recipe in recipes:
             name = recipe if overlap == "handles" else f"{recipe}, {overlap}"
             torch.manual_seed(0)
@@ -159,13 +181,11 @@ def layer_steps(group: Group, shape: tuple[int, int, int, int]) -> dict[str, Ste
             call = partial(step, layer, x, dy)
             with count_gemms() as counted:
                 for _ in range(3):  # delayed scaling finds its scales
-                    outputs = [output.detach() for output in call()[:2]]
+                    outputs = [output.detach() for output in call()]
             if any(gemm.backend == "symmetric memory" for gemm in counted) != (overlap == "symmetric_memory"):
                 raise AssertionError(f"{name} did not run as it is called")
             expected = expected or outputs
-            error = relative_error(outputs, expected)
-            if error > bound(recipe, 4):
-                raise AssertionError(f"{name}: output or dX is {error:.3f} off bf16's")
+            error = check_step(name, outputs, expected, LAYER_BOUNDS[recipe])
             found[name] = Steps(call, error, name.replace(recipe, "bf16"))
     return found
 
@@ -173,7 +193,7 @@ def layer_steps(group: Group, shape: tuple[int, int, int, int]) -> dict[str, Ste
 def layers(group: Group, rounds: int, shapes: Mapping[str, tuple[int, int, int, int]] = LAYERS) -> Iterator[Line]:
     """The time of a step."""
     for name, shape in shapes.items():
-        steps = layer_steps(group, shape)
+        steps = layer_steps(group, shape, torch.device("cuda", torch.cuda.current_device()))
         found = timed({each: one.call for each, one in steps.items()}, rounds)
         for each, times in found.items():
             base = found[steps[each].baseline]
@@ -185,8 +205,9 @@ def layers(group: Group, rounds: int, shapes: Mapping[str, tuple[int, int, int, 
 
 def exposed(group: Group, rounds: int) -> Iterator[Exposure]:
     """What of a step's communication nothing hides."""
+    device = torch.device("cuda", torch.cuda.current_device())
     for name, shape in LAYERS.items():
-        for each, one in layer_steps(group, shape).items():
+        for each, one in layer_steps(group, shape, device).items():
             yield exposure(f"exposed {name}, {group.size}-way", each, one.call)
 
 
