@@ -122,7 +122,7 @@ def convert(
     Raises:
         TypeError: ``model``, ``recipe`` or a rule is not one. Nothing was changed.
         ValueError: an unknown recipe name, or weights that cannot be replaced: they have gradients or hooks, a
-            ``DistributedDataParallel`` holds on to them, or no recipe says which format; nothing was changed, but that a
+            ``DistributedDataParallel`` holds on to them, or no recipe says which format; nothing was changed, but a
             model that was converted before is reverted. Or a custom recipe's factory gave a wrong answer; the model is
             then reverted.
     """
