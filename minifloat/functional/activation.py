@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from minifloat.functional.outputs import as_output, guarded
 from minifloat.functional.produced import Activation
 from minifloat.kernels.activation import activation_backward, activation_forward
 from minifloat.quantizer import as_matrix
@@ -29,9 +30,9 @@ class ActivationFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, of: Activation) -> Tensor:
         y, _ = activation_forward(as_matrix(x), of.name, of.parameters, x.dtype, False)
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(guarded(x))
         ctx.of = of
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return as_output(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -39,4 +40,4 @@ class ActivationFunction(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         of: Activation = ctx.of
         dx, _, _ = activation_backward(as_matrix(dy), as_matrix(x), of.name, of.parameters, x.dtype, False, False)
-        return dx.reshape(x.shape), None
+        return as_output(dx, x.shape), None

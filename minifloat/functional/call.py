@@ -12,6 +12,7 @@ from torch import Tensor
 from minifloat.autocast import Use
 from minifloat.distributed.gathered import Gathered
 from minifloat.distributed.tensor_parallel import TensorParallel
+from minifloat.functional.outputs import guarded
 from minifloat.functional.plan import LinearPlan
 from minifloat.operand import Layout, Operand, Quantized
 from minifloat.quantizer import Quantizer
@@ -104,6 +105,8 @@ class Kept(NamedTuple):
         """For ``save_for_backward``, where autograd's hooks see them."""
         none: tuple[None, None, None] = (None, None, None)
         x, w = (none if operand is None else operand.tensors for operand in (self.x, self.w))
+        if self.x is not None and not self.x.format.quantized:  # the caller's own
+            x = guarded(self.x.codes), None, None
         return (*x, *w, self.x_scale)
 
     @property

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.distributed import Group, ShardMap
 from minifloat.distributed.checks import Check
 from minifloat.distributed.collectives import all_gather_rows
+from minifloat.functional.outputs import guarded
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.kernels import cross_entropy as kernels
 
@@ -92,7 +93,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         own = kernels.cross_entropy_statistics(logits, target, *options)
         statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group, check=check)
         loss, lse = kernels.loss_of_parts(statistics, target == ignore_index, label_smoothing, classes)
-        ctx.save_for_backward(logits, target, lse)
+        ctx.save_for_backward(guarded(logits), guarded(target), lse)
         ctx.options = options
         return loss
 

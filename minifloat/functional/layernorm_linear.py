@@ -21,6 +21,7 @@ from minifloat.functional.linear import (
     quantize_operands,
     quantize_output,
 )
+from minifloat.functional.outputs import as_output, guarded
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.produced import Norm, Produced
 from minifloat.functional.producers import norm_quantize, norm_value
@@ -90,7 +91,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         ctx.weight = call.needs_parameter(weight)
         ctx.save_for_backward(*kept.tensors, *kept_of_norm(call, n, gamma, beta))
         ctx.set_materialize_grads(False)
-        y = quantize_output(plan, call, y.reshape(call.parallel.output_shape(x.shape, weight.shape[0])))
+        y = quantize_output(plan, call, as_output(y, call.parallel.output_shape(x.shape, weight.shape[0])))
         return y, *norm_outputs(ctx, norm, call, n, x, residual)
 
     @staticmethod
@@ -184,7 +185,8 @@ def quantize_produced(plan: LinearPlan, call: LinearCall, ready: Ready, produced
 
 def kept_of_norm(call: LinearCall, n: Produced, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
     """What backward reads of the norm: beta, if it norms again; and what :func:`norm_gradients` takes, if it runs."""
-    return beta if call.remakes_x else None, *(n.stream, gamma, *n.saved) * call.needs_x
+    assert n.stream is not None
+    return beta if call.remakes_x else None, *((guarded(n.stream), gamma, *n.saved) if call.needs_x else ())
 
 
 def norm_again(

@@ -32,6 +32,7 @@ from minifloat.functional.linear import (
     multiply,
     own_grad_operands,
 )
+from minifloat.functional.outputs import as_output
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.produced import Activation, Produced
 from minifloat.functional.producers import act_quantize, act_value, dact_value
@@ -111,7 +112,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         ctx.weights = call1.needs_parameter(w1), call2.needs_parameter(w2)
         ctx.save_for_backward(*kept1.tensors, *kept2.tensors, h if call2.needs_x else None, *of_norm)
         ctx.set_materialize_grads(False)
-        return y.reshape(*x.shape[:-1], w2.shape[0]), *returned
+        return as_output(y, (*x.shape[:-1], w2.shape[0])), *returned
 
     @staticmethod
     @once_differentiable

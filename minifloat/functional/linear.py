@@ -17,6 +17,7 @@ from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm, shared_cast
 from minifloat.functional.call import Kept, LinearCall, Operands, Ready
 from minifloat.functional.gemm import Product
+from minifloat.functional.outputs import as_output
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.quantize import cast_with, delayed_scale, quantize, quantize_part, reuse
 from minifloat.functional.weight_gradient import weight_gradient
@@ -55,7 +56,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.plan, ctx.call, ctx.layouts, ctx.x_shape = plan, call, kept.layouts, x.shape
         ctx.weight = call.needs_parameter(weight)
         ctx.save_for_backward(*kept.tensors)
-        return quantize_output(plan, call, y.reshape(call.parallel.output_shape(x.shape, weight.shape[0])))
+        return quantize_output(plan, call, as_output(y, call.parallel.output_shape(x.shape, weight.shape[0])))
 
     @staticmethod
     @once_differentiable
@@ -66,7 +67,7 @@ class LinearFunction(torch.autograd.Function):
         db = bias_gradient(call, dy)
         dx, dw = gradients(plan, call, kept, grad_operands(plan, call, dy), ctx.weight)
         if dx is not None:
-            dx = dx.reshape(ctx.x_shape)
+            dx = as_output(dx, ctx.x_shape)
             dx = _quantized(dx, plan.grad_input, "grad_input", call.use) if call.quantize_grad_input else dx
         if call.use is not None:
             call.use.backward_finished()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from minifloat.functional.outputs import as_output, guarded
 from minifloat.functional.produced import Norm
 from minifloat.kernels.norm import norm_forward
 
@@ -38,9 +39,9 @@ class NormFunction(torch.autograd.Function):
         y, *saved, _, _ = norm_forward(
             x.reshape(-1, x.shape[-1]), gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, x.dtype, False
         )
-        ctx.save_for_backward(x, gamma, *saved)
+        ctx.save_for_backward(guarded(x), gamma, *saved)
         ctx.of = of
-        return y.reshape(x.shape)
+        return as_output(y, x.shape)
 
     @staticmethod
     @once_differentiable

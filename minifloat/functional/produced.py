@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minifloat.functional.outputs import as_output
 from minifloat.kernels import activation, norm
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
@@ -46,7 +47,7 @@ class Norm:
         dx, dgamma, dbeta = norm.norm_backward(
             as_matrix(dy), as_matrix(x), gamma, mean, rsigma, self.normalization, self.zero_centered_gamma, other
         )
-        return dx.reshape(x.shape), dgamma, dbeta if self.normalization == "LayerNorm" else None
+        return as_output(dx, x.shape), dgamma, dbeta if self.normalization == "LayerNorm" else None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minifloat.functional.at_once import CastAtOnce, reads_fp32
+from minifloat.functional.outputs import as_output
 from minifloat.functional.produced import Activation, Cast, Norm, Produced
 from minifloat.kernels import activation, norm
 from minifloat.kernels.library import again as again_of
@@ -76,14 +77,14 @@ def norm_value(
         operation = operations.cast if cast.given else operations.cast_blocks
         *outputs, mean, rsigma, total = operation(matrix, gamma, beta, *options, *cast.arguments, added)
         quantized = cast.operands(outputs, (matrix.shape[0], matrix.shape[1]))
-        stream = x if residual is None else total.reshape(x.shape)
+        stream = x if residual is None else as_output(total, x.shape)
         return Produced(None, x.dtype, (mean, rsigma), quantized=quantized, stream=stream)
     dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
     measures = _measures(quantizer)
     y, mean, rsigma, amax, total = operations.value(matrix, gamma, beta, *options, dtype, measures, added)
-    stream = x if residual is None else total.reshape(x.shape)
+    stream = x if residual is None else as_output(total, x.shape)
     amaxes = _amaxes(quantizer, amax) if measures else None
-    return Produced(y.reshape(x.shape), x.dtype, (mean, rsigma), amaxes, stream=stream)
+    return Produced(as_output(y, x.shape), x.dtype, (mean, rsigma), amaxes, stream=stream)
 
 
 def act_value(

@@ -130,8 +130,8 @@ def keep(
     """
     if torch.compiler.is_compiling() or operands is None or isinstance(x, QuantizedTensor) or x.is_inference():
         return
-    if ranks is not None and not quantizer.quantized:
-        return  # the part is X itself, which would live as long
+    if not quantizer.quantized:
+        return  # the operand is X itself, which would live as long
     if any(fmt.scale_rule == "given" or fmt.rounding == "stochastic" for fmt, _ in quantizer.casts):
         return
     slot = _local.slot

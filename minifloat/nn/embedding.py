@@ -17,6 +17,7 @@ from minifloat.arguments import Device, FloatDtype, Size, checked
 from minifloat.distributed.collectives import all_gather_rows
 from minifloat.distributed.group import Group
 from minifloat.distributed.tensor_parallel import TensorParallel
+from minifloat.functional.outputs import as_output
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.sharding import Partition, mark, tensor_parallel
@@ -187,7 +188,7 @@ class _LookUp(torch.autograd.Function):
         ctx.save_for_backward(rows, elsewhere)
         ctx.call, ctx.table_rows = call, weight.shape[0]
         values = F.embedding(rows, weight).masked_fill_(elsewhere[..., None], 0)
-        return call.reduce_output(values.reshape(-1, values.shape[-1])).reshape(shape)
+        return as_output(call.reduce_output(values.reshape(-1, values.shape[-1])), shape)
 
     @staticmethod
     @once_differentiable

@@ -60,7 +60,8 @@ class _Norm(nn.Module):
             )
         bias = None if self.bias is None else self.bias.flatten()
         rows = autocast_to(x).flatten(x.dim() - dims)
-        return normalize(rows, self.weight.flatten(), bias, self.norm).reshape(x.shape)
+        y = normalize(rows, self.weight.flatten(), bias, self.norm)
+        return y if dims == 1 else y.reshape(x.shape)
 
     def extra_repr(self) -> str:
         centered = ", zero_centered_gamma=True" if self.norm.zero_centered_gamma else ""
