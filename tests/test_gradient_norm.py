@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from minifloat.optim.gradients import clip_grad_norm_, gradient_norm
@@ -108,3 +108,18 @@ def test_two_axes_count_each_parameter_once(worker_pool: Pools) -> None:
         parts = [of[index] for of in held]
         found = torch.cat(parts[:2]) if sharded else all_same(parts)
         torch.testing.assert_close(found, grad * (0.5 / float(exact)), rtol=1e-5, atol=1e-7)
+
+
+def of_placements(rank: int, size: int) -> Tensor:
+    mesh = init_device_mesh("cpu", (size,))
+    parameters = []
+    for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+        p = nn.Parameter(DTensor.from_local(torch.zeros(3, 5), mesh, [placement]))
+        p.grad = DTensor.from_local(torch.full((3, 5), 1.0 + rank * (placement != Replicate())), mesh, [placement])
+        parameters.append(p)
+    return gradient_norm(parameters)
+
+
+def test_dtensors_count_by_their_placements(worker_pool: Pools) -> None:
+    norms = worker_pool(2).run(of_placements)
+    torch.testing.assert_close(all_same(norms), torch.tensor(15.0 * (1 + 4) * 2 + 15 + 15 * 9).sqrt())

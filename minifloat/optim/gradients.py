@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.distributed.collectives import all_gather_rows
+from minifloat.distributed.collectives import all_gather_rows, all_reduce
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
 from minifloat.optim.masters import Master
@@ -70,8 +70,8 @@ def gradient_norm(
     in a model that is tensor-parallel too; those of ``minifloat.distributed.fully_shard`` are.
 
     Norms of single gradients are computed in fp32. The ranks exchange them in one all-gather, so that all of them get
-    the same bits; DTensors cost one all-reduce a mesh. Where nothing is sharded and gradients are fp32, the bits are
-    those of ``torch.nn.utils.clip_grad_norm_``.
+    the same bits; DTensors cost one all-reduce a sharded dim of a mesh. Where nothing is sharded and gradients are
+    fp32, the bits are those of ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
         parameters: the same ones in the same order on all ranks of the group; those without a gradient are skipped.
@@ -128,15 +128,30 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norms, fp32, of those of each place; of DTensors as a whole."""
-    norms = [torch.stack(torch._foreach_norm(alike, 2, dtype=torch.float32)) for alike in _by_place(grads)]
-    return [each.full_tensor() if _is_dtensor(each) else each for each in norms]  # type: ignore[attr-defined]
+    return [_norms_of_dtensors(alike) if _is_dtensor(alike[0]) else _local_norms(alike) for alike in _by_place(grads)]
+
+
+def _local_norms(grads: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+
+
+def _norms_of_dtensors(grads: Sequence[Any]) -> Tensor:
+    """Of DTensors of one mesh and one placement; their own ``_foreach_norm`` has no dtype from PyTorch 2.14 on."""
+    mesh, placements = grads[0].device_mesh, grads[0].placements
+    if any(each.is_partial() for each in placements):
+        return _local_norms([grad.full_tensor() for grad in grads])
+    norms = _local_norms([grad.to_local() for grad in grads])
+    for dim, each in enumerate(placements):
+        if not each.is_replicate():
+            norms = all_reduce(norms**2, Group.of(mesh.get_group(dim))) ** 0.5
+    return norms
 
 
 def _by_place(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Together what is on the same device, DTensors of the same mesh."""
+    """Together what is on the same device, DTensors of the same mesh and placements."""
     places: dict[Any, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        places[grad.device, getattr(grad, "device_mesh", None)].append(grad)
+        places[grad.device, getattr(grad, "device_mesh", None), getattr(grad, "placements", None)].append(grad)
     return list(places.values())
 
 
