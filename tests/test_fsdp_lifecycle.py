@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 import minifloat
 from minifloat.distributed.fsdp import fully_shard, pytorch
 from minifloat.distributed.fsdp.unsharded import Unsharded
+from minifloat.distributed.fsdp.weight import ShardedWeight
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
 from tests.conftest import Pools
@@ -414,6 +415,31 @@ def recomputed(rank: int, size: int) -> list[int]:
 
 def test_backward_learns_what_it_reads(worker_pool: Pools) -> None:
     assert worker_pool(2).run(recomputed) == [[2, 0, 0]] * 2
+
+
+def kept_unsharded(rank: int, size: int, recipe: str) -> tuple[list[int], list[int]]:
+    """In two steps and a forward without gradients: gathers that FSDP2 does not know of, and those that it begins."""
+    model = layers(recipe, 24, 70, 33)
+    shard(model, Case("", recipe, reshard=False), mesh_of(size))
+    fetched, gathered = [], []
+    with (
+        mock.patch.object(Unsharded, "gather", autospec=True, side_effect=Unsharded.gather) as fetches,
+        mock.patch.object(ShardedWeight, "begin_gather", autospec=True, side_effect=ShardedWeight.begin_gather) as own,
+    ):
+        for i in range(3):
+            if i < 2:
+                step(model, rank)
+            else:
+                with torch.no_grad():
+                    model(torch.randn(4, 24))
+            fetched.append(fetches.call_count)
+            gathered.append(own.call_count)
+    return fetched, gathered
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_layers_that_stay_unsharded_gather_both_orientations_at_once(worker_pool: Pools, recipe: str) -> None:
+    assert worker_pool(2).run(kept_unsharded, recipe) == [([0, 0, 0], [2, 4, 6])] * 2
 
 
 # ---- mistakes ----

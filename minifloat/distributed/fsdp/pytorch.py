@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage, free_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from minifloat.distributed.fsdp.rows import put_in_place
@@ -81,6 +82,28 @@ def hook(param: FSDPParam, extension: Any) -> None:
     param.__class__ = HookedParam
     param.extension, param.memory = extension, []  # type: ignore[attr-defined]
     param._init_extensions()
+
+
+class NotingGroup(FSDPParamGroup):
+    """An ``FSDPParamGroup`` that notes the grad mode of the code it gathers for: FSDP2 calls its hooks without."""
+
+    grad_enabled: bool
+
+    def unshard(self, async_op: bool = False) -> None:
+        self.grad_enabled = torch.is_grad_enabled()
+        super().unshard(async_op)  # type: ignore[no-untyped-call]
+
+
+def note_grad_mode(group: Any) -> None:
+    """Lets :func:`grad_enabled` know the group."""
+    group.__class__ = NotingGroup
+    group.grad_enabled = True
+
+
+def grad_enabled(group: Any) -> bool:
+    """The code that the group's latest gather is for has grad mode."""
+    enabled: bool = group.grad_enabled
+    return enabled
 
 
 def param_groups(module: nn.Module) -> list[Any]:

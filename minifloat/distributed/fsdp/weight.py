@@ -67,6 +67,7 @@ class ShardedWeight:
         self.gathered_dims: list[int] = []
         self.whole: QuantizedTensor | None = None
         self._together = together
+        pytorch.note_grad_mode(together)
         self._for_backward = COLUMNWISE if self.quantizer.columnwise else ROWWISE
         self._castings: dict[bool, Casting] = {}
         self._unsharded: Unsharded | None = None
@@ -171,9 +172,10 @@ class ShardedWeight:
         again = pytorch.reshards_after_backward(self._together)
         if state == "PRE_BACKWARD" and again and self._asks and not self._backward_reads_both:
             return [self._for_backward]
-        read_at_once = torch.is_grad_enabled() and recompute.hooks_read()  # what forward saves for backward
+        grad = pytorch.grad_enabled(self._together)
+        read_at_once = grad and recompute.hooks_read()  # what forward saves for backward
         gathered_later = state == "FORWARD" and self.gathers_again and not in_backward and not read_at_once
-        no_backward = self._asks and not torch.is_grad_enabled() and not in_backward
+        no_backward = self._asks and not grad and not in_backward
         if gathered_later or no_backward or not self.quantizer.columnwise:
             return [ROWWISE]
         return [ROWWISE, COLUMNWISE]
