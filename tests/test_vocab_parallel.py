@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from minifloat.distributed.collectives import all_gather_rows
 from minifloat.distributed.group import Group
 from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.functional.cross_entropy import cross_entropy
 from minifloat.functional.linear_cross_entropy import linear_cross_entropy
 from minifloat.functional.vocabulary import vocabulary_shards
+from minifloat.kernels import cross_entropy as kernels
 from minifloat.nn.embedding import VocabParallelEmbedding
 from tests.conftest import Pools
 
@@ -335,6 +339,32 @@ def test_linear_cross_entropy(options: Any, dtype: Any, split: bool, size: int, 
     for one, other in zip(found, gradients, strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+def default_chunks(rank: int, size: int, tensors: Any) -> tuple[Tensor, int]:
+    """The loss in the chunks that the function chooses, here of 32 logits, and how often ranks exchanged statistics."""
+    with (
+        mock.patch.object(kernels, "_CHUNK_ELEMENTS", 32),
+        mock.patch.object(
+            sys.modules[linear_cross_entropy.__module__],
+            "all_gather_rows",
+            "all_gather_rows",
+            side_effect=all_gather_rows,
+        ) as gathers,
+    ):
+        loss = head(rank, size, (*tensors[:2], None, tensors[2]), {}, None, False)[0]
+    return loss, gathers.call_count
+
+
+@pytest.mark.parametrize(("size", "vocabulary"), [(2, 9), (3, 13)])
+def test_uneven_vocabularies_have_the_same_chunks(worker_pool: Pools, size: int, vocabulary: int) -> None:
+    """The last rank has fewer classes: in chunks of its own there were fewer exchanges, and the others waited."""
+    shards = vocabulary_shards(vocabulary, size).rows
+    assert -(-20 // (32 // shards[0])) > -(-20 // (32 // shards[-1]))
+    hidden, weight, target = torch.randn(20, 4), torch.randn(vocabulary, 4), some_targets(20, vocabulary)
+    losses, exchanges = zip(*worker_pool(size).run(default_chunks, (hidden, weight, target), timeout=30), strict=True)
+    assert set(exchanges) == {-(-20 // (32 // shards[0]))}
+    torch.testing.assert_close(all_same(losses), F.cross_entropy(hidden @ weight.t(), target))
 
 
 def test_linear_cross_entropy_compiles_to_one_graph(worker_pool: Pools) -> None:

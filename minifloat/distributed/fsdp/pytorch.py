@@ -91,7 +91,7 @@ class NotingGroup(FSDPParamGroup):
 
     def unshard(self, async_op: bool = False) -> None:
         self.grad_enabled = torch.is_grad_enabled()
-        super().unshard(async_op)  # type: ignore[no-untyped-call]
+        super().unshard(async_op)
 
 
 def note_grad_mode(group: Any) -> None:
