@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
 import shutil
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +180,13 @@ def test_generate_with_a_tokenizer(out: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_of_generating_end_with_a_message(out: Path, tmp_path: Path) -> None:
+    def changed(name: str, **settings: Any) -> Path:
+        """The checkpoint with other settings."""
+        folder = shutil.copytree(locate(out).path, tmp_path / "changed" / name / "step-00000030")
+        change_index(folder, lambda plain: plain["settings"].update(settings))
+        return folder
+
+    sizes = locate(out).settings["model"]
     (tmp_path / "study").mkdir()
     study = shutil.copytree(locate(out).path, tmp_path / "study" / "step-00000030")
     settings = {"name": "bf16", "seed": 0, "model": "micro", "steps": 30}  # as a study's runs have them
@@ -187,7 +198,53 @@ def test_mistakes_of_generating_end_with_a_message(out: Path, tmp_path: Path) ->
         ((out, "--temperature", -1), "the temperature is -1"),
         ((out, "--seed", 10**30), f"the seed is {10**30}; choose one of 64 bits"),
         ((study,), "is no checkpoint of `minifloat train`"),
+        ((changed("a", model=None),), "does not say which model it is of: TypeError"),
+        ((changed("b", model={"dim": 32}),), "does not say which model it is of: TypeError"),
+        ((changed("c", model=sizes | {"heads": 0}),), "does not say which model it is of: ZeroDivisionError"),
+        ((changed("d", model=sizes | {"layers": "2"}),), "does not say which model it is of: its sizes are"),
+        ((changed("e", model=sizes | {"layers": 10**9}),), "of 1000000000 layers it has no weights"),
+        ((changed("f", model=sizes | {"hidden": 2**40}),), "gate.weight should be [1099511627776, 32], is [96, 32]"),
+        ((changed("g", dtype="load"),), "does not say in which dtype it was trained"),
+        ((changed("h", recipe=["mxfp8"]),), "there is no recipe ['mxfp8']"),
+        ((changed("i", unit=None),), "was trained on tokens without a tokenizer"),
         ((study, "--recipe", "bf16"), "is no checkpoint of `minifloat train`"),
     ):
         code, output = command(*arguments)
         assert code == 2 and message in output, output
+
+
+class Bomb:
+    """A pickle that writes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_in_a_checkpoint_does_not_run(out: Path, tmp_path: Path) -> None:
+    """Wherever it stands, and in a checkpoint as minifloat wrote them when these had one."""
+    folder, text = tmp_path / "out" / "checkpoints" / "delayed" / "step-00000030", out.parent / "text"
+    resume = ("train", text, "--model", "micro", "--recipe", "delayed", "--steps", 30, "--batch-size", 4)
+    bomb = pickle.dumps(Bomb(tmp_path / "it ran"))
+    for name in ("training/.metadata", "training.safetensors", "model.safetensors", "checkpoint.json", "old"):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.copytree(locate(out).path, folder)
+        (folder / "training").mkdir()
+        if name == "old":
+            (folder / "training" / ".metadata").write_bytes(bomb)
+            (folder / "checkpoint.json").write_text('{"minifloat": 1, "files": {}}')
+        else:
+            (folder / name).write_bytes(bomb)
+        for arguments in (
+            (*resume, "--device", "cpu", "--out", tmp_path / "out", "--resume"),
+            (*resume, "--device", "cpu", "--out", tmp_path / "other", "--resume-from", folder),
+            ("generate", folder, "--device", "cpu", "--tokens", 1),
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                code, output = invoke(*arguments)
+            assert (code == 0) == (name == "training/.metadata"), (name, output)  # which is no file of it
+            assert code == 0 or "step-00000030" in output or "no complete checkpoint" in output
+            assert not (tmp_path / "it ran").exists(), name

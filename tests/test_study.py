@@ -272,7 +272,7 @@ def test_results_of_other_conditions_are_refused(tmp_path: Path) -> None:
         study.finished(wanted, conditions(5), tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"job"', "[]", "{}", '{"job": {"name": "bf16"}}', "\udcff"])
+@pytest.mark.parametrize("content", ['{"job"', "[]", "{}", "[" * 9999, '{"job": {"name": "bf16"}}', "\udcff"])
 def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
     path = Job("bf16", 0).file(tmp_path)
     path.write_text(content, errors="surrogateescape")

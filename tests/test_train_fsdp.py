@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -16,13 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from minifloat.cli import train as training
 from minifloat.distributed.group import Group
 from minifloat.nn.linear import Linear
-from minifloat.train import loop
-from minifloat.train.checkpoint import Checkpoints, latest
-from minifloat.train.loop import NonFiniteError, TrainConfig, train
+from minifloat.train import checkpoint, loop
+from minifloat.train.checkpoint import CheckpointError, Checkpoints, SaveError, latest
+from minifloat.train.loop import Metrics, NonFiniteError, TrainConfig, train
 from minifloat.train.model import MODELS, Transformer
 from minifloat.train.ranks import Ranks
 from minifloat.train.state import read_history
@@ -164,6 +166,56 @@ def test_a_run_goes_on_bitwise_on_as_many_ranks(worker_pool: Pools, tmp_path: Pa
     part.mkdir()
     (tmp_path / "whole" / "step-00000002").rename(part / "step-00000002")
     close(continued(worker_pool, 2, 1, recipe, FOUR, part), whole, 0, 0)
+
+
+def full_disk_of_the_second_rank(rank: int, size: int, folder: Path) -> tuple[str, int]:
+    """What is said of it, and the last step that was done."""
+    ranks, seen = Ranks.of_world(CPU, 1), [0]
+    model = Transformer(SIZES, Linear, seed=3, ranks=ranks).shard()
+    write = checkpoint.write_tensors
+
+    def full(*arguments: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    def observe(metrics: Metrics) -> None:
+        seen.append(metrics.step)
+        time.sleep(0.3 if metrics.step == 3 else 0)  # until the threads have ended, on one rank at least
+
+    checkpoint.write_tensors = full
+    try:
+        with pytest.raises(SaveError) as caught:
+            train(
+                "micro", model, MICRO.context, micro_corpus(), replace(CONFIG, steps=9), CPU, observe,
+                checkpoints=Checkpoints(folder, {"of": "a test"}, 2), ranks=ranks,
+            )  # fmt: skip
+    finally:
+        checkpoint.write_tensors = write
+    return str(caught.value), seen[-1]
+
+
+def test_all_ranks_stop_where_one_cannot_save(worker_pool: Pools, tmp_path: Path) -> None:
+    first, second = worker_pool(2).run(full_disk_of_the_second_rank, tmp_path)
+    assert first == second and "step 2 could not be written" in first[0] and "No space left on device" in first[0]
+    assert first[1] in (3, 4) and not list(tmp_path.iterdir())
+
+
+def test_each_rank_writes_its_own_part(worker_pool: Pools, tmp_path: Path) -> None:
+    whole = on_ranks(worker_pool, 4, None, FOUR, 2, True, tmp_path)
+    saved = latest(tmp_path)
+    assert saved is not None
+    files = {f"{kind}-{rank:05}-of-00004.safetensors" for kind in ("model", "training") for rank in range(1, 5)}
+    assert set(saved.files) == files and {path.name for path in saved.path.iterdir()} == files | {"checkpoint.json"}
+    models = [load_file(saved.path / name) for name in sorted(files) if name.startswith("model")]
+    sizes = [sum(tensor.numel() for tensor in each.values()) for each in models]
+    assert sum(sizes) == sum(tensor.numel() for tensor in saved.model_state().values()) and max(sizes) < 0.4 * sum(
+        sizes
+    )
+    assert all(torch.equal(saved.model_state()[name], tensor) for name, tensor in whole.parameters.items())
+    missing = replace(saved, files={name: each for name, each in saved.files.items() if "3-of" not in name})
+    with pytest.raises(CheckpointError, match=r"tensor .* of shape .* is not complete"):
+        missing.model_state()
 
 
 # ---- the command ----

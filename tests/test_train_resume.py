@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import torch
 from minifloat.cli.observe import MetricsFile
 from minifloat.cli.resume import resume_command
 from minifloat.recipe import NAMES
-from minifloat.train import loop
+from minifloat.train import loop, report
 from minifloat.train.checkpoint import Checkpoint, CheckpointError, latest, locate
 from minifloat.train.loop import Interrupted, Metrics, NonFiniteError, Run
 from minifloat.train.state import TrainState, history_tensor, own_random_numbers, read_history
@@ -274,6 +275,24 @@ def test_a_resume_that_fails_takes_nothing_away(
     assert {path.stat().st_size for path in (out / "tensorboard").rglob("events*")} == events
     monkeypatch.undo()
     assert invoke(*command, "--out", out, "--resume")[0] == 0 and written(out) == history
+
+
+def test_a_report_on_a_full_disk_is_written_later(
+    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(report, "plot", full)
+    options = "--model micro --steps 1 --batch-size 1 --device cpu --recipe bf16"
+    short = [*command[:2], *options.split()]
+    code, output = invoke(*short, "--out", tmp_path / "out")
+    assert code == 2 and f"the report cannot be written to {tmp_path / 'out'}: " in output and "--resume" in output
+    monkeypatch.undo()
+    assert invoke(*short, "--out", tmp_path / "out", "--resume")[0] == 0
+    monkeypatch.setattr(MetricsFile, "_replace", full)
+    code, output = invoke(*short, "--out", tmp_path / "out", "--resume")
+    assert code == 1 and "metrics.jsonl cannot be written: " in output and len(written(tmp_path / "out")) == 1
 
 
 def test_metrics_of_other_runs_stay_until_their_turn(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from minifloat.cli import choose_device, user_errors
@@ -31,7 +30,6 @@ def generate(
     """Print the prompt and what a trained model says after it."""
     with user_errors():
         checkpoint = locate(path)
-        settings = checkpoint.settings
         trained = recipe_name(checkpoint)
         name = recipe or trained
         check_recipe(name)
@@ -40,6 +38,6 @@ def generate(
         start = codec.encode(prompt)
         made = sampling.generate(
             model, start, tokens, context=model.config.context, temperature=temperature, top_k=top_k, seed=seed,
-            dtype=getattr(torch, settings["dtype"]),
+            dtype=sampling.trained_dtype(checkpoint),
         )  # fmt: skip
     typer.echo(codec.decode(start + list(made)))

@@ -24,7 +24,7 @@ from minifloat.cli.resume import check_runs, checkpoint_folder, choose_folder, c
 from minifloat.distributed.tensor_parallel import Overlap, set_check, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
-from minifloat.train.checkpoint import TOKENIZER, Checkpoint, CheckpointError, Checkpoints
+from minifloat.train.checkpoint import TOKENIZER, Checkpoint, CheckpointError, Checkpoints, SaveError
 from minifloat.train.interrupt import orphaned, signals_noted
 from minifloat.train.loop import Interrupted, Run, TrainConfig
 from minifloat.train.loop import train as train_model
@@ -157,7 +157,9 @@ def train(
         runs = run_or_stop(job)
         ranks.set_timeout(PATIENCE)
         limit = default_gap(recipe) if max_gap is None else max_gap
-        if not from_first(not ranks.first or conclude(job, runs, limit, max_gradient_gap), ranks):
+        with user_errors():
+            passed = from_first(not ranks.first or conclude(job, runs, limit, max_gradient_gap), ranks)
+        if not passed:
             raise typer.Exit(1)
 
 
@@ -201,8 +203,8 @@ def run_or_stop(job: Job) -> list[Run]:
                 again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out)
                 typer.echo(f"{stopped}\ncontinue with: {again}", err=True)
             raise typer.Exit(128 + (signal_that_came() or signal.SIGINT)) from stopped
-        except (FloatingPointError, CheckpointError, OSError) as error:  # SaveError is an OSError
-            if job.ranks.first:
+        except (FloatingPointError, CheckpointError, OSError) as error:
+            if job.ranks.first or not isinstance(error, (FloatingPointError, SaveError)):  # these are all ranks'
                 typer.echo(f"FAILED: {error}", err=True)
             raise typer.Exit(1) from error
         except RuntimeError as error:
@@ -246,9 +248,15 @@ def conclude(job: Job, runs: list[Run], max_gap: float, max_gradient_gap: float)
     problems = [problem for run in runs for problem in gemm_problems(job, run)]
     if comparison is not None:
         problems += report.check_loss(runs[0].name, comparison, max_gap, max_gradient_gap)
-    report.plot(runs, entropy, job.out / "loss.png", unit)
     text = report.render(runs, facts(job, runs), entropy, comparison, problems, unit)
-    (job.out / "report.md").write_text(text)
+    try:
+        report.plot(runs, entropy, job.out / "loss.png", unit)
+        (job.out / "report.md").write_text(text)
+    except OSError as error:
+        raise OSError(
+            f"the report cannot be written to {job.out}: {error}; the training is saved: the same command with "
+            "--resume writes it once that is mended"
+        ) from error
     for run in runs:
         typer.echo(
             f"{run.name}: validation loss {run.validation_loss:.4f} nats/{unit} (unigram entropy {entropy:.4f}), "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +30,8 @@ class Codec:
         own = checkpoint.content(TOKENIZER) if tokenizer is None else tokenizer.read_bytes()
         source = checkpoint.path / TOKENIZER if tokenizer is None else tokenizer
         self._tokenizer = None if own is None else read_tokenizer(own, source)
-        vocabulary = checkpoint.settings["model"]["vocabulary"]
-        if self._tokenizer is None and checkpoint.settings["unit"] != "byte":
+        vocabulary = trained_config(checkpoint).vocabulary
+        if self._tokenizer is None and checkpoint.settings.get("unit") != "byte":
             raise ValueError(f"{checkpoint.path} was trained on tokens without a tokenizer; give --tokenizer")
         if self._tokenizer is not None and self._tokenizer.get_vocab_size() > vocabulary:
             size = self._tokenizer.get_vocab_size()
@@ -50,14 +51,34 @@ class Codec:
         return text
 
 
+def trained_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The sizes of the checkpoint's model; raises ValueError where its settings name none."""
+    try:
+        config = ModelConfig(**checkpoint.settings["model"])
+        if all(type(size) in (int, float) and size > 0 for size in astuple(config)):
+            return config
+        problem = f"its sizes are {config}"
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{checkpoint.path} does not say which model it is of: {problem:.300}; use another checkpoint")
+
+
+def trained_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """That of the activations; raises ValueError where the checkpoint's settings name none."""
+    dtype = getattr(torch, str(checkpoint.settings.get("dtype")), None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise ValueError(f"{checkpoint.path} does not say in which dtype it was trained; use another checkpoint")
+
+
 def load_model(checkpoint: Checkpoint, recipe: Recipe | None, device: torch.device) -> Transformer:
     """The checkpoint's model, whose linears compute in `recipe`; delayed scaling's buffers come along if it has them.
 
     Raises ValueError when the weights are of another model.
     """
-    config = ModelConfig(**checkpoint.settings["model"])
+    config, state = trained_config(checkpoint), checkpoint.model_state()
+    _check_sizes(checkpoint, config, state)
     model = Transformer(config, partial(Linear, bias=False, recipe=recipe))
-    state = checkpoint.model_state()
     histories = {name for name, module in model.named_modules() if isinstance(module, AmaxHistory)}
     of_scaling = {name for name in state if name.endswith((".scale", ".amax_history"))}
     unused = {name for name in of_scaling if name.rpartition(".")[0] not in histories}
@@ -66,6 +87,22 @@ def load_model(checkpoint: Checkpoint, recipe: Recipe | None, device: torch.devi
     except RuntimeError as error:
         raise ValueError(f"{checkpoint.path} does not fit its own settings: {error}") from error
     return model.to(device).eval()
+
+
+def _check_sizes(checkpoint: Checkpoint, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where the settings name a model that the files do not have, before its memory is asked for."""
+    if config.layers > len(state):
+        raise ValueError(
+            f"{checkpoint.path} does not fit its own settings: of {config.layers} layers it has no weights"
+        )
+    with torch.device("meta"):
+        expected = Transformer(config, partial(nn.Linear, bias=False)).state_dict()
+    for name, tensor in expected.items():
+        if name not in state or state[name].shape != tensor.shape:
+            found = list(state[name].shape) if name in state else "missing"
+            raise ValueError(
+                f"{checkpoint.path} does not fit its own settings: {name} should be {list(tensor.shape)}, is {found}"
+            )
 
 
 def generate(

@@ -210,7 +210,7 @@ def read(path: Path) -> Result:
         gemms = Counter({Gemm(*key): count for *key, count in values["gemms"]})
         run = Run(job.name, history, gemms, values["peak_bytes"], values["parameters"])
         return Result(job, Conditions(**values["conditions"]), run, values["error"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no result of a study ({type(error).__name__}: {error}); delete it, and the same command runs "
             "it again"
