@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,6 +78,15 @@ def _shared_gpu() -> Iterator[None]:
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_CACHED:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_as_new() -> Iterator[None]:
+    """Accelerate, and with it the Trainer of ``transformers``, keeps the settings of its first use in the process."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

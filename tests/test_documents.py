@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -62,9 +61,9 @@ def run_on_rank(rank: int, world_size: int, code: str, folder: Path) -> None:
 
 
 def test_documents_have_code() -> None:
-    """The blocks are found: examples of use, the worked format and rule, a worked vector."""
+    """The blocks are found: examples of use, the phases, the worked format and rule, a worked vector."""
     counts = [len(BLOCKS[name]) for name in ("README.md", "docs/architecture.md", "docs/numerics.md")]
-    assert counts == [2, 2, 1]
+    assert counts == [2, 3, 1]
 
 
 @pytest.mark.parametrize("block", parameters(on_ranks=False))
@@ -76,10 +75,6 @@ def test_code_in_documents(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
             pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     run(block.code)
-    if "accelerate" in sys.modules:  # its settings are those of the process
-        state = sys.modules["accelerate.state"]
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
 
 
 @pytest.mark.parametrize("block", parameters(on_ranks=True))
