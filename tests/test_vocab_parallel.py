@@ -348,7 +348,6 @@ def default_chunks(rank: int, size: int, tensors: Any) -> tuple[Tensor, int]:
         mock.patch.object(
             sys.modules[linear_cross_entropy.__module__],
             "all_gather_rows",
-            "all_gather_rows",
             side_effect=all_gather_rows,
         ) as gathers,
     ):
