@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import pytest
 import torch
 
-from minifloat import Format, Quantizer, formats
+from minifloat import Format, Quantizer, arguments, formats
 from minifloat.kernels.quantize import reference
 from minifloat.recipe import NAMES
 from tests.conftest import Pools
@@ -90,6 +90,7 @@ def test_a_new_scale_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(code, "document", "exec"), defined)
     names = Literal[(*get_args(formats.ScaleRule), "headroom")]  # type: ignore[valid-type]
     monkeypatch.setattr(formats, "ScaleRule", names)
+    monkeypatch.setattr(arguments, "_known", {})  # annotations that were read before
     monkeypatch.setitem(reference._SCALE_RULES, "headroom", defined["_scale_headroom"])
     fmt = Format("e4m3", block=64, scale_rule="headroom")  # type: ignore[arg-type]
     assert formats.parse(fmt.spec) == fmt
