@@ -96,7 +96,6 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.recording: list[Tape] = []
         self.playing: list[_Playing] = []
-        self.compiled: list[Any] = []  # what a compiler is tracing the checkpoint of
 
 
 _local = _Local()
@@ -112,7 +111,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     unless ``preserve_rng_state=False``.
 
     Compiled code, around the checkpoint or inside of it, is exact under every recipe but delayed scaling: a graph that
-    is run again reads the scales after the step has updated them. Leave such parts uncompiled.
+    is run again reads the scales after the step has updated them. Leave such parts uncompiled. Code that was compiled
+    before it is checkpointed cannot know that it is.
 
     Raises:
         ValueError: ``use_reentrant=True``, or a ``context_fn``, of which there can be one.
@@ -129,24 +129,40 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         return torch_checkpoint.checkpoint(
             function, *args, use_reentrant=False, context_fn=checkpoint_context_fn, **kwargs
         )
-    _local.compiled.append(function)
-    try:
-        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-    finally:
-        _local.compiled.pop()
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def refuse_compiled(label: str) -> None:
     """Called by each linear with delayed scaling that is being compiled.
 
     Raises:
-        RuntimeError: it is inside of :func:`checkpoint`.
+        RuntimeError: it is inside of a checkpoint, :func:`checkpoint` or PyTorch's own.
     """
-    if _local.compiled:
+    if _traces_checkpoint():
         raise RuntimeError(
             f"{label}: a compiled graph recomputes delayed scaling's casts with scales that have moved on; leave what "
             "is checkpointed uncompiled, with torch.compiler.disable, or use another recipe"
         )
+
+
+def _traces_checkpoint() -> bool:
+    """A compiler traces the inside of a checkpoint, or a checkpoint runs what it traces.
+
+    The compiler calls this function, and does not trace it. What it traces as a subgraph of its own is in ``parent``
+    tracers, each of which says which higher-order operator it is for.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import; loaded by now
+
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None:
+        if "checkpoint" in str(tracer.source_target):
+            return True
+        tracer = tracer.parent
+    hooked = _hooked()
+    return bool(_local.recording or _local.playing or hooked.recording or hooked.playing)
+
+
+_traces_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -523,22 +523,58 @@ def test_compiled(name: str, own: bool, inside: bool) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("form", ["module", "closure", "method"])
-def test_compiled_checkpoint_of_delayed_scaling_is_refused(form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "way"), [("module", ours), ("module", plain), ("closure", plain), ("method", ours), ("deep", plain)]
+)
+def test_compiled_checkpoint_of_delayed_scaling_is_refused(form: str, way: Way) -> None:
     """The graph would recompute with the scales of the next step. Without fullgraph it is run uncompiled, and exact."""
     model, expected = twins(RECIPES["delayed"], own=True)
     block = model[0]
-    function = {"module": block, "closure": lambda x: block(x), "method": block.forward}[form]
+    functions = {
+        "module": block,
+        "closure": lambda x: block(x),
+        "method": block.forward,
+        "deep": lambda x: plain(lambda x: block(x), x),
+    }
 
     def step(x: Tensor) -> Tensor:
-        return ours(function, x)
+        return way(functions[form], x)
 
     with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(batch(0))
+    for number in range(2):
+        x, same = batch(number), batch(number)
+        torch.compile(step, backend="aot_eager")(x).square().sum().backward()
+        expected[0](same).square().sum().backward()
+        assert torch.equal(x.grad, same.grad)
+    assert_same(list(expected[0].buffers()), list(block.buffers()))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("way", [ours, plain])
+def test_checkpoint_of_compiled_delayed_scaling_is_refused(way: Way) -> None:
+    """The same where the checkpoint is around the compiled function."""
+    model, expected = twins(RECIPES["delayed"], own=True)
+    with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
+        way(torch.compile(model[0], fullgraph=True, backend="aot_eager"), batch(0))
     x, same = batch(0), batch(0)
-    torch.compile(step, backend="aot_eager")(x).square().sum().backward()
+    way(torch.compile(model[0], backend="aot_eager"), x).square().sum().backward()
     expected[0](same).square().sum().backward()
     assert torch.equal(x.grad, same.grad)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_checkpoint_beside_delayed_scaling() -> None:
+    """What is outside of the checkpoint compiles."""
+    torch.manual_seed(0)
+    layer, other = Linear(IN, IN, recipe=RECIPES["delayed"]), torch.nn.Linear(IN, IN)
+
+    def step(x: Tensor) -> Tensor:
+        return layer(plain(other, layer(x)))  # type: ignore[no-any-return]
+
+    x, same = batch(0), batch(0)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all() and same.grad is None
 
 
 def test_own_context_fn_is_refused() -> None:
