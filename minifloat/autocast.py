@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Protocol
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from minifloat import delayed
 from minifloat.arguments import checked
+from minifloat.backward_pass import BackwardPass, running
 from minifloat.delayed import History
 from minifloat.distributed.group import Group
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, RecipeLike, as_recipe
@@ -37,7 +40,8 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         amax_reduction_group: the ranks that agree on delayed scaling's amaxes; default all ranks.
 
     On leaving the outermost context, the delayed scaling state of every module that ran forward with gradients inside
-    is brought up to date, with one all-reduce for all. A context may be entered again after it was left, not nested
+    is brought up to date, with one all-reduce for all; an exception leaves it as it was. A module that ran under
+    several groups is reduced over each of them in turn. A context may be entered again after it was left, not nested
     into itself.
 
     Raises:
@@ -74,6 +78,8 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         region, self.region = self.region, Region()  # which would keep the modules alive as long as the context
         if not _stack.contexts and kind is None:
             region.update(forward=True)
+        elif not _stack.contexts:
+            region.forget()
 
 
 class Histories(Protocol):
@@ -82,6 +88,10 @@ class Histories(Protocol):
     region: Region
 
     def history(self, recipe: DelayedScaling, forward: bool) -> History: ...
+
+    def forget_newest(self) -> None: ...
+
+    def snapshot(self) -> Callable[[], None]: ...
 
 
 class Region:
@@ -94,19 +104,39 @@ class Region:
     def __init__(self) -> None:
         self.forward: Member | None = None
         self.backward: Member | None = None
+        self.compiled: Member | None = None
 
     def update(self, forward: bool) -> None:
         """Reduces and updates the histories of one direction, each once, with one reduction a group."""
-        members: list[Member] = []
-        member = self.forward if forward else self.backward
-        while member is not None:
-            if all(member.state is not other.state for other in members):
-                members.insert(0, member)
-            member = member.before
-        while members:
-            group = members[0].group
-            delayed.update([m.state.history(m.recipe, forward) for m in members if m.group == group], group)
-            members = [m for m in members if m.group != group]
+        newest = self.forward if forward else self.backward
+        members = [] if newest is None else newest.in_order()
+        histories = {state: m.state.history(m.recipe, forward) for state, m in {m.state: m for m in members}.items()}
+        groups: dict[Group, dict[Histories, History]] = {}
+        for member in members:
+            if member.group is not None:
+                groups.setdefault(member.group, {})[member.state] = histories[member.state]
+        for group, found in groups.items():
+            delayed.reduce(list(found.values()), group)
+        delayed.update(list(histories.values()))
+
+    def add_compiled(self, member: Member, first: bool) -> None:
+        """Adds a module whose backward is compiled, which reduces over the group of the module's first use.
+
+        Raises:
+            RuntimeError: it has been used under another group.
+        """
+        before = () if first or self.compiled is None else self.compiled.in_order()
+        if any(other.state is member.state and other.group != member.group for other in before):
+            raise RuntimeError(
+                "a module is used under two amax_reduction_group in one compiled region, whose backward reduces over "
+                "the first alone; use one group, or leave the module uncompiled"
+            )
+        self.compiled = member
+
+    def forget(self) -> None:
+        """Drops what a forward has recorded that did not end well."""
+        for member in self.forward.in_order() if self.forward is not None else ():
+            member.state.forget_newest()
 
 
 class Member:
@@ -118,13 +148,29 @@ class Member:
         self.group = group
         self.before = before
 
+    def in_order(self) -> list[Member]:
+        """This one and those before it, the first one first."""
+        members: list[Member] = []
+        member: Member | None = self
+        while member is not None:
+            members.append(member)
+            member = member.before
+        return members[::-1]
+
+
+_recording: set[Histories] = set()
+"""Of layers that are regions themselves: what a forward records to now, or did when it raised."""
+_waiting: dict[Histories, BackwardPass] = {}
+"""What is updated when a backward ends."""
+
 
 class Use:
     """One forward through a module with delayed scaling: the histories it reads its scales from and records to.
 
-    A module's backward history is updated when the backward of its first use in the region ends: backward runs in
-    reverse, so that is its last. Where ranks reduce, the region's first module with a backward does it for all, in one
-    all-reduce; but a compiled backward, which is traced before the region's later modules are known, does its own.
+    A module's backward history is complete when the backward of its first use in the region ends: backward runs in
+    reverse, so that is its last. Where ranks reduce, the region's first module with a backward completes all of them,
+    in one all-reduce. They are updated when the whole backward ends well, or before somebody reads the scale again. But
+    a compiled backward, which is traced before the region's later modules are known, updates its own at once.
 
     Args:
         states: what keeps the forward and the backward history.
@@ -145,6 +191,7 @@ class Use:
         scale: Tensor | None = None,
     ) -> None:
         forward, backward_history = states[0].history(recipe, True), states[1].history(recipe, False)
+        self.states = states
         self.histories = forward if scale is None else forward._replace(scale=scale), backward_history
         self.records = records, backward
         self.region = None if context is None else context.region
@@ -153,9 +200,15 @@ class Use:
         self.first = self.opens = True
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
+        if self.region is None and records and not torch.compiler.is_compiling():
+            if states[0] in _recording:
+                states[0].forget_newest()
+            _recording.add(states[0])
         if self.region is not None and backward:
             self.first = states[1].region is not self.region
             states[1].region = self.region
+            if torch.compiler.is_compiling():
+                self.region.add_compiled(Member(states[1], recipe, self.group, self.region.compiled), self.first)
             if self.shared:
                 self.opens = self.region.backward is None
                 self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
@@ -164,16 +217,56 @@ class Use:
         """Updates the forward history now if no ``autocast`` will do it at its end."""
         if self.region is None and self.records[0]:
             delayed.update([self.histories[0]], self.group)
+            if not torch.compiler.is_compiling():
+                _recording.discard(self.states[0])
+
+    def backward_begins(self) -> None:
+        """To be called before a backward reads its scale, which an earlier region's backward may have completed."""
+        state = self.states[1]
+        if torch.compiler.is_compiling() or not self.records[1]:
+            return
+        if state in _waiting:
+            _waiting[state].finish(early=True)
+        backward = running()
+        if backward is not None:
+            backward.on_failure.append(state.forget_newest)
 
     def backward_finished(self) -> None:
-        """Updates what the end of this backward completes."""
-        if not self.records[1]:
+        """Leaves what the end of this backward completes to the end of the whole."""
+        if not self.records[1] or not (self.opens if self.region is not None and self.shared else self.first):
             return
+        backward = None if torch.compiler.is_compiling() else running()
+        if backward is None:
+            self._update()
+            return
+        states = [self.states[1]]
+        if self.region is not None and self.region.backward is not None and self.shared:
+            states = [member.state for member in self.region.backward.in_order()]
+        for state in states:
+            if state in _waiting:
+                _waiting[state].finish(early=True)
+        for state in states:
+            _waiting[state] = backward
+        backward.at_end.append(partial(self._update_waiting, states))
+        backward.on_failure.append(partial(_wait_no_more, states))
+
+    def _update_waiting(self, states: Sequence[Histories], early: bool) -> None:
+        for state in states:
+            if early:
+                _waiting[state].on_failure.append(state.snapshot())
+        _wait_no_more(states)
+        self._update()
+
+    def _update(self) -> None:
         if self.region is not None and self.shared:
-            if self.opens:
-                self.region.update(forward=False)
-        elif self.first:
+            self.region.update(forward=False)
+        else:
             delayed.update([self.histories[1]], self.group)
+
+
+def _wait_no_more(states: Sequence[Histories]) -> None:
+    for state in states:
+        _waiting.pop(state, None)
 
 
 def current() -> autocast | None:

@@ -46,7 +46,9 @@ def is_custom(recipe: DelayedScaling) -> bool:
 
 
 def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> Group | None:
-    """The group that amaxes are reduced over, all ranks by default; None where there is nothing to reduce.
+    """The group that amaxes are reduced over, all ranks by default; None where ranks do not reduce.
+
+    One of a single rank is a group, too: a module may be used under it and under a larger one.
 
     Raises:
         ValueError: this is the forward of a ``DistributedDataParallel`` inside of its ``join()``, where ranks that have
@@ -58,20 +60,23 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
     if not recipe.reduce_amax:
         return None
     found = Group.of(group if group is not None else dist.group.WORLD)
-    if found.size == 1:
-        return None
-    check_no_join()
-    return found
+    if found.size > 1:
+        check_no_join()
+    return found if dist.get_world_size() > 1 else None
+
+
+def reduce(histories: Sequence[History], group: Group) -> None:
+    """Makes the newest amaxes the largest of all ranks: one MAX all-reduce for all of them."""
+    newest = [history.amax_history[0] for history in histories]
+    if group.size > 1:
+        for amaxes, largest in zip(newest, max_of_all(newest, group), strict=True):
+            amaxes.copy_(largest)
 
 
 def update(histories: Sequence[History], group: Group | None = None) -> None:
-    """Reduces the newest amaxes (one MAX all-reduce for all), rolls the histories and computes the next scales."""
-    if not histories:
-        return
+    """Reduces the newest amaxes over a group, rolls the histories and computes the next scales."""
     if group is not None:
-        newest = [history.amax_history[0] for history in histories]
-        for amaxes, largest in zip(newest, max_of_all(newest, group), strict=True):
-            amaxes.copy_(largest)
+        reduce(histories, group)
     fused = [history for history in histories if not is_custom(history.recipe)]
     if fused:
         kernels.update([h.amax_history for h in fused], [h.scale for h in fused], [h.rule for h in fused])

@@ -85,6 +85,8 @@ def delayed_scale(use: Use | None, kind: str, keep: bool = False) -> Tensor | No
     if use is None:
         return None
     direction, slot = _slot(kind)
+    if direction:
+        use.backward_begins()
     scale = use.histories[direction].scale
     return delayed.read_scale(scale, slot) if keep else scale[slot : slot + 1]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minifloat.backward_pass import running
 from minifloat.functional.call import LinearCall
 
 
@@ -28,7 +29,11 @@ def weight_gradient(call: LinearCall, weight: Tensor | None, product: Callable[[
             dw = dw.to(weight.dtype)
             weight.grad = dw if weight.grad is None else weight.grad + dw
 
-    call.wgrad_tasks.append(later)
+    tasks = call.wgrad_tasks
+    tasks.append(later)
+    backward = None if torch.compiler.is_compiling() else running()
+    if backward is not None:  # of a step that is given up nothing is to be computed
+        backward.on_failure.append(lambda: tasks.remove(later) if later in tasks else None)
     return None
 
 

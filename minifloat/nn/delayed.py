@@ -49,6 +49,22 @@ class AmaxHistory(nn.Module):
                 self._reset(name)
 
     @torch.no_grad()
+    def forget_newest(self) -> None:
+        """Drops what the step in progress has recorded."""
+        self.amax_history[0].zero_()
+
+    def snapshot(self) -> Callable[[], None]:
+        """What brings the buffers back to how they are now."""
+        copies = [(buffer, buffer.clone()) for buffer in (self.scale, self.amax_history)]
+
+        @torch.no_grad()
+        def restore() -> None:
+            for buffer, copy in copies:
+                buffer.copy_(copy)
+
+        return restore
+
+    @torch.no_grad()
     def drop_nonfinite(self) -> None:
         """Clears infinite and NaN amaxes, which checkpoints of older versions may have."""
         self.amax_history.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
