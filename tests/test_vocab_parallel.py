@@ -361,7 +361,7 @@ def test_uneven_vocabularies_have_the_same_chunks(worker_pool: Pools, size: int,
     shards = vocabulary_shards(vocabulary, size).rows
     assert -(-20 // (32 // shards[0])) > -(-20 // (32 // shards[-1]))
     hidden, weight, target = torch.randn(20, 4), torch.randn(vocabulary, 4), some_targets(20, vocabulary)
-    losses, exchanges = zip(*worker_pool(size).run(default_chunks, (hidden, weight, target), timeout=30), strict=True)
+    losses, exchanges = zip(*worker_pool(size).run(default_chunks, (hidden, weight, target)), strict=True)
     assert set(exchanges) == {-(-20 // (32 // shards[0]))}
     torch.testing.assert_close(all_same(losses), F.cross_entropy(hidden @ weight.t(), target))
 
