@@ -336,6 +336,14 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         + bytes(4),
         "tensor 'w' of shape .1000000000000. is not complete",
     ),
+    "a part outside": (
+        header(
+            __metadata__={"parts": json.dumps({"w": [[4], [8]]})},
+            w={"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        )
+        + bytes(4),
+        "the parts of tensor 'w' have no place in it",
+    ),
     "another model": (header(w={"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}) + bytes(4), "does not fit"),
 }
 

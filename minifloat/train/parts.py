@@ -49,7 +49,10 @@ def assemble(files: Iterable[tuple[dict[str, Tensor], dict[str, str]]]) -> dict[
     for name, parts in found.items():
         if name in whole:
             raise ValueError(f"tensor {name!r:.80} is in two files")
-        whole[name] = _join(name, parts)
+        try:
+            whole[name] = _join(name, parts)
+        except (TypeError, LookupError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"the parts of tensor {name!r:.80} have no place in it: {error}") from error
         parts.clear()
     return whole
 
