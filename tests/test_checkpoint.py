@@ -151,7 +151,9 @@ def test_a_full_disk_ends_a_training_that_goes_on_later(
     train_and_save(out, None, 4, every=2)
     shutil.rmtree(out / "step-00000004")
     full(monkeypatch, name)
-    with pytest.raises(SaveError, match=r"step \d could not be written to .*No space left on device.*--resume"):
+    with pytest.raises(
+        SaveError, match=r"step \d could not be written to .*: .*No space left on device.*mend that.*--resume"
+    ):
         train_and_save(out, None, 4)
     assert files_of(out) == ["step-00000002"]
     monkeypatch.undo()

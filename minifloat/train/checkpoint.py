@@ -198,8 +198,8 @@ class Checkpoints:
             if first:
                 _remove(_aside(target), missing_ok=True)
             raise SaveError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; older ones are as they "
-                "were: continue with --resume once that is mended"
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; mend that and run "
+                "again, with --resume if there is an older one, which is as it was"
             ) from error
         return target
 
@@ -352,8 +352,11 @@ def _write_parts(folder: Path, model: Parts, training: Parts, rank: int, size: i
     stored = {}
     for kind, parts in ((MODEL, model), (TRAINING, training)):
         name = f"{kind}{of}.safetensors"
-        stored[name] = write_tensors(folder / name, parts.tensors, parts.metadata())
-        _sync(folder / name)
+        try:
+            stored[name] = write_tensors(folder / name, parts.tensors, parts.metadata())
+            _sync(folder / name)
+        except OSError as error:  # of a full disk, which does not say where
+            raise OSError(f"{name}: {error}") from error
     return stored
 
 
