@@ -33,10 +33,14 @@ def _always(value: Any) -> bool:
 
 
 class Accepts(NamedTuple):
-    """In ``Annotated``: what a value of the right type must be, and how errors say it."""
+    """In ``Annotated``: what a value of the right type must be, and how errors say it.
+
+    ``alone``: without what the type asks of values, which is that numbers are finite.
+    """
 
     words: str
     holds: Callable[[Any], bool] = _always
+    alone: bool = False
 
 
 def _is_device(value: Any) -> bool:
@@ -192,7 +196,8 @@ def _spec(annotation: Any) -> _Spec:
 
 def _annotated(base: _Spec, marks: list[Accepts]) -> _Spec:
     for mark in marks:
-        base = _Spec(mark.words, base.fits, functools.partial(_both, base.holds, mark.holds))
+        holds = mark.holds if mark.alone else functools.partial(_both, base.holds, mark.holds)
+        base = _Spec(mark.words, base.fits, holds)
     return base
 
 

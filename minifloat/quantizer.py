@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minifloat import capability
+from minifloat.arguments import checked, shown
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.kernels import quantize
 from minifloat.kernels.library import directly
@@ -31,6 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized."""
 
 
+@checked
 @dataclass(frozen=True)
 class Quantizer:
     """Formats by orientation. The two differ in hybrid recipes and where NVFP4 rotates its columnwise copy.
@@ -58,6 +60,7 @@ class Quantizer:
         return cls(IDENTITY)
 
     @classmethod
+    @checked
     def hybrid(
         cls,
         *,
@@ -84,6 +87,8 @@ class Quantizer:
         key = self, rowwise, columnwise
         known = _with_usages.get(key)
         if known is None:
+            if len(_with_usages) >= MOST_USAGES:
+                _with_usages.clear()
             known = _with_usages[key] = self._with_usage(rowwise, columnwise)
         return known
 
@@ -141,7 +146,7 @@ class Quantizer:
 
 # Made once, since every call of every layer asks for the same few: those of the recipes that a program uses.
 _with_usages: dict[tuple[Quantizer, bool, bool], Quantizer] = {}
-MOST_BATCHES = 1024  # lists of parameters that change from step to step must not fill the memory
+MOST_USAGES = MOST_BATCHES = 1024  # recipes, and lists of parameters, that change at each step must not fill the memory
 _batches: dict[tuple[tuple[Quantizer, ...], str], _Batch] = {}
 
 
@@ -229,7 +234,8 @@ def find_amaxes(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[A
         For each tensor one entry a cast: fp32 (see ``kernels.quantize.reference.amax``), or None where the cast finds
         its own because no scale spans more than a block, or takes a given scale.
     """
-    assert len(xs) == len(quantizers), (len(xs), len(quantizers))
+    if len(xs) != len(quantizers):
+        raise ValueError(f"quantizers are {len(quantizers)} for {len(xs)} tensors; one for each is needed")
     batch = _batch(quantizers, "")
     if not batch.amax_of:
         return [(None,) * len(wanted) for wanted in batch.needs_amax]
@@ -270,6 +276,8 @@ def cast_all(
         TypeError: a tensor is not floating point.
         ValueError: its dtype is not bf16, fp16 or fp32, or delayed scaling was given no scale.
     """
+    if len(xs) != len(quantizers):
+        raise ValueError(f"quantizers are {len(quantizers)} for {len(xs)} tensors; one for each is needed")
     if not xs:
         return []
     matrices = [as_matrix(x) for x in xs]
@@ -301,10 +309,22 @@ def cast_all(
 
 def _check_scales(batch: _Batch, given: Sequence[Tensor | None]) -> None:
     for fmt, level in zip(batch.formats, given, strict=True):
-        if level is None and fmt.scale_rule == "given":
+        if fmt.scale_rule != "given":
+            continue
+        if level is None:
             raise ValueError(
                 "delayed scaling casts with a scale from its history; pass it as scale= or in amaxes=(scale,)"
             )
+        check_scale(level)
+
+
+def check_scale(scale: Tensor) -> None:
+    """Raises a ValueError where a delayed scale that a user gives is none; it is read where that waits for nothing."""
+    known = scale.device.type == "cpu" and type(scale) is Tensor and not torch._C._len_torch_dispatch_stack()
+    bad = scale.dtype != torch.float32 or scale.numel() != 1
+    if bad or (known and not torch.compiler.is_compiling() and not scale.item() > 0):
+        value = f"{scale.item()}" if known and scale.numel() == 1 else shown(scale)
+        raise ValueError(f"scale is {value}; delayed scaling casts with one number above 0, fp32 [1]")
 
 
 def _directly(xs: Sequence[Tensor]) -> bool:

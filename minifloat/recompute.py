@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
+from minifloat.arguments import checked
 from minifloat.autocast import autocast, restore_contexts, surrounding_contexts
 from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.recipe import Recipe
@@ -102,6 +103,7 @@ _local = _Local()
 _plain: WeakKeyDictionary[Any, Tape] = WeakKeyDictionary()  # by the frame of torch's own checkpoint
 
 
+@checked
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, whose activations backward computes again instead of keeping them.
 

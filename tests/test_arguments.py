@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import minifloat
 from minifloat.arguments import Accepts, Count, Device, Fraction, PositiveFloat, Size, check_value, checked, shown
 from minifloat.recipe import Format, RecipeLike
+from minifloat.tensor import quantize
 
 # ---- the mechanism ----
 
@@ -236,3 +237,55 @@ def test_what_stands_elsewhere_in_other_libraries_has_no_place_here(make: Callab
     """Transformer Engine's fourth argument is ``sequence_parallel``, of ``nn.Embedding`` the third ``padding_idx``."""
     with pytest.raises(TypeError, match="positional arguments"):
         make()
+
+
+# ---- delayed scaling's values ----
+
+
+DELAYED = minifloat.Quantizer(minifloat.Format("e4m3", scale_rule="given"))
+
+
+@pytest.mark.parametrize("scale", [[-1.0], [0.0], [float("nan")], [1.0, 2.0], []])
+def test_a_delayed_scale_is_one_number_above_zero(scale: list[float]) -> None:
+    """Codes of another one would be of any value."""
+    x, wrong = torch.randn(4, 8), torch.tensor(scale)
+    for call in (
+        lambda: minifloat.cast_all([x], [DELAYED], scales=[wrong]),
+        lambda: DELAYED.cast(x, (wrong,)),
+        lambda: quantize(x, DELAYED, scale=wrong),
+    ):
+        with pytest.raises(ValueError, match=r"scale is .*one number above 0"):
+            call()
+
+
+def test_a_delayed_scale_is_fp32() -> None:
+    """An integer would be one that another library's call takes for a pointer."""
+    for wrong in (torch.tensor([2]), torch.tensor([2.0], dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"scale is .*fp32"):
+            minifloat.cast_all([torch.randn(4, 8)], [DELAYED], scales=[wrong])
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["without histories", "with histories"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("forward_scaling.scale", torch.ones(2)),
+        ("forward_scaling.scale", -torch.ones(3)),
+        ("forward_scaling.scale", torch.full((3,), float("nan"))),
+        ("forward_scaling.amax_history", torch.zeros(4)),
+        ("forward_scaling.amax_history", torch.zeros(0, 3)),
+        ("forward_scaling.amax_history", torch.zeros(4, 2)),
+        ("backward_scaling.amax_history", torch.zeros(2, 4, 2)),
+        ("backward_scaling.scale", torch.ones(())),
+        ("backward_scaling.amax_history", "text"),
+    ],
+)
+def test_histories_of_another_shape_are_refused(key: str, value: Any, fresh: bool) -> None:
+    """They used to take the place of the buffers."""
+    state = minifloat.Linear(8, 8, recipe="delayed").state_dict()
+    layer = minifloat.Linear(8, 8, recipe=None if fresh else "delayed")
+    with pytest.raises(RuntimeError, match=key):
+        layer.load_state_dict(state | {key: value})
+    layer = minifloat.Linear(8, 8, recipe=None if fresh else "delayed")
+    layer.load_state_dict(state | {"forward_scaling.amax_history": torch.ones(7, 3)})
+    assert layer.forward_scaling.amax_history.shape == (7, 3)

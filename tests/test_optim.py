@@ -641,7 +641,7 @@ def test_unscaling_before_clipping() -> None:
 
 def test_mistakes() -> None:
     params = parameters([torch.bfloat16, "mxfp8"])
-    with pytest.raises(ValueError, match="'bf16'; known: 'fp32', 'bf16\\+remainder'"):
+    with pytest.raises(ValueError, match=r"master is 'bf16'; 'fp32' or 'bf16\+remainder'"):
         MasterWeights(params, torch.optim.SGD, master="bf16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty parameter list"):
         MasterWeights([], torch.optim.SGD, lr=0.1)
@@ -881,11 +881,11 @@ def test_adamw_returns_the_loss_of_its_closure() -> None:
 def test_adamw_mistakes() -> None:
     p = nn.Parameter(torch.zeros(3))
     for options, match in (
-        ({"moments": "int8"}, "'int8'; known: fp32, bf16, fp8"),
-        ({"lr": -1.0}, "lr is -1.0; it must be 0 or more"),
+        ({"moments": "int8"}, "moments is 'int8'; 'fp32', 'bf16' or 'fp8'"),
+        ({"lr": -1.0}, "lr is -1.0; a number of at least 0"),
         ({"eps": float("nan")}, "eps is nan"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
-        ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\)"),
+        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
     ):
         with pytest.raises(ValueError, match=match):
             AdamW([p], **options)  # type: ignore[arg-type]

@@ -287,7 +287,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "tied": ({"tied": True, "plan": {"head": "column"}}, "embedding.weight and head.weight are one parameter"),
     "nothing": ({"plan": {"tail": "column"}}, "nothing fits {'tail': 'column'}"),
     "inside": ({"plan": {"layers.0.layernorm_mlp.fc1": "column"}}, "nothing fits {'layers.0.layernorm_mlp.fc1'"),
-    "style": ({"plan": {"head": "columns"}}, "nothing fits {'head': 'columns'}"),
+    "style": ({"plan": {"head": "columns"}}, "plan is {'head': 'columns'}"),
     "norm": ({"plan": {"norm": "column"}}, "nothing fits {'norm': 'column'}"),
     "replaced": ({"replaced": True}, "layers.0.self_attention.proj is a Bilinear"),
 }

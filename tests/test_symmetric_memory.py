@@ -296,8 +296,8 @@ def test_set_overlap() -> None:
     assert model[1]._parallel == "something else" and not hasattr(model[2], "_parallel")
     call = model[0]._parallel.of_call((8, 3), None, "layer")  # type: ignore[union-attr, operator]
     assert (call.overlap, call.lengths, call.shards) == ("symmetric_memory", (4, 4), ShardMap((4, 4)))
-    for set_so in (set_overlap, partial(parallelize, mesh=None)):
-        with pytest.raises(ValueError, match="overlap='userbuffers'; use 'handles' or 'symmetric_memory'"):
+    for set_so in (set_overlap, partial(parallelize, mesh=Group())):
+        with pytest.raises(ValueError, match="overlap is 'userbuffers'; 'handles' or 'symmetric_memory'"):
             set_so(model, overlap="userbuffers")  # type: ignore[arg-type]
 
 

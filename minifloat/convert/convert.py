@@ -10,7 +10,7 @@ from warnings import warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from minifloat.arguments import check_value
+from minifloat.arguments import checked
 from minifloat.convert import weights
 from minifloat.convert.report import ConversionReport, Converted, LeftAlone
 from minifloat.convert.select import (
@@ -20,6 +20,7 @@ from minifloat.convert.select import (
     Rule,
     is_conv1d,
     is_linear,
+    is_sharded_by_fsdp,
     linear_shape,
     named_modules,
     obstacle,
@@ -77,11 +78,12 @@ class _Decision(NamedTuple):
     reason: str | None = None
 
 
+@checked
 def convert(
     model: nn.Module,
     recipe: RecipeLike | None,
     filter_fn: FilterFn | None = None,
-    rules: Sequence[tuple[str, RecipeLike | None]] = (),
+    rules: Iterable[tuple[str, RecipeLike | None]] = (),
     quantize_weights: bool | None = None,
 ) -> ConversionReport:
     """Turns the linears of any model into :class:`minifloat.Linear`, in place.
@@ -121,14 +123,17 @@ def convert(
 
     Raises:
         TypeError: ``model``, ``recipe`` or a rule is not one. Nothing was changed.
-        ValueError: an unknown recipe name, or weights that cannot be replaced: they have gradients or hooks, a
-            ``DistributedDataParallel`` holds on to them, or no recipe says which format; nothing was changed, but a
-            model that was converted before is reverted. Or a custom recipe's factory gave a wrong answer; the model is
-            then reverted.
+        ValueError: an unknown recipe name, a model that was given to ``fully_shard`` before, or weights that cannot be
+            replaced: they have gradients or hooks, a ``DistributedDataParallel`` holds on to them, or no recipe says
+            which format; nothing was changed, but a model that was converted before is reverted. Or a custom recipe's
+            factory gave a wrong answer; the model is then reverted.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"convert: model is a {type(model).__name__}; an nn.Module is needed")
-    check_value("convert", "quantize_weights", quantize_weights, bool | None)
+    sharded = next((each for each in named_modules(model) if is_sharded_by_fsdp(each.module)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"convert: {sharded.names[0] or 'the model'} was given to fully_shard already, which gathers weights in "
+            "high precision; convert the model before"
+        )
     chosen, read = own_recipe(recipe), read_rules(rules)
     kept = _histories(model)
     revert(model)
@@ -148,7 +153,9 @@ def convert(
         revert(model)
         raise
     if not layers and any(each != "none" for each in (chosen, *[rule.recipe for rule in read])):
-        warn(_nothing_converted([decision.reason for _, decision in decisions]), stacklevel=2)
+        warn(
+            _nothing_converted([decision.reason for _, decision in decisions]), stacklevel=3
+        )  # past the wrapper of ``checked``
     return _report(modules, decisions, _idle_rules(read, linears) + unquantized)
 
 
@@ -176,6 +183,7 @@ def _quantize_weights(
     ]
 
 
+@checked
 def revert(model: nn.Module) -> None:
     """Makes every module of ``model`` what it was before :func:`convert`: class, attributes and submodules.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from minifloat.arguments import Count, checked
 from minifloat.nn.linear_state import LinearState
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
@@ -41,7 +42,7 @@ class Named(NamedTuple):
     module: nn.Module
 
 
-def read_rules(rules: Sequence[tuple[str, RecipeLike | None]]) -> list[Rule]:
+def read_rules(rules: Iterable[tuple[str, RecipeLike | None]]) -> list[Rule]:
     """``rules`` with their recipes looked up.
 
     Raises:
@@ -78,6 +79,11 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def is_sharded_by_fsdp(module: nn.Module) -> bool:
+    """It was given to ``fully_shard``."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)  # whose class is slow to import
+
+
 def linear_shape(module: nn.Module) -> tuple[int, int]:
     """(out_features, in_features)."""
     names = ("nf", "nx") if is_conv1d(module) else ("out_features", "in_features")
@@ -96,8 +102,6 @@ def obstacle(module: nn.Module) -> str | None:
         return "nn.MultiheadAttention reads its weight and does not call it"
     if weight is not None and is_lazy(weight):
         return "it has no weight yet; run a forward first"
-    if any(base.__name__ == "FSDPModule" for base in kind.__mro__):  # whose class is slow to import
-        return "it was given to fully_shard already: convert before"
     if kind is not nn.Linear and not is_conv1d(module):
         forward = "a forward of its own" if kind.forward is not nn.Linear.forward else "behaviour of its own"
         return f"{kind.__name__} is a subclass of nn.Linear and may have {forward}"
@@ -138,7 +142,8 @@ class DefaultFilter:
         smallest: the least ``min(in_features, out_features)`` of a linear that is converted.
     """
 
-    def __init__(self, model: nn.Module, smallest: int = 256) -> None:
+    @checked
+    def __init__(self, model: nn.Module, smallest: Count = 256) -> None:
         modules = named_modules(model)
         linears = [named.module for named in modules if is_linear(named.module)]
         self.reasons = _ends(linears, _in_stacks(model)) | _small(linears, smallest) | _tied(modules)

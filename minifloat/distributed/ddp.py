@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from minifloat.arguments import checked
 from minifloat.distributed.ddp_forward import MARK, history_names, unreduced
 from minifloat.nn.linear import Linear
 from minifloat.tensor import QuantizedTensor
 
 
+@checked
 def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """Wraps ``module`` in ``DistributedDataParallel``, so that ranks compute what one process would with all data.
 

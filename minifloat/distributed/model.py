@@ -15,8 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from minifloat.arguments import checked
 from minifloat.distributed.group import Group
-from minifloat.distributed.tensor_parallel import Mode, Overlap, TensorParallel, check_overlap
+from minifloat.distributed.tensor_parallel import Mode, Overlap, TensorParallel
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -53,9 +54,10 @@ class Shard(NamedTuple):
     finish: Callable[[], object]
 
 
+@checked
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh | ProcessGroup,
+    mesh: DeviceMesh | ProcessGroup | Group,
     *,
     sequence_parallel: bool = True,
     plan: Mapping[str, Style] | None = None,
@@ -96,7 +98,6 @@ def parallelize(
             with a module that is cut in another way; a pattern fits nothing; ``overlap`` is none. Nothing was
             changed then.
     """
-    check_overlap(overlap)
     group = Group.of(mesh)
     if group.size == 1:
         return model

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from minifloat.arguments import checked
 from minifloat.distributed.group import Group
 from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -56,6 +57,7 @@ class Entry(NamedTuple):
         return tensor if self.length < 0 else tensor.narrow(0, self.begin, self.length)
 
 
+@checked
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """``model.state_dict()`` with DTensors: ``Shard`` for what ranks have pieces of, ``Replicate`` for the rest.
 
@@ -93,6 +95,7 @@ def _check_histories(model: nn.Module) -> None:
         )
 
 
+@checked
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """``model.load_state_dict`` of what :func:`sharded_state_dict` of this model gave, whatever is in it by now.
 
@@ -114,6 +117,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, stric
     return model.load_state_dict(local | {key: _whole(value) for key, value in left.items()}, strict)
 
 
+@checked
 def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The same of an optimizer of PyTorch's kind: ``state.<name>.<key of the parameter>`` and ``param_groups``.
 
@@ -140,6 +144,7 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict
     return state | {"param_groups": groups}
 
 
+@checked
 def load_sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Gives the optimizer what :func:`sharded_optimizer_state_dict` of it gave, whatever is in it by now.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from minifloat.arguments import checked
 from minifloat.distributed import collectives, symmetric_memory
 from minifloat.distributed.checks import Check, check_call, check_sharded
 from minifloat.distributed.collectives import Pending
@@ -230,6 +231,7 @@ UNSHARDED = TensorParallel()
 """One rank does it all."""
 
 
+@checked
 def set_overlap(model: nn.Module, overlap: Overlap) -> None:
     """Says how the tensor-parallel layers of ``model`` hide what travels, from their next forward on, on all ranks.
 
@@ -241,13 +243,13 @@ def set_overlap(model: nn.Module, overlap: Overlap) -> None:
     Raises:
         ValueError: it is neither.
     """
-    check_overlap(overlap)
     for module in model.modules():
         parallel = getattr(module, "_parallel", None)
         if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
             module._parallel = replace(parallel, overlap=overlap)  # type: ignore[assignment]
 
 
+@checked
 def set_check(model: nn.Module, check: bool = True) -> None:
     """Says whether the tensor-parallel layers of ``model`` compare what the ranks bring, from their next forward on.
 
@@ -261,12 +263,6 @@ def set_check(model: nn.Module, check: bool = True) -> None:
             parallel = getattr(holder, "_parallel", None)
             if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
                 setattr(holder, "_parallel", replace(parallel, check=check))  # noqa: B010 - hooks have any type
-
-
-def check_overlap(overlap: str) -> None:
-    """Raises a ValueError where ``overlap`` is none."""
-    if overlap not in get_args(Overlap):
-        raise ValueError(f"overlap={overlap!r}; use {' or '.join(map(repr, get_args(Overlap)))}")
 
 
 def done(x: T) -> Pending[T]:

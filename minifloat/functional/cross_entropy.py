@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import Int, Probability, Size, checked
 from minifloat.distributed import Group, ShardMap
 from minifloat.distributed.checks import Check
 from minifloat.distributed.collectives import all_gather_rows
@@ -21,16 +22,17 @@ from minifloat.kernels import cross_entropy as kernels
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+@checked
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
+    label_smoothing: Probability = 0.0,
+    ignore_index: Int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
-    chunk_rows: int | None = None,
+    chunk_rows: Size | None = None,
     *,
     tp_group: Group | dist.ProcessGroup | DeviceMesh | None = None,
-    classes: int | None = None,
+    classes: Size | None = None,
     check: bool = False,
 ) -> Tensor:
     """``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
@@ -64,7 +66,7 @@ def cross_entropy(
         ValueError: shapes that do not fit, targets that are not integers, options out of range; logits of other
             classes than the rank's.
     """
-    check_arguments(logits, logits.shape, target, label_smoothing, reduction, ("mean", "sum", "none"), chunk_rows)
+    check_arguments(logits, logits.shape, target)
     group = Group.of(tp_group)
     first, classes = place(logits.shape[-1], group, classes)
     rows = target.reshape(-1).long()
@@ -130,10 +132,6 @@ def check_arguments(
     rows: Tensor,
     shape: Sequence[int],
     target: Tensor,
-    label_smoothing: float,
-    reduction: str,
-    reductions: tuple[str, ...],
-    chunk_rows: int | None,
 ) -> None:
     if not rows.is_floating_point():
         raise ValueError(f"cross_entropy: input is {rows.dtype}; a floating-point tensor is needed")
@@ -144,9 +142,3 @@ def check_arguments(
         )
     if target.dtype not in _INTEGERS:
         raise ValueError(f"cross_entropy: target is {target.dtype}; class indices are needed, as target.long()")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"cross_entropy: label_smoothing is {label_smoothing}; it must be between 0 and 1")
-    if reduction not in reductions:
-        raise ValueError(f"cross_entropy: reduction is {reduction!r}; {' or '.join(reductions)}")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"cross_entropy: chunk_rows is {chunk_rows}; it must be at least 1, or None")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import Count, Int, Probability, Size, checked
 from minifloat.distributed import Group, ShardMap
 from minifloat.distributed.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from minifloat.distributed.tensor_parallel import TensorParallel
@@ -21,20 +22,21 @@ from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.kernels import cross_entropy as kernels
 
 
+@checked
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
+    label_smoothing: Probability = 0.0,
+    ignore_index: Int = -100,
     reduction: Literal["mean", "sum"] = "mean",
-    chunk_rows: int | None = None,
+    chunk_rows: Size | None = None,
     *,
     tp_group: Group | dist.ProcessGroup | DeviceMesh | None = None,
-    classes: int | None = None,
+    classes: Size | None = None,
     sequence_parallel: bool = False,
-    rows_per_rank: Sequence[int] | None = None,
+    rows_per_rank: Sequence[Count] | None = None,
     check: bool = False,
 ) -> Tensor:
     """``cross_entropy`` of ``hidden @ weight.t() + bias``, with logits for ``chunk_rows`` rows at a time.
@@ -80,7 +82,7 @@ def linear_cross_entropy(
     parallel = TensorParallel("column", sequence_parallel, group, check=check)
     parallel = parallel.of_call(hidden.shape, rows_per_rank, "linear_cross_entropy")
     shape = parallel.output_shape(hidden.shape, hidden.shape[-1])
-    check_arguments(hidden, shape, target, label_smoothing, reduction, ("mean", "sum"), chunk_rows)
+    check_arguments(hidden, shape, target)
     first, classes = place(len(weight), group, classes)
     hidden = autocast_to(hidden)
     grad = torch.is_grad_enabled()

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import delayed
+from minifloat.arguments import shown
 from minifloat.autocast import Region
 from minifloat.recipe import DelayedScaling
+
+
+def history_length(saved: Any) -> int:
+    """The steps of a history [length, slots] of a state dict; 0 where it is none."""
+    return saved.shape[0] if isinstance(saved, Tensor) and saved.dim() == 2 else 0
 
 
 class AmaxHistory(nn.Module):
@@ -93,10 +99,13 @@ class AmaxHistory(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        scales = state_dict.get(prefix + "scale")
+        if isinstance(scales, Tensor) and not scales.is_meta and not (scales > 0).all():
+            args[-1].append(f"{prefix}scale: {shown(scales)} has values that are not above 0; scales are")
         for name in ("scale", "amax_history"):
             buffer, saved = getattr(self, name), state_dict.get(prefix + name)
             if saved is None:
                 state_dict[prefix + name] = buffer
-            elif saved.shape != buffer.shape:
+            elif name == "amax_history" and history_length(saved) and saved.shape[1:] == buffer.shape[1:]:
                 setattr(self, name, torch.empty(saved.shape, dtype=torch.float32, device=buffer.device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

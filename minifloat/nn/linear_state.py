@@ -18,7 +18,7 @@ from minifloat.functional.linear import weight_quantizer
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, linear_plan
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.nn import parameters
-from minifloat.nn.delayed import AmaxHistory
+from minifloat.nn.delayed import AmaxHistory, history_length
 from minifloat.nn.linear_parameters import LinearParameters
 from minifloat.nn.parameters import CachedWeight, ParameterInit
 from minifloat.operand import Quantized
@@ -282,7 +282,7 @@ class LinearState(LinearParameters):
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             saved = state_dict.get(f"{prefix}{name}.amax_history")
             if saved is not None and name not in self._modules:
-                self.add_module(name, AmaxHistory(len(slots), saved.shape[0], device))
+                self.add_module(name, AmaxHistory(len(slots), max(history_length(saved), 1), device))
             elif weight is not None and name in self._modules:
                 getattr(self, name).reset_missing(state_dict, f"{prefix}{name}.", weight.device if assign else device)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from minifloat.arguments import Fraction, NonNegativeFloat, checked
 from minifloat.optim import moments
 from minifloat.optim.masters import is_low_precision
 from minifloat.optim.moments import Moments, kept_as
@@ -52,13 +53,14 @@ class AdamW(torch.optim.Optimizer):
             another one is sharded than its parameter, or fp8 moments of one that is not sharded by rows.
     """
 
+    @checked
     def __init__(
         self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        params: Iterable[Any],
+        lr: NonNegativeFloat | Tensor = 1e-3,
+        betas: tuple[Fraction, Fraction] = (0.9, 0.999),
+        eps: NonNegativeFloat = 1e-8,
+        weight_decay: NonNegativeFloat = 1e-2,
         *,
         moments: Moments = "fp32",
     ) -> None:

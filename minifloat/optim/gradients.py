@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat.arguments import Accepts, checked, shown
 from minifloat.distributed.collectives import all_gather_rows, all_reduce
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
 from minifloat.optim.masters import Master
+
+MaxNorm = Annotated[float, Accepts("a number of at least 0, or infinity,", lambda value: value >= 0, alone=True)]
 
 
 class Gradients:
@@ -57,6 +60,7 @@ def gradient(p: Tensor) -> Tensor | None:
     return main_grad if p.grad is None else main_grad + p.grad
 
 
+@checked
 def gradient_norm(
     parameters: Tensor | Iterable[Tensor], tp_group: Group | ProcessGroup | DeviceMesh | None = None
 ) -> Tensor:
@@ -101,9 +105,10 @@ def gradient_norm(
     return torch.linalg.vector_norm(torch.cat([once[0], everywhere.flatten()]))
 
 
+@checked
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
+    max_norm: MaxNorm,
     tp_group: Group | ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """Scales all gradients in place so that their :func:`gradient_norm` is at most ``max_norm``; returns what it was.
@@ -123,7 +128,11 @@ def clip_grad_norm_(
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for each in listed:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"parameters: {shown(each)} is among them; tensors are needed, as of model.parameters()")
+    return listed
 
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:

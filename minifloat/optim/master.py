@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from minifloat.arguments import checked
 from minifloat.optim.gradients import Gradients, gradient
 from minifloat.optim.masters import KEYS, Master, is_low_precision, write
 
@@ -58,16 +59,15 @@ class MasterWeights(torch.optim.Optimizer):
     inner: torch.optim.Optimizer
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step
 
+    @checked
     def __init__(
         self,
-        params: Any,
+        params: Iterable[Any],
         optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
         master: Literal["fp32", "bf16+remainder"] = "fp32",
         **options: Any,
     ) -> None:
-        if master not in ("fp32", "bf16+remainder"):
-            raise ValueError(f"master is {master!r}; known: 'fp32', 'bf16+remainder'")
         self._with_remainder = master == "bf16+remainder"
         self._masters: dict[Tensor, Master] = {}
         self._make_inner: Callable[..., torch.optim.Optimizer] | None = lambda groups: optimizer_class(

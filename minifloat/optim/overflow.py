@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from minifloat.arguments import checked
 from minifloat.nn.delayed import AmaxHistory
 
 
+@checked
 def forget_overflow(model: nn.Module) -> None:
     """Removes infinite and NaN amaxes from the delayed scaling histories of ``model``.
 

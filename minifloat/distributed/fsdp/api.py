@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from minifloat.arguments import checked
 from minifloat.distributed.fsdp import pytorch
 from minifloat.distributed.fsdp.casting import Casting, cast_shards
 from minifloat.distributed.fsdp.parameter import ShardedParameter
@@ -20,18 +21,19 @@ from minifloat.distributed.fsdp.weight import ShardedWeight
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.linear import Linear
 from minifloat.quantizer import DTYPES
-from minifloat.recipe import Recipe, as_recipe
+from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor
 
 _MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts")
 """What a tensor-parallel parameter says of itself, and the DTensor that takes its place must say too."""
 
 
+@checked
 def fully_shard(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
-    recipe: Recipe | str | None = None,
+    recipe: RecipeLike | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -58,11 +60,9 @@ def fully_shard(
             what is gathered cannot depend on the ``autocast`` around a call.
 
     Raises:
-        TypeError, ValueError: ``recipe`` is not one; several modules.
+        TypeError, ValueError: ``recipe`` is not one; several modules, which take a call each.
         ValueError: a linear fuses or delays its weight gradient, which FSDP2 would not reduce.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes one module a call, not a {type(module).__name__}; call it for each")
     _set_recipes(module, recipe)
     options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
     given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
@@ -89,6 +89,7 @@ def fully_shard(
     return module
 
 
+@checked
 def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
     """The parameters below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise.
 
@@ -104,14 +105,14 @@ def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _set_recipes(module: nn.Module, recipe: Recipe | str | None) -> None:
+def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
     chosen = None if recipe is None or recipe == "none" else as_recipe(recipe)
     kinds = {type(each) for each in module.modules() if each is not module}
     if chosen is not None and nn.Linear in kinds and not any(isinstance(each, Linear) for each in module.modules()):
         warnings.warn(
             f"fully_shard(recipe=...) of {type(module).__name__}: its nn.Linear know no recipe, and are gathered in "
             "high precision; convert(model, recipe) first",
-            stacklevel=3,
+            stacklevel=4,  # past ``checked``
         )
     for layer in module.modules():
         if not isinstance(layer, Linear):

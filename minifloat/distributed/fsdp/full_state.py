@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifloat import tensor_ops
+from minifloat.arguments import Device, checked
 from minifloat.distributed.collectives import max_of_all
 from minifloat.distributed.fsdp.rows import QuantizedRows, rows_of
 from minifloat.distributed.gather import gather
@@ -19,10 +20,9 @@ from minifloat.operand import Operand
 from minifloat.tensor import QuantizedTensor
 
 
+@checked
 @torch.no_grad()
-def full_state_dict(
-    model: nn.Module, *, device: torch.device | str | None = None, only_rank0: bool = False
-) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank0: bool = False) -> dict[str, Any]:
     """``model.state_dict()`` as the unsharded model has it, for its ``load_state_dict``; a collective.
 
     Quantized parameters are whole :class:`~minifloat.QuantizedTensor`, with the codes and scales of the shards, bit for
@@ -43,6 +43,7 @@ def full_state_dict(
     return state
 
 
+@checked
 @torch.no_grad()
 def load_full_state_dict(
     model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, from_rank0: bool = False
