@@ -215,9 +215,9 @@ def cut(path: Path) -> None:
 
 
 def flip(path: Path, where: float = 0.5) -> None:
-    """One bit is another."""
+    """One bit is another, at a fraction of the size or, as an integer, at that byte."""
     content = bytearray(path.read_bytes())
-    content[int(len(content) * where)] ^= 1
+    content[where if isinstance(where, int) else int(len(content) * where)] ^= 1
     path.write_bytes(content)
 
 
@@ -271,8 +271,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another index": (
         lambda folder: (folder / PLAIN).write_text("[1]"),
-        "is not of a minifloat checkpoint of version 2",
+        "is not of a minifloat checkpoint",
     ),
+    "a bit of the version": (lambda f: flip(f / PLAIN, (f / PLAIN).read_bytes().index(b"2,")), "its SHA-256 is not"),
     "a deep index": (lambda folder: (folder / PLAIN).write_text(DEEP), "no readable checkpoint.json .RecursionError"),
     "an older version": (
         lambda f: (f / PLAIN).write_text('{"minifloat": 1}'),
@@ -442,6 +443,16 @@ def test_keeping_does_not_count_what_is_damaged(tmp_path: Path) -> None:
         save(checkpoints, 3)
     save(checkpoints, 4)
     assert files_of(tmp_path) == ["damaged-step-00000009", "step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_checkpoints_of_another_version_stay(tmp_path: Path, version: int) -> None:
+    old = save(Checkpoints(tmp_path, {}), 1)
+    change_index(old, lambda plain: plain.update(minifloat=version))
+    with pytest.raises(CheckpointError, match="of an older minifloat" if version == 1 else "is of version 3, this"):
+        Checkpoints(tmp_path, {})
+    with pytest.warns(UserWarning, match="passed over"):
+        assert latest(tmp_path) is None
 
 
 def test_a_link_in_place_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ class CheckpointError(ValueError):
     """A checkpoint is damaged, or of something else."""
 
 
+class VersionError(CheckpointError):
+    """A checkpoint is of another version of minifloat; it may be good, and is not set aside."""
+
+
 class SaveError(OSError):
     """A checkpoint could not be written; the older ones are as they were."""
 
@@ -69,14 +73,6 @@ class Checkpoint:
         except (OSError, ValueError, RecursionError) as error:
             why = "" if isinstance(error, FileNotFoundError) else f" ({type(error).__name__}: {error})"
             raise CheckpointError(f"{path} is no checkpoint of minifloat: it has no readable {PLAIN}{why}") from error
-        version = plain.get("minifloat") if isinstance(plain, dict) else None
-        if version == 1:
-            raise CheckpointError(
-                f"{path} is of an older minifloat, whose checkpoints had a pickle in them, which is not read, for it "
-                "could run code; continue it with that version, or train anew"
-            )
-        if version != VERSION:
-            raise CheckpointError(f"{path / PLAIN} is not of a minifloat checkpoint of version {VERSION}")
         try:
             return _check(path, plain)
         except CheckpointError:
@@ -155,10 +151,17 @@ class Checkpoints:
         if self.start is not None:
             self.start.check(self.settings)
         reached = 0 if self.start is None else self.start.step
-        for other in reversed(complete(self.folder)):
-            if other.step > reached and _is_good(other):
+        for path in reversed(_named(self.folder)):
+            try:
+                later = Checkpoint.read(path)
+                good = later.step > reached and later.verify() is later
+            except VersionError:
+                raise
+            except CheckpointError:
+                continue  # `latest` has said so
+            if good:
                 raise ValueError(
-                    f"{other.path} is of an earlier training; continue from it with --resume, or choose another --out"
+                    f"{path} is of an earlier training; continue from it with --resume, or choose another --out"
                 )
 
     def due(self, step: int, steps: int) -> bool:
@@ -308,8 +311,20 @@ def locate(path: Path) -> Checkpoint:
 
 def _check(path: Path, plain: dict[str, Any]) -> Checkpoint:
     """The checkpoint that `plain` describes, if its files are there; else an error of any kind."""
+    version = plain.get("minifloat") if isinstance(plain, dict) else None
+    if version is None:
+        raise CheckpointError(f"{path / PLAIN} is not of a minifloat checkpoint")
+    if version == 1:
+        raise VersionError(
+            f"{path} is of an older minifloat, whose checkpoints had a pickle in them, which is not read, for it could "
+            "run code; continue it with that version, or train anew with another --out"
+        )
     if plain.pop("sha256") != _digest(plain):
         raise CheckpointError(f"{path / PLAIN} is damaged, or was changed: its SHA-256 is not its own")
+    if version != VERSION:
+        raise VersionError(
+            f"{path} is of version {version!r:.20}, this minifloat reads {VERSION}; use the one of its time"
+        )
     step, settings, values = plain["step"], plain["settings"], plain["values"]
     if type(step) is not int or not isinstance(settings, dict) or not isinstance(values, dict):
         raise CheckpointError(f"{path / PLAIN} is damaged: its step, settings or values are none")
@@ -326,14 +341,6 @@ def _check(path: Path, plain: dict[str, Any]) -> Checkpoint:
 
 def _digest(plain: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def _is_good(checkpoint: Checkpoint) -> bool:
-    try:
-        checkpoint.verify()
-    except CheckpointError:
-        return False
-    return True
 
 
 def _named(folder: Path) -> list[Path]:
