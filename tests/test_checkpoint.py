@@ -381,7 +381,7 @@ def test_a_folder_with_later_checkpoints_is_refused(trained: Path) -> None:
     for start in (None, Checkpoint.read(trained / "step-00000001")):
         with pytest.raises(ValueError, match=r"step-00000002 is of an earlier training; .*--resume.*another --out"):
             Checkpoints(trained, settings, start=start)
-    with pytest.raises(ValueError, match="save_every is 0; choose at least 1"):
+    with pytest.raises(ValueError, match="--save-every is 0; choose at least 1"):
         Checkpoints(trained / "new", {}, every=0)
 
 

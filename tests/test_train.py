@@ -20,7 +20,7 @@ from torch import nn
 
 from minifloat import Linear
 from minifloat.cli.out import LOCK, claimed
-from minifloat.cli.train import MAX_GAP, MAX_GRADIENT_GAP
+from minifloat.cli.train_job import MAX_GAP, MAX_GRADIENT_GAP
 from minifloat.functional import Gemm
 from minifloat.kernels import matmul
 from minifloat.recipe import NAMES, named

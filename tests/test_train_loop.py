@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from minifloat.train.data import fixed_batches
-from minifloat.train.loop import TrainConfig, evaluate, make_optimizer, train_step
+from minifloat.train.loop import NonFiniteError, TrainConfig, evaluate, make_optimizer, train, train_step
+from minifloat.train.weights import load_weights
 from tests.micro_training import CPU, MICRO, micro_corpus, micro_model, write_texts
 from tests.train_on_ranks import command
 
@@ -95,3 +96,51 @@ def test_tokens_are_not_split_without_sequence_parallelism(tmp_path: Path) -> No
         assert started.wait() == [0, 0], started.said()
     assert "2, which share each linear; all tokens on each elsewhere" in (out / "report.md").read_text()
     assert math.isfinite(float((out / "metrics.jsonl").read_text().partition('"loss": ')[2].partition(",")[0]))
+
+
+# ---- gradient accumulation ----
+
+
+@pytest.mark.parametrize("parts", [2, 3, 6])
+def test_accumulated_micro_batches_are_one_batch(parts: int) -> None:
+    """The same sequences: the loss, the gradients and what is held out; in fp32, up to the order of sums."""
+    fixed = {"learning_rate": 1e-2, "evaluations": 4, "evaluation_batches": 2, "dtype": torch.float32}
+    whole, split = TrainConfig(4, 6, **fixed), TrainConfig(4, 6 // parts, accumulate=parts, **fixed)
+    runs = [train("bf16", micro_model(), MICRO.context, micro_corpus(), config, CPU) for config in (whole, split)]
+    for one, other in zip(*(run.history for run in runs), strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert other.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-4)
+        assert other.validation_loss == pytest.approx(one.validation_loss, rel=1e-5)
+    speeds = [run.history[0].tokens_per_second * run.history[0].seconds for run in runs]
+    assert speeds == pytest.approx([6 * MICRO.context] * 2)
+
+
+def test_all_micro_batches_are_searched_for_what_is_not_finite() -> None:
+    model, calls = micro_model(), [0]
+
+    def overflow(module: nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return output * math.inf if calls[0] % 2 == 0 else output  # in the second half of each batch
+
+    model.blocks[1].mlp.up.register_forward_hook(overflow)
+    with pytest.raises(NonFiniteError, match=r"step 1 .*the output of blocks.1.mlp.up is the first"):
+        train("bf16", model, MICRO.context, micro_corpus(), TrainConfig(1, 1, accumulate=2), CPU)
+
+
+# ---- weights of another run ----
+
+
+@pytest.mark.parametrize("first, then", [("delayed", "current"), ("current", "delayed"), ("delayed", "delayed")])
+def test_weights_go_to_another_recipe(first: str, then: str) -> None:
+    source, target = micro_model(first, seed=1), micro_model(then)
+    for name, buffer in source.named_buffers():
+        if name.endswith("amax_history"):
+            buffer.fill_(3.0)
+    load_weights(target, source.state_dict(), Path("there"))
+    for (name, loaded), parameter in zip(target.named_parameters(), source.parameters(), strict=True):
+        assert torch.equal(loaded, parameter), name
+    histories = [buffer for name, buffer in target.named_buffers() if name.endswith("amax_history")]
+    assert bool(histories) == (then == "delayed")
+    assert all(bool((history == 3.0).all()) == (first == "delayed") for history in histories)
+    with pytest.raises(ValueError, match=r"there does not fit the model: (?s:.)*Missing key"):
+        load_weights(target, {}, Path("there"))

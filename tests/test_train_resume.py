@@ -246,9 +246,10 @@ def test_mistakes_of_resuming_end_with_a_message(
         (("--out", out), "is of an earlier training"),
         (("--out", out, "--recipe", "delayed"), "would overwrite those of current; choose another --out"),
         (("--out", out, "--recipe", "delayed", "--resume"), "would overwrite those of current; choose another --out"),
-        (("--out", out, "--resume", "--steps", 9), "--steps 6, this command has 9"),
+        (("--out", out, "--resume", "--steps", 3), "is of step 6, beyond --steps 3; choose at least 6"),
         (("--out", out, "--resume", "--model", "tiny"), "--model dim=32"),
-        (("--resume-from", out / "checkpoints" / "bf16" / "step-00000006", "--against", "nvfp4"), "--recipe bf16"),
+        (("--resume-from", out, "--layers", 1), "has the weights of a model with --model {'dim': 32"),
+        (("--resume-from", out, "--recipe", "mxfp8", "--against", "block"), "has several runs; choose"),
     ):
         code, output = invoke(*command, *arguments)
         assert code == 2 and message in output.replace("\n", " "), output

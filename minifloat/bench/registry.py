@@ -116,7 +116,9 @@ def choose(suites: Sequence[str] = (), only: str = "") -> list[Row]:
             raise ValueError(f"there is no suite {suite!r}; choose from {', '.join(SUITES)}")
     found = [row for row in rows(suites) if only.lower() in title(row).lower()]
     if not found:
-        raise ValueError(f"--only {only!r} matches no row of {', '.join(suites or SUITES)}")
+        raise ValueError(
+            f"--only {only!r} matches no row of {', '.join(suites or SUITES)}; give a part of 'suite: name'"
+        )
     return found
 
 

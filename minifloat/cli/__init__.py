@@ -63,11 +63,13 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"there is no device {name!r}; choose auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"minifloat does not run on {name!r}; choose auto, cpu, cuda or cuda:N")
+        raise ValueError(f"--device: there is no device {name!r}; choose auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise ValueError(f"--device: minifloat does not run on {name!r}; choose auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{name} was asked for, but PyTorch sees {torch.cuda.device_count()} GPUs; try --device cpu")
+        raise ValueError(
+            f"--device {name} was asked for, but PyTorch sees {torch.cuda.device_count()} GPUs; try --device cpu"
+        )
     return device
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ROUNDS, QUICK_ROUNDS = 20, 5
+MOST_ROUNDS = 10_000
 WIDTH = 200  # of the tables where they do not go to a terminal
 
 
@@ -55,8 +56,9 @@ def bench(
         chosen = choose_device(device)
         rows = choose(suites or (), only)
         count = rounds if rounds is not None else QUICK_ROUNDS if quick else ROUNDS
-        if count < 1:
-            raise ValueError(f"--rounds is {count}; choose at least 1")
+        if not 1 <= count <= MOST_ROUNDS:
+            choice = "at least 1" if count < 1 else f"at most {MOST_ROUNDS:,}"
+            raise ValueError(f"--rounds is {count}; choose {choice}")
     options = Options(count, quick, tiny=chosen.type == "cpu")
     folder = out or Path("runs/bench" if options.tiny else "benchmarks/results")
     measured = dict.fromkeys(row.suite for row in rows) if suites or only else ("all",)

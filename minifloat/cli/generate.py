@@ -9,7 +9,7 @@ import typer
 
 from minifloat.cli import choose_device, user_errors
 from minifloat.cli.resume import recipe_name
-from minifloat.cli.train import check_recipe, recipe_of
+from minifloat.cli.train_job import check_recipe, recipe_of
 from minifloat.train import generate as sampling
 from minifloat.train.checkpoint import locate
 

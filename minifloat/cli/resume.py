@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from minifloat.train.checkpoint import PLAIN, Checkpoint, latest
 
@@ -35,25 +37,59 @@ def check_runs(names: Sequence[str], out: Path) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Start:
+    """What the runs of a command begin from, by name; one that is in neither begins anew."""
+
+    continued: Mapping[str, Checkpoint] = field(default_factory=dict)
+    weights: Mapping[str, Checkpoint] = field(default_factory=dict)
+    difference: str = ""  # of the options, for which weights alone are taken
+
+
 def choose_folder(names: Sequence[str], out: Path | None, resume: bool, resume_from: Path | None) -> Path:
-    """The folder for the results. Raises ValueError when there is nothing to continue from."""
-    if resume_from is not None:
-        if resume:
-            raise ValueError("--resume continues from --out, --resume-from from its own path; give one of them")
-        return out or (_new_folder(names[0]) if _is_checkpoint(resume_from) else resume_from)
-    return out or (_last_folder(names[0]) if resume else _new_folder(names[0]))
+    """Where the results go; raises ValueError where there cannot be anything to continue from."""
+    if resume_from is not None and resume:
+        raise ValueError("--resume continues from --out, --resume-from from its own path; give one of them")
+    if resume_from is not None and not (resume_from / PLAIN).is_file() and not (resume_from / "checkpoints").is_dir():
+        raise ValueError(
+            f"--resume-from: {resume_from} is no checkpoint of minifloat: it has no readable {PLAIN}; give the folder "
+            "of one, or the --out of a run"
+        )
+    if not resume:
+        return out or RUNS / f"{names[0]}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out or _last_folder(names[0])
+    if not (folder / "checkpoints").is_dir():
+        raise _nothing_in(folder, names)
+    return folder
 
 
-def choose_starts(names: Sequence[str], folder: Path, resume: bool, resume_from: Path | None) -> dict[str, Checkpoint]:
-    """What each of the named runs, whose results go to `folder`, continues from; nothing if it starts anew.
+def choose(settings: Mapping[str, Mapping[str, Any]], out: Path, resume: bool, resume_from: Path | None) -> Start:
+    """What the runs begin from, whose settings these are by name.
 
-    Raises ValueError when there is nothing to continue from, or nothing that is undamaged.
+    With `resume` they go on. With `resume_from` they do if their settings are those of the checkpoints there; else
+    they are other runs, which all start from the weights of one.
+
+    Raises ValueError when there is nothing to begin from, or when its model has other sizes.
     """
-    if resume_from is not None and _is_checkpoint(resume_from):
-        return _with_siblings(names, Checkpoint.read(resume_from).verify())
-    if resume or resume_from is not None:
-        return _newest(names, resume_from or folder)
-    return {}
+    if resume:
+        found = {name: latest(checkpoint_folder(out, name)) for name in settings}
+        if not any(found.values()):
+            raise _nothing_in(out, tuple(settings))
+        return Start({name: checkpoint for name, checkpoint in found.items() if checkpoint is not None})
+    if resume_from is None:
+        return Start()
+    there = _saved_at(resume_from)
+    own = {name: there[name] for name in settings if name in there}
+    different = [other for name, at in own.items() if (other := at.difference(settings[name])) is not None]
+    if own and not different:
+        return Start(own)
+    source = next(iter((own or there).values()))
+    if not own and len(there) > 1:
+        raise ValueError(f"{resume_from} has several runs; choose {' or '.join(str(at.path) for at in there.values())}")
+    for each in settings.values():
+        _check_sizes(source, each)
+    other = different[0] if different else f"--recipe {recipe_name(source)}, this command has {' and '.join(settings)}"
+    return Start(weights=dict.fromkeys(settings, source), difference=other)
 
 
 def resume_command(arguments: Sequence[str], out: Path) -> str:
@@ -67,15 +103,6 @@ def resume_command(arguments: Sequence[str], out: Path) -> str:
     return f"minifloat {shlex.join([*kept, '--out', str(out), '--resume'])}"
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Or nothing at all; else it is an `--out`."""
-    return (path / PLAIN).exists() or not (path / "checkpoints").is_dir()
-
-
-def _new_folder(name: str) -> Path:
-    return RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def _last_folder(name: str) -> Path:
     folders = sorted(path.parent for path in RUNS.glob(f"{name}-*/checkpoints"))
     if not folders:
@@ -83,21 +110,35 @@ def _last_folder(name: str) -> Path:
     return folders[-1]
 
 
-def _newest(names: Sequence[str], out: Path) -> dict[str, Checkpoint]:
-    found = {name: latest(checkpoint_folder(out, name)) for name in names}
-    starts = {name: checkpoint for name, checkpoint in found.items() if checkpoint is not None}
-    if not starts:
+def _nothing_in(out: Path, names: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"{out} has no complete checkpoint of {' or '.join(names)} to continue from; check --out and --recipe, or "
+        "start anew without --resume"
+    )
+
+
+def _saved_at(path: Path) -> dict[str, Checkpoint]:
+    """The checkpoint at `path` and the newest of the runs beside it; or the newest of all runs of an `--out`."""
+    if (path / PLAIN).exists() or not (path / "checkpoints").is_dir():
+        given = Checkpoint.read(path).verify()
+        found, runs = {recipe_name(given): given}, path.parent.parent
+    else:
+        found, runs = {}, path / "checkpoints"
+    for run in sorted(runs.glob("*")):
+        if run.name not in found and run.is_dir() and (newest := latest(run)) is not None:
+            found[run.name] = newest
+    if not found:
+        raise ValueError(f"{path} has no complete checkpoint to start from; check the path")
+    return found
+
+
+def _check_sizes(source: Checkpoint, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError where the weights are of another model; the context may be another."""
+    saved, given = (dict(each.get("model") or {}) for each in (source.settings, settings))
+    for each in (saved, given):
+        each.pop("context", None)
+    if saved != given:
         raise ValueError(
-            f"{out} has no complete checkpoint of {' or '.join(names)} to continue from; check --out and --recipe, or "
-            "start anew without --resume"
+            f"{source.path} has the weights of a model with --model {source.settings.get('model')}, this command has "
+            f"{settings['model']}; give the same sizes, and text of the same vocabulary"
         )
-    return starts
-
-
-def _with_siblings(names: Sequence[str], given: Checkpoint) -> dict[str, Checkpoint]:
-    """The given checkpoint for its own run, and for the others the newest beside it."""
-    recipe = recipe_name(given)
-    if recipe not in names:
-        raise ValueError(f"{given.path} is of --recipe {recipe}, this command has {' and '.join(names)}")
-    others = {name: latest(given.path.parent.parent / name) for name in names if name != recipe}
-    return {recipe: given} | {name: checkpoint for name, checkpoint in others.items() if checkpoint is not None}

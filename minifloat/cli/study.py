@@ -33,6 +33,7 @@ from minifloat.train.tokens import SUFFIXES
 MAX_GAP = 0.005
 MAX_GAP_4BIT = 0.015
 MOST_SEEDS = 1000
+MOST_WORKERS = 1024
 
 FAILED, INCOMPLETE = 1, 3  # exit codes; 2 is a mistake in the options
 
@@ -114,13 +115,12 @@ def make_plan(
     names = [name.strip() for name in recipes.split(",")]
     for name in names:
         if name not in NAMES:
-            raise ValueError(f"there is no recipe {name!r}; choose from {', '.join(NAMES)}")
+            raise ValueError(f"--recipes: there is no recipe {name!r}; choose from {', '.join(NAMES)}")
     if len(set(names)) < len(names):
         raise ValueError(f"--recipes {recipes} names a recipe twice; name each once")
     if model not in MODELS:
-        raise ValueError(f"there is no model {model!r}; choose from {', '.join(MODELS)}")
-    if workers < 1:
-        raise ValueError(f"--workers is {workers}; choose at least 1")
+        raise ValueError(f"--model: there is no model {model!r}; choose from {', '.join(MODELS)}")
+    check_numbers(workers, minutes, limits)
     sizes = MODELS[model]
     if packed := [path for path in paths if path.suffix in SUFFIXES]:
         raise ValueError(f"{packed[0]} is a packed token file, but a study reads text as bytes; give text files")
@@ -140,6 +140,16 @@ def make_plan(
     return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each)
 
 
+def check_numbers(workers: int, minutes: float, limits: tuple[float, float]) -> None:
+    """Raises ValueError for numbers with which nothing would run, or nothing pass."""
+    if not 1 <= workers <= MOST_WORKERS:
+        choice = "at least 1" if workers < 1 else f"at most {MOST_WORKERS}"
+        raise ValueError(f"--workers is {workers}; choose {choice}")
+    for option, value in (("--minutes", minutes), ("--max-gap", limits[0]), ("--max-gap-4bit", limits[1])):
+        if not value >= 0:
+            raise ValueError(f"{option} is {value}; choose 0 or more")
+
+
 def chosen_seeds(text: str) -> list[int]:
     """ "3" is 0, 1, 2; "4,7" is 4 and 7. Raises ValueError for fewer than two, which have no interval."""
     try:
@@ -150,7 +160,9 @@ def chosen_seeds(text: str) -> list[int]:
         raise ValueError(f"--seeds {text} asks for {text} seeds, the most are {MOST_SEEDS}; give seeds with commas")
     seeds = numbers if "," in text else list(range(numbers[0]))
     if len(set(seeds)) < max(2, len(seeds)):
-        raise ValueError(f"--seeds {text} gives {len(set(seeds))} different seeds; an interval needs at least 2")
+        raise ValueError(
+            f"--seeds {text} gives {len(set(seeds))} different seeds; an interval needs at least 2, so give more"
+        )
     return seeds
 
 

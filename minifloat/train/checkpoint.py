@@ -31,7 +31,8 @@ from minifloat.train.parts import Parts, assemble
 from minifloat.train.tensor_file import Stored, digest_of, read_bytes, read_tensors, write_tensors
 
 VERSION = 2
-OPTIONS = ("recipe", "model", "steps", "batch_size", "learning_rate", "seed")  # the settings that options give
+OPTIONS = ("recipe", "model", "batch_size", "accumulate", "learning_rate", "seed")  # the settings that options give
+EXTENDED = "steps"  # the setting that may differ: a run goes on to another end
 MODEL, TRAINING, PLAIN, TOKENIZER = "model", "training", "checkpoint.json", "tokenizer.json"
 NAME, LEFTOVER = re.compile(r"step-(\d{8,18})"), re.compile(r"\.step-\d{8,}\.partial")
 DAMAGED = "damaged-"  # before the name of what was set aside
@@ -119,14 +120,20 @@ class Checkpoint:
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError, naming the option and both values, when the checkpoint is of another training."""
+        if (other := self.difference(settings)) is not None:
+            raise ValueError(
+                f"{self.path} was trained with {other}; give the same, start anew without --resume in another --out, "
+                "or start another run from it with --resume-from"
+            )
+
+    def difference(self, settings: Mapping[str, Any]) -> str | None:
+        """The first setting in which another training differs, with both values; None if this one can go on as it."""
         for name in [*settings, *(name for name in self.settings if name not in settings)]:
             saved, given = self.settings.get(name), settings.get(name)
-            if saved != given:
+            if saved != given and name != EXTENDED:
                 label = f"--{name.replace('_', '-')}" if name in OPTIONS else name.replace("_", " ")
-                raise ValueError(
-                    f"{self.path} was trained with {label} {_show(saved)}, this command has "
-                    f"{_show(given)}; give the same, or start anew without --resume in another --out"
-                )
+                return f"{label} {_show(saved)}, this command has {_show(given)}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         for name, value in (("save_every", self.every), ("keep", self.keep)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; choose at least 1")
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; choose at least 1")
         if self.start is not None:
             self.start.check(self.settings)
         reached = 0 if self.start is None else self.start.step

@@ -71,10 +71,13 @@ def load(
     `least` is the number of tokens that each part must have to hold one sequence. Raises ValueError when a path does
     not exist, when there is no text or too little of it, and when a token is outside of the vocabulary.
     """
+    tokens.check_dtype(token_dtype)
     if any(path.suffix in tokens.SUFFIXES for path in paths):
         corpus = _load_packed(paths, tokenizer, vocabulary, token_dtype)
     elif vocabulary is not None:
-        raise ValueError("--vocabulary is for packed token files; of text it is 256 bytes, or the tokenizer's")
+        raise ValueError(
+            "--vocabulary is for packed token files; of text it is 256 bytes, or the tokenizer's; leave it out"
+        )
     else:
         corpus = _load_text(paths, tokenizer)
     train, held_out = len(corpus.train), len(corpus.validation)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import Linear
-from minifloat.nn.delayed import AmaxHistory
 from minifloat.recipe import Recipe
 from minifloat.train.checkpoint import TOKENIZER, Checkpoint
 from minifloat.train.model import ModelConfig, Transformer
 from minifloat.train.run import check_seed
 from minifloat.train.tokens import read_tokenizer
+from minifloat.train.weights import load_weights
+
+MOST_TOKENS = 10**6  # they come at once, at the end
 
 
 class Codec:
@@ -79,13 +81,7 @@ def load_model(checkpoint: Checkpoint, recipe: Recipe | None, device: torch.devi
     config, state = trained_config(checkpoint), checkpoint.model_state()
     _check_sizes(checkpoint, config, state)
     model = Transformer(config, partial(Linear, bias=False, recipe=recipe))
-    histories = {name for name, module in model.named_modules() if isinstance(module, AmaxHistory)}
-    of_scaling = {name for name in state if name.endswith((".scale", ".amax_history"))}
-    unused = {name for name in of_scaling if name.rpartition(".")[0] not in histories}
-    try:
-        model.load_state_dict({name: tensor for name, tensor in state.items() if name not in unused})
-    except RuntimeError as error:
-        raise ValueError(f"{checkpoint.path} does not fit its own settings: {error}") from error
+    load_weights(model, state, checkpoint.path)
     return model.to(device).eval()
 
 
@@ -127,9 +123,11 @@ def generate(
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if not temperature >= 0:
-        raise ValueError(f"the temperature is {temperature}; choose 0 (the most likely token) or more")
-    if count < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(f"tokens is {count}, top_k {top_k}; choose at least 0 and 1")
+        raise ValueError(f"--temperature: the temperature is {temperature}; choose 0 (the most likely token) or more")
+    if not 0 <= count <= MOST_TOKENS:
+        raise ValueError(f"--tokens is {count}; choose from 0 to {MOST_TOKENS:,}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"--top-k is {top_k}; choose at least 1")
     check_seed(seed)
     return _continue(model, list(prompt), count, context, temperature, top_k, seed, dtype)
 

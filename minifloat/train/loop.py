@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minifloat import Linear
 from minifloat.functional import count_gemms
 from minifloat.optim.shards import own_rows
-from minifloat.train.checkpoint import Checkpoints, SaveError
+from minifloat.train.checkpoint import Checkpoint, Checkpoints, SaveError
 from minifloat.train.data import Batches, Corpus, fixed_batches
-from minifloat.train.nonfinite import find_non_finite
+from minifloat.train.nonfinite import FINITE, find_non_finite
 from minifloat.train.ranks import ALONE, Ranks
 from minifloat.train.run import Interrupted, Metrics, NonFiniteError, Run, TrainConfig
 from minifloat.train.saver import Saver, saving
@@ -36,15 +37,16 @@ def train(
     observe: Callable[[Metrics], None] = lambda _: None,
     *,
     checkpoints: Checkpoints | None = None,
+    weights: Checkpoint | None = None,
     stop: Callable[[], object] = lambda: False,
     ranks: Ranks = ALONE,
 ) -> Run:
     """Trains `model` (moved to `device`) and hands each step's metrics to `observe`.
 
     Runs of equal `corpus`, `config` and `context` see the same batches, and all their random numbers come from
-    `config.seed`. A run that continues from `checkpoints.start` hands the earlier steps' metrics to `observe` too. A
-    model that is shared by `ranks` is trained by all of them alike; its checkpoints fit any number of them. They are
-    written while the training goes on.
+    `config.seed`. A run that continues from `checkpoints.start` hands the earlier steps' metrics to `observe` too; one
+    that does not starts from `weights`, those of another run, if there are any. A model that is shared by `ranks` is
+    trained by all of them alike; its checkpoints fit any number of them. They are written while the training goes on.
 
     Raises:
         NonFiniteError: the loss or the gradient of a step is not finite; names the step and the layer. Parameters and
@@ -58,11 +60,15 @@ def train(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with own_random_numbers(config.seed, device):
-        stream = Batches(corpus.train, config.batch_size, context, config.seed)
-        held_out = fixed_batches(corpus.validation, config.batch_size, context, config.evaluation_batches)
+        stream = Batches(corpus.train, config.sequences, context, config.seed)
+        held_out = fixed_batches(
+            corpus.validation, config.batch_size, context, config.evaluation_batches * config.accumulate
+        )
         state = TrainState(model, make_optimizer(model, config), stream, device, ranks)
         if checkpoints is not None and checkpoints.start is not None:
             state.load(checkpoints.start)
+        elif weights is not None:
+            state.load_weights(weights)
         for metrics in state.history:
             observe(metrics)
         first = state.step + 1
@@ -84,7 +90,8 @@ def train(
                         saver.wait()
                     raise Interrupted(name, state.step, saved)
     parameters = sum(ranks.numel(parameter) for parameter in model.parameters())
-    return Run(name, tuple(state.history), state.gemms, peak_memory(state), parameters)
+    linears = sum(isinstance(module, Linear) for module in model.modules())
+    return Run(name, tuple(state.history), state.gemms, peak_memory(state), parameters, linears)
 
 
 def advance(
@@ -116,7 +123,7 @@ def advance(
         where = locate(state, held_out[0], config)
         raise NonFiniteError(f"{name}: after step {step} the validation loss is {validation}: {where}")
     state.gemms.update(counts)
-    state.history.append(Metrics(step, loss, norm, rate, seconds, config.batch_size * context / seconds, validation))
+    state.history.append(Metrics(step, loss, norm, rate, seconds, config.sequences * context / seconds, validation))
     return state.history[-1]
 
 
@@ -132,7 +139,12 @@ def locate(state: TrainState, batch: Batch, config: TrainConfig, scale: float = 
     """Where the computation of `scale` times the loss of `batch`, or its backward, is not finite first."""
     if not state.ranks.alone:  # one rank would find it before the others, which would wait for it
         return "somewhere; a run on one rank says in which layer"
-    return find_non_finite(state.model, lambda: batch_loss(state.model, batch, config, state.device) * scale)
+    found = FINITE
+    for part in micro_batches(batch, config):
+        found = find_non_finite(state.model, lambda: batch_loss(state.model, part, config, state.device) * scale)  # noqa: B023
+        if found != FINITE:
+            break
+    return found
 
 
 def keep_last_good(state: TrainState, saver: Saver | None) -> str:
@@ -169,23 +181,33 @@ def train_step(
 ) -> tuple[float, float]:
     """One update at learning rate `rate`; returns the loss and the gradient norm before clipping.
 
+    Gradients are those of the mean over the micro-batches, one of which is in memory at a time.
     Parameters and optimizer do not change when one of the two is not finite. Reading them waits for the device, which
     is also what makes the step's time true: the optimizer's part shows in the next step's.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
-    loss = batch_loss(model, batch, config, device, ranks)
-    with torch.autograd.set_multithreading_enabled(False):  # for one device another thread only costs time
-        (loss * config.loss_scale).backward()
+    losses = []
+    for part in micro_batches(batch, config):
+        loss = batch_loss(model, part, config, device, ranks)
+        with torch.autograd.set_multithreading_enabled(False):  # for one device another thread only costs time
+            (loss * (config.loss_scale / config.accumulate)).backward()
+        losses.append(loss.detach())
     gradients = [own_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
     ranks.finish_gradients(model)
     norm = ranks.clip(model, config.clip)
-    value, norm_value = torch.stack((ranks.mean(loss.detach()), norm)).tolist()
+    value, norm_value = torch.stack((ranks.mean(torch.stack(losses).mean()), norm)).tolist()
     if math.isfinite(value) and math.isfinite(norm_value):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return value, norm_value
+
+
+def micro_batches(batch: Batch, config: TrainConfig) -> list[Batch]:
+    """The parts of a step's batch whose gradients are summed."""
+    inputs, targets = (part.chunk(config.accumulate) for part in batch)
+    return list(zip(inputs, targets, strict=True))
 
 
 def batch_loss(

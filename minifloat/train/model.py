@@ -12,17 +12,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minifloat import Linear, Recipe
 from minifloat.distributed import gathered_once
 from minifloat.train.ranks import ALONE, Ranks, fill_normal
 
 # (in_features, out_features) -> a linear without bias; on several ranks with what `Ranks.linear` gives
 LinearFactory = Callable[..., nn.Linear]
+
+
+MOST = {
+    "dim": 2**20, "layers": 10_000, "heads": 2**16, "kv_heads": 2**16, "hidden": 2**22, "context": 2**22,
+    "vocabulary": 2**24,
+}  # fmt: skip
+"""No model is larger; settings that say so, in a checkpoint too, are a mistake or an attack."""
+
+OPTIONS = {
+    "dim": "--hidden", "layers": "--layers", "heads": "--heads", "kv_heads": "--kv-heads", "hidden": "--mlp-hidden",
+    "context": "--context", "vocabulary": "--vocabulary",
+}  # fmt: skip
+"""What `minifloat train` calls them, as users of other libraries know them."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +55,24 @@ class ModelConfig:
     rope_base: float = 10_000.0
 
     def __post_init__(self) -> None:
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{OPTIONS[name]} is {value!r}; choose a whole number from 1 to {most:,}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; change one")
+            raise ValueError(
+                f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; change --heads or "
+                "--kv-heads"
+            )
         if self.dim % self.heads:
-            raise ValueError(f"the width {self.dim} does not divide by {self.heads} heads; change one of them")
-        for name, width in (("dim", self.dim), ("head width", self.head_dim), ("hidden", self.hidden)):
+            raise ValueError(f"the width {self.dim} does not divide by {self.heads} heads; change --hidden or --heads")
+        for name, width in ((OPTIONS["dim"], self.dim), (OPTIONS["hidden"], self.hidden)):
             if width % 16:
                 raise ValueError(f"{name} is {width}; choose a multiple of 16")
+        if self.head_dim % 16:
+            raise ValueError(
+                f"heads are {self.head_dim} wide, --hidden over --heads; choose them so that it is a multiple of 16"
+            )
 
     def check_ranks(self, ranks: int) -> None:
         """Raises ValueError where a rank would have a part of a head."""
@@ -64,6 +91,21 @@ class ModelConfig:
     def learning_rate(self) -> float:
         """What trains it well: the best peak rate of Adam falls with the width."""
         return 3e-3 * 128 / self.dim
+
+    @property
+    def parameters(self) -> int:
+        """How many a model of these sizes has."""
+        attention = 2 * self.dim * (self.dim + self.kv_heads * self.head_dim)
+        block = attention + 3 * self.dim * self.hidden + 2 * self.dim
+        return self.layers * block + (2 * self.vocabulary + 1) * self.dim
+
+    def settings(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        return asdict(self)
+
+    def make(self, recipe: Recipe | None, seed: int, ranks: Ranks = ALONE) -> nn.Module:
+        """A new model, whose linears compute in `recipe`; each rank keeps its part."""
+        return Transformer(self, partial(Linear, bias=False, recipe=recipe), seed=seed, ranks=ranks).shard()
 
     @property
     def linears(self) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+FINITE = "repeated, the step is finite: look for what is not deterministic"
+
 
 def find_non_finite(model: nn.Module, compute_loss: Callable[[], Tensor]) -> str:
     """Repeats a step's forward, and its backward if need be, and says in words what was not finite first.
@@ -26,7 +28,7 @@ def find_non_finite(model: nn.Module, compute_loss: Callable[[], Tensor]) -> str
     model.zero_grad(set_to_none=True)
     with _watched_gradients(model) as gradients:
         loss.backward()
-    return gradients[0] if gradients else "repeated, the step is finite: look for what is not deterministic"
+    return gradients[0] if gradients else FINITE
 
 
 @contextmanager

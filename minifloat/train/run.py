@@ -13,11 +13,14 @@ import torch
 
 from minifloat.functional import Gemm
 
+MOST = {"steps": 10**7, "batch_size": 2**24, "accumulate": 2**20, "evaluations": 10**7, "evaluation_batches": 2**20}
+"""More would never end, or not fit: each step is a record in memory, in metrics.jsonl and in every checkpoint."""
+
 
 def check_seed(seed: int) -> None:
     """Raises ValueError for a seed that PyTorch's generators do not take."""
     if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"the seed is {seed}; choose one of 64 bits, from -2**63 to 2**63 - 1")
+        raise ValueError(f"--seed: the seed is {seed}; choose one of 64 bits, from -2**63 to 2**63 - 1")
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,30 @@ class TrainConfig:
     # A power of two changes no rounding but keeps gradients of a mean over many tokens from vanishing where a scale
     # does not follow them: delayed scaling starts at 1, and finds its scales one layer a step if they vanish.
     loss_scale: float = 2.0**16
+    accumulate: int = 1  # micro-batches of `batch_size` sequences in a step
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "evaluations", "evaluation_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; choose at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"the learning rate is {self.learning_rate}; choose a positive one, such as 3e-3")
+        for name, most in MOST.items():
+            if not 1 <= (value := getattr(self, name)) <= most:
+                choice = "at least 1" if value < 1 else f"at most {most:,}"
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; choose {choice}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"--learning-rate: the learning rate is {self.learning_rate}; choose a positive one, such as 3e-3"
+            )
         check_seed(self.seed)
 
+    @property
+    def sequences(self) -> int:
+        """In a step."""
+        return self.batch_size * self.accumulate
+
     def rate(self, step: int) -> float:
-        """The learning rate of a step (from 1): a linear rise, then a cosine down to a tenth."""
+        """The learning rate of a step (from 1): a linear rise, then a cosine down to a tenth.
+
+        It is that of a run of so many steps from the start, so a run that is extended goes on with the rates of the
+        longer one: higher at once than those it had ended with.
+        """
         warmup = max(1, round(self.warmup * self.steps))
         if step <= warmup:
             return self.learning_rate * step / warmup
@@ -84,6 +100,7 @@ class Run:
     gemms: Counter[Gemm]
     peak_bytes: int | None
     parameters: int
+    linears: int = 0  # those of minifloat
 
     @property
     def validation_loss(self) -> float:

@@ -20,6 +20,7 @@ from minifloat.train.data import Batches
 from minifloat.train.ranks import ALONE, Ranks
 from minifloat.train.run import Metrics
 from minifloat.train.saver import Saver
+from minifloat.train.weights import load_weights
 
 
 @dataclass
@@ -71,6 +72,11 @@ class TrainState:
             ) from error
         if [metrics.step for metrics in self.history] != list(range(1, checkpoint.step + 1)):
             raise CheckpointError(f"{checkpoint.path} is of step {checkpoint.step}, but its history is another's")
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        """The model's parameters alone, as the start of another run; raises ValueError when they do not fit."""
+        weights = self.ranks.part(checkpoint.model_state(), dict(self.model.named_parameters()))
+        load_weights(self.model, weights, checkpoint.path)
 
     def mark(self) -> None:
         """Remembers what a step changes before the optimizer: random numbers, data, delayed scaling's buffers."""

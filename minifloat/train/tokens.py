@@ -40,7 +40,9 @@ def read_tokenizer(content: bytes, path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises no narrower class
-        raise ValueError(f"{path} is no readable tokenizer of the tokenizers library: {error}") from error
+        raise ValueError(
+            f"--tokenizer: {path} is no readable tokenizer of the tokenizers library ({error}); give its tokenizer.json"
+        ) from error
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Tensor:
@@ -48,6 +50,12 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Tensor:
     ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
     dtype = torch.uint16 if tokenizer.get_vocab_size() <= 2**16 else torch.int32
     return torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int32).to(dtype)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError for a dtype that token files do not have."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--token-dtype: there are no tokens of {dtype!r}; choose {' or '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,7 @@ def open_file(path: Path, dtype: str) -> TokenFile:
     """A token file: `.npy`, or `.bin`, raw, of `dtype`."""
     import numpy as np
 
-    if dtype not in DTYPES:
-        raise ValueError(f"there are no tokens of {dtype!r}; choose {' or '.join(DTYPES)}")
+    check_dtype(dtype)
     if not path.is_file():
         raise ValueError(f"{path} is no file; check its spelling")
     try:  # mapped for what its header says and for the check of its size; nothing is read through the mapping
