@@ -25,7 +25,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path} is no readable tokenizer of the tokenizers library: {error}") from error
+        raise ValueError(
+            f"--tokenizer: {path} is no readable tokenizer of the tokenizers library ({error}); give its tokenizer.json"
+        ) from error
     return read_tokenizer(content, path)
 
 
