@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -104,7 +104,7 @@ def emulates(a: Format, b: Format, device: torch.device) -> Support:
     return False, _lacks(device, capability, "bf16 tensor cores (NVIDIA sm_80 and later)")
 
 
-@cache
+@lru_cache(1024)  # pairs of formats, which may have a new number at each step
 def choose(a: Format, b: Format, device: torch.device) -> tuple[str, str]:
     """What multiplies these operands, and why: ``"native"``, else ``"emulated"``, else ``"reference"``."""
     native, reason = supports(a, b, device)

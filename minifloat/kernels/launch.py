@@ -21,6 +21,9 @@ from torch import Tensor
 Tensors = Sequence[Tensor | tuple[Tensor, ...]]
 Integers = Sequence[int | tuple[int, ...]]
 
+MOST_COMPILED = 1024
+"""Handles that a kernel keeps: formats whose numbers change at each step are constants of it, each compiled."""
+
 _counters: list[Counter[str]] = []
 
 
@@ -185,6 +188,8 @@ class Kernel:
         )  # a constant has one type in its place: True would find what 1 compiled
         compiled = self._compiled.get(key)
         if compiled is None:
+            if len(self._compiled) >= MOST_COMPILED:
+                self._compiled.clear()
             compiled = self._compiled[key] = self._compile(tensors, integers, constants, warps)
         compiled.run(
             programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.metadata,

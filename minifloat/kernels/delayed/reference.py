@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     most_recent: bool
 
     @classmethod
-    @cache
+    @lru_cache(256)
     def parse(cls, rule: str) -> Rule:
         """As ``minifloat.delayed.rule`` spells it: ``"e4m3/margin=0/max"``."""
         element, margin, algorithm = rule.split("/")

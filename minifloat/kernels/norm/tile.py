@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -26,7 +26,7 @@ CHUNK = 4096  # of a row wider than that
 MOST_ROWS = 64
 
 
-@cache
+@lru_cache(1024)
 def forward_tile(width: int) -> NormTile:
     """The tile for rows of ``width`` elements, the same on every device and for every number of rows.
 
@@ -36,7 +36,7 @@ def forward_tile(width: int) -> NormTile:
     return _tile(width, elements=8192, of_warp=1024)
 
 
-@cache
+@lru_cache(1024)
 def backward_tile(width: int) -> NormTile:
     """As :func:`forward_tile`, but smaller: the backward holds two tensors and sums over the rows."""
     return _tile(width, elements=4096, of_warp=512)
