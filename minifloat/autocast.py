@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat import delayed
+from minifloat import delayed, finite
 from minifloat.arguments import checked
 from minifloat.backward_pass import BackwardPass, running
 from minifloat.delayed import History
@@ -38,6 +38,8 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         calibrating: with ``enabled=False``, records amaxes for delayed scaling while computing in high precision.
         recipe: a recipe or its short name; default :func:`get_default_recipe`.
         amax_reduction_group: the ranks that agree on delayed scaling's amaxes; default all ranks.
+        check_finite: for debugging: linears of eager code inside, also of nested contexts, look whether input, weight
+            and ``grad_output`` are finite. Waits for the device in each; parts of fused modules run one by one.
 
     On leaving the outermost context, the delayed scaling state of every module that ran forward with gradients inside
     is brought up to date, with one all-reduce for all; an exception leaves it as it was. A module that ran under
@@ -47,6 +49,7 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
     Raises:
         TypeError: ``recipe`` is neither a recipe nor a name.
         ValueError: there is no recipe of this name.
+        FloatingPointError: inside, with ``check_finite``: naming the layer and the tensor.
     """
 
     @checked
@@ -56,17 +59,21 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         calibrating: bool = False,
         recipe: RecipeLike | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
+        check_finite: bool = False,
     ) -> None:
         self.enabled = enabled
         self.calibrating = calibrating
         self.recipe: Recipe = get_default_recipe() if recipe is None else as_recipe(recipe)
         self.amax_reduction_group = amax_reduction_group
+        self.check_finite = check_finite
         self.region = Region()
 
     def __enter__(self) -> autocast:
         # The outermost context owns the region, so that nested ones do not update what is still in use.
         self.region = _stack.contexts[0].region if _stack.contexts else Region()
         _stack.contexts.append(self)
+        if self.check_finite:
+            finite.add(1)
         return self
 
     def __exit__(
@@ -75,6 +82,8 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         if _stack.contexts[-1:] != [self]:
             raise RuntimeError("autocast: contexts are left in the reverse order of entering; use with statements")
         _stack.contexts.pop()
+        if self.check_finite:
+            finite.add(-1)
         region, self.region = self.region, Region()  # which would keep the modules alive as long as the context
         if not _stack.contexts and kind is None:
             region.update(forward=True)
@@ -282,7 +291,13 @@ def surrounding_contexts() -> list[autocast]:
 def restore_contexts(contexts: list[autocast]) -> list[autocast]:
     """Puts this thread inside of ``contexts``, for a recomputation: no histories are updated. Returns the replaced."""
     replaced, _stack.contexts = _stack.contexts, contexts
+    finite.add(sum(context.check_finite for context in contexts) - sum(c.check_finite for c in replaced))
     return replaced
+
+
+def checks_finite() -> bool:
+    """Some context that this thread is inside of has ``check_finite``; to be asked where ``finite.active``."""
+    return any(context.check_finite for context in _stack.contexts)
 
 
 def get_default_recipe() -> Recipe:

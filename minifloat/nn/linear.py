@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.distributed.group import Group
 from minifloat.distributed.tensor_parallel import Mode
@@ -167,6 +168,8 @@ class Linear(LinearCalls):
         if not call.keeps_input(plan, x):  # else X lives as long as the graph, and its operands would with it
             shared_cast.keep(source, dtype, quantizer, ready.x, self, ranks)
         started.finish()
+        if finite.active:
+            self._check_finite(x, y)
         return (y, self._returned_bias(parallel)) if self.return_bias else y
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minifloat import recompute
-from minifloat.autocast import Use, current
+from minifloat import finite, recompute
+from minifloat.autocast import Use, checks_finite, current
 from minifloat.distributed.ddp_forward import check_reduced
 from minifloat.distributed.tensor_parallel import UNSHARDED, TensorParallel
 from minifloat.functional.amp import autocast_dtype, autocast_enabled
@@ -180,7 +180,10 @@ class LinearCalls(LinearState):
         if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
             weight.gatherer.fetch_for(_VALUES, self._label)
         matmul.record("fprop", "identity", "identity", "torch")
-        return (F.linear(x, weight), bias) if self.return_bias else F.linear(x, weight, bias)
+        y = F.linear(x, weight, None if self.return_bias else bias)
+        if finite.active:
+            self._check_finite(x, y)
+        return (y, bias) if self.return_bias else y
 
     def _check_dtype(self, x: Tensor) -> None:
         weight = getattr(self, self._weight_names[0])
@@ -202,6 +205,16 @@ class LinearCalls(LinearState):
             calibrate([x.detach(), self._weight_matrix().detach()], ["input", "weight"], use)
         return run
 
+    def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
+        """Raises if X or W is not finite, or later, in backward, if the gradient of Y is not."""
+        if not checks_finite():
+            return
+        if y is None:
+            finite.check(self._label, "input", x)
+            finite.check(self._label, "weight", self._weight_matrix())
+        else:
+            finite.watch_gradient(self._label, y)
+
     def _check_input(self, x: Tensor) -> None:
         """Raises if X is not floating point, or does not end in ``in_features``."""
         if not x.is_floating_point():
@@ -210,3 +223,5 @@ class LinearCalls(LinearState):
             raise ValueError(
                 f"{self._label}: input of shape {tuple(x.shape)} must end in in_features={self.in_features}"
             )
+        if finite.active:
+            self._check_finite(x)

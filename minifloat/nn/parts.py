@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from minifloat import finite
 from minifloat.arguments import Device
+from minifloat.autocast import checks_finite
 from minifloat.functional.amp import autocast_dtype
 from minifloat.nn.linear import Linear
 from minifloat.nn.norm import LayerNorm, RMSNorm
@@ -64,8 +66,10 @@ def is_own(part: nn.Module, *kinds: type[nn.Module]) -> bool:
 def runs_alone(*parts: nn.Module) -> bool:
     """Some part is to be called as a module: it is seen, was replaced (:func:`is_own`), or keeps X.
 
-    The fused function reads the parts' parameters and never calls them.
+    The fused function reads the parts' parameters and never calls them; nor is what they give each other looked at.
     """
+    if finite.active and checks_finite():
+        return True
     return any(
         not is_own(part, Linear, LayerNorm, RMSNorm) or getattr(part, "save_original_input", False) for part in parts
     )

@@ -1,0 +1,173 @@
+"""What is not finite: where each format lets it go, and how ``autocast(check_finite=True)`` finds the layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minifloat
+from minifloat import DelayedScaling, LayerNormMLP, Linear, autocast, finite, quantized_model_init
+from minifloat.recipe import Recipe, named
+
+M, N, K = 48, 40, 56
+POISONED = 3, 5  # row and column of the one element that is not finite
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")},
+}
+
+# docs/numerics.md 5. "finite": nowhere. "line": every element of the row or column that reads it. "huge": the same line
+# is infinite or beyond 1e30. "all": everywhere.
+WHERE = {
+    "delayed": {"inf": "finite", "nan": "line"},
+    "current": {"inf": "finite", "nan": "line"},
+    "block": {"inf": "finite", "nan": "line"},
+    "mxfp8": {"inf": "huge", "nan": "line"},
+    "nvfp4": {"inf": "all", "nan": "finite"},
+    "none": {"inf": "huge", "nan": "line"},
+}
+# What reads a tensor, and whether its row or its column of the result does.
+READERS = {
+    "input": {"y": (0, POISONED[0]), "dw": (1, POISONED[1])},
+    "weight": {"y": (1, POISONED[0]), "dx": (1, POISONED[1])},
+    "grad_output": {"dx": (0, POISONED[0]), "dw": (0, POISONED[1])},
+}
+
+
+def results(layer: Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    torch.manual_seed(1)  # of stochastic rounding
+    y.backward(dy)
+    assert x.grad is not None and layer.weight.grad is not None and layer.bias.grad is not None
+    return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad}
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+@pytest.mark.parametrize("tensor", READERS)
+@pytest.mark.parametrize("name", WHERE)
+def test_where_it_goes(name: str, tensor: str, value: str) -> None:
+    """The table of docs/numerics.md 5."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    layer = Linear(K, N, recipe=RECIPES.get(name, "none"))
+    x, dy = torch.randn(M, K, generator=generator), torch.randn(M, N, generator=generator)
+    if name == "delayed":
+        results(layer, x, dy)  # scales of ordinary values
+        layer.zero_grad()
+    clean = results(copy.deepcopy(layer), x, dy)
+    poisoned: dict[str, Tensor] = {"input": x, "weight": layer.weight, "grad_output": dy}
+    with torch.no_grad():
+        poisoned[tensor][POISONED] = float(value)
+    found = results(layer, x, dy)
+    for result in ("y", "dx", "dw"):
+        reads, where = READERS[tensor].get(result), WHERE[name][value]
+        if reads is None:
+            assert torch.equal(found[result], clean[result]), result
+        elif where == "all":
+            assert not found[result].isfinite().any(), result
+        elif where == "finite":
+            assert found[result].isfinite().all(), result
+        else:
+            line = found[result].select(*reads)
+            huge = line.abs() > 1e30
+            assert (line.isnan() if value == "nan" else huge).float().mean() > 0.9, result
+            others = torch.arange(found[result].shape[reads[0]]) != reads[1]
+            both = [each[result].movedim(reads[0], 0)[others] for each in (found, clean)]
+            assert torch.equal(*both), result
+    assert found["db"].isfinite().tolist() == [tensor != "grad_output" or n != POISONED[1] for n in range(N)]
+
+
+def model(recipe: str | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Linear(K, K, name="first", recipe=recipe),
+        LayerNormMLP(K, N, name="mlp", recipe=recipe),
+        Linear(K, N, name="last", recipe=recipe),
+    )
+
+
+@pytest.mark.parametrize("kind", ["autocast", "own", "none"])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (
+            "input",
+            r"Linear 'first': input of shape \(48, 56\) is not finite: 0 infinite and 1 NaN, the first at \[3, 5\]",
+        ),
+        ("weight", r"Linear 'mlp.fc2': weight of shape .* 1 infinite and 0 NaN"),
+        ("activation", r"Linear 'mlp.fc2': input"),
+        ("gradient", r"Linear 'mlp.fc1': grad_output of shape"),
+    ],
+)
+def test_the_layer_is_found(kind: str, broken: str, message: str) -> None:
+    """Inside of fused modules too, in whatever precision, under checkpoints, and in the backward after the context."""
+    net, x = model("current" if kind == "own" else None), torch.randn(M, K)
+    mlp: Any = net[1]
+    with torch.no_grad():
+        if broken == "input":
+            x[POISONED] = torch.nan
+        elif broken == "weight":
+            mlp.fc2.weight[POISONED] = torch.inf
+        elif broken == "activation":
+            mlp.fc1.bias[7] = torch.inf
+    context = autocast(recipe="mxfp8", enabled=kind == "autocast", check_finite=True)
+    if broken == "gradient":
+        with context:
+            h = net[0](x)
+            with autocast(recipe="current", enabled=kind == "autocast"):  # a nested one does not switch it off
+                hidden = mlp.fc1(mlp.norm(h))
+        doubled = hidden * 2
+        doubled.register_hook(lambda grad: grad / 0)
+        with pytest.raises(FloatingPointError, match=message):
+            doubled.sum().backward()
+    else:
+        with pytest.raises(FloatingPointError, match=message), context:
+            net(x)
+    assert finite.active == 0
+
+
+def test_quantized_weights_are_checked() -> None:
+    with quantized_model_init(recipe="mxfp8"):
+        layer = Linear(K, N, name="q", recipe="mxfp8")
+    with autocast(recipe="mxfp8", check_finite=True):
+        layer(torch.randn(M, K)).sum().backward()
+        with torch.no_grad():
+            layer.weight.copy_(torch.full_like(layer.weight, torch.nan))
+        with pytest.raises(FloatingPointError, match="Linear 'q': weight"):
+            layer(torch.randn(M, K))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_finite_steps_are_the_same(name: str, checkpointed: bool) -> None:
+    """What is looked at does not change, except that delayed scaling casts rounded values where parts run alone."""
+    nets = [model(), model()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    nets = [net.to(torch.float32) for net in nets]
+    grads = []
+    for checks, net in enumerate(nets):
+        torch.manual_seed(1)
+        x = torch.randn(M, K, requires_grad=True)
+        with autocast(recipe=RECIPES[name], check_finite=bool(checks)):
+            y = minifloat.checkpoint(net, x) if checkpointed else net(x)
+        torch.manual_seed(2)
+        y.square().sum().backward()
+        assert x.grad is not None
+        grads.append([y.detach(), x.grad, *[p.grad for p in net.parameters()]])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+    assert finite.active == 0
+
+
+def test_compiled_code_is_refused() -> None:
+    torch._dynamo.reset()
+    layer = Linear(K, N, recipe="current")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(torch.randn(M, K))
+    with pytest.raises(RuntimeError, match="check_finite=True"), autocast(recipe="current", check_finite=True):
+        compiled(torch.randn(M, K))
