@@ -202,18 +202,18 @@ def test_all_ranks_stop_where_one_cannot_save(worker_pool: Pools, tmp_path: Path
 
 
 def test_each_rank_writes_its_own_part(worker_pool: Pools, tmp_path: Path) -> None:
-    whole = on_ranks(worker_pool, 4, None, FOUR, 2, True, tmp_path)
+    whole = on_ranks(worker_pool, 2, None, CONFIG, 1, True, tmp_path)
     saved = latest(tmp_path)
     assert saved is not None
-    files = {f"{kind}-{rank:05}-of-00004.safetensors" for kind in ("model", "training") for rank in range(1, 5)}
+    files = {f"{kind}-{rank:05}-of-00002.safetensors" for kind in ("model", "training") for rank in (1, 2)}
     assert set(saved.files) == files and {path.name for path in saved.path.iterdir()} == files | {"checkpoint.json"}
     models = [load_file(saved.path / name) for name in sorted(files) if name.startswith("model")]
     sizes = [sum(tensor.numel() for tensor in each.values()) for each in models]
-    assert sum(sizes) == sum(tensor.numel() for tensor in saved.model_state().values()) and max(sizes) < 0.4 * sum(
+    assert sum(sizes) == sum(tensor.numel() for tensor in saved.model_state().values()) and max(sizes) < 0.6 * sum(
         sizes
     )
     assert all(torch.equal(saved.model_state()[name], tensor) for name, tensor in whole.parameters.items())
-    missing = replace(saved, files={name: each for name, each in saved.files.items() if "3-of" not in name})
+    missing = replace(saved, files={name: each for name, each in saved.files.items() if "2-of" not in name})
     with pytest.raises(CheckpointError, match=r"tensor .* of shape .* is not complete"):
         missing.model_state()
 

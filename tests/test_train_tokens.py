@@ -166,6 +166,15 @@ def test_mistakes_with_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("broken.json", "missing.json"):
         with pytest.raises(ValueError, match=f"{name} is no readable tokenizer of the tokenizers library"):
             tokens.load_tokenizer(tmp_path / name)
+    panic = type("PanicException", (BaseException,), {})  # what Rust's panics become
+    for error in (panic("in Rust"), Exception("no [UNK] token")):
+        with (
+            pytest.raises(ValueError, match=r"cannot encode .(in Rust|no \[UNK\] token).; give its"),
+            tokens.tokenizer_errors("cannot encode"),
+        ):
+            raise error
+    with pytest.raises(KeyboardInterrupt), tokens.tokenizer_errors("x"):
+        raise KeyboardInterrupt
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"get it with: pip install minifloat\[tokenizers\]"):
         tokens.load_tokenizer(tmp_path / "broken.json")

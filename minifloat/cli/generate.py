@@ -40,4 +40,5 @@ def generate(
             model, start, tokens, context=model.config.context, temperature=temperature, top_k=top_k, seed=seed,
             dtype=sampling.trained_dtype(checkpoint),
         )  # fmt: skip
-    typer.echo(codec.decode(start + list(made)))
+        text = codec.decode(start + list(made))
+    typer.echo(text)

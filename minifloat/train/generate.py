@@ -15,7 +15,7 @@ from minifloat.recipe import Recipe
 from minifloat.train.checkpoint import TOKENIZER, Checkpoint
 from minifloat.train.model import ModelConfig, Transformer
 from minifloat.train.run import check_seed
-from minifloat.train.tokens import read_tokenizer
+from minifloat.train.tokens import read_tokenizer, tokenizer_errors
 from minifloat.train.weights import load_weights
 
 MOST_TOKENS = 10**6  # they come at once, at the end
@@ -42,14 +42,16 @@ class Codec:
     def encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
             return list(text.encode())
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with tokenizer_errors("the tokenizer cannot encode the prompt"):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, tokens: list[int]) -> str:
         """Bytes that are no UTF-8 become the replacement character."""
         if self._tokenizer is None:
             return bytes(tokens).decode("utf-8", errors="replace")
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        with tokenizer_errors("the tokenizer cannot decode what was generated"):
+            text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from itertools import chain
@@ -39,17 +40,25 @@ def read_tokenizer(content: bytes, path: Path) -> Tokenizer:
         raise ValueError(
             "a tokenizer needs the tokenizers library; get it with: pip install minifloat[tokenizers]"
         ) from error
-    try:
+    with tokenizer_errors(f"--tokenizer: {path} is no readable tokenizer of the tokenizers library"):
         return Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises no narrower class
-        raise ValueError(
-            f"--tokenizer: {path} is no readable tokenizer of the tokenizers library ({error}); give its tokenizer.json"
-        ) from error
+
+
+@contextmanager
+def tokenizer_errors(problem: str) -> Iterator[None]:
+    """What the tokenizers library raises is a ValueError; it raises no class of its own, and panics of Rust."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # which is no Exception
+            raise ValueError(f"{problem} ({error}); give its tokenizer.json") from error
+        raise
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Tensor:
     """All texts' tokens in a row, without special tokens: uint16 where the vocabulary allows it, else int32."""
-    ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+    with tokenizer_errors("the tokenizer cannot encode the text"):
+        ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
     dtype = torch.uint16 if tokenizer.get_vocab_size() <= 2**16 else torch.int32
     return torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int32).to(dtype)
 
