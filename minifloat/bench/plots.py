@@ -21,7 +21,7 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
     curves = None not in axes_of_rows and len(points) == len(results) >= LEAST_POINTS
     speeds, unit = _speeds(results)
     names = [name for name in speeds if any(value is not None for value in speeds[name])]
-    figure = Figure(figsize=(9, 5) if curves else (9, 1.5 + 0.22 * len(names) * len(results)), layout="constrained")
+    figure = Figure(figsize=(11, 5) if curves else (11, 1.5 + 0.22 * len(names) * len(results)), layout="constrained")
     axes = figure.subplots()
     if curves:
         _curves(axes, [axis for axis in axes_of_rows if axis is not None], {name: speeds[name] for name in names})
@@ -30,7 +30,7 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
         _bars(axes, [result.row for result in results], {name: speeds[name] for name in names})
         axes.set(xlabel=unit, title=title)
     if names:
-        axes.legend(fontsize="small")
+        figure.legend(loc="outside right upper", fontsize="small")  # bars reach everywhere
     figure.savefig(path, dpi=110)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,33 +13,59 @@ if TYPE_CHECKING:
     import typer
 
 
+NEEDED = ("typer", "rich", "matplotlib")
+
+
 def main() -> None:
-    """The entry point."""
-    needed = ("typer", "rich", "matplotlib")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
+    """The entry point; `doctor` and `--version` need torch alone."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not missing:
+        build()(prog_name="minifloat")
+    elif sys.argv[1:2] == ["--version"]:
+        print_version(True)
+    elif sys.argv[1:2] == ["doctor"]:
+        plain_doctor(sys.argv[2:])
+    else:
         sys.exit(f"the minifloat command needs {', '.join(missing)}; get them with: pip install minifloat[train]")
-    build()()
+
+
+def plain_doctor(arguments: Sequence[str]) -> None:
+    """`minifloat doctor` without typer."""
+    from argparse import ArgumentParser
+
+    from minifloat.cli.machine import show
+
+    parser = ArgumentParser("minifloat doctor")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    try:
+        show(choose_device(parser.parse_args(arguments).device))
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+def print_version(asked: bool) -> None:
+    """Prints the version and ends the command, where it was asked for."""
+    if asked:
+        import minifloat
+
+        print(f"minifloat {minifloat.__version__}")
+        sys.exit()
 
 
 def build() -> typer.Typer:
     """The application with all its commands."""
     import typer
 
-    from minifloat.cli import bench, doctor, generate, study, train
+    from minifloat.cli import about, bench, doctor, generate, study, train
 
     app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-    app.callback()(_about)
+    app.callback()(about.about)
     app.command("train")(train.train)
     app.command("generate")(generate.generate)
     app.command("study")(study.study)
     app.command("doctor")(doctor.doctor)
     app.command("bench")(bench.bench)
     return app
-
-
-def _about() -> None:
-    """Train PyTorch transformers in 8-bit and 4-bit floating point."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from minifloat.bench import against as revisions
 from minifloat.bench.registry import SUITES, Row, choose
 from minifloat.bench.run import Options, run
 from minifloat.cli import choose_device, device_name, user_errors
-from minifloat.cli.doctor import versions
+from minifloat.cli.machine import versions
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -115,19 +115,24 @@ def plot_gaps(results: Results, found: Sequence[Outcome], path: Path) -> None:
     columns = max(1, min(4, len(found)))  # without any bf16 to compare with, an empty figure of the same name
     rows = max(1, -(-len(found) // columns))
     figure = Figure(figsize=(3.6 * columns, 3.0 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
+    # One scale for a row: its panels are there to be compared.
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey="row").flatten()
     gaps = gaps_by_step(results) if found else {}
-    for panel, outcome in zip(panels, found, strict=False):
-        _plot_gap(panel, outcome, gaps[outcome.name])
+    tops = [_plot_gap(panel, outcome, gaps[outcome.name]) for panel, outcome in zip(panels, found, strict=False)]
+    for row in range(len(tops[::columns])):
+        panels[row * columns].set_ylim(0, max(tops[row * columns : (row + 1) * columns]) or 1.0)
     for panel in panels[len(found) :]:
         panel.remove()
+    for panel in panels[max(0, len(found) - columns) : len(found)]:
+        panel.tick_params(labelbottom=True)  # under which no panel is left
     figure.suptitle(
         f"|validation loss / bf16's - 1|, percent: mean over seeds, {CONFIDENCE:.0%} interval, seeds (thin)"
     )
     figure.savefig(path, dpi=110)
 
 
-def _plot_gap(axes: Axes, outcome: Outcome, gaps: Mapping[int, Sequence[float]]) -> None:
+def _plot_gap(axes: Axes, outcome: Outcome, gaps: Mapping[int, Sequence[float]]) -> float:
+    """Draws one panel; returns how high its scale must reach."""
     steps = list(gaps)
     percents = [[100 * abs(gap) for gap in each] for each in gaps.values()]
     bands = [interval(each) for each in percents]
@@ -138,8 +143,8 @@ def _plot_gap(axes: Axes, outcome: Outcome, gaps: Mapping[int, Sequence[float]])
     limit = 100 * outcome.limit if outcome.limit is not None and math.isfinite(outcome.limit) else 0.0
     if limit:
         axes.axhline(limit, color="C3", linestyle="--", linewidth=1)
-    top = 1.1 * max(limit, bands[-1].upper, *(max(each) for each in percents))  # early bands of few seeds may be cut
-    axes.set(xlabel="step", title=outcome.name, ylim=(0, top or 1.0))
+    axes.set(xlabel="step", title=outcome.name)
+    return 1.1 * max(limit, bands[-1].upper, *(max(each) for each in percents))  # early bands of few seeds may be cut
 
 
 def _by_name(results: Results) -> dict[str, list[Result]]:
