@@ -25,6 +25,7 @@ from tests.test_linear import NAMED, for_each
 from tests.test_quantize import Expected, differences, expected
 
 BF16 = torch.bfloat16
+RECIPES = NAMED | {"delayed": DelayedScaling(margin=1, amax_history_len=2)}  # the third step drops the first one's amax
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +104,7 @@ def copies(linear: Any) -> list[tuple[Tensor, Tensor]]:
     return [(history.scale.clone(), history.amax_history.clone()) for history in linear.histories]
 
 
-@for_each(NAMED)
+@for_each(RECIPES)
 @pytest.mark.parametrize("kind", [LayerNormLinear, LayerNormMLP])
 def test_fused_model(kind: type[nn.Module], recipe: Recipe, casts: list[Cast]) -> None:
     """Whose products and norms are compared with float64 wherever it is used: here are its casts and its state."""
@@ -129,7 +130,7 @@ def exact(a: Operand, a_along: int, b: Operand, b_along: int) -> linear_model.Pr
     return linear_model.product(linear_model.values(a, a_along), linear_model.values(b, b_along))
 
 
-@for_each(NAMED)
+@for_each(RECIPES)
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_tensor_parallel_oracle(mode: Any, recipe: Recipe, casts: list[Cast]) -> None:
     """Two ranks that share the rows of activations: casts, state, and Y as the float64 sum of the ranks' products."""
