@@ -619,6 +619,20 @@ def test_delayed_weight_gradient(fuse: bool, recipe: Recipe) -> None:
     assert hooks == [1, 2] * 2
 
 
+def test_delayed_weight_gradient_has_the_dtype_of_the_weight() -> None:
+    """Of bf16 activations, as autograd would give it, the first one and their sum."""
+    immediate = Linear(37, 53, recipe="current")
+    layer = Linear(37, 53, recipe="current", delay_wgrad_compute=True)
+    layer.load_state_dict(immediate.state_dict())
+    for _ in range(2):
+        x, dy = torch.randn(20, 37, dtype=BF16), torch.randn(20, 53, dtype=BF16)
+        immediate(x).backward(dy)
+        layer(x).backward(dy)
+        layer.backward_dw()
+        assert layer.weight.grad is not None and immediate.weight.grad is not None
+        assert layer.weight.grad.dtype == FP32 and torch.equal(layer.weight.grad, immediate.weight.grad)
+
+
 def test_backward_dw_of_a_layer_that_does_not_delay() -> None:
     """``backward_dw`` raises and says which option it needs."""
     with pytest.raises(ValueError, match=r"Linear\(4, 6\).*delay_wgrad_compute=True"):

@@ -351,8 +351,8 @@ def test_main_grad_is_the_gradient() -> None:
     for p, q in zip(params, plain, strict=True):
         p.main_grad, p.grad_added_to_main_grad = torch.randn(p.shape), True
         q.grad = p.main_grad.clone()
-    params[3].grad = torch.ones_like(params[3])
-    plain[3].grad += 1  # a tied weight: both are parts of its gradient
+    params[0].grad = torch.ones_like(params[0])
+    plain[0].grad += 1  # a tied weight: both are parts of its gradient
     optimizer.step()
     reference.step()
     check_rounded(params, plain)
@@ -780,9 +780,11 @@ def test_stochastic_rounding_is_exact_in_the_mean(dropped: int) -> None:
     step = torch.finfo(torch.float32).eps * 2**dropped * x.abs()  # at most, between neighbours
     assert ((rounded - x).abs() <= step).all() and (rounded.view(torch.int32) & (1 << dropped) - 1).eq(0).all()
     assert ((rounded.double().mean(0) - x).abs() <= 5 * step / 2 / 4096**0.5).all()
-    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
-    kept = moments.stochastic_round(special, dropped, draws)
-    assert torch.equal(kept.nan_to_num(7.0), special.nan_to_num(7.0))
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # all bits of the mantissa
+    special = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0]), nans])
+    for _ in range(4):
+        kept = moments.stochastic_round(special, dropped, draws)
+        assert torch.equal(kept.nan_to_num(7.0), special.nan_to_num(7.0)) and kept.isnan().sum() == 4
 
 
 def test_a_tiny_second_moment_is_not_lost() -> None:
