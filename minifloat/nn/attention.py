@@ -12,6 +12,7 @@ from minifloat.functional.amp import autocast_to
 from minifloat.functional.attention import Backend, attention, choose_backend
 from minifloat.functional.attention_mask import Band, Mask, Places, packed_places, padded_places, simplified
 from minifloat.functional.packed import check_cu_seqlens
+from minifloat.nn.inputs import check_tensor
 
 QKVFormat = Literal["sbhd", "bshd", "thd"]
 MaskType = Literal[
@@ -307,6 +308,7 @@ class DotProductAttention(nn.Module):
             ("value", value, self.num_gqa_groups, value_channels),
         )
         for name, t, heads, width in expected:
+            check_tensor(t, self, name)
             if t.dim() != dims or t.shape[-2:] != (heads, width):
                 raise ValueError(
                     f"{self._label()}: {name} has shape {tuple(t.shape)}; {self.qkv_format} of {heads} heads and "

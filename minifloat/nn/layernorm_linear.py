@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.distributed.tensor_parallel import Mode
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
+from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import (
@@ -134,6 +135,7 @@ class LayerNormLinear(nn.Module):
             return_residual: forward also gives S, of the shape of X (X itself where no residual is given). Whatever
                 gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
         """
+        check_tensors(x, residual, self)
         recipe = None if runs_alone(self.norm, self.linear) else self.linear._recipe_in_force()
         bias: Tensor | None
         if recipe is None:
@@ -165,6 +167,7 @@ class LayerNormLinear(nn.Module):
         parallel = self.linear._parallel if self.linear._parallel.mode is None else parallel_of(self.linear)
         parallel = parallel.of_call(x.shape, rows_per_rank, self.linear._label, x.dtype)
         self.linear._check_input(x)
+        check_meta(x, self, self.norm._parameters.get("weight"))
         dtype = self.linear._compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
         started = self.linear._start(

@@ -16,6 +16,7 @@ from minifloat.functional.activation import activate
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.functional.produced import Activation
+from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import (
@@ -152,6 +153,7 @@ class LayerNormMLP(nn.Module):
         the residual stream if ``return_residual``. ``is_first_microbatch`` and ``rows_per_rank`` are those of
         :class:`~minifloat.Linear`, ``residual`` and ``return_residual`` those of :class:`~minifloat.LayerNormLinear`.
         """
+        check_tensors(x, residual, self)
         if self.checkpoint and torch.is_grad_enabled():
             stream = add_residual(x, residual, self.fc1)  # which is kept, not what it is the sum of
             outputs = run_checkpointed(self._run, stream, None, is_first_microbatch, rows_per_rank, return_residual)
@@ -197,6 +199,8 @@ class LayerNormMLP(nn.Module):
         row = self.fc2._parallel if self.fc2._parallel.mode is None else parallel_of(self.fc2)
         column = column.of_call(x.shape, rows, self.fc1._label, x.dtype)
         self.fc1._check_input(x)
+        check_meta(x, self, self.norm._parameters.get("weight"))
+        check_meta(x, self, self.fc2._parameters.get("weight"))
         row = row.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2._label)
         dtype = self.fc1._compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias

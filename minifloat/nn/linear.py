@@ -17,6 +17,7 @@ from minifloat.distributed.tensor_parallel import Mode
 from minifloat.functional import shared_cast
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.quantize import reuse
+from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_call import LinearCalls
 from minifloat.nn.parameters import InitMethod, one_dtype, parameter_init
 from minifloat.nn.sharding import tensor_parallel
@@ -144,6 +145,7 @@ class Linear(LinearCalls):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
+        check_tensor(x, self)
         parallel = self._parallel if self._parallel.mode is None else parallel_of(self)
         parallel = parallel.of_call(x.shape, rows_per_rank, self._label, x.dtype)
         self._check_input(x)

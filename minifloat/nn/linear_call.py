@@ -17,6 +17,7 @@ from minifloat.functional.call import LinearCall, Ready
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.quantize import calibrate
 from minifloat.kernels import matmul
+from minifloat.nn.inputs import check_meta
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.sharding import check_scales_agree
 from minifloat.quantizer import DTYPES, Quantizer
@@ -122,6 +123,11 @@ class LinearCalls(LinearState):
             check_reduced(self._label, weight)
         if main_grad and getattr(weight, "main_grad", None) is None:
             raise ValueError(f"{self._label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
+        if main_grad and weight.main_grad.is_meta and not weight.is_meta:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{self._label}: weight.main_grad is on the meta device, where gradients are lost; make it on "
+                f"{weight.device}"
+            )
         if self.fuse_wgrad_accumulation and is_first_microbatch and torch._C._current_graph_task_id() == -1:
             # Not inside of backward: a checkpoint's recomputation is no other microbatch.
             weight.main_grad_is_old = True  # type: ignore[attr-defined]
@@ -216,7 +222,8 @@ class LinearCalls(LinearState):
             finite.watch_gradient(self._label, y)
 
     def _check_input(self, x: Tensor) -> None:
-        """Raises if X is not floating point, or does not end in ``in_features``."""
+        """Raises if X is not floating point, does not end in ``in_features``, or the weight has no values for it."""
+        check_meta(x, self, next(iter(self._parameters.values()), None))
         if not x.is_floating_point():
             raise TypeError(f"{self._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
         if x.dim() == 0 or x.shape[-1] != self.in_features:

@@ -17,6 +17,7 @@ from minifloat.distributed.rng import draw_apart
 from minifloat.distributed.tensor_parallel import Mode, TensorParallel
 from minifloat.functional.amp import autocast_to
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
+from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_parts import (
@@ -274,6 +275,9 @@ class MultiheadAttention(nn.Module):
         Raises:
             ValueError: ``encoder_output`` is missing, or given to self attention.
         """
+        check_tensor(hidden_states, self, "hidden_states")
+        if encoder_output is not None:
+            check_tensor(encoder_output, self, "encoder_output")
         check_encoder_output(self.attention_type, encoder_output)
         rows = rows_per_rank, encoder_rows_per_rank
         parallel = self._parallel if self._parallel.mode is None else parallel_of(self)

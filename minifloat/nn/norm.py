@@ -12,6 +12,7 @@ from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, chec
 from minifloat.functional.amp import autocast_to
 from minifloat.functional.norm import normalize
 from minifloat.functional.produced import Norm
+from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.parameters import one_dtype
 
 
@@ -52,6 +53,8 @@ class _Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., *normalized_shape] to the same shape, in the dtype of ``x`` or of ``torch.autocast``."""
+        check_tensor(x, self)
+        check_meta(x, self, self._parameters.get("weight"))
         dims = len(self.normalized_shape)
         if x.shape[max(x.dim() - dims, 0) :] != self.normalized_shape:
             raise ValueError(

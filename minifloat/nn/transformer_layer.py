@@ -23,6 +23,7 @@ from minifloat.arguments import (
 )
 from minifloat.distributed.rng import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
+from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.parameters import InitMethod, one_dtype
@@ -213,6 +214,7 @@ class TransformerLayer(nn.Module):
         Raises:
             ValueError: ``encoder_output`` is missing from a decoder, or given to an encoder.
         """
+        check_tensor(hidden_states, self, "hidden_states")
         if (encoder_output is not None) != (self.inter_attention is not None):
             raise ValueError(
                 "TransformerLayer(layer_type='decoder') needs encoder_output"

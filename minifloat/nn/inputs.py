@@ -1,0 +1,67 @@
+"""What a layer's forward takes for a tensor: errors that name the layer, the argument, what came and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_STRIDED = torch.strided
+_CONVERTED = {"list": "torch.tensor(...)", "tuple": "torch.tensor(...)", "ndarray": "torch.from_numpy(...)"}
+
+
+def check_tensor(x: Any, module: nn.Module, name: str = "input") -> None:
+    """Raises unless ``x``, the argument ``name`` of ``module``, is one dense tensor with its values on this rank.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: a sparse or nested tensor, or a DTensor for a layer that computes with operations of ours.
+    """
+    if type(x) is not Tensor or x.layout is not _STRIDED or x.is_nested:
+        _check_unusual(x, module, name)
+
+
+def check_tensors(x: Any, residual: Any, module: nn.Module) -> None:
+    """:func:`check_tensor` of an input and a residual, if there is one."""
+    check_tensor(x, module)
+    if residual is not None:
+        check_tensor(residual, module, "residual")
+
+
+def check_meta(x: Tensor, module: nn.Module, parameter: Tensor | None) -> None:
+    """Raises a ValueError if ``parameter`` is on ``meta``, where there are no values, and ``x`` is not."""
+    if parameter is not None and parameter.is_meta and not x.is_meta:
+        raise ValueError(
+            f"{_label(module)}: the parameters are on the meta device, without values, and the input is on {x.device}; "
+            "use to_empty(device=...) and then reset_parameters() or load_state_dict(...)"
+        )
+
+
+def _check_unusual(x: Any, module: nn.Module, name: str) -> None:
+    if not isinstance(x, Tensor):
+        kind = type(x).__name__
+        way_out = f", as {_CONVERTED[kind]} makes it" if kind in _CONVERTED else ""
+        raise TypeError(f"{_label(module)}: {name} is {'None' if x is None else kind}; a tensor is needed{way_out}")
+    if x.is_nested:
+        raise ValueError(
+            f"{_label(module)}: {name} is a nested tensor; use a padded one (to_padded_tensor), or all tokens one "
+            "after the other, with qkv_format='thd' and cu_seqlens for attention"
+        )
+    if x.layout != _STRIDED:
+        raise ValueError(f"{_label(module)}: {name} is a tensor of layout {x.layout}; use a dense one: to_dense()")
+    in_force = getattr(module, "_recipe_in_force", None)  # a linear without a recipe is PyTorch's own
+    if hasattr(x, "to_local") and (in_force is None or in_force() is not None):
+        raise ValueError(
+            f"{_label(module)}: {name} is a DTensor, as parallelize_module of PyTorch makes it, and minifloat's layers "
+            "split their work over ranks themselves; use parallel_mode='column' or 'row' with tp_group, or "
+            "minifloat.distributed.parallelize, or give the layer to_local()"
+        )
+
+
+def _label(module: nn.Module) -> str:
+    label = getattr(module, "_label", None) or type(module).__name__
+    return str(label() if callable(label) else label)
+
+
+__all__ = ["check_meta", "check_tensor", "check_tensors"]

@@ -1,0 +1,124 @@
+"""What is no dense tensor, or has no values, raises an error that names the layer, the argument and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import minifloat
+from tests.conftest import Pools
+
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "Linear": lambda **options: minifloat.Linear(64, 64, **options),
+    "LayerNormLinear": lambda **options: minifloat.LayerNormLinear(64, 64, **options),
+    "LayerNormMLP": lambda **options: minifloat.LayerNormMLP(64, 64, **options),
+    "MultiheadAttention": lambda **options: minifloat.MultiheadAttention(64, 4, **options),
+    "TransformerLayer": lambda **options: minifloat.TransformerLayer(64, 64, 4, **options),
+    "LayerNorm": lambda recipe=None, **options: minifloat.LayerNorm(64, **options),
+    "RMSNorm": lambda recipe=None, **options: minifloat.RMSNorm(64, **options),
+}
+dense = torch.ones(2, 3, 64)
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "None": (None, TypeError, "is None; a tensor is needed"),
+    "list": (dense.tolist(), TypeError, r"is list; a tensor is needed, as torch.tensor\(...\) makes it"),
+    "text": ("x", TypeError, "is str; a tensor is needed"),
+    "numpy": (dense.numpy(), TypeError, r"is ndarray; a tensor is needed, as torch.from_numpy\(...\) makes it"),
+    "sparse": (dense.to_sparse(), ValueError, r"layout torch.sparse_coo; use a dense one: to_dense\(\)"),
+    "csr": (dense[0].to_sparse_csr(), ValueError, r"layout torch.sparse_csr; use a dense one"),
+    "nested": (torch.nested.nested_tensor([dense[0], dense[1, :2]]), ValueError, "nested tensor; use a padded one"),
+    "jagged": (
+        torch.nested.nested_tensor([dense[0], dense[1, :2]], layout=torch.jagged), ValueError, "nested tensor; use",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_no_dense_tensor(kind: str, recipe: str | None) -> None:
+    layer = LAYERS[kind](recipe=recipe)
+    name = "hidden_states" if kind in ("MultiheadAttention", "TransformerLayer") else "input"
+    for bad, error, message in BAD.values():
+        with pytest.raises(error, match=rf"{kind}.*: {name}.*{message}"):
+            layer(bad)
+
+
+def test_other_arguments() -> None:
+    for kind in ("LayerNormLinear", "LayerNormMLP"):
+        with pytest.raises(TypeError, match="residual is list"):
+            LAYERS[kind](recipe="mxfp8")(dense, residual=[1.0])
+    attention = minifloat.DotProductAttention(4, 16)
+    heads = torch.ones(3, 2, 4, 16)
+    for place, name in enumerate(("query", "key", "value")):
+        given: list[Any] = [heads] * 3
+        given[place] = heads.numpy()
+        with pytest.raises(TypeError, match=f"DotProductAttention: {name} is ndarray"):
+            attention(*given)
+    with pytest.raises(TypeError, match="MultiheadAttention: encoder_output is str"):
+        minifloat.MultiheadAttention(64, 4, attention_type="cross")(dense, encoder_output="x")
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_parameters_on_meta(kind: str, recipe: str | None) -> None:
+    layer = LAYERS[kind](recipe=recipe, device="meta")
+    with pytest.raises(ValueError, match=r"parameters are on the meta device.*to_empty\(device=...\)"):
+        layer(dense)
+    assert layer(dense.to("meta")).shape == dense.shape
+
+
+def test_part_on_meta() -> None:
+    for part in ("norm", "fc1", "fc2"):
+        layer = LAYERS["LayerNormMLP"](recipe="mxfp8")
+        getattr(layer, part).to("meta")
+        with pytest.raises(ValueError, match="parameters are on the meta device"):
+            layer(dense)
+
+
+def test_main_grad_on_meta() -> None:
+    layer = minifloat.Linear(64, 64, recipe="mxfp8", fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(64, 64, device="meta")  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"Linear\(64, 64\): weight.main_grad is on the meta device.*make it on cpu"):
+        layer(dense)
+
+
+def test_parameters_and_subclasses_are_tensors() -> None:
+    layer = minifloat.Linear(64, 64, recipe="mxfp8")
+    plain = layer(dense)
+    assert torch.equal(layer(nn.Parameter(dense)), plain)
+    first = minifloat.Linear(64, 64, recipe="mxfp8")
+    assert torch.isfinite(layer(first(dense, fp8_output=True))).all()
+
+
+def pytorchs_plan(rank: int, size: int, recipe: str | None) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,))
+    found = []
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        model = nn.Sequential(minifloat.Linear(64, 64, recipe=recipe))
+        try:
+            parallelize_module(model, mesh, {"0": style})
+            model(dense if isinstance(style, ColwiseParallel) else dense.chunk(size, -1)[rank]).sum().backward()
+            found.append("ran")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    for kind in ("LayerNormMLP", "RMSNorm", "TransformerLayer"):
+        with pytest.raises(ValueError, match=rf"{kind}.* is a DTensor.*parallelize"):
+            LAYERS[kind](recipe=recipe)(DTensor.from_local(dense, mesh, [Replicate()]))
+    return found
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_pytorchs_tensor_parallelism(worker_pool: Pools, recipe: str | None) -> None:
+    for found in worker_pool(2).run(pytorchs_plan, recipe):
+        for message in found:
+            if recipe is None:
+                assert message == "ran"  # without a recipe the layer is PyTorch's own
+            else:
+                assert message.startswith("ValueError: Linear(64, 64): input is a DTensor")
+                assert "parallel_mode='column' or 'row'" in message and "minifloat.distributed.parallelize" in message
