@@ -259,7 +259,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (lambda folder: cut(folder / MODEL), r"is incomplete: model.safetensors has [\d,]+ of [\d,]+ bytes"),
     "missing": (lambda folder: (folder / TRAINING).unlink(), "is incomplete: training.safetensors is missing"),
-    "a bit of the model": (lambda folder: flip(folder / MODEL), "is damaged: model.safetensors has other bytes"),
+    "a bit of the model": (
+        lambda folder: flip(folder / MODEL),
+        "is damaged: model.safetensors has other bytes .*; copy it again",
+    ),
     "a bit of the training": (lambda f: flip(f / TRAINING, 0.9), "is damaged: training.safetensors has other bytes"),
     "a bit of a header": (lambda f: flip(f / TRAINING, 0.001), "is damaged: training.safetensors has other bytes"),
     "a bit of the index": (lambda folder: flip(folder / PLAIN, 0.7), "checkpoint.json"),
@@ -345,7 +348,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
             w={"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
         )
         + bytes(4),
-        "the parts of tensor 'w' have no place in it",
+        "the parts of tensor .w. have no place in it.*copy it again, or use the one before it",
     ),
     "another model": (header(w={"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}) + bytes(4), "does not fit"),
 }

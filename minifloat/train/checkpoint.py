@@ -39,6 +39,7 @@ DAMAGED = "damaged-"  # before the name of what was set aside
 MOST_DAMAGED = 2  # so many of these stay
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")  # no path: a checkpoint's files are in its folder
 MOST_PLAIN = 2**24  # bytes
+WAY_OUT = "copy it again, or use the one before it"
 
 
 class CheckpointError(ValueError):
@@ -79,7 +80,7 @@ class Checkpoint:
         except CheckpointError:
             raise
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path / PLAIN} is damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{path / PLAIN} is damaged: {type(error).__name__}: {error}; {WAY_OUT}") from error
 
     def verify(self) -> Checkpoint:
         """This checkpoint; raises CheckpointError, naming the file, where one has other bytes than were saved."""
@@ -87,9 +88,9 @@ class Checkpoint:
             try:
                 found = digest_of(self.path / name)
             except (OSError, ValueError) as error:
-                raise CheckpointError(f"{self.path} is damaged: {error}") from error
+                raise CheckpointError(f"{self.path} is damaged: {error}; {WAY_OUT}") from error
             if found != stored:
-                raise CheckpointError(f"{self.path} is damaged: {name} has other bytes than were saved")
+                raise CheckpointError(f"{self.path} is damaged: {name} has other bytes than were saved; {WAY_OUT}")
         return self
 
     def model_state(self) -> dict[str, Tensor]:
@@ -106,7 +107,7 @@ class Checkpoint:
             return None
         content = read_bytes(self.path / name, self.files[name].size)
         if Stored.of(content) != self.files[name]:
-            raise CheckpointError(f"{self.path} is damaged: {name} has other bytes than were saved")
+            raise CheckpointError(f"{self.path} is damaged: {name} has other bytes than were saved; {WAY_OUT}")
         return content
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
@@ -114,9 +115,7 @@ class Checkpoint:
         try:
             return assemble(read_tensors(self.path / name, self.files[name]) for name in names)
         except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{error}; copy {self.path} here again, or delete it: --resume then continues from the one before it"
-            ) from error
+            raise CheckpointError(f"{self.path} has no usable {kind}: {error}; {WAY_OUT}") from error
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError, naming the option and both values, when the checkpoint is of another training."""
@@ -327,14 +326,14 @@ def _check(path: Path, plain: dict[str, Any]) -> Checkpoint:
             "run code; continue it with that version, or train anew with another --out"
         )
     if plain.pop("sha256") != _digest(plain):
-        raise CheckpointError(f"{path / PLAIN} is damaged, or was changed: its SHA-256 is not its own")
+        raise CheckpointError(f"{path / PLAIN} is damaged, or was changed: its SHA-256 is not its own; {WAY_OUT}")
     if version != VERSION:
         raise VersionError(
             f"{path} is of version {version!r:.20}, this minifloat reads {VERSION}; use the one of its time"
         )
     step, settings, values = plain["step"], plain["settings"], plain["values"]
     if type(step) is not int or not isinstance(settings, dict) or not isinstance(values, dict):
-        raise CheckpointError(f"{path / PLAIN} is damaged: its step, settings or values are none")
+        raise CheckpointError(f"{path / PLAIN} is damaged: its step, settings or values are none; {WAY_OUT}")
     files = {name: Stored(**each) for name, each in plain["files"].items()}
     for name, stored in files.items():
         if not FILE.fullmatch(name) or (path / name).is_symlink():
@@ -342,7 +341,7 @@ def _check(path: Path, plain: dict[str, Any]) -> Checkpoint:
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != stored.size:
             state = "is missing" if size is None else f"has {size:,} of {stored.size:,} bytes"
-            raise CheckpointError(f"{path} is incomplete: {name} {state}")
+            raise CheckpointError(f"{path} is incomplete: {name} {state}; {WAY_OUT}")
     return Checkpoint(path, step, settings, values, files)
 
 
