@@ -139,6 +139,7 @@ class Quantizer:
         """Quantizes ``x``; see :func:`cast_all`."""
         return cast_all([x], [self], [amaxes], [rng], gemm_ready=gemm_ready)[0]
 
+    @checked
     def __call__(self, x: Tensor) -> Quantized:
         """Amax and cast at once. A 3-D or higher ``x`` is taken as [M, K] with M the product of its leading dims."""
         return self.cast(x, self.amax(x))
@@ -320,9 +321,11 @@ def _check_scales(batch: _Batch, given: Sequence[Tensor | None]) -> None:
 
 def check_scale(scale: Tensor) -> None:
     """Raises a ValueError where a delayed scale that a user gives is none; it is read where that waits for nothing."""
+    if torch.compiler.is_compiling():
+        return
     known = scale.device.type == "cpu" and type(scale) is Tensor and not torch._C._len_torch_dispatch_stack()
     bad = scale.dtype != torch.float32 or scale.numel() != 1
-    if bad or (known and not torch.compiler.is_compiling() and not scale.item() > 0):
+    if bad or (known and not scale.item() > 0):
         value = f"{scale.item()}" if known and scale.numel() == 1 else shown(scale)
         raise ValueError(f"scale is {value}; delayed scaling casts with one number above 0, fp32 [1]")
 
