@@ -10,7 +10,8 @@
 """
 
 import minifloat.tensor_aten  # what operations do to a QuantizedTensor  # noqa: F401
-from minifloat import optim
+from minifloat import optim, quantizer
+from minifloat.arguments import checked
 from minifloat.autocast import autocast, get_default_recipe
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.formats import Format
@@ -32,7 +33,7 @@ from minifloat.nn import (
     quantized_model_init,
 )
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Quantizer, cast_all, find_amaxes
+from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -46,6 +47,10 @@ from minifloat.recipe import (
 )
 from minifloat.recompute import checkpoint, checkpoint_context_fn
 from minifloat.tensor import QuantizedTensor
+
+# What layers call for each forward is checked where users call it.
+cast_all = checked(quantizer.cast_all)
+find_amaxes = checked(quantizer.find_amaxes)
 
 __version__ = "0.1.0"
 

@@ -3,10 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from minifloat.distributed.gather import gather, start_gather
+from minifloat.arguments import checked
+from minifloat.distributed import gather as _gather
+from minifloat.distributed import shards as _shards
 from minifloat.distributed.group import Group
 from minifloat.distributed.shard_map import ShardMap
-from minifloat.distributed.shards import prepare_shard, quantize_shard
 
 if TYPE_CHECKING:
     from minifloat.distributed.ddp import data_parallel
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     )
     from minifloat.distributed.tensor_parallel import set_check, set_overlap
     from minifloat.functional.shared_cast import gathered_once
+
+# What layers call for each forward is checked where users call it.
+gather = checked(_gather.gather)
+start_gather = checked(_gather.start_gather)
+prepare_shard = checked(_shards.prepare_shard)
+quantize_shard = checked(_shards.quantize_shard)
 
 __all__ = [
     "Group",

@@ -56,7 +56,7 @@ class ShardMap:
     rows: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.rows or min(self.rows) < 0:
+        if not isinstance(self.rows, tuple) or not self.rows or min(self.rows) < 0:
             raise ValueError(f"rows of the ranks are {self.rows}; one count a rank is needed, 0 or more")
 
     @classmethod

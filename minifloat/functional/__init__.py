@@ -1,6 +1,12 @@
 """Plain functions on operands, and the plan that says which of them a layer calls."""
 
-from minifloat.functional.gemm import dgrad, fprop, wgrad
+from minifloat.arguments import checked
+from minifloat.functional import gemm
 from minifloat.kernels.matmul import Gemm, count_gemms
+
+# What layers call for each forward is checked where users call it.
+fprop = checked(gemm.fprop)
+dgrad = checked(gemm.dgrad)
+wgrad = checked(gemm.wgrad)
 
 __all__ = ["Gemm", "count_gemms", "dgrad", "fprop", "wgrad"]

@@ -136,6 +136,7 @@ class VocabParallelEmbedding(nn.Embedding):
         )
         return result
 
+    @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """Communicates with other ranks from the next forward on, as many as before; the table stays as it is.
 

@@ -16,6 +16,7 @@ from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import (
+    Normalization,
     add_residual,
     call_alone,
     call_norm,
@@ -61,7 +62,7 @@ class LayerNormLinear(nn.Module):
         eps: NonNegativeFloat = 1e-5,
         *,
         bias: bool = True,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
@@ -183,6 +184,7 @@ class LayerNormLinear(nn.Module):
         n, stream = norm.beside(beside)
         return y, n, x if stream is None else stream
 
+    @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """As :meth:`Linear.set_tensor_parallel_group`."""
         self.linear.set_tensor_parallel_group(tp_group)

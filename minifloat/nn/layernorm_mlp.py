@@ -20,6 +20,7 @@ from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import (
+    Normalization,
     add_residual,
     call_alone,
     call_norm,
@@ -75,7 +76,7 @@ class LayerNormMLP(nn.Module):
         eps: NonNegativeFloat = 1e-5,
         *,
         bias: bool = True,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,
         return_bias: bool = False,
@@ -223,6 +224,7 @@ class LayerNormMLP(nn.Module):
         n, stream = norm.beside(beside)
         return y, n, x if stream is None else stream
 
+    @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """As :meth:`Linear.set_tensor_parallel_group`, of both linears."""
         for linear in (self.fc1, self.fc2):

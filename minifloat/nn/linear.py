@@ -174,6 +174,7 @@ class Linear(LinearCalls):
             self._check_finite(x, y)
         return (y, self._returned_bias(parallel)) if self.return_bias else y
 
+    @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """Communicates with other ranks from the next forward on, as many as before; parameters stay as they are.
 
@@ -202,6 +203,7 @@ class Linear(LinearCalls):
         for hook in self._wgrad_hooks:
             hook()
 
+    @checked
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Calls ``hook`` after each :meth:`backward_dw`."""
         self._wgrad_hooks.append(hook)

@@ -31,7 +31,7 @@ from minifloat.nn.multihead_parts import (
     own_heads,
 )
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.parts import call_alone, call_on_stream, make_norm, part_name
+from minifloat.nn.parts import Normalization, call_alone, call_on_stream, make_norm, part_name
 from minifloat.nn.rope import apply_rotary_pos_emb
 from minifloat.nn.sharding import tensor_parallel
 from minifloat.recipe import RecipeLike
@@ -111,12 +111,12 @@ class MultiheadAttention(nn.Module):
         qkv_format: QKVFormat = "sbhd",
         layer_number: Count | None = None,
         input_layernorm: bool = False,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         attention_type: Literal["self", "cross"] = "self",
         fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False,
-        qk_norm_type: str | None = None,
+        qk_norm_type: Normalization | None = None,
         qk_norm_eps: NonNegativeFloat = 1e-6,
         qk_norm_before_rope: bool = False,
         bias: bool = True,
@@ -227,6 +227,7 @@ class MultiheadAttention(nn.Module):
         self.core_attention.num_attention_heads = self.heads
         self.core_attention.num_gqa_groups = self.groups
 
+    @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """As :meth:`Linear.set_tensor_parallel_group`, of all linears."""
         for part in self.children():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from minifloat import finite
-from minifloat.arguments import Device
+from minifloat.arguments import Accepts, Device
 from minifloat.autocast import checks_finite
 from minifloat.functional.amp import autocast_dtype
 from minifloat.nn.linear import Linear
@@ -19,6 +19,7 @@ from minifloat.recompute import parallel_of
 from minifloat.tensor import QuantizedTensor
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+Normalization = Annotated[str, Accepts(f"one of {', '.join(NORMS)}", NORMS.__contains__)]
 
 
 def make_norm(
@@ -29,13 +30,7 @@ def make_norm(
     dtype: torch.dtype | None,
     device: Device | None,
 ) -> LayerNorm | RMSNorm:
-    """The norm module of that name.
-
-    Raises:
-        ValueError: there is no such norm.
-    """
-    if normalization not in NORMS:
-        raise ValueError(f"normalization is {normalization!r}; choose one of {', '.join(NORMS)}")
+    """The norm module of that name."""
     return NORMS[normalization](size, eps, zero_centered_gamma=zero_centered_gamma, dtype=dtype, device=device)
 
 

@@ -27,7 +27,7 @@ from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.parts import call_on_stream, part_name
+from minifloat.nn.parts import Normalization, call_on_stream, part_name
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
 
@@ -90,10 +90,10 @@ class TransformerLayer(nn.Module):
         apply_residual_connection_post_layernorm: bool = False,
         fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False,
-        qk_norm_type: str | None = None,
+        qk_norm_type: Normalization | None = None,
         qk_norm_eps: NonNegativeFloat = 1e-6,
         qk_norm_before_rope: bool = False,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,
@@ -277,6 +277,7 @@ class TransformerLayer(nn.Module):
         dropped: Tensor = draw_apart(parallel_of(self).group, self.dropout, y) if apart else self.dropout(y)
         return dropped
 
+    @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """As :meth:`Linear.set_tensor_parallel_group`, of all parts."""
         for part in (self.self_attention, self.inter_attention, self.layernorm_mlp):
