@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.kernels import quantize
+from minifloat.kernels.quantize import reference
 
 _NAMES = {ROWWISE: "rowwise", COLUMNWISE: "columnwise"}
 
@@ -48,6 +49,15 @@ class Operand(NamedTuple):
         return quantize.dequantize(
             self.codes, self.scale_inv, self.amax, self.format.spec, self.dim, *self.shape, dtype
         )
+
+    def scale_values(self) -> Tensor | None:
+        """What codes are multiplied by, fp32 in the shape of ``scale_inv``, decoded where that is bytes; None without.
+
+        NVFP4's include the second level.
+        """
+        if self.scale_inv is None:
+            return None
+        return reference.scale_values(self.scale_inv, self.amax, self.format, self.dim)
 
     @property
     def layout(self) -> Layout:

@@ -314,7 +314,8 @@ def _check_scales(batch: _Batch, given: Sequence[Tensor | None]) -> None:
             continue
         if level is None:
             raise ValueError(
-                "delayed scaling casts with a scale from its history; pass it as scale= or in amaxes=(scale,)"
+                "delayed scaling casts with a scale from its history; give Quantizer.cast amaxes=(scale,), or cast_all "
+                "scales=[scale]"
             )
         check_scale(level)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -279,6 +279,16 @@ class QuantizedTensor(torch.Tensor):
         if values.shape == self.shape and self.is_contiguous():
             return values
         return values.contiguous().as_strided(self.shape, self.stride())
+
+    def share_memory_(self) -> Self:
+        """Moves codes and scales to shared memory, as ``Tensor.share_memory_`` does."""
+        for buffer in self._buffers().values():
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Codes and scales are in shared memory."""
+        return all(buffer.is_shared() for buffer in self._buffers().values())
 
     def quantize_(
         self, src: Tensor, *, amaxes: Amaxes | None = None, noop_flag: Tensor | None = None

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from minifloat import tensor_ops
 from minifloat.formats import IDENTITY, Format, parse
 from minifloat.operand import Quantized
-from minifloat.quantizer import Quantizer
+from minifloat.quantizer import Quantizer, cast_all
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
 from tests.conftest import Pools
 
@@ -1119,3 +1119,52 @@ def test_a_flag_on_the_device_leaves_codes_and_scales(spec: str, flag: float, de
     tensor.quantize_(after, noop_flag=torch.tensor([flag], device=device))
     expected = quantize(before if flag else after, quantizer)
     assert torch.equal(tensor.dequantize(), expected.dequantize())
+
+
+# ---- scales as values, shared memory, what an error names ----
+
+
+@pytest.mark.parametrize(
+    "spec", ["e4m3/tensor/fp32", "e4m3/1x32/e8m0", "e5m2/1x128/pow2", "e2m1/1x16/two_level", "e4m3/128x128/pow2"]
+)
+def test_scale_values_are_what_codes_are_multiplied_by(spec: str) -> None:
+    fmt = parse(spec)
+    operand = Quantizer(fmt)(torch.randn(40, 96) * 3).any
+    scales = operand.scale_values()
+    assert scales is not None and operand.scale_inv is not None
+    assert scales.dtype == torch.float32 and scales.shape == operand.scale_inv.shape
+    values = operand.dequantize(torch.float32)
+    rows, cols = scales.shape if fmt.block else (1, 1)
+    tall, wide = (40 if rows == 1 else fmt.block if rows < 40 else 1), (96 if cols == 1 else fmt.block)
+    expanded = scales.reshape(rows, cols).repeat_interleave(tall, 0).repeat_interleave(wide, 1)[:40, :96]
+    elements = values / expanded  # what the codes alone stand for: few of them, whatever the scale
+    largest = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[fmt.element]
+    assert elements.abs().max() <= largest
+    assert len((elements * 2**16).round().unique()) <= 2**8 and torch.equal(elements * expanded, values)
+    assert Quantizer(IDENTITY)(torch.randn(4, 4)).any.scale_values() is None
+
+
+def test_share_memory() -> None:
+    """It ended the process: a tensor that has no storage of its own was asked for its storage's memory."""
+    x = torch.randn(40, 64)
+    t = quantize(x, Quantizer(Format("e4m3", 32, scale_rule="e8m0")))
+    before = t.dequantize()
+    assert not t.is_shared()
+    assert t.share_memory_() is t and t.is_shared()
+    assert torch.equal(t.dequantize(), before)
+    layer = nn.Linear(64, 40)
+    layer.weight = nn.Parameter(t)
+    layer.share_memory()
+    assert layer.weight.is_shared() and torch.equal(layer.weight.dequantize(), before)
+    t.mul_(2.0)
+    assert torch.equal(t.dequantize(), 2 * before)
+
+
+def test_delayed_cast_names_its_arguments() -> None:
+    x, scale = torch.randn(4, 32), torch.ones(1)
+    quantizer = Quantizer(Format("e4m3", scale_rule="given"))
+    for cast in (lambda: quantizer(x), lambda: cast_all([x], [quantizer])):
+        with pytest.raises(ValueError, match=r"Quantizer.cast amaxes=\(scale,\), or cast_all scales=\[scale\]"):
+            cast()
+    expected = quantizer.cast(x, amaxes=(scale,)).dequantize()
+    assert torch.equal(cast_all([x], [quantizer], scales=[scale])[0].dequantize(), expected)

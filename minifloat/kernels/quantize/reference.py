@@ -87,16 +87,26 @@ def dequantize(
     """The fp32 values [rows, cols] that codes and scales stand for, rotated back where the format rotates."""
     shape = torch.Size((hadamard.padded(rows) if fmt.transform == "hadamard16" else rows, cols))
     values = _blocks(decode(codes, fmt, dim, shape), *fmt.scale_block(dim))
+    restored = _unblock(values * _factors(scale_inv, amax, fmt, dim), shape)
+    return hadamard.inverse(restored)[:rows] if fmt.transform == "hadamard16" else restored
+
+
+def _factors(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
+    """What codes in blocks are multiplied by, fp32."""
     factor = scale_inv if fmt.block == 0 else scale_inv[:, None, :, None]
     if fmt.scale_rule == "e8m0":
-        factor = e8m0_value(factor)
-    elif fmt.scale_rule == "two_level":
-        assert amax is not None
-        factor = (
-            look_up(factor, "e4m3") * _per_block(amax, fmt, dim) * _fp32(1.0 / (6 * fmt.block_scale_max), codes.device)
-        )
-    restored = _unblock(values * factor, shape)
-    return hadamard.inverse(restored)[:rows] if fmt.transform == "hadamard16" else restored
+        return e8m0_value(factor)
+    if fmt.scale_rule != "two_level":
+        return factor
+    assert amax is not None
+    level = _fp32(1.0 / (6 * fmt.block_scale_max), scale_inv.device)
+    return look_up(factor, "e4m3") * _per_block(amax, fmt, dim) * level
+
+
+def scale_values(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
+    """The same in the shape of ``scale_inv``."""
+    factors = _factors(scale_inv, amax, fmt, dim)
+    return factors.clone() if fmt.block == 0 else factors[:, 0, :, 0].clone()
 
 
 # ---- elements ----
