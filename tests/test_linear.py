@@ -886,10 +886,9 @@ def test_checkpoint_inside_a_model() -> None:
         assert_same_state(fresh, saved)
 
 
-def test_missing_histories_stay_as_they_were() -> None:
-    """A checkpoint without histories loads strictly and leaves them; the checkpoint itself is not written to."""
-    layer = trained(DELAYED)
-    before = copy.deepcopy(layer.state_dict())
+def test_missing_histories_start_anew() -> None:
+    """A checkpoint without histories loads strictly and resets them; the checkpoint itself is not written to."""
+    layer, before = trained(DELAYED), Linear(37, 53, recipe=DELAYED).state_dict()
     checkpoint = nn.Linear(37, 53).state_dict()
     layer.load_state_dict(checkpoint, strict=True)
     assert set(checkpoint) == {"weight", "bias"}
