@@ -325,10 +325,10 @@ def check_scale(scale: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     known = scale.device.type == "cpu" and type(scale) is Tensor and not torch._C._len_torch_dispatch_stack()
-    bad = scale.dtype != torch.float32 or scale.numel() != 1
+    bad = not scale.is_floating_point() or scale.numel() != 1
     if bad or (known and not scale.item() > 0):
         value = f"{scale.item()}" if known and scale.numel() == 1 else shown(scale)
-        raise ValueError(f"scale is {value}; delayed scaling casts with one number above 0, fp32 [1]")
+        raise ValueError(f"scale is {value}; delayed scaling casts with one number above 0, floating-point [1]")
 
 
 def _directly(xs: Sequence[Tensor]) -> bool:

@@ -293,7 +293,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a link": (linked, "names the file 'model.safetensors', which is not in its folder; do not trust it"),
     "a path above": (names("../elsewhere"), r"names the file '../elsewhere', which is not in its folder"),
-    "a path anywhere": (names("ABSOLUTE"), "names the file '/.*elsewhere', which is not in its folder"),
+    "a path anywhere": (names("ABSOLUTE"), "names the file '/.*, which is not in its folder"),
 }
 
 

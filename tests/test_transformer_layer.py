@@ -510,7 +510,7 @@ def test_initial_values() -> None:
 def test_print() -> None:
     layer = TransformerLayer(**SIZES, recipe="nvfp4")
     assert repr(layer).count("recipe=NVFP4BlockScaling") == 4
-    assert "recipe" not in repr(TransformerLayer(**SIZES))
+    assert repr(TransformerLayer(**SIZES)).count("recipe=autocast)") == 4
     layer = TransformerLayer(**SIZES, **LLAMA, layer_type="decoder", apply_residual_connection_post_layernorm=True)
     layer.layernorm_mlp.fc2.recipe = "none"
     with autocast(recipe="block"):
