@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from minifloat.train.hf import HuggingFace
 from minifloat.train.model import MODELS, ModelConfig
 from minifloat.train.ranks import Ranks
 from minifloat.train.run import TrainConfig
@@ -40,8 +42,15 @@ class OwnSizes:
         return replace(base, **{name: value for name, value in given.items() if value is not None})
 
 
-def sizes_of(model: str, own: OwnSizes) -> ModelConfig:
-    """The sizes of the named model, with one's own; raises ValueError for what cannot be."""
+def sizes_of(model: str, own: OwnSizes, hf: Path | None = None) -> ModelConfig | HuggingFace:
+    """The sizes of the named model, with one's own, or a model of transformers.
+
+    Raises ValueError for what cannot be.
+    """
+    if hf is not None:
+        if own != OwnSizes(context=own.context):
+            raise ValueError(f"--hf {hf} has sizes of its own; leave --layers, --hidden and --heads out")
+        return HuggingFace.read(hf, own.context)
     if model not in MODELS:
         raise ValueError(
             f"--model: there is no model {model!r}; choose from {', '.join(MODELS)}, or give sizes of your own with "
@@ -50,7 +59,7 @@ def sizes_of(model: str, own: OwnSizes) -> ModelConfig:
     return own.of(MODELS[model])
 
 
-def check_memory(sizes: ModelConfig, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
+def check_memory(sizes: ModelConfig | HuggingFace, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
     """Raises ValueError where the least that a training needs is more than there is, before anything is made."""
     there = memory_of(device)
     shared = ranks.size if device.type == "cuda" else 1  # on a CPU all ranks are in one memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +46,9 @@ def train(
     ] = None,
     model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "tiny",
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 120,
+    hf: Annotated[
+        Path | None, typer.Option(help="in place of --model: a transformers config.json, or a folder with weights too")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="sizes of your own, in place of the --model's: blocks")] = None,
     hidden: Annotated[int | None, typer.Option(help="width of the model")] = None,
     heads: Annotated[int | None, typer.Option(help="query heads")] = None,
@@ -103,17 +105,18 @@ def train(
         with user_errors():
             names = check_names(recipe, against)
             check_limits(max_gap, max_gradient_gap)
-            sizes = sizes_of(model, OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context))
+            sizes = sizes_of(model, OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context), hf)
             rate = sizes.learning_rate if learning_rate is None else learning_rate
             config = TrainConfig(steps, batch_size, rate, seed, accumulate=accumulate)
             corpus = data.load(
                 paths or (), least=sizes.context + 1, tokenizer=tokenizer, vocabulary=vocabulary,
                 token_dtype=token_dtype,
             )  # fmt: skip
-            sizes = replace(sizes, vocabulary=corpus.vocabulary)
+            sizes = sizes.with_vocabulary(corpus.vocabulary)
             if tensorboard:
                 tensorboard_class()  # now, not after the first step
             ranks, chosen = held.enter_context(joined(tp, fsdp, sequence_parallel, choose_device(device), timeout))
+            sizes.check_ranks(ranks.size if hf else ranks.tp.size)
             check_memory(sizes, config, chosen, ranks)
             check_saves(save_every, keep)
             settings = {name: settings_of(name, sizes, config, corpus) for name in names}

@@ -22,6 +22,7 @@ from minifloat.distributed.tensor_parallel import Overlap, set_check, set_overla
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
 from minifloat.train.checkpoint import TOKENIZER, CheckpointError, Checkpoints, SaveError
+from minifloat.train.hf import HuggingFace
 from minifloat.train.interrupt import orphaned, signals_noted
 from minifloat.train.loop import Interrupted, Run, TrainConfig
 from minifloat.train.loop import train as train_model
@@ -42,7 +43,7 @@ class Job:
     """One command: what is trained (`names`: the recipe and, where asked for, its twin), on what, and where it goes."""
 
     names: tuple[str, ...]
-    model: ModelConfig
+    model: ModelConfig | HuggingFace
     config: TrainConfig
     corpus: data.Corpus
     device: torch.device
@@ -75,7 +76,9 @@ class Job:
         return Checkpoints(checkpoint_folder(self.out, name), settings, self.save_every, self.keep, start, files)
 
 
-def settings_of(name: str, model: ModelConfig, config: TrainConfig, corpus: data.Corpus) -> dict[str, Any]:
+def settings_of(
+    name: str, model: ModelConfig | HuggingFace, config: TrainConfig, corpus: data.Corpus
+) -> dict[str, Any]:
     """What a run that continues the one of that name must have too."""
     text = {"text": corpus.fingerprint, "unit": corpus.unit}
     return {"recipe": name, "model": model.settings(), **text, **config.settings()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minifloat import Linear
 from minifloat.recipe import Recipe
-from minifloat.train.checkpoint import TOKENIZER, Checkpoint
+from minifloat.train.checkpoint import MODEL, TOKENIZER, Checkpoint
 from minifloat.train.model import ModelConfig, Transformer
 from minifloat.train.run import check_seed
 from minifloat.train.tokens import read_tokenizer, tokenizer_errors
@@ -57,6 +57,11 @@ class Codec:
 
 def trained_config(checkpoint: Checkpoint) -> ModelConfig:
     """The sizes of the checkpoint's model; raises ValueError where its settings name none."""
+    if "transformers" in (checkpoint.settings.get("model") or {}):
+        raise ValueError(
+            f"{checkpoint.path} is of a model of transformers (--hf); load {MODEL}.safetensors into that model, and "
+            "use its generate"
+        )
     try:
         config = ModelConfig(**checkpoint.settings["model"])
         if all(type(size) in (int, float) and size > 0 for size in astuple(config)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -98,6 +98,10 @@ class ModelConfig:
         attention = 2 * self.dim * (self.dim + self.kv_heads * self.head_dim)
         block = attention + 3 * self.dim * self.hidden + 2 * self.dim
         return self.layers * block + (2 * self.vocabulary + 1) * self.dim
+
+    def with_vocabulary(self, size: int) -> ModelConfig:
+        """The same sizes for so many tokens."""
+        return replace(self, vocabulary=size)
 
     def settings(self) -> dict[str, Any]:
         """The fields as JSON has them."""
