@@ -152,6 +152,18 @@ def test_graphs_may_be_used_twice_and_losses_added() -> None:
     torch.testing.assert_close(torch.autograd.grad(twice, weight)[0], 2 * first)
 
 
+def test_a_linear_gradient_is_scaled_in_fp32() -> None:
+    """By dloss over the number of targets, 1/3 of which in bf16 is another number."""
+    target, grads = torch.tensor([0, 2, 4]), {}
+    hidden, weight = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16()
+    for reduction in ("sum", "mean"):
+        x = hidden.clone().requires_grad_()
+        linear_cross_entropy(x, weight, target, reduction=reduction).backward()  # type: ignore[arg-type]
+        assert x.grad is not None
+        grads[reduction] = x.grad
+    assert torch.equal(grads["mean"], (grads["sum"].float() * (torch.ones(()) / 3)).bfloat16())
+
+
 def test_only_wanted_gradients() -> None:
     hidden, weight = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
     target = some_targets(6, 5)

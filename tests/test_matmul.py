@@ -308,6 +308,25 @@ def small_integers(shape: tuple[int, int], largest: int, element: str, device: t
 NATIVE_SIZES = [(1, 1, 1), (7, 13, 33), (16, 32, 64), (33, 17, 130)]
 
 
+def test_a_sum_that_float64_does_not_hold_is_rounded_once() -> None:
+    """What is lost decides a tie of fp32: halfway between two of its numbers, a little above or below."""
+    half, little = 2.0**-24, 2.0**-80
+    large = torch.tensor([1 + half, 1 + half, 1 + 3 * half, 1 + half], dtype=torch.float64)
+    small = torch.tensor([little, -little, -little, 0.0], dtype=torch.float64)
+    found = matmul.reference._rounded_sum([large, small])
+    assert found.tolist() == [1 + 2 * half, 1.0, 1 + 2 * half, 1.0]
+
+
+def test_a_bias_is_rounded_to_the_output_first() -> None:
+    """As a library's epilogue takes it: an fp32 bias of a bf16 result, in which the rest of it is lost."""
+    a, b = (Quantizer(MX)(torch.randn(rows, 32)) for rows in (4, 6))
+    bias = torch.randn(6)
+    product = fprop(a, b, out_dtype=torch.float32)
+    y = fprop(a, b, bias, out_dtype=torch.bfloat16)
+    assert torch.equal(y, (product + bias.bfloat16().float()).bfloat16())
+    assert not torch.equal(y, (product + bias).bfloat16())
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=ids)
 @pytest.mark.parametrize("pair", PER_TENSOR, ids=lambda pair: f"{pair[0].element}-{pair[1].element}")
 @pytest.mark.parametrize("gemm", GEMMS)

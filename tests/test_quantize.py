@@ -421,6 +421,15 @@ def test_random_bytes(seed: tuple[int, int], dim: int, device: torch.device) -> 
     assert same(_numpy(got), oracle.random_bytes(*seed, 7, 45, 0 if dim == ROWWISE else 1))
 
 
+@pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
+@pytest.mark.parametrize(("first", "rows"), [(0, 7), (1, 6), (3, 2), (16, 5), (5, 0)])
+def test_random_bytes_of_rows_of_a_whole(first: int, rows: int, dim: int, device: torch.device) -> None:
+    """A rank's rows have the bytes that they have in the whole, also where the first one begins inside of a block."""
+    whole = philox.random_bytes(torch.tensor(SEED, device=device), torch.Size((21, 45)), dim)
+    part = philox.random_bytes(torch.tensor([*SEED, first], device=device), torch.Size((rows, 45)), dim)
+    assert torch.equal(part, whole[first : first + rows])
+
+
 # ---- Every format, input, dtype and shape ----------------------------------------------------------------------------
 
 

@@ -90,6 +90,7 @@ def test_an_example() -> None:
     """Rows 128 to 199 are a second, partial block of 128, which straddles; so do rows 128 to 143, a group of 16."""
     shards = ShardMap((130, 0, 70))
     assert (shards.total, shards.largest, shards.size, shards.is_even) == (200, 130, 3, False)
+    assert ShardMap((3, 7, 5)).largest == 7
     assert [shards.first(rank) for rank in range(3)] == [0, 130, 130]
     assert shards.whole_units(128).rows == (200, 0, 0)
     assert shards.pieces(0, 128) == (0, 128, 130) and shards.pieces(2, 128) == (70, 70, 70)
