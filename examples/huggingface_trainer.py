@@ -1,8 +1,8 @@
 """Convert a Hugging Face model, train it with Trainer, save and reload it, and let it write.
 
     pip install transformers accelerate
-    python examples/huggingface_trainer.py                              # a small Llama from scratch; a minute on a CPU
-    python examples/huggingface_trainer.py --model Qwen/Qwen3-0.6B      # from the hub, with its tokenizer
+    python examples/huggingface_trainer.py                          # a small Llama from scratch; a minute on a CPU
+    python examples/huggingface_trainer.py --model Qwen/Qwen3-0.6B  # from the hub, with its tokenizer
 
 The text is the source code of Python's standard library. It prints the report of the conversion, the loss of every
 tenth step, and what the reloaded model writes.
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], str]:
     parser.add_argument("--model", help="a folder or a name on the hub; default: a small Llama from scratch")
     parser.add_argument("--out", type=Path, default=Path("runs/huggingface"))
     parser.add_argument("--recipe", default="current" if torch.cuda.is_available() else "mxfp8")
-    for name, value in {"hidden": 256, "context": 128, "steps": 100}.items():
+    for name, value in {"hidden": 64, "context": 64, "steps": 100}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)
 

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], bool]:
     parser.add_argument("--model", help="a folder or a name on the hub; default: a small Llama with random weights")
     parser.add_argument("--out", type=Path, default=Path("runs/lora"))
     parser.add_argument("--recipe", default="block")
-    for name, value in {"hidden": 256, "rank": 8, "steps": 20}.items():
+    for name, value in {"hidden": 64, "rank": 8, "steps": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], bool]:
     model = get_peft_model(base, settings)
     model.print_trainable_parameters()
 
-    tokens = torch.tensor(list(Path(__file__).read_bytes()[:1024])).view(8, 128)  # bytes, as text to learn by heart
+    tokens = torch.tensor(list(Path(__file__).read_bytes()[:256])).view(8, 32)  # bytes, as text to learn by heart
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = []

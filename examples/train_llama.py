@@ -1,6 +1,6 @@
 """Train a small Llama-like language model from scratch on real text, with minifloat's own modules.
 
-    python examples/train_llama.py                   # 100 steps; a minute or two on a CPU
+    python examples/train_llama.py                   # 100 steps; a minute on a CPU
     python examples/train_llama.py --hidden 512 --layers 8 --context 512 --batch 16 --steps 2000 --recipe block
 
 The text is the source code of Python's standard library, the tokens are its bytes. Weights are quantized parameters
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     # On a CPU PyTorch's product of whole FP8 tensors takes a hundred times as long as that of blocks.
     parser.add_argument("--recipe", default="current" if DEVICE == "cuda" else "mxfp8")
-    for name, value in {"hidden": 128, "layers": 2, "context": 64, "batch": 4, "steps": 100}.items():
+    for name, value in {"hidden": 64, "layers": 2, "context": 64, "batch": 4, "steps": 100}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)
 
