@@ -637,6 +637,11 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = (WRITES if written else READS).get(func.overloadpacket)
     if handler is not None:
         return handler(func, args, kwargs)
+    if func.namespace == "c10d":  # whose schemas do not say what they write
+        raise NotImplementedError(
+            f"{func} would not reach the codes of a QuantizedTensor; communicate t.dequantize() and write it back with "
+            "t.copy_(values), and split layers over ranks with minifloat.distributed.parallelize or parallel_mode="
+        )
     # Without autograd (inference_mode) composite operations come whole: reshape is to be seen as view.
     result = func.decompose(*args, **kwargs)
     if result is not NotImplemented:

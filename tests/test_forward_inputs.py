@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -122,3 +123,18 @@ def test_pytorchs_tensor_parallelism(worker_pool: Pools, recipe: str | None) -> 
             else:
                 assert message.startswith("ValueError: Linear(64, 64): input is a DTensor")
                 assert "parallel_mode='column' or 'row'" in message and "minifloat.distributed.parallelize" in message
+
+
+def communicated(rank: int, size: int) -> None:
+    with minifloat.quantized_model_init(recipe="current"):
+        weight = minifloat.Linear(64, 64, recipe="current").weight
+    refused = r"c10d.* QuantizedTensor; communicate t.dequantize\(\).*minifloat.distributed.parallelize"
+    with pytest.raises(NotImplementedError, match=refused):
+        dist.broadcast(weight, 0)
+    with pytest.raises(NotImplementedError, match=refused):
+        dist.all_reduce(weight)
+
+
+def test_collectives_of_quantized_parameters(worker_pool: Pools) -> None:
+    """They were done on a copy of the values, and lost."""
+    worker_pool(2).run(communicated)
