@@ -1,4 +1,4 @@
-"""``torch``'s own scaled matmul: cuBLASLt on a GPU, oneDNN on a CPU.
+"""``torch``'s own matmuls: the scaled ones of cuBLASLt on a GPU, that of fp32 on a CPU.
 
 Codes are stored in the [M, K] layout. What a library wants beyond that, K-major operands and sizes in multiples of 16,
 is prepared here: a byte transpose, and zero codes as padding, which add nothing to a product.
@@ -20,7 +20,7 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
     dtype = ELEMENTS[fmt.element].dtype
     assert dtype is not None
     if not pad_outer and not pad_inner and (codes.is_contiguous() or not codes.is_cuda):
-        return codes.view(dtype)  # oneDNN takes any strides
+        return codes.view(dtype)  # a CPU takes any strides
     if codes.is_cuda and capability.kernels(codes.get_device())[0]:
         from minifloat.kernels.matmul import transpose
 
@@ -33,9 +33,14 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
 def per_tensor(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    """``a`` [m, k] times ``b`` [n, k] transposed, one scale each."""
-    if not a.is_cuda:  # there a scale of one element must have no dims
-        a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
+    """``a`` [m, k] times ``b`` [n, k] transposed, one scale each.
+
+    On a CPU the codes are multiplied as fp32, which holds them and their products exactly: ``torch._scaled_mm`` takes
+    500 times as long there where oneDNN has no FP8 instructions (575 ms for 128 x 256 x 256 on Sapphire Rapids).
+    """
+    if not a.is_cuda:
+        product = (a.float() @ b.float().t()) * (a_scale * b_scale)
+        return (product if bias is None else product + bias.float()).to(out_dtype)
     result: Tensor = torch._scaled_mm(
         a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast
     )
