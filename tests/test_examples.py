@@ -33,7 +33,7 @@ def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
 
 def test_train_llama(capsys: pytest.CaptureFixture[str]) -> None:
     losses = main_of("train_llama")(TINY.split())
-    assert len(losses) == 11 and losses[-1] < losses[0] - 0.3
+    assert len(losses) == 11 and losses[-1] < losses[0] - 0.1
     first, second, last = capsys.readouterr().out.splitlines()
     assert (first, second) == (f"step     0  loss {losses[0]:.3f}", f"step    10  loss {losses[10]:.3f}")
     assert 3 < float(last.split()[2]) < losses[0]
@@ -63,7 +63,7 @@ def run_fsdp2(rank: int, world_size: int, folder: str) -> tuple[list[float], boo
 def test_fsdp2(tmp_path: Path, worker_pool: Pools) -> None:
     (losses, same), other = worker_pool(2).run(run_fsdp2, str(tmp_path))
     assert (losses, same) == other
-    assert losses[-1] < losses[0] - 0.3 and same
+    assert losses[-1] < losses[0] - 0.1 and same
 
 
 @pytest.mark.slow
