@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from minifloat.distributed.group import Group
 from minifloat.formats import ROWWISE, Format
 from minifloat.functional.gemm import Product
 from minifloat.functional.plan import linear_plan
+from minifloat.kernels.matmul import native
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, named
 
@@ -42,13 +44,13 @@ Call = tuple[tuple[int, ...], bool]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """What PyTorch's two functions were asked for."""
+    """What the native products were asked for: the one that a CPU has too, and PyTorch's of blocks."""
     found: list[Call] = []
-    multiply = torch._scaled_mm
+    multiply = native.per_tensor
 
-    def per_tensor(*args: Any, use_fast_accum: bool, **kwargs: Any) -> Tensor:
-        result: Tensor = multiply(*args, use_fast_accum=use_fast_accum, **kwargs)
-        found.append((tuple(result.shape), use_fast_accum))
+    def per_tensor(*args: Any) -> Tensor:
+        result = multiply(*args)
+        found.append((tuple(result.shape), args[-1]))
         return result
 
     def block(
@@ -57,9 +59,19 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         found.append(((a.shape[0], b.shape[1]), use_fast_accum))
         return torch.zeros(a.shape[0], b.shape[1], dtype=output_dtype)
 
-    monkeypatch.setattr(torch, "_scaled_mm", per_tensor)
+    monkeypatch.setattr(native, "per_tensor", per_tensor)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", block)
     return found
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_gpu_is_told(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is on a GPU, PyTorch's scaled product is called, with the choice that was made."""
+    said: list[bool] = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, use_fast_accum, **kwargs: said.append(use_fast_accum))
+    one, codes = torch.ones(1), mock.Mock(is_cuda=True)
+    native.per_tensor(codes, one, codes, one, torch.bfloat16, None, fast)
+    assert said == [fast]
 
 
 def calls_of(fast: Accumulation, inside: int, outside: int) -> tuple[Call, Call, Call]:
