@@ -50,7 +50,7 @@ def _device_facts(device: torch.device) -> tuple[tuple[int, int], tuple[int, int
 
 def _per_tensor(a: Format, b: Format, device: torch.device) -> Support:
     if device.type == "cpu":
-        return True, "torch.matmul in fp32, which holds FP8 codes and their products exactly"
+        return True, "torch.matmul in fp64, whose sums of E4M3 products are exact"
     capability, _ = _device_facts(device)
     if "e5m2" == a.element == b.element:
         return False, "cuBLASLt has no E5M2 by E5M2 product"

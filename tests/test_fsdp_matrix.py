@@ -113,7 +113,7 @@ def alive() -> tuple[int, int]:
     """Tensors, and the bytes of their storages."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
-    plain = [each.untyped_storage() for each in tensors if type(each) is Tensor]
+    plain = [each.untyped_storage() for each in tensors if type(each) is Tensor and each.layout == torch.strided]
     return len(tensors), sum({storage._cdata: storage.size() for storage in plain}.values())
 
 

@@ -26,6 +26,7 @@ from minifloat.distributed import Group, ShardMap, parallelize, set_overlap, sym
 from minifloat.distributed.tensor_parallel import Overlap, TensorParallel
 from minifloat.formats import IDENTITY, ROWWISE, Format
 from minifloat.functional import count_gemms
+from minifloat.kernels.matmul import native
 from minifloat.nn import LayerNormMLP
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
@@ -65,8 +66,7 @@ def scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor 
     assert a.is_contiguous() and a.dtype.itemsize == b.dtype.itemsize == 1  # b is K-major where it is on a GPU
     assert b.shape[0] % 16 == b.shape[1] % 16 == 0 and scale_a.numel() == scale_b.numel() == 1
     assert bias is None or bias.dtype == out in (torch.bfloat16, torch.float16)
-    result: Tensor = torch._scaled_mm(a, b, scale_a.reshape(()), scale_b.reshape(()), bias, None, out, fast)
-    return result
+    return native.per_tensor(a, scale_a, b.t(), scale_b, out, bias, fast)
 
 
 def all_gather_matmul(a: Tensor, bs: list[Tensor], dim: int, group_name: str, *, return_A: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""``torch``'s own matmuls: the scaled ones of cuBLASLt on a GPU, that of fp32 on a CPU.
+"""``torch``'s own matmuls: the scaled ones of cuBLASLt on a GPU, that of fp64 on a CPU.
 
 Codes are stored in the [M, K] layout. What a library wants beyond that, K-major operands and sizes in multiples of 16,
 is prepared here: a byte transpose, and zero codes as padding, which add nothing to a product.
@@ -35,11 +35,12 @@ def per_tensor(
 ) -> Tensor:
     """``a`` [m, k] times ``b`` [n, k] transposed, one scale each.
 
-    On a CPU the codes are multiplied as fp32, which holds them and their products exactly: ``torch._scaled_mm`` takes
-    500 times as long there where oneDNN has no FP8 instructions (575 ms for 128 x 256 x 256 on Sapphire Rapids).
+    On a CPU the codes are multiplied as fp64, whose sums of E4M3 products are exact: the result depends neither on the
+    number of threads nor on how a product is split. ``torch._scaled_mm`` takes hundreds of times as long there, where
+    oneDNN has no FP8 instructions (575 ms for 128 x 256 x 256 on Sapphire Rapids).
     """
     if not a.is_cuda:
-        product = (a.float() @ b.float().t()) * (a_scale * b_scale)
+        product = (a.double() @ b.double().t()).float() * (a_scale * b_scale)
         return (product if bias is None else product + bias.float()).to(out_dtype)
     result: Tensor = torch._scaled_mm(
         a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast
