@@ -21,7 +21,7 @@ def checkpoint_folder(out: Path, name: str) -> Path:
 
 def recipe_name(checkpoint: Checkpoint) -> str:
     """The recipe of a checkpoint of `minifloat train`; raises ValueError for one of a study's run."""
-    if "recipe" not in checkpoint.settings:
+    if not isinstance(checkpoint.settings.get("recipe"), str):
         raise ValueError(f"{checkpoint.path} is no checkpoint of `minifloat train`; a study's are for the study only")
     name: str = checkpoint.settings["recipe"]
     return name
@@ -134,10 +134,8 @@ def _saved_at(path: Path) -> dict[str, Checkpoint]:
 
 def _check_sizes(source: Checkpoint, settings: Mapping[str, Any]) -> None:
     """Raises ValueError where the weights are of another model; the context may be another."""
-    saved, given = (dict(each.get("model") or {}) for each in (source.settings, settings))
-    for each in (saved, given):
-        each.pop("context", None)
-    if saved != given:
+    saved, given = source.settings.get("model"), settings["model"]
+    if not isinstance(saved, Mapping) or {**saved, "context": None} != {**given, "context": None}:
         raise ValueError(
             f"{source.path} has the weights of a model with --model {source.settings.get('model')}, this command has "
             f"{settings['model']}; give the same sizes, and text of the same vocabulary"

@@ -332,8 +332,12 @@ def _check(path: Path, plain: dict[str, Any]) -> Checkpoint:
             f"{path} is of version {version!r:.20}, this minifloat reads {VERSION}; use the one of its time"
         )
     step, settings, values = plain["step"], plain["settings"], plain["values"]
-    if type(step) is not int or not isinstance(settings, dict) or not isinstance(values, dict):
+    if type(step) is not int or step < 1 or not isinstance(settings, dict) or not isinstance(values, dict):
         raise CheckpointError(f"{path / PLAIN} is damaged: its step, settings or values are none; {WAY_OUT}")
+    if NAME.fullmatch(path.name) and _number(path) != step:
+        raise CheckpointError(
+            f"{path} is of step {step}, which is not the one of its name; rename it, or copy it again"
+        )
     files = {name: Stored(**each) for name, each in plain["files"].items()}
     for name, stored in files.items():
         if not FILE.fullmatch(name) or (path / name).is_symlink():

@@ -69,12 +69,14 @@ def _join(name: str, parts: list[tuple[Place, Tensor]]) -> Tensor:
     shape, dtype = parts[0][0].shape, parts[0][1].dtype
     if sum(part.numel() for _, part in parts) != math.prod(shape):  # before memory is asked for
         raise ValueError(f"tensor {name!r:.80} of shape {shape!r:.80} is not complete")
-    whole = torch.empty(shape, dtype=dtype)
+    whole, filled = torch.empty(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
     for place, part in parts:
         if place.shape != shape or part.dtype != dtype or part.ndim != len(shape) or len(place.start) != len(shape):
             raise ValueError(f"the parts of tensor {name!r:.80} are of different ones")
-        target = whole
-        for dim, (start, size) in enumerate(zip(place.start, part.shape, strict=True)):
-            target = target.narrow(dim, start, size)
-        target.copy_(part)
+        for target, values in ((whole, part), (filled, True)):
+            for dim, (start, size) in enumerate(zip(place.start, part.shape, strict=True)):
+                target = target.narrow(dim, start, size)
+            target[...] = values
+    if not bool(filled.all()):
+        raise ValueError(f"the parts of tensor {name!r:.80} overlap, so that others are missing")
     return whole

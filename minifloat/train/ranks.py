@@ -236,9 +236,16 @@ class Ranks:
                 result[name] = self._shard(result[name], parameter)
         return result
 
+    def shape(self, parameter: Tensor) -> list[int]:
+        """The shape of the whole of a parameter."""
+        shape = list(parameter.shape)
+        if sharded(parameter):
+            shape[dim(parameter)] *= self.tp.size
+        return shape
+
     def numel(self, parameter: Tensor) -> int:
         """Elements of the whole of a parameter."""
-        return parameter.numel() * (self.tp.size if sharded(parameter) else 1)
+        return math.prod(self.shape(parameter))
 
     def _is_part(self, tensor: Tensor, parameter: Tensor) -> bool:
         return self.tp.size > 1 and sharded(parameter) and tensor.shape == parameter.shape
@@ -273,7 +280,7 @@ def fill_normal(parameter: Tensor, std: float, generator: torch.Generator, ranks
     if ranks.tp.size == 1 or not sharded(parameter):
         parameter.normal_(std=std, generator=generator)
         return
-    shape = list(parameter.shape)
-    shape[dim(parameter)] *= ranks.tp.size
-    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device).normal_(std=std, generator=generator)
+    whole = torch.empty(ranks.shape(parameter), dtype=parameter.dtype, device=parameter.device).normal_(
+        std=std, generator=generator
+    )
     parameter.copy_(whole.chunk(ranks.tp.size, dim(parameter))[ranks.tp.rank])

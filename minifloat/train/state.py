@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from minifloat.train.ranks import ALONE, Ranks
 from minifloat.train.run import Metrics
 from minifloat.train.saver import Saver
 from minifloat.train.weights import load_weights
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW has of a parameter
 
 
 @dataclass
@@ -51,7 +54,8 @@ class TrainState:
         model = self.ranks.parts(self.model.state_dict(), dict(self.model.named_parameters()))
         training = self._optimizer_tensors() | self._random() | {"history": history_tensor(self.history)}
         gemms = [[*key, count] for key, count in sorted(self.gemms.items())]
-        values = {"gemms": gemms, "peak_bytes": peak_bytes or 0}
+        unused = sorted(set(self._parameter_names()) - set(self._optimizer_states()))
+        values = {"gemms": gemms, "peak_bytes": peak_bytes or 0, "unused": unused}
         return saver.save(self.step, model, self.ranks.parts(training, self._of_optimizer()), values)
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -60,17 +64,18 @@ class TrainState:
         model = checkpoint.model_state()
         try:
             self.model.load_state_dict(self.ranks.part(model, parameters))
-            self._load_optimizer(training)
+            self._load_optimizer(training, checkpoint.values.get("unused", []))
             self._set_random(training)
             self.history = read_history(training["history"])
-            self.gemms = Counter({Gemm(*key): count for *key, count in checkpoint.values["gemms"]})
-            self.peak_bytes = int(checkpoint.values["peak_bytes"])
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            self.gemms = Counter({Gemm(*map(str, key)): index(count) for *key, count in checkpoint.values["gemms"]})
+            self.peak_bytes = index(checkpoint.values["peak_bytes"])
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise CheckpointError(
                 f"{checkpoint.path} does not fit the model: {type(error).__name__}: {error}; resume with the options "
                 "that it was trained with"
             ) from error
-        if [metrics.step for metrics in self.history] != list(range(1, checkpoint.step + 1)):
+        steps = [metrics.step for metrics in self.history]
+        if len(steps) != checkpoint.step or steps != list(range(1, len(steps) + 1)):
             raise CheckpointError(f"{checkpoint.path} is of step {checkpoint.step}, but its history is another's")
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
@@ -113,23 +118,34 @@ class TrainState:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
+        """By the parameter's name; a parameter that has never had a gradient, as an expert without tokens, has none."""
+        names = self._parameter_names()
+        return {names[i]: state for i, state in self.optimizer.state_dict()["state"].items()}
+
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        names, states = self._parameter_names(), self.optimizer.state_dict()["state"]
-        return {f"optimizer/{names[i]}/{key}": value for i, state in states.items() for key, value in state.items()}
+        states = self._optimizer_states()
+        return {f"optimizer/{name}/{key}": value for name, state in states.items() for key, value in state.items()}
 
     def _of_optimizer(self) -> dict[str, Tensor]:
         """The parameter of each of the optimizer's tensors."""
-        names, states = self._parameter_names(), self.optimizer.state_dict()["state"]
-        parameters = dict(self.model.named_parameters())
-        return {f"optimizer/{names[i]}/{key}": parameters[names[i]] for i, state in states.items() for key in state}
+        states, parameters = self._optimizer_states(), dict(self.model.named_parameters())
+        return {f"optimizer/{name}/{key}": parameters[name] for name, state in states.items() for key in state}
 
-    def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+    def _load_optimizer(self, tensors: dict[str, Tensor], unused: list[str]) -> None:
+        """Raises ValueError for tensors that are not AdamW's: its fused kernel would write beyond smaller ones."""
         states: dict[int, dict[str, Tensor]] = {}
         parameters = dict(self.model.named_parameters())
         for i, name in enumerate(self._parameter_names()):
-            prefix = f"optimizer/{name}/"
-            state = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
-            states[i] = self.ranks.part(state, dict.fromkeys(state, parameters[name]))
+            if name in unused:
+                continue
+            parameter, state = parameters[name], {key: tensors[f"optimizer/{name}/{key}"] for key in MOMENTS}
+            for key, tensor in state.items():
+                shape, dtype = ([], torch.float32) if key == "step" else (self.ranks.shape(parameter), parameter.dtype)
+                if list(tensor.shape) != shape or tensor.dtype != dtype:
+                    found = f"{tensor.dtype} of shape {list(tensor.shape)}"
+                    raise ValueError(f"optimizer/{name}/{key} is {found}, not {dtype} of {shape}")
+            states[i] = self.ranks.part(state, dict.fromkeys(state, parameter))
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
 
 
