@@ -16,6 +16,7 @@ from minifloat.train.run import TrainConfig
 
 STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of the optimizer, fp32
 GIB = 2**30
+DEFAULT = "tiny"
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,19 @@ class OwnSizes:
         return replace(base, **{name: value for name, value in given.items() if value is not None})
 
 
-def sizes_of(model: str, own: OwnSizes, hf: Path | None = None) -> ModelConfig | HuggingFace:
+def sizes_of(model: str | None, own: OwnSizes, hf: Path | None = None) -> ModelConfig | HuggingFace:
     """The sizes of the named model, with one's own, or a model of transformers.
 
     Raises ValueError for what cannot be.
     """
     if hf is not None:
-        if own != OwnSizes(context=own.context):
-            raise ValueError(f"--hf {hf} has sizes of its own; leave --layers, --hidden and --heads out")
+        if own != OwnSizes(context=own.context) or model is not None:
+            raise ValueError(
+                f"--hf {hf} has sizes of its own; leave --model, --layers, --hidden, --heads, --kv-heads and "
+                "--mlp-hidden out"
+            )
         return HuggingFace.read(hf, own.context)
+    model = DEFAULT if model is None else model
     if model not in MODELS:
         raise ValueError(
             f"--model: there is no model {model!r}; choose from {', '.join(MODELS)}, or give sizes of your own with "

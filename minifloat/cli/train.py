@@ -13,7 +13,7 @@ from minifloat.cli.observe import tensorboard_class
 from minifloat.cli.out import claimed, output_optional
 from minifloat.cli.ranks import PATIENCE, TIMEOUT, from_first, joined
 from minifloat.cli.resume import check_runs, choose, choose_folder
-from minifloat.cli.sizes import OwnSizes, check_memory, sizes_of
+from minifloat.cli.sizes import DEFAULT, OwnSizes, check_memory, sizes_of
 from minifloat.cli.train_job import (
     BF16,
     MAX_GAP,
@@ -44,7 +44,7 @@ def train(
     against: Annotated[
         str | None, typer.Option(help="a second recipe, from the same start on the same batches, such as bf16")
     ] = None,
-    model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "tiny",
+    model: Annotated[str | None, typer.Option(help=f"one of {', '.join(MODELS)}; default: {DEFAULT}")] = None,
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 120,
     hf: Annotated[
         Path | None, typer.Option(help="in place of --model: a transformers config.json, or a folder with weights too")
@@ -132,6 +132,8 @@ def train(
                 names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, check_ranks,
                 tp_overlap,
             )  # fmt: skip
+        if hf is not None and ranks.first:
+            typer.echo(f"model: {sizes}")
         if start.weights:
             typer.echo(f"another run, from the weights of {resume_from}, which had {start.difference}")
         runs = run_or_stop(job)

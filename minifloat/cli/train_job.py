@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import typer
 
-from minifloat.cli import device_name
+from minifloat.cli import device_name, user_errors
 from minifloat.cli.observe import Observer, observers
 from minifloat.cli.ranks import launcher
 from minifloat.cli.resume import Start, checkpoint_folder, resume_command
@@ -131,7 +131,8 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
         watched = observers(job.out, job.names, job.config.steps, job.corpus.unit, job.tensorboard)
         observer = seen.enter_context(watched) if job.ranks.first else unobserved
         for name in job.names:
-            model = job.model.make(recipe_of(name), job.config.seed, job.ranks)
+            with user_errors():
+                model = job.model.make(recipe_of(name), job.config.seed, job.ranks)
             set_overlap(model, job.tp_overlap)
             if job.check_ranks:
                 set_check(model)

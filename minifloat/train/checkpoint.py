@@ -131,6 +131,7 @@ class Checkpoint:
             saved, given = self.settings.get(name), settings.get(name)
             if saved != given and name != EXTENDED:
                 label = f"--{name.replace('_', '-')}" if name in OPTIONS else name.replace("_", " ")
+                label, saved, given = _innermost(label, saved, given)
                 return f"{label} {_show(saved)}, this command has {_show(given)}"
         return None
 
@@ -404,6 +405,18 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _innermost(label: str, saved: Any, given: Any) -> tuple[str, Any, Any]:
+    """Of two configurations of transformers, which have dozens of entries, the first entry that differs."""
+    if not all(isinstance(each, dict) and "transformers" in each for each in (saved, given)):
+        return label, saved, given
+    label = "--hf"
+    while isinstance(saved, dict) and isinstance(given, dict):
+        name = next(name for name in [*given, *saved] if saved.get(name) != given.get(name))
+        label += "" if name == "transformers" else f" {name}"
+        saved, given = saved.get(name), given.get(name)
+    return label, saved, given
 
 
 def _show(value: Any) -> str:
