@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections.abc as abc
 import functools
 import inspect
+import math
 import reprlib
 import sys
 import types
@@ -249,7 +250,10 @@ def _home(kind: type) -> str:
 
 
 def _finite(value: Any) -> bool:
-    return bool(abs(value) <= sys.float_info.max)
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        return False
 
 
 def _is_subclass(value: Any, kind: Any) -> bool:

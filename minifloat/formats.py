@@ -158,9 +158,9 @@ def _spell(fmt: Format) -> str:
     parts = [fmt.element, blocks, fmt.scale_rule]
     parts += [part for part in (fmt.transform, fmt.rounding) if part not in ("none", "nearest")]
     if fmt.amax_epsilon:
-        parts.append(f"eps={fmt.amax_epsilon!r}")
+        parts.append(f"eps={float(fmt.amax_epsilon)!r}")
     if fmt.block_scale_max != 448.0:
-        parts.append(f"max={fmt.block_scale_max!r}")
+        parts.append(f"max={float(fmt.block_scale_max)!r}")
     return "/".join(parts + ["amax_per_row"] * fmt.amax_per_row)
 
 

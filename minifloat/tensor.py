@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minifloat import tensor_ops
+from minifloat.arguments import shown
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import DTYPES, Amaxes, Quantizer, as_matrix
@@ -385,6 +386,7 @@ class QuantizedTensor(torch.Tensor):
         """This tensor without its graph. Values that are assigned are quantized into its memory, not shared with it.
 
         Raises:
+            TypeError: they are no floating-point tensor.
             ValueError: they have another shape, or are on another device.
         """
         alone: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
@@ -392,6 +394,8 @@ class QuantizedTensor(torch.Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            raise TypeError(f"a QuantizedTensor's data is set to {shown(values)}; a floating-point tensor is needed")
         if values.device != self.device:
             raise ValueError(
                 f"a QuantizedTensor on {self.device} cannot take data from {values.device}; move it as in "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction as Rational
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import minifloat
+from minifloat import DotProductAttention, Float8CurrentScaling, LayerNorm, Linear
 from minifloat.arguments import Accepts, Count, Device, Fraction, PositiveFloat, Size, check_value, checked, shown
 from minifloat.recipe import Format, RecipeLike
 from minifloat.tensor import quantize
@@ -288,3 +291,18 @@ def test_histories_of_another_shape_are_refused(key: str, value: Any, fresh: boo
     layer = minifloat.Linear(8, 8, recipe=None if fresh else "delayed")
     layer.load_state_dict(state | {"forward_scaling.amax_history": torch.ones(7, 3)})
     assert layer.forward_scaling.amax_history.shape == (7, 3)
+
+
+def test_numbers_of_numpy_and_fractions_are_numbers() -> None:
+    """Where they are accepted, they work."""
+    epsilon = Float8CurrentScaling(amax_epsilon=np.float32(0.5))  # type: ignore[arg-type]
+    x = torch.randn(4, 16)
+    expected = Linear(16, 8, recipe=Float8CurrentScaling(amax_epsilon=0.5))
+    for recipe in (epsilon, Float8CurrentScaling(amax_epsilon=Rational(1, 2))):  # type: ignore[arg-type]
+        layer = Linear(np.int64(16), np.int64(8), recipe=recipe)  # type: ignore[arg-type]
+        layer.load_state_dict(expected.state_dict())
+        assert torch.equal(layer(x), expected(x))
+    assert torch.equal(LayerNorm(np.int64(16))(x), LayerNorm(16)(x))  # type: ignore[arg-type]
+    assert DotProductAttention(4, np.int64(8)).kv_channels == (8, 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="amax_epsilon is 1000000"):
+        Float8CurrentScaling(amax_epsilon=10**400)

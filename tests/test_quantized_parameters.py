@@ -787,6 +787,16 @@ def test_a_write_between_forward_and_backward_is_noticed(name: str, write: str) 
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("values", [[1.0], None, torch.ones(16, 16, dtype=torch.int32)])
+def test_data_that_is_no_tensor_of_values_is_refused(values: Any) -> None:
+    with quantized_model_init(recipe="current"):
+        weight = Linear(16, 16).weight
+    before = weight.dequantize()  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"data is set to .*; a floating-point tensor is needed"):
+        weight.data = values
+    assert torch.equal(weight.dequantize(), before)  # type: ignore[operator]
+
+
 @each_recipe
 def test_assigning_data(name: str) -> None:
     """``weight.data = values``, ``+=`` and ``vector_to_parameters`` quantize into the memory of the codes."""

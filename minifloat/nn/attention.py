@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -75,7 +76,7 @@ class DotProductAttention(nn.Module):
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.kv_channels = (
-            (kv_channels, kv_channels) if isinstance(kv_channels, int) else (kv_channels[0], kv_channels[1])
+            (kv_channels, kv_channels) if isinstance(kv_channels, int | Integral) else (kv_channels[0], kv_channels[1])
         )
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -33,7 +34,7 @@ class _Norm(nn.Module):
         device: Device | None = None,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = (int(normalized_shape),) if isinstance(normalized_shape, int | Integral) else tuple(normalized_shape)
         if not shape:
             raise ValueError(f"{type(self).__name__}: normalized_shape is {normalized_shape}; give one or more sizes")
         self.normalized_shape = shape
