@@ -198,6 +198,7 @@ class QuantizedTensor(torch.Tensor):
             cls, tuple(shape), strides=None if stride is None else tuple(stride), dtype=dtype,
             device=operands.any.codes.device,
         )  # fmt: skip
+        tensor_ops.refuse_data_pointer(self)
         rowwise, columnwise = operands
         self._operands, self._outside, self._wholes = operands, (), ()
         self.quantizer = quantizer.with_usage(rowwise=rowwise is not None, columnwise=columnwise is not None)
@@ -280,6 +281,10 @@ class QuantizedTensor(torch.Tensor):
         if values.shape == self.shape and self.is_contiguous():
             return values
         return values.contiguous().as_strided(self.shape, self.stride())
+
+    def data_ptr(self) -> int:
+        """0, by which PyTorch's Python code knows a tensor without memory of its own; to C++ code it raises."""
+        return 0
 
     def share_memory_(self) -> Self:
         """Moves codes and scales to shared memory, as ``Tensor.share_memory_`` does."""

@@ -97,6 +97,9 @@ def test_parameters_and_subclasses_are_tensors() -> None:
     assert torch.isfinite(layer(first(dense, fp8_output=True))).all()
 
 
+CUSTOM_ERROR = "_set_storage_data_ptr_access_error_msg"  # PyTorch 2.14
+
+
 def pytorchs_plan(rank: int, size: int, recipe: str | None) -> list[str]:
     mesh = init_device_mesh("cpu", (size,))
     found = []
@@ -138,3 +141,28 @@ def communicated(rank: int, size: int) -> None:
 def test_collectives_of_quantized_parameters(worker_pool: Pools) -> None:
     """They were done on a copy of the values, and lost."""
     worker_pool(2).run(communicated)
+
+
+def scattered(rank: int, size: int) -> None:
+    with minifloat.quantized_model_init(recipe="mxfp8"):
+        layer = minifloat.Linear(64, 64)
+    assert isinstance(layer.weight, minifloat.QuantizedTensor)
+    mesh = init_device_mesh("cpu", (size,))
+    with pytest.raises(
+        ValueError, match=r"Linear\(64, 64\): PyTorch's parallelize_module .*quantized weights; use mini"
+    ):
+        parallelize_module(layer, mesh, ColwiseParallel())
+    refused = "no memory of its values; read t.deq" if hasattr(torch._C, CUSTOM_ERROR) else "data pointer of Tensor"
+    group = dist.new_group()
+    if rank == 0:  # raises before it communicates
+        with pytest.raises(RuntimeError, match=refused):
+            dist.scatter(torch.zeros(32, 64), list(layer.weight.detach().chunk(size)), src=0, group=group)
+    plain = minifloat.Linear(64, 64)
+    parallelize_module(plain, mesh, ColwiseParallel())
+    with pytest.raises(RuntimeError, match="should only be called once"):
+        parallelize_module(plain, mesh, ColwiseParallel())
+
+
+def test_scatter_of_quantized_parameters(worker_pool: Pools) -> None:
+    """The dispatcher does not see tensors within lists of lists, and C++ read their null pointers."""
+    worker_pool(2).run(scattered)

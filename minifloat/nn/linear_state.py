@@ -61,6 +61,24 @@ class LinearState(LinearParameters):
         check_value(self._label, "recipe", recipe, RecipeLike | None)
         self._recipe = own_recipe(recipe)
 
+    @property
+    def _distribute_module_applied(self) -> bool:
+        """PyTorch's ``parallelize_module`` and ``distribute_module`` read and set it, on every rank.
+
+        Raises:
+            ValueError: a weight is quantized, which they would scatter as if it had the memory of its values.
+        """
+        if self._quantized_rows():
+            raise ValueError(
+                f"{self._label}: PyTorch's parallelize_module and distribute_module do not split quantized weights; "
+                "use minifloat.distributed.parallelize, or parallel_mode='column' or 'row'"
+            )
+        return bool(self.__dict__.get("_is_distributed", False))
+
+    @_distribute_module_applied.setter
+    def _distribute_module_applied(self, applied: bool) -> None:
+        self.__dict__["_is_distributed"] = applied
+
     def _init_state(self, recipe: RecipeLike | None, name: str) -> None:
         """Everything that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
         state: dict[str, Any] = {
