@@ -118,13 +118,13 @@ class Recipe:
         """A plain dict of strings, numbers and dicts, which :func:`from_dict` reads back; functions are their names."""
         return {"recipe": type(self).__name__} | {f.name: _plain(getattr(self, f.name), f.name) for f in fields(self)}  # type: ignore[arg-type]
 
-    def _check(self, fp8_format: Format | None = None) -> None:
-        """What all recipes ask of their common fields together."""
-        for name in ("fp8_dpa", "fp8_mha"):
-            if getattr(self, name, False):
-                raise ValueError(
-                    f"{type(self).__name__}: {name} is True; attention runs in high precision, leave it False"
-                )
+    def _check(self, fp8_format: Format | None = None, /, **unused: str) -> None:
+        """What all recipes ask of their common fields. ``unused``: why other fields keep their defaults, by name."""
+        attention = dict.fromkeys(("fp8_dpa", "fp8_mha"), "attention runs in high precision")
+        for name, why in (attention | unused).items():
+            value, default = getattr(self, name, None), getattr(type(self), name, None)
+            if value != default:
+                raise ValueError(f"{type(self).__name__}: {name} is {value}; {why}, leave it at {default}")
         if fp8_format in (Format.E5M2, Format.E2M1):
             raise ValueError(
                 f"{type(self).__name__}(fp8_format=Format.{fp8_format.name}): forward tensors need E4M3; "
@@ -298,9 +298,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        self._check(self.fp8_format)
-        if self.margin:
-            raise ValueError(f"MXFP8BlockScaling: margin is {self.margin}; scales of blocks have no margin, leave it 0")
+        self._check(self.fp8_format, margin="scales of blocks have no margin")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         tile = self.enable_2d_quantization and role.tensor_type == "weight"
@@ -409,7 +407,8 @@ class CustomRecipe(Recipe):
         qfactory: called with a :class:`QuantizerRole`, once for each role of a module and recipe object; returns a
             ``Quantizer`` (``Quantizer.identity()`` for high precision, ``Quantizer.hybrid(...)`` for a format for each
             orientation) or a :class:`DelayedScalingRequest`. A module-level function, if the recipe is to be pickled.
-        quantization_alignment: as Transformer Engine's; no layer pads groups of rows yet, so that it must be 128.
+        fp8_format, quantization_alignment: as Transformer Engine's, and unused: the factory decides on the formats, and
+            no layer pads groups of rows yet. They keep their defaults.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
@@ -420,12 +419,7 @@ class CustomRecipe(Recipe):
     quantization_alignment: int = 128
 
     def __post_init__(self) -> None:
-        self._check()
-        if self.quantization_alignment != 128:
-            raise ValueError(
-                f"CustomRecipe: quantization_alignment is {self.quantization_alignment}; no layer pads groups of rows, "
-                "leave it at 128"
-            )
+        self._check(fp8_format="qfactory decides on the formats", quantization_alignment="no layer pads groups of rows")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return self.resolve(role)[0]

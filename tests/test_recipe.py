@@ -299,7 +299,6 @@ nvfp4_recipes = st.builds(
 custom_recipes = st.builds(
     CustomRecipe,
     st.just(by_tensor),
-    fp8_format=st.sampled_from(list(ElementFormat)),
     backward_override=override,
 )
 any_recipe = st.one_of(delayed_recipes, current_recipes, block_recipes, mx_recipes, nvfp4_recipes, custom_recipes)
@@ -436,6 +435,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (NVFP4, {"nvfp4_4over6_err_mode": "MAX"}, "nvfp4_4over6_err_mode is 'MAX'"),
     (NVFP4, {"fp4_format": E4M3}, "fp4_format"),
     (NVFP4, {"fp8_format": HYBRID}, "fp8_format"),
+    (CustomRecipe, {"qfactory": by_tensor, "fp8_format": E4M3}, "fp8_format is Format.E4M3; qfactory decides"),
     (CustomRecipe, {"qfactory": by_tensor, "quantization_alignment": 0}, "quantization_alignment is 0"),
     (CustomRecipe, {"qfactory": by_tensor, "quantization_alignment": 32}, "quantization_alignment is 32"),
     (MXFP8BlockScaling, {"margin": 1}, "margin is 1"),
