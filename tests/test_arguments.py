@@ -177,6 +177,28 @@ def test_the_recipe_of_a_layer_may_be_assigned() -> None:
     assert layer.recipe is None
 
 
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"])
+def test_the_recipe_of_a_layer_of_linears_may_be_assigned(kind: str) -> None:
+    """It used to be an attribute that no linear read."""
+    sizes = (64, 4) if kind == "MultiheadAttention" else (64, 64, 4) if kind == "TransformerLayer" else (64, 64)
+    make = getattr(minifloat, kind)
+    layer, own = make(*sizes).eval(), make(*sizes, recipe="mxfp8").eval()  # without dropout
+    own.load_state_dict(layer.state_dict())
+    layer.recipe = "mxfp8"
+    assert layer.recipe == own.recipe == minifloat.MXFP8BlockScaling()
+    x = torch.randn(32, 2, 64)
+    assert torch.equal(layer(x), own(x))
+    linears = [each for each in layer.modules() if isinstance(each, minifloat.Linear)]
+    with pytest.raises(TypeError, match=rf"{kind}: recipe is 7"):
+        layer.recipe = 7
+    linears[-1].recipe = "none"
+    if len(linears) > 1:
+        with pytest.raises(ValueError, match=rf"{kind}: its linears have different recipes.*MXFP8.*'none'"):
+            layer.recipe  # noqa: B018
+    layer.recipe = None
+    assert [each.recipe for each in linears] == [None] * len(linears)
+
+
 def _as(source: nn.Module, layer: minifloat.Linear) -> minifloat.Linear:
     layer.load_state_dict(source.state_dict())
     return layer

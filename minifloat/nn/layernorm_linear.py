@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +16,7 @@ from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import (
+    LayerOfLinears,
     Normalization,
     add_residual,
     call_alone,
@@ -30,7 +31,7 @@ from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import parallel_of
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(LayerOfLinears):
     """Y = norm(X) W^T + b, where the norm hands the linear codes and keeps no high-precision result.
 
     Its parts are the modules ``norm`` and ``linear``, and what it computes is what they compute one after the other,

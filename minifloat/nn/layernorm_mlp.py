@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +20,7 @@ from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import (
+    LayerOfLinears,
     Normalization,
     add_residual,
     call_alone,
@@ -36,7 +37,7 @@ from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(LayerOfLinears):
     """Y = act(norm(X) W1^T + b1) W2^T + b2, where norm and activation hand the linears codes.
 
     Its parts are the modules ``norm``, ``fc1`` and ``fc2``; what it computes is what they compute one after the other,

@@ -31,7 +31,7 @@ from minifloat.nn.multihead_parts import (
     own_heads,
 )
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.parts import Normalization, call_alone, call_on_stream, make_norm, part_name
+from minifloat.nn.parts import LayerOfLinears, Normalization, call_alone, call_on_stream, make_norm, part_name
 from minifloat.nn.rope import apply_rotary_pos_emb
 from minifloat.nn.sharding import tensor_parallel
 from minifloat.recipe import RecipeLike
@@ -39,7 +39,7 @@ from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(LayerOfLinears):
     """Y = attention(X Wq^T, X Wk^T, X Wv^T) Wo^T, with grouped queries, rotary positions and norms where asked for.
 
     Its parts are ``qkv`` (rows of the weight: all query heads, then all key heads, then all value heads; in cross

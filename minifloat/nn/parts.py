@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from minifloat import finite
-from minifloat.arguments import Accepts, Device
+from minifloat.arguments import Accepts, Device, check_value
 from minifloat.autocast import checks_finite
 from minifloat.functional.amp import autocast_dtype
 from minifloat.nn.linear import Linear
 from minifloat.nn.norm import LayerNorm, RMSNorm
+from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
 from minifloat.recompute import parallel_of
 from minifloat.tensor import QuantizedTensor
 
@@ -42,6 +43,35 @@ def part_name(name: str | None, part: str) -> str:
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Some of them requires a gradient."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+class LayerOfLinears(nn.Module):
+    """A layer whose parameters and recipes are those of the linears in it."""
+
+    @property
+    def recipe(self) -> OwnRecipe:
+        """That of all its linears, as :attr:`minifloat.Linear.recipe`; assigning one gives it to each of them.
+
+        Raises:
+            ValueError: it is read, and they have different ones.
+        """
+        recipes = {name: linear.recipe for name, linear in self._linears().items()}
+        first = next(iter(recipes.values()), None)
+        if any(recipe != first for recipe in recipes.values()):
+            raise ValueError(
+                f"{type(self).__name__}: its linears have different recipes, read those of the parts: {recipes}"
+            )
+        return first
+
+    @recipe.setter
+    def recipe(self, recipe: RecipeLike | None) -> None:
+        check_value(type(self).__name__, "recipe", recipe, RecipeLike | None)
+        own = own_recipe(recipe)
+        for linear in self._linears().values():
+            linear.recipe = own
+
+    def _linears(self) -> dict[str, Linear]:
+        return {name: module for name, module in self.named_modules() if isinstance(module, Linear)}
 
 
 # ---- a part that is called ----

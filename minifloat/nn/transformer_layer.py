@@ -27,12 +27,12 @@ from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.parts import Normalization, call_on_stream, part_name
+from minifloat.nn.parts import LayerOfLinears, Normalization, call_on_stream, part_name
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(LayerOfLinears):
     """X + attention(norm(X)), to which MLP(norm(that)) is added; each result through dropout before it is added.
 
     Its parts are ``self_attention``, in a decoder ``inter_attention``, ``layernorm_mlp`` and ``dropout``.
