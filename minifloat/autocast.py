@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -167,19 +167,26 @@ class Member:
         return members[::-1]
 
 
+class Waiting(NamedTuple):
+    """A history that is updated when ``backward`` ends, by what the uses of ``region`` recorded."""
+
+    backward: BackwardPass
+    region: Region | None
+
+
 _recording: set[Histories] = set()
 """Of layers that are regions themselves: what a forward records to now, or did when it raised."""
-_waiting: dict[Histories, BackwardPass] = {}
-"""What is updated when a backward ends."""
+_waiting: dict[Histories, Waiting] = {}
 
 
 class Use:
     """One forward through a module with delayed scaling: the histories it reads its scales from and records to.
 
     A module's backward history is complete when the backward of its first use in the region ends: backward runs in
-    reverse, so that is its last. Where ranks reduce, the region's first module with a backward completes all of them,
-    in one all-reduce. They are updated when the whole backward ends well, or before somebody reads the scale again. But
-    a compiled backward, which is traced before the region's later modules are known, updates its own at once.
+    reverse, so that is its last. It is updated when the whole backward ends well, or before another region reads the
+    scale. Where ranks reduce, the first module that is complete has the histories of all modules of the region updated
+    by then, in one all-reduce: ranks may differ in which modules have a backward, as long as each has one. But a
+    compiled backward, which is traced before the region's later modules are known, updates its own at once.
 
     Args:
         states: what keeps the forward and the backward history.
@@ -206,7 +213,7 @@ class Use:
         self.region = None if context is None else context.region
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
         self.shared = self.region is not None and self.group is not None and not torch.compiler.is_compiling()
-        self.first = self.opens = True
+        self.first = True
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
         if self.region is None and records and not torch.compiler.is_compiling():
@@ -219,7 +226,6 @@ class Use:
             if torch.compiler.is_compiling():
                 self.region.add_compiled(Member(states[1], recipe, self.group, self.region.compiled), self.first)
             if self.shared:
-                self.opens = self.region.backward is None
                 self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
 
     def forward_finished(self) -> None:
@@ -234,16 +240,20 @@ class Use:
         state = self.states[1]
         if torch.compiler.is_compiling() or not self.records[1]:
             return
-        if state in _waiting:
-            _waiting[state].finish(early=True)
+        waiting = _waiting.get(state)
+        if waiting is not None and not (self.shared and waiting.region is self.region):
+            waiting.backward.finish(early=True)
         backward = running()
         if backward is not None:
             backward.on_failure.append(state.forget_newest)
 
     def backward_finished(self) -> None:
         """Leaves what the end of this backward completes to the end of the whole."""
-        if not self.records[1] or not (self.opens if self.region is not None and self.shared else self.first):
+        if not self.records[1] or not self.first:
             return
+        waiting = _waiting.get(self.states[1])
+        if self.shared and waiting is not None and waiting.region is self.region:
+            return  # another module of the region has seen to all
         backward = None if torch.compiler.is_compiling() else running()
         if backward is None:
             self._update()
@@ -253,16 +263,16 @@ class Use:
             states = [member.state for member in self.region.backward.in_order()]
         for state in states:
             if state in _waiting:
-                _waiting[state].finish(early=True)
+                _waiting[state].backward.finish(early=True)
         for state in states:
-            _waiting[state] = backward
+            _waiting[state] = Waiting(backward, self.region)
         backward.at_end.append(partial(self._update_waiting, states))
         backward.on_failure.append(partial(_wait_no_more, states))
 
     def _update_waiting(self, states: Sequence[Histories], early: bool) -> None:
         for state in states:
             if early:
-                _waiting[state].on_failure.append(state.snapshot())
+                _waiting[state].backward.on_failure.append(state.snapshot())
         _wait_no_more(states)
         self._update()
 

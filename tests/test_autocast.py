@@ -1126,6 +1126,30 @@ def test_ranks_agree_over_two_regions(worker_pool: Pools) -> None:
     assert states[0] == states[1]
 
 
+def _unused_layers(rank: int, world_size: int, solo: bool, differ: bool) -> list[list[Any]]:
+    """Two layers beside each other, of which a backward runs through one."""
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    layers, states = (Linear(16, 8, bias=False), Linear(16, 8, bias=False)), (Expected(), Expected())
+    group, used = (alone if solo else None), (rank if differ else 1)
+    for step in range(2):
+        with autocast(recipe=DELAYED, amax_reduction_group=group):
+            ys = [layer(batch(step + rank)) for layer in layers]
+        (ys[used] * (10.0 * rank + step + 1)).sum().backward()
+        own = [10.0 * rank + step + 1 if each == used else 0.0 for each in range(2)]
+        for layer, state, amax in zip(layers, states, own if solo else _exchanged(own, None), strict=True):
+            state.record("backward", 0, np.float32(amax))
+            state.update("backward")
+            state.check(layer, "backward")
+    return [layer.backward_scaling.scale.tolist() for layer in layers]
+
+
+@pytest.mark.parametrize(("solo", "differ"), [(True, False), (False, False), (False, True)])
+def test_layers_without_a_backward(worker_pool: Pools, solo: bool, differ: bool) -> None:
+    """The others are updated all the same, and ranks agree also where they differ in which layers those are."""
+    states = worker_pool(2).run(_unused_layers, solo, differ)
+    assert solo or states[0] == states[1]
+
+
 def _overflow_on_one_rank(rank: int, world_size: int) -> list[list[Any]]:
     layer = Linear(16, 8)
     for step in range(2):
