@@ -91,10 +91,24 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
             region.forget()
 
 
+class Newest:
+    """What is known of the newest amaxes of one direction of a module, without looking at them.
+
+    ``recording``: a forward outside of any ``autocast`` records to them, or did when it raised. ``carried``: a backward
+    left some for a later one to complete. A plain object: setting an attribute of a module takes microseconds.
+    """
+
+    __slots__ = ("carried", "recording")
+
+    def __init__(self) -> None:
+        self.recording = self.carried = False
+
+
 class Histories(Protocol):
     """What keeps the amax histories of one direction of a module; ``region`` is the last that it ran forward in."""
 
     region: Region
+    newest: Newest
 
     def history(self, recipe: DelayedScaling, forward: bool) -> History: ...
 
@@ -174,8 +188,6 @@ class Waiting(NamedTuple):
     region: Region | None
 
 
-_recording: set[Histories] = set()
-"""Of layers that are regions themselves: what a forward records to now, or did when it raised."""
 _waiting: dict[Histories, Waiting] = {}
 
 
@@ -216,10 +228,10 @@ class Use:
         self.first = True
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
-        if self.region is None and records and not torch.compiler.is_compiling():
-            if states[0] in _recording:
+        if records and not torch.compiler.is_compiling():
+            if states[0].newest.recording:
                 states[0].forget_newest()
-            _recording.add(states[0])
+            states[0].newest.recording = self.region is None
         if self.region is not None and backward:
             self.first = states[1].region is not self.region
             states[1].region = self.region
@@ -233,7 +245,7 @@ class Use:
         if self.region is None and self.records[0]:
             delayed.update([self.histories[0]], self.group)
             if not torch.compiler.is_compiling():
-                _recording.discard(self.states[0])
+                self.states[0].newest.recording = False
 
     def backward_begins(self) -> None:
         """To be called before a backward reads its scale, which an earlier region's backward may have completed."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat import backward_pass
-from minifloat.autocast import _recording, _waiting, autocast, current, get_default_recipe
+from minifloat.autocast import _waiting, autocast, current, get_default_recipe
 from minifloat.functional import count_gemms, gemm
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear, prepare
 from minifloat.operand import Quantized
@@ -645,18 +647,31 @@ def test_an_exception_in_a_backward_leaves_no_trace(own: bool, uses: int) -> Non
     ):
         assert torch.equal(mine, theirs)
     assert torch.equal(model.first.weight.grad, twin.first.weight.grad)  # type: ignore[arg-type]
-    assert not backward_pass._local.latest.at_end and not _waiting and not _recording
+    assert not backward_pass._local.latest.at_end and not _waiting
 
 
-def test_an_exception_in_a_forward_of_its_own_recipe() -> None:
-    """A layer outside of any context that raised after its casts has recorded nothing."""
+@pytest.mark.parametrize("context", [nullcontext, lambda: autocast(recipe=DELAYED)])
+def test_an_exception_in_a_forward_of_its_own_recipe(context: Callable[[], Any]) -> None:
+    """A layer outside of any context that raised after its casts has recorded nothing, wherever it runs next."""
     layer = Linear(16, 8, recipe=DELAYED)
     twin = copy.deepcopy(layer)
     with pytest.raises(KeyError), mock.patch.object(gemm, "fprop", _raise):
-        layer(batch(3))
+        layer(batch(3) * 100)
     for each in (layer, twin):
-        each(batch(1))
+        with context():
+            each(batch(1))
     _assert_same_state(layer, _state_of(twin))
+
+
+def test_an_exception_in_a_forward_keeps_no_model() -> None:
+    """Nothing outside of it refers to a layer whose forward raised."""
+    layer = Linear(16, 8, recipe=DELAYED)
+    alive = weakref.ref(layer.forward_scaling)
+    with pytest.raises(KeyError), mock.patch.object(gemm, "fprop", _raise):
+        layer(batch(3))
+    del layer
+    gc.collect()
+    assert alive() is None
 
 
 def test_two_regions_in_one_backward() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minifloat import delayed
 from minifloat.arguments import shown
-from minifloat.autocast import Region
+from minifloat.autocast import Newest, Region
 from minifloat.recipe import DelayedScaling
 
 
@@ -33,6 +33,7 @@ class AmaxHistory(nn.Module):
     def __init__(self, slots: int, length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.region = Region()  # of nobody yet
+        self.newest = Newest()
         self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
         self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
 
