@@ -114,6 +114,8 @@ class Histories(Protocol):
 
     def forget_newest(self) -> None: ...
 
+    def newest_restorer(self) -> Callable[[], None]: ...
+
     def snapshot(self) -> Callable[[], None]: ...
 
 
@@ -257,7 +259,8 @@ class Use:
             waiting.backward.finish(early=True)
         backward = running()
         if backward is not None:
-            backward.on_failure.append(state.forget_newest)
+            state.newest.carried |= not self.first
+            backward.on_failure.append(state.newest_restorer() if state.newest.carried else state.forget_newest)
 
     def backward_finished(self) -> None:
         """Leaves what the end of this backward completes to the end of the whole."""
@@ -285,6 +288,8 @@ class Use:
         for state in states:
             if early:
                 _waiting[state].backward.on_failure.append(state.snapshot())
+            else:
+                state.newest.carried = False
         _wait_no_more(states)
         self._update()
 

@@ -650,6 +650,23 @@ def test_an_exception_in_a_backward_leaves_no_trace(own: bool, uses: int) -> Non
     assert not backward_pass._local.latest.at_end and not _waiting
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_exception_in_a_backward_keeps_what_an_earlier_one_recorded(loaded: bool) -> None:
+    """Of two uses in a region the second's backward ended well, and awaits the first's, which fails."""
+    layer, inputs = Linear(16, 8), [batch(i).requires_grad_() for i in range(2)]
+    with autocast(recipe=DELAYED):
+        first, second = map(layer, inputs)
+    (second * 7.0).sum().backward()
+    if loaded:
+        layer.load_state_dict(copy.deepcopy(layer.state_dict()))
+    before = _state_of(layer.backward_scaling)
+    assert layer.backward_scaling.amax_history[0].tolist() == [7.0, 0.0]
+    inputs[0].register_hook(_raise)
+    with pytest.raises(KeyError):
+        (first * 9.0).sum().backward(retain_graph=True)
+    _assert_same_state(layer.backward_scaling, before)
+
+
 @pytest.mark.parametrize("context", [nullcontext, lambda: autocast(recipe=DELAYED)])
 def test_an_exception_in_a_forward_of_its_own_recipe(context: Callable[[], Any]) -> None:
     """A layer outside of any context that raised after its casts has recorded nothing, wherever it runs next."""

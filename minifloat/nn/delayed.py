@@ -19,6 +19,17 @@ def history_length(saved: Any) -> int:
     return saved.shape[0] if isinstance(saved, Tensor) and saved.dim() == 2 else 0
 
 
+def _restorer(buffers: list[Tensor]) -> Callable[[], None]:
+    copies = [(buffer, buffer.clone()) for buffer in buffers]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for buffer, copy in copies:
+            buffer.copy_(copy)
+
+    return restore
+
+
 class AmaxHistory(nn.Module):
     """Scales and amaxes of one direction of a layer.
 
@@ -60,16 +71,13 @@ class AmaxHistory(nn.Module):
         """Drops what the step in progress has recorded."""
         self.amax_history[0].zero_()
 
+    def newest_restorer(self) -> Callable[[], None]:
+        """What brings the amaxes of the step in progress back to how they are now."""
+        return _restorer([self.amax_history[0]])
+
     def snapshot(self) -> Callable[[], None]:
         """What brings the buffers back to how they are now."""
-        copies = [(buffer, buffer.clone()) for buffer in (self.scale, self.amax_history)]
-
-        @torch.no_grad()
-        def restore() -> None:
-            for buffer, copy in copies:
-                buffer.copy_(copy)
-
-        return restore
+        return _restorer([self.scale, self.amax_history])
 
     @torch.no_grad()
     def drop_nonfinite(self) -> None:
@@ -103,6 +111,7 @@ class AmaxHistory(nn.Module):
         scales = state_dict.get(prefix + "scale")
         if isinstance(scales, Tensor) and not scales.is_meta and not (scales > 0).all():
             args[-1].append(f"{prefix}scale: {shown(scales)} has values that are not above 0; scales are")
+        self.newest.carried = True  # it may have been saved between two backward passes of a step
         for name in ("scale", "amax_history"):
             buffer, saved = getattr(self, name), state_dict.get(prefix + name)
             if saved is None:
