@@ -326,9 +326,14 @@ def check_scale(scale: Tensor) -> None:
         return
     known = scale.device.type == "cpu" and type(scale) is Tensor and not torch._C._len_torch_dispatch_stack()
     bad = not scale.is_floating_point() or scale.numel() != 1
-    if bad or (known and not scale.item() > 0):
+    if bad or (known and not are_scales(scale)):
         value = f"{scale.item()}" if known and scale.numel() == 1 else shown(scale)
-        raise ValueError(f"scale is {value}; delayed scaling casts with one number above 0, floating-point [1]")
+        raise ValueError(f"scale is {value}; delayed scaling casts with one number above 0, finite, floating-point [1]")
+
+
+def are_scales(values: Tensor) -> bool:
+    """All are floating point, above 0 and finite in fp32; waits for the device."""
+    return values.is_floating_point() and bool(((single := values.float()) > 0).logical_and(single.isfinite()).all())
 
 
 def _directly(xs: Sequence[Tensor]) -> bool:

@@ -270,7 +270,7 @@ def test_what_stands_elsewhere_in_other_libraries_has_no_place_here(make: Callab
 DELAYED = minifloat.Quantizer(minifloat.Format("e4m3", scale_rule="given"))
 
 
-@pytest.mark.parametrize("scale", [[-1.0], [0.0], [float("nan")], [1.0, 2.0], []])
+@pytest.mark.parametrize("scale", [[-1.0], [0.0], [float("nan")], [float("inf")], [1.0, 2.0], []])
 def test_a_delayed_scale_is_one_number_above_zero(scale: list[float]) -> None:
     """Codes of another one would be of any value."""
     x, wrong = torch.randn(4, 8), torch.tensor(scale)
@@ -296,6 +296,11 @@ def test_a_delayed_scale_is_floating_point() -> None:
         ("forward_scaling.scale", torch.ones(2)),
         ("forward_scaling.scale", -torch.ones(3)),
         ("forward_scaling.scale", torch.full((3,), float("nan"))),
+        ("forward_scaling.scale", torch.full((3,), float("inf"))),
+        ("forward_scaling.scale", torch.full((3,), 1e300, dtype=torch.float64)),
+        ("forward_scaling.scale", torch.ones(3, dtype=torch.int64)),
+        ("forward_scaling.amax_history", torch.full((4, 3), -5.0)),
+        ("forward_scaling.amax_history", torch.ones(4, 3, dtype=torch.int64)),
         ("forward_scaling.amax_history", torch.zeros(4)),
         ("forward_scaling.amax_history", torch.zeros(0, 3)),
         ("forward_scaling.amax_history", torch.zeros(4, 2)),
@@ -304,14 +309,14 @@ def test_a_delayed_scale_is_floating_point() -> None:
         ("backward_scaling.amax_history", "text"),
     ],
 )
-def test_histories_of_another_shape_are_refused(key: str, value: Any, fresh: bool) -> None:
-    """They used to take the place of the buffers."""
+def test_histories_of_wrong_shapes_and_values_are_refused(key: str, value: Any, fresh: bool) -> None:
+    """They used to take the place of the buffers; infinite amaxes, which older checkpoints have, are dropped."""
     state = minifloat.Linear(8, 8, recipe="delayed").state_dict()
     layer = minifloat.Linear(8, 8, recipe=None if fresh else "delayed")
     with pytest.raises(RuntimeError, match=key):
         layer.load_state_dict(state | {key: value})
     layer = minifloat.Linear(8, 8, recipe=None if fresh else "delayed")
-    layer.load_state_dict(state | {"forward_scaling.amax_history": torch.ones(7, 3)})
+    layer.load_state_dict(state | {"forward_scaling.amax_history": torch.full((7, 3), float("inf"))})
     assert layer.forward_scaling.amax_history.shape == (7, 3)
 
 

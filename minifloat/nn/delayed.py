@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from minifloat import delayed
 from minifloat.arguments import shown
 from minifloat.autocast import Newest, Region
+from minifloat.quantizer import are_scales
 from minifloat.recipe import DelayedScaling
 
 
 def history_length(saved: Any) -> int:
     """The steps of a history [length, slots] of a state dict; 0 where it is none."""
     return saved.shape[0] if isinstance(saved, Tensor) and saved.dim() == 2 else 0
+
+
+def _are_amaxes(values: Tensor) -> bool:
+    """All are floating point and none is below 0; infinity and NaN, as older checkpoints have them, are dropped."""
+    return values.is_floating_point() and not bool((values < 0).any())
 
 
 def _restorer(buffers: list[Tensor]) -> Callable[[], None]:
@@ -107,10 +113,29 @@ class AmaxHistory(nn.Module):
                 self._reset(name)  # to_empty has given it memory that nothing was written to
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        scales = state_dict.get(prefix + "scale")
-        if isinstance(scales, Tensor) and not scales.is_meta and not (scales > 0).all():
-            args[-1].append(f"{prefix}scale: {shown(scales)} has values that are not above 0; scales are")
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known = len(error_msgs)
+        scales, amaxes = state_dict.get(prefix + "scale"), state_dict.get(prefix + "amax_history")
+        if isinstance(scales, Tensor) and not scales.is_meta and not are_scales(scales):
+            error_msgs.append(
+                f"{prefix}scale: {shown(scales)} has values that are not above 0 and finite, floating-point; scales are"
+            )
+        if isinstance(amaxes, Tensor) and not amaxes.is_meta and not _are_amaxes(amaxes):
+            error_msgs.append(
+                f"{prefix}amax_history: {shown(amaxes)} has values that are below 0, or not floating-point; "
+                "largest magnitudes are not"
+            )
+        if len(error_msgs) > known:
+            return
         self.newest.carried = True  # it may have been saved between two backward passes of a step
         for name in ("scale", "amax_history"):
             buffer, saved = getattr(self, name), state_dict.get(prefix + name)
@@ -118,4 +143,6 @@ class AmaxHistory(nn.Module):
                 state_dict[prefix + name] = buffer
             elif name == "amax_history" and history_length(saved) and saved.shape[1:] == buffer.shape[1:]:
                 setattr(self, name, torch.empty(saved.shape, dtype=torch.float32, device=buffer.device))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
