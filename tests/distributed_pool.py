@@ -20,12 +20,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 TIMEOUT = 120.0
 GRACE = 1.0  # seconds that the other ranks have to answer after one has failed
+
+
+def torchrun_environment(rank: int, world_size: int) -> Any:
+    """A context in which the environment is as torchrun sets it; a pool's processes go on to other tests."""
+    return mock.patch.dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
 
 
 class RankDiedError(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,6 +14,7 @@ from minifloat import Format, Quantizer, arguments, formats
 from minifloat.kernels.quantize import reference
 from minifloat.recipe import NAMES
 from tests.conftest import Pools
+from tests.distributed_pool import torchrun_environment
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
@@ -55,8 +55,7 @@ def run(code: str) -> None:
 
 def run_on_rank(rank: int, world_size: int, code: str, folder: Path) -> None:
     """As torchrun would run it, in an empty folder that the ranks share."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), torchrun_environment(rank, world_size):
         run(code)
 
 

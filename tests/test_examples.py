@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Pools
+from tests.distributed_pool import torchrun_environment
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -55,15 +56,20 @@ def test_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run_fsdp2(rank: int, world_size: int, folder: str) -> tuple[list[float], bool]:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    losses, same = main_of("fsdp2")([*TINY.split(), "--out", folder])
+    with torchrun_environment(rank, world_size):
+        losses, same = main_of("fsdp2")([*TINY.split(), "--out", folder])
     return losses, same
+
+
+def environment_of_rank(rank: int, world_size: int) -> str | None:
+    return os.environ.get("RANK")
 
 
 def test_fsdp2(tmp_path: Path, worker_pool: Pools) -> None:
     (losses, same), other = worker_pool(2).run(run_fsdp2, str(tmp_path))
     assert (losses, same) == other
     assert losses[-1] < losses[0] - 0.1 and same
+    assert worker_pool(2).run(environment_of_rank) == [None, None]
 
 
 @pytest.mark.slow
