@@ -77,7 +77,7 @@ def step(model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> floa
 def main(arguments: list[str] | None = None) -> tuple[list[float], bool]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp2"))
-    parser.add_argument("--recipe", default="mxfp8")
+    parser.add_argument("--recipe", default="current")
     for name, value in {"hidden": 64, "layers": 2, "context": 64, "batch": 4, "steps": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)

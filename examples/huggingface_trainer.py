@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], str]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder or a name on the hub; default: a small Llama from scratch")
     parser.add_argument("--out", type=Path, default=Path("runs/huggingface"))
-    parser.add_argument("--recipe", default="current" if torch.cuda.is_available() else "mxfp8")
+    parser.add_argument("--recipe", default="current")
     for name, value in {"hidden": 64, "context": 64, "steps": 100}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)

@@ -70,8 +70,7 @@ def draw(text: Tensor, context: int, batch: int) -> Tensor:
 
 def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    # On a CPU PyTorch's product of whole FP8 tensors takes a hundred times as long as that of blocks.
-    parser.add_argument("--recipe", default="current" if DEVICE == "cuda" else "mxfp8")
+    parser.add_argument("--recipe", default="current")
     for name, value in {"hidden": 64, "layers": 2, "context": 64, "batch": 4, "steps": 100}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args(arguments)
