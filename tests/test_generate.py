@@ -149,7 +149,9 @@ def test_generate_command(out: Path) -> None:
     checkpoint = locate(out)
     code, text = command(checkpoint.path, "--prompt", "the quick", "--tokens", 20, "--temperature", 0)
     assert code == 0 and text.startswith("the quick") and len(text) == len("the quick") + 20 + 1
-    assert command(out, "--prompt", "the quick", "--tokens", 20, "--temperature", 0, "--recipe", "delayed")[1] == text
+    for path in (out, out / "checkpoints", out / "checkpoints" / "delayed"):
+        again = command(path, "--prompt", "the quick", "--tokens", 20, "--temperature", 0, "--recipe", "delayed")
+        assert again == (0, text)
     samples = [command(out, "--tokens", 66, "--seed", seed, "--top-k", 20)[1] for seed in (0, 0, 1)]  # over the window
     assert samples[0] == samples[1] != samples[2]
     assert command(out, "--tokens", 3, "--recipe", "bf16")[0] == 0
@@ -195,6 +197,8 @@ def test_mistakes_of_generating_end_with_a_message(out: Path, tmp_path: Path) ->
         ((tmp_path,), "there is no complete checkpoint in"),
         ((out, "--recipe", "fp7"), "there is no recipe 'fp7'"),
         ((out, "--prompt", ""), "the prompt is empty"),
+        ((out, "--prompt", "a\udcff"), "--prompt: 'a\\udcff' is not UTF-8; give text"),
+        ((out, "--tokenizer", tmp_path / "nowhere"), "--tokenizer: "),
         ((out, "--temperature", -1), "the temperature is -1"),
         ((out, "--seed", 10**30), f"the seed is {10**30}; choose one of 64 bits"),
         ((study,), "is no checkpoint of `minifloat train`"),
@@ -205,7 +209,7 @@ def test_mistakes_of_generating_end_with_a_message(out: Path, tmp_path: Path) ->
         ((changed("e", model=sizes | {"layers": 10**9}),), "ValueError: --layers is 1000000000; choose"),
         ((changed("f", model=sizes | {"hidden": 2**40}),), "ValueError: --mlp-hidden is 1099511627776"),
         ((changed("g", dtype="load"),), "does not say in which dtype it was trained"),
-        ((changed("h", recipe=["mxfp8"]),), "there is no recipe ['mxfp8']"),
+        ((changed("h", recipe=["mxfp8"]),), "is no checkpoint of `minifloat train`"),
         ((changed("i", unit=None),), "was trained on tokens without a tokenizer"),
         ((study, "--recipe", "bf16"), "is no checkpoint of `minifloat train`"),
     ):

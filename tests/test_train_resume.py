@@ -314,6 +314,14 @@ def test_resume_command_keeps_all_but_where_it_came_from() -> None:
     assert resume_command(["train", "--out=a"], Path("o")) == "minifloat train --out o --resume"
 
 
+def test_resume_command_starts_what_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = f"{sys.executable} -m minifloat"
+    for started, again in (("/lib/minifloat/__main__.py", module), ("bin/minifloat", tmp_path / "bin/minifloat")):
+        monkeypatch.setattr(sys, "argv", [started, "train"])
+        assert resume_command(["train"], Path("/o")) == f"{again} train --out /o --resume"
+
+
 def test_tensorboard_has_the_whole_history(command: list[object], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

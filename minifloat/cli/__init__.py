@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -78,6 +80,14 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def program() -> str:
+    """What started this command, for a shell in any folder."""
+    started = Path(sys.argv[0]).absolute()
+    if started.parts[-2:] == ("minifloat", "__main__.py"):
+        return f"{shlex.quote(sys.executable)} -m minifloat"
+    return shlex.quote(str(started)) if started.name == "minifloat" else "minifloat"
 
 
 def choose_device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from minifloat.cli import program
 from minifloat.train.checkpoint import PLAIN, Checkpoint, latest
 
 RUNS = Path("runs")
@@ -93,14 +94,14 @@ def choose(settings: Mapping[str, Mapping[str, Any]], out: Path, resume: bool, r
 
 
 def resume_command(arguments: Sequence[str], out: Path) -> str:
-    """The command line that continues: these arguments, but from `out`."""
+    """The command line that continues: these arguments, but from `out`; the program is as it was started."""
     kept, skipped = [], False
     for argument in arguments:
         option, _, value = argument.partition("=")
         if not skipped and option not in ("--out", "--resume", "--resume-from"):
             kept.append(argument)
         skipped = not skipped and option in ("--out", "--resume-from") and not value
-    return f"minifloat {shlex.join([*kept, '--out', str(out), '--resume'])}"
+    return f"{program()} {shlex.join([*kept, '--out', str(out), '--resume'])}"
 
 
 def _last_folder(name: str) -> Path:

@@ -29,6 +29,7 @@ from minifloat.cli.train_job import (
 from minifloat.distributed.tensor_parallel import Overlap
 from minifloat.recipe import NAMES
 from minifloat.train import data
+from minifloat.train.checkpoint import check_saves
 from minifloat.train.loop import TrainConfig
 from minifloat.train.model import MODELS
 
@@ -153,13 +154,6 @@ def check_names(recipe: str, against: str | None) -> tuple[str, ...]:
     if recipe == against:
         raise ValueError(f"--against {against} compares {recipe} with itself; choose another recipe")
     return names
-
-
-def check_saves(save_every: int | None, keep: int) -> None:
-    """Raises ValueError for numbers of steps and of checkpoints that are none."""
-    for option, value in (("--save-every", save_every), ("--keep", keep)):
-        if value is not None and value < 1:
-            raise ValueError(f"{option} is {value}; choose at least 1")
 
 
 def check_limits(max_gap: float | None, max_gradient_gap: float) -> None:

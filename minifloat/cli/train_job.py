@@ -110,7 +110,7 @@ def run_or_stop(job: Job) -> list[Run]:
             return execute(job, lambda: signal_that_came() or alone())
         except Interrupted as stopped:
             if job.ranks.first:
-                again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out)
+                again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out.absolute())
                 typer.echo(f"{stopped}\ncontinue with: {again}", err=True)
             raise typer.Exit(128 + (signal_that_came() or signal.SIGINT)) from stopped
         except (FloatingPointError, CheckpointError, OSError) as error:

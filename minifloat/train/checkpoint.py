@@ -152,9 +152,7 @@ class Checkpoints:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in (("save_every", self.every), ("keep", self.keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}; choose at least 1")
+        check_saves(self.every, self.keep)
         if self.start is not None:
             self.start.check(self.settings)
         reached = 0 if self.start is None else self.start.step
@@ -265,6 +263,13 @@ class Checkpoints:
         return True
 
 
+def check_saves(every: int | None, keep: int) -> None:
+    """Raises ValueError for numbers of steps and of checkpoints that are none."""
+    for option, value in (("--save-every", every), ("--keep", keep)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} is {value}; choose at least 1")
+
+
 def together(exchange: Callable[[Any], list[Any]], action: Callable[[], Any]) -> list[Any]:
     """What `action` returns on each rank; raises SaveError on all of them where it fails on one."""
     result, cause = None, None
@@ -301,13 +306,14 @@ def latest(folder: Path) -> Checkpoint | None:
 
 
 def locate(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, or the newest in it: `path` is a checkpoint, a run's folder of them or an `--out`.
+    """The checkpoint at `path`, or the newest in it.
 
-    Raises ValueError when there is none, and when an `--out` holds those of several runs.
+    `path` is a checkpoint, a run's folder of them, an `--out` or the `checkpoints` in it. Raises ValueError when there
+    is none, and when there are several runs.
     """
     if (path / PLAIN).exists() or NAME.fullmatch(path.name):
         return Checkpoint.read(path).verify()
-    runs = [path, *sorted((path / "checkpoints").glob("*"))]
+    runs = [path, *sorted((path if path.name == "checkpoints" else path / "checkpoints").glob("*"))]
     found = [newest for run in runs if (newest := latest(run)) is not None]
     if not found:
         raise ValueError(f"there is no complete checkpoint in {path}; train with --save-every, or check the path")

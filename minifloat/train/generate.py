@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,11 @@ from minifloat.recipe import Recipe
 from minifloat.train.checkpoint import MODEL, TOKENIZER, Checkpoint
 from minifloat.train.model import ModelConfig, Transformer
 from minifloat.train.run import check_seed
-from minifloat.train.tokens import read_tokenizer, tokenizer_errors
+from minifloat.train.tokens import load_tokenizer, read_tokenizer, tokenizer_errors
 from minifloat.train.weights import load_weights
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MOST_TOKENS = 10**6  # they come at once, at the end
 
@@ -29,9 +33,11 @@ class Codec:
     """
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Path | None = None) -> None:
-        own = checkpoint.content(TOKENIZER) if tokenizer is None else tokenizer.read_bytes()
-        source = checkpoint.path / TOKENIZER if tokenizer is None else tokenizer
-        self._tokenizer = None if own is None else read_tokenizer(own, source)
+        if tokenizer is not None:
+            self._tokenizer: Tokenizer | None = load_tokenizer(tokenizer)
+        else:
+            own = checkpoint.content(TOKENIZER)
+            self._tokenizer = None if own is None else read_tokenizer(own, checkpoint.path / TOKENIZER)
         vocabulary = trained_config(checkpoint).vocabulary
         if self._tokenizer is None and checkpoint.settings.get("unit") != "byte":
             raise ValueError(f"{checkpoint.path} was trained on tokens without a tokenizer; give --tokenizer")
@@ -40,8 +46,13 @@ class Codec:
             raise ValueError(f"the tokenizer has {size} tokens, the model {vocabulary}; give its own --tokenizer")
 
     def encode(self, text: str) -> list[int]:
+        """Raises ValueError for a text that is no UTF-8."""
+        try:
+            content = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"--prompt: {text!r:.80} is not UTF-8; give text, in the terminal's UTF-8") from error
         if self._tokenizer is None:
-            return list(text.encode())
+            return list(content)
         with tokenizer_errors("the tokenizer cannot encode the prompt"):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
