@@ -9,8 +9,8 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ import torch
 from minifloat.cli.observe import MetricsFile
 from minifloat.cli.resume import resume_command
 from minifloat.recipe import NAMES
-from minifloat.train import loop, report
-from minifloat.train.checkpoint import Checkpoint, CheckpointError, latest, locate
+from minifloat.train import checkpoint, loop, report
+from minifloat.train.checkpoint import Checkpoint, CheckpointError, complete, latest, locate
 from minifloat.train.loop import Interrupted, Metrics, NonFiniteError, Run
 from minifloat.train.state import TrainState, history_tensor, own_random_numbers, read_history
 from tests.micro_training import children, invoke, losses, micro_model, train_and_save, train_in_child, write_texts
@@ -255,6 +255,51 @@ def test_mistakes_of_resuming_end_with_a_message(
         assert code == 2 and message in output.replace("\n", " "), output
 
 
+def test_a_run_begins_anew_in_no_folder_of_damaged_checkpoints(tmp_path: Path) -> None:
+    """It would write the same steps again."""
+    (tmp_path / "text").mkdir()
+    options = "--model micro --steps 3 --batch-size 1 --device cpu --recipe bf16 --save-every 1 --keep 9 --out"
+    short = ["train", write_texts(tmp_path / "text"), *options.split(), tmp_path / "out"]
+    assert invoke(*short)[0] == 0
+    folder = tmp_path / "out" / "checkpoints" / "bf16"
+    saved = sorted(folder.iterdir())
+    for path in saved:
+        (path / "model.safetensors").write_bytes(b"")
+    code, output = invoke(*short)
+    assert code == 2 and "step-00000003 is of an earlier training; continue from it with --resume, move" in output
+    assert sorted(folder.iterdir()) == saved
+    for path in saved:
+        path.rename(path.with_name(f"damaged-{path.name}"))
+    code, output = invoke(*short)
+    assert code == 2 and "damaged-step-00000003 is of an earlier training" in output
+    code, output = invoke(*short, "--resume")
+    assert code == 2 and "has no complete checkpoint of bf16" in output and len(files_of(folder)) == 3
+
+
+def test_a_second_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save would take a minute; the next one finds what it left."""
+    ended = threading.Event()
+    sync = checkpoint._sync
+
+    def slow(path: Path) -> None:
+        assert ended.wait(60)
+        sync(path)
+
+    def press(metrics: Metrics) -> None:
+        if metrics.step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_sync", slow)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train_and_save(tmp_path, None, 4, every=2, observe=press)
+    seconds, waiting = time.monotonic() - begin, [t for t in threading.enumerate() if t.name == "save-2"]
+    ended.set()
+    for thread in waiting:
+        thread.join()
+    assert seconds < 30 and len(waiting) == 1 and waiting[0].daemon
+
+
 def test_a_resume_that_fails_takes_nothing_away(
     command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,9 +422,8 @@ def kill_at_random_moments(folder: Path, recipe: str, moments: int) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         inside += bool(saves_begun(out) - before)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing that has a checkpoint's name is incomplete
-            newest = latest(out)
+        newest = latest(out)
+        assert len(complete(out)) == len(list(out.glob("step-*")))  # what has a checkpoint's name is complete
         if newest is not None:
             history = read_history(newest.training_state()["history"])
             assert [(m.loss, m.gradient_norm, m.validation_loss) for m in history] == expected[: newest.step]

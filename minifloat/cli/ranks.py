@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -100,6 +100,21 @@ def leave() -> NoReturn:
 def launcher(ranks: int | str) -> str:
     """What starts so many ranks of a command on one machine, before the command; nothing for one."""
     return "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
+
+
+def decided_by_first(decide: Callable[[], T], ranks: Ranks) -> T:
+    """What `decide` returns on the first rank, on all of them; its ValueError or OSError is raised on all alike."""
+    answers: list[T] = []
+    problem: Exception | None = None
+    if ranks.first:
+        try:
+            answers.append(decide())
+        except (ValueError, OSError) as error:
+            problem = error
+    answers, problem = from_first((answers, problem), ranks)
+    if problem is not None:
+        raise problem
+    return answers[0]
 
 
 def from_first(value: T, ranks: Ranks) -> T:

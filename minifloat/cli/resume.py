@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from minifloat.cli import program
-from minifloat.train.checkpoint import PLAIN, Checkpoint, latest
+from minifloat.train.checkpoint import DAMAGED, PLAIN, Checkpoint, latest
 
 RUNS = Path("runs")
 
@@ -36,6 +36,17 @@ def check_runs(names: Sequence[str], out: Path) -> None:
             f"{out} has the results of {' and '.join(saved)}, and this command would overwrite those of "
             f"{' and '.join(others)}; choose another --out, or name the same runs with --recipe and --against"
         )
+
+
+def check_new(names: Iterable[str], out: Path) -> None:
+    """Raises ValueError when a run that begins anew has checkpoints in `out`, good or damaged."""
+    for folder in (checkpoint_folder(out, name) for name in names):
+        found = sorted(path.name for path in folder.glob("*") if path.name.startswith(("step-", DAMAGED)))
+        if found:
+            raise ValueError(
+                f"{folder / found[-1]} is of an earlier training; continue from it with --resume, move it elsewhere, "
+                "or choose another --out"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,15 +81,22 @@ def choose(settings: Mapping[str, Mapping[str, Any]], out: Path, resume: bool, r
     With `resume` they go on. With `resume_from` they do if their settings are those of the checkpoints there; else
     they are other runs, which all start from the weights of one.
 
-    Raises ValueError when there is nothing to begin from, or when its model has other sizes.
+    Raises ValueError when there is nothing to begin from, when its model has other sizes, and when `out` has other runs
+    or those that begin anew.
     """
+    check_runs(tuple(settings), out)
     if resume:
         found = {name: latest(checkpoint_folder(out, name)) for name in settings}
         if not any(found.values()):
             raise _nothing_in(out, tuple(settings))
         return Start({name: checkpoint for name, checkpoint in found.items() if checkpoint is not None})
-    if resume_from is None:
-        return Start()
+    start = Start() if resume_from is None else _start_from(settings, resume_from)
+    check_new([name for name in settings if name not in start.continued], out)
+    return start
+
+
+def _start_from(settings: Mapping[str, Mapping[str, Any]], resume_from: Path) -> Start:
+    """What the runs begin from where that is at `resume_from`."""
     there = _saved_at(resume_from)
     own = {name: there[name] for name in settings if name in there}
     different = [other for name, at in own.items() if (other := at.difference(settings[name])) is not None]

@@ -11,8 +11,8 @@ import typer
 from minifloat.cli import choose_device, user_errors
 from minifloat.cli.observe import tensorboard_class
 from minifloat.cli.out import claimed, output_optional
-from minifloat.cli.ranks import PATIENCE, TIMEOUT, from_first, joined
-from minifloat.cli.resume import check_runs, choose, choose_folder
+from minifloat.cli.ranks import PATIENCE, TIMEOUT, decided_by_first, from_first, joined
+from minifloat.cli.resume import Start, choose, choose_folder
 from minifloat.cli.sizes import DEFAULT, OwnSizes, check_memory, sizes_of
 from minifloat.cli.train_job import (
     BF16,
@@ -124,11 +124,12 @@ def train(
             if from_first(settings, ranks) != settings:
                 raise ValueError("this rank has other text or options than the first; start all with the same ones")
             folder = from_first(choose_folder(names, out, resume, resume_from), ranks)
-            if ranks.first:
-                held.enter_context(claimed(folder))
-            # Looked at only now: a process that has just let go of the folder may have saved once more.
-            start = from_first(choose(settings, folder, resume, resume_from), ranks)
-            check_runs(names, folder)
+
+            def begin() -> Start:
+                held.enter_context(claimed(folder))  # first: a process that has just released it may have saved again
+                return choose(settings, folder, resume, resume_from)
+
+            start = decided_by_first(begin, ranks)
             job = Job(
                 names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, check_ranks,
                 tp_overlap,

@@ -9,18 +9,21 @@
 Of several ranks each writes what it has, to `model-00001-of-00004.safetensors` and so on, whose metadata says which
 parts of which tensors these are. A folder is written under another name, brought to disk and then renamed; an older one
 is renamed before it is deleted. So a process that dies at any moment leaves complete checkpoints and, at most,
-leftovers that the next save removes. A checkpoint that is damaged is set aside when its step is saved again.
+leftovers that the next save removes. A checkpoint that is damaged is renamed when its step is saved again, and never
+deleted. Only missing files and wrong content are damage: a file that cannot be read now may be good.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,10 +39,10 @@ EXTENDED = "steps"  # the setting that may differ: a run goes on to another end
 MODEL, TRAINING, PLAIN, TOKENIZER = "model", "training", "checkpoint.json", "tokenizer.json"
 NAME, LEFTOVER = re.compile(r"step-(\d{8,18})"), re.compile(r"\.step-\d{8,}\.partial")
 DAMAGED = "damaged-"  # before the name of what was set aside
-MOST_DAMAGED = 2  # so many of these stay
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")  # no path: a checkpoint's files are in its folder
 MOST_PLAIN = 2**24  # bytes
 WAY_OUT = "copy it again, or use the one before it"
+LOG = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
@@ -71,23 +74,28 @@ class Checkpoint:
         Digests are compared by :meth:`verify`, and by what reads the files.
         """
         try:
-            plain = json.loads(read_bytes(path / PLAIN, MOST_PLAIN))
-        except (OSError, ValueError, RecursionError) as error:
-            why = "" if isinstance(error, FileNotFoundError) else f" ({type(error).__name__}: {error})"
+            with _reading(path):
+                plain = json.loads(read_bytes(path / PLAIN, MOST_PLAIN))
+        except (ValueError, RecursionError) as error:
+            why = "" if isinstance(error, CheckpointError) else f" ({type(error).__name__}: {error})"
             raise CheckpointError(f"{path} is no checkpoint of minifloat: it has no readable {PLAIN}{why}") from error
         try:
-            return _check(path, plain)
+            with _reading(path):
+                return _check(path, plain)
         except CheckpointError:
             raise
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path / PLAIN} is damaged: {type(error).__name__}: {error}; {WAY_OUT}") from error
 
     def verify(self) -> Checkpoint:
         """This checkpoint; raises CheckpointError, naming the file, where one has other bytes than were saved."""
         for name, stored in self.files.items():
             try:
-                found = digest_of(self.path / name)
-            except (OSError, ValueError) as error:
+                with _reading(self.path):
+                    found = digest_of(self.path / name)
+            except CheckpointError:
+                raise
+            except ValueError as error:
                 raise CheckpointError(f"{self.path} is damaged: {error}; {WAY_OUT}") from error
             if found != stored:
                 raise CheckpointError(f"{self.path} is damaged: {name} has other bytes than were saved; {WAY_OUT}")
@@ -105,7 +113,8 @@ class Checkpoint:
         """A file other than those of tensors, if there is one; raises CheckpointError where it is damaged."""
         if name not in self.files:
             return None
-        content = read_bytes(self.path / name, self.files[name].size)
+        with _reading(self.path):
+            content = read_bytes(self.path / name, self.files[name].size)
         if Stored.of(content) != self.files[name]:
             raise CheckpointError(f"{self.path} is damaged: {name} has other bytes than were saved; {WAY_OUT}")
         return content
@@ -113,8 +122,11 @@ class Checkpoint:
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         names = [name for name in self.files if re.fullmatch(rf"{kind}(-\d+-of-\d+)?\.safetensors", name)]
         try:
-            return assemble(read_tensors(self.path / name, self.files[name]) for name in names)
-        except (OSError, ValueError) as error:
+            with _reading(self.path):
+                return assemble(read_tensors(self.path / name, self.files[name]) for name in names)
+        except CheckpointError:
+            raise
+        except ValueError as error:
             raise CheckpointError(f"{self.path} has no usable {kind}: {error}; {WAY_OUT}") from error
 
     def check(self, settings: Mapping[str, Any]) -> None:
@@ -150,6 +162,7 @@ class Checkpoints:
     keep: int = 2
     start: Checkpoint | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    _passed_over: set[Path] = field(default_factory=set, init=False)  # they are damaged, and never deleted
 
     def __post_init__(self) -> None:
         check_saves(self.every, self.keep)
@@ -163,7 +176,8 @@ class Checkpoints:
             except VersionError:
                 raise
             except CheckpointError:
-                continue  # `latest` has said so
+                self._passed_over.add(path)  # `latest` has said so
+                continue
             if good:
                 raise ValueError(
                     f"{path} is of an earlier training; continue from it with --resume, or choose another --out"
@@ -209,20 +223,29 @@ class Checkpoints:
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}; mend that and run "
                 "again, with --resume if there is an older one, which is as it was"
             ) from error
+        if first:
+            self._remove_oldest(step)
         return target
 
     def _prepare(self, target: Path) -> bool:
         """Makes the folder to write to; false where the checkpoint is there already, of this very run."""
-        if not self._set_damaged_aside(target):
-            return False
+        if target.is_symlink() or target.exists():
+            try:
+                Checkpoint.read(target).verify()
+                return False
+            except VersionError:
+                raise
+            except CheckpointError as error:
+                self._set_aside(target, error)
         for leftover in self.folder.glob(".step-*") if self.folder.is_dir() else ():
             if LEFTOVER.fullmatch(leftover.name):
-                _remove(leftover)
+                with suppress(OSError):  # then it is in the way of its own step alone
+                    _remove(leftover)
         _make_folder(_aside(target))
         return True
 
     def _finish(self, target: Path, step: int, values: Mapping[str, Any], stored: dict[str, Stored]) -> None:
-        """Gives the folder its name once all that belongs to it is on the disk; then removes the oldest ones."""
+        """Gives the folder its name once all that belongs to it is on the disk."""
         partial = _aside(target)
         for name, content in self.files.items():
             (partial / name).write_bytes(content)
@@ -239,28 +262,24 @@ class Checkpoints:
         _sync(partial)
         partial.rename(target)
         _sync(self.folder)
-        for old in [each for each in complete(self.folder) if each.step <= step][: -self.keep]:
-            _remove(old.path.rename(_aside(old.path)))
 
-    def _set_damaged_aside(self, target: Path) -> bool:
-        """Renames what is no checkpoint and, from `target` on, what is damaged; false where `target` is there and good.
+    def _remove_oldest(self, step: int) -> None:
+        """Of the checkpoints up to `step`; none that is damaged, and what cannot be removed stays."""
+        try:
+            found = [each.path for each in complete(self.folder, tell=False) if each.step <= step]
+            for path in [path for path in found if path not in self._passed_over][: -self.keep]:
+                _remove(path.rename(_aside(path)))
+        except OSError as error:
+            LOG.warning("older checkpoints than that of step %d are not removed: %s", step, error)
 
-        Digests of earlier ones are not compared: that would read all of them.
-        """
-        for path in _named(self.folder):
-            try:
-                found = Checkpoint.read(path)
-                if _number(path) >= _number(target) and found.verify().path == target:
-                    return False
-            except CheckpointError as error:
-                aside = path.with_name(DAMAGED + path.name)
-                warnings.warn(f"set aside as {aside}: {error}", stacklevel=2)
-                _remove(aside, missing_ok=True)
-                path.rename(aside)
-        damaged = [path for path in self.folder.glob(f"{DAMAGED}*") if NAME.fullmatch(path.name.removeprefix(DAMAGED))]
-        for old in sorted(damaged, key=lambda each: each.lstat().st_ctime)[:-MOST_DAMAGED]:  # by when they were renamed
-            _remove(old)
-        return True
+    def _set_aside(self, path: Path, error: CheckpointError) -> None:
+        aside, count = path.with_name(DAMAGED + path.name), 1
+        while aside.is_symlink() or aside.exists():
+            count += 1
+            aside = path.with_name(f"{DAMAGED}{path.name}-{count}")
+        path.rename(aside)
+        self._passed_over.discard(path)
+        LOG.warning("set aside as %s: %s", aside, error)
 
 
 def check_saves(every: int | None, keep: int) -> None:
@@ -284,14 +303,15 @@ def together(exchange: Callable[[Any], list[Any]], action: Callable[[], Any]) ->
     return [each for each, _ in answers]
 
 
-def complete(folder: Path) -> list[Checkpoint]:
+def complete(folder: Path, tell: bool = True) -> list[Checkpoint]:
     """The checkpoints in a run's folder whose files have their sizes, oldest first; others are passed over."""
     found = []
     for path in _named(folder):
         try:
             found.append(Checkpoint.read(path))
         except CheckpointError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=2)
+            if tell:
+                LOG.warning("passed over: %s", error)
     return sorted(found, key=lambda each: each.step)
 
 
@@ -301,7 +321,7 @@ def latest(folder: Path) -> Checkpoint | None:
         try:
             return checkpoint.verify()
         except CheckpointError as error:
-            warnings.warn(f"passed over: {error}", stacklevel=2)
+            LOG.warning("passed over: %s", error)
     return None
 
 
@@ -347,13 +367,34 @@ def _check(path: Path, plain: dict[str, Any]) -> Checkpoint:
         )
     files = {name: Stored(**each) for name, each in plain["files"].items()}
     for name, stored in files.items():
-        if not FILE.fullmatch(name) or (path / name).is_symlink():
+        found = _status(path / name) if FILE.fullmatch(name) else None
+        if not FILE.fullmatch(name) or (found is not None and stat.S_ISLNK(found.st_mode)):
             raise CheckpointError(f"{path} names the file {name!r:.80}, which is not in its folder; do not trust it")
-        size = (path / name).stat().st_size if (path / name).is_file() else None
+        size = found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
         if size != stored.size:
             state = "is missing" if size is None else f"has {size:,} of {stored.size:,} bytes"
             raise CheckpointError(f"{path} is incomplete: {name} {state}; {WAY_OUT}")
     return Checkpoint(path, step, settings, values, files)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Of errors of the system only those that say that a file is missing are damage; others may soon be over."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{path} is incomplete: {error}; {WAY_OUT}") from error
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be read now: {error}; mend that and run again, or move it elsewhere to go on without it"
+        ) from error
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
 
 
 def _digest(plain: dict[str, Any]) -> str:

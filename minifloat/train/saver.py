@@ -75,6 +75,7 @@ def saving(checkpoints: Checkpoints | None, ranks: Ranks) -> Iterator[Saver | No
         yield saver
         if saver is not None:
             saver.wait()
-    finally:
+    except Exception:  # but at a second Ctrl-C, which is none, the process ends at once
         if saver is not None:
             saver.close(PATIENCE)
+        raise
