@@ -48,7 +48,7 @@ class HuggingFace:
         try:
             from transformers import AutoConfig
         except ImportError as error:
-            raise ValueError("--hf needs transformers; get it with: pip install transformers") from error
+            raise ValueError("--hf needs transformers; get it with: pip install minifloat[hf]") from error
         file = path / "config.json" if path.is_dir() else path
         try:
             values = json.loads(file.read_bytes())
