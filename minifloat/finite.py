@@ -8,16 +8,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-active = 0
-"""Contexts that look, of all threads: what costs nothing where there are none."""
+active = False
+"""Some thread has contexts that look: what costs nothing where none has. No count, which compiled code would guard."""
+_contexts = 0
 _lock = threading.Lock()
 
 
 def add(contexts: int) -> None:
     """Counts contexts that are entered, or left if negative."""
-    global active
+    global active, _contexts
     with _lock:
-        active += contexts
+        _contexts += contexts
+        active = _contexts > 0
 
 
 def check(label: str, what: str, tensor: Tensor) -> None:

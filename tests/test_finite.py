@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import minifloat
 from minifloat import DelayedScaling, LayerNormMLP, Linear, autocast, finite, quantized_model_init
@@ -128,7 +129,7 @@ def test_the_layer_is_found(kind: str, broken: str, message: str) -> None:
     else:
         with pytest.raises(FloatingPointError, match=message), context:
             net(x)
-    assert finite.active == 0
+    assert not finite.active
 
 
 def test_quantized_weights_are_checked() -> None:
@@ -161,7 +162,7 @@ def test_finite_steps_are_the_same(name: str, checkpointed: bool) -> None:
         grads.append([y.detach(), x.grad, *[p.grad for p in net.parameters()]])
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
-    assert finite.active == 0
+    assert not finite.active
 
 
 def test_compiled_code_is_refused() -> None:
@@ -171,3 +172,19 @@ def test_compiled_code_is_refused() -> None:
     compiled(torch.randn(M, K))
     with pytest.raises(RuntimeError, match="check_finite=True"), autocast(recipe="current", check_finite=True):
         compiled(torch.randn(M, K))
+
+
+def test_contexts_of_other_threads_are_not_counted_by_compiled_code() -> None:
+    """Each number of them would compile all layers anew."""
+    torch._dynamo.reset()
+    layer, graphs = Linear(K, N, recipe="current"), CompileCounter()
+    compiled = torch.compile(layer, backend=graphs, fullgraph=True)
+    try:
+        for contexts in range(3):
+            compiled(torch.randn(M, K))
+            assert graphs.frame_count == min(contexts, 1) + 1
+            finite.add(1)
+    finally:
+        finite.add(-3)
+    compiled(torch.randn(M, K))
+    assert graphs.frame_count == 2
