@@ -557,6 +557,17 @@ def test_loading_a_part_of_the_model_keeps_the_histories() -> None:
     assert_same(before, list(layer.buffers()))
 
 
+def test_a_weight_of_another_shape_leaves_scales_and_histories() -> None:
+    """PyTorch refuses it: the layer goes on with its own weight and thus needs the scale of that."""
+    layer = quantized_linear(DELAYED)
+    step(layer, autocast(recipe=DELAYED))
+    before = [tensor.clone() for tensor in (*layer.buffers(), layer.weight.dequantize())]
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer.load_state_dict({"weight": 100 * torch.randn(OUT + 1, IN)}, strict=False)
+    layer.weight.detach().mul_(1.0)
+    assert_same(before, [*layer.buffers(), layer.weight.dequantize()])
+
+
 # ---- on meta ----
 
 

@@ -295,7 +295,7 @@ class LinearState(LinearParameters):
         A layer that gets its recipe from autocast has none before its first step. What is there belongs to another
         weight, or is memory that nothing was written to.
         """
-        weight = next((state_dict[prefix + name] for name in self._weight_names if prefix + name in state_dict), None)
+        weight = next(iter(self._fitting_weights(state_dict, prefix).values()), None)
         device = getattr(self, self._weight_names[0]).device
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             saved = state_dict.get(f"{prefix}{name}.amax_history")
@@ -303,6 +303,11 @@ class LinearState(LinearParameters):
                 self.add_module(name, AmaxHistory(len(slots), max(history_length(saved), 1), device))
             elif weight is not None and name in self._modules:
                 getattr(self, name).reset_missing(state_dict, f"{prefix}{name}.", weight.device if assign else device)
+
+    def _fitting_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+        """By name the weights that a state dict brings, but those of another shape, which PyTorch refuses."""
+        brought = {name: state_dict.get(prefix + name) for name in self._weight_names}
+        return {n: w for n, w in brought.items() if isinstance(w, Tensor) and w.shape == getattr(self, n).shape}
 
     def _load_scale(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Sets delayed scaling's scale to that of the weight which a state dict brings, where it brings none itself.
@@ -316,8 +321,9 @@ class LinearState(LinearParameters):
             return
         loaded: dict[str, Tensor] = {}
         amax_group, has_scale = None, f"{prefix}forward_scaling.scale" in state_dict
+        fitting = self._fitting_weights(state_dict, prefix)
         for name, own in rows.items():
-            saved = state_dict.get(prefix + name)
+            saved = fitting.get(name)
             values = getattr(saved, "_local_tensor", saved)
             if values is None or (has_scale and isinstance(values, QuantizedTensor) and own._same_form(values)):
                 continue
