@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary
@@ -100,6 +102,10 @@ class _Local(threading.local):
 
 
 _local = _Local()
+_inside = False
+"""Some thread is inside of a checkpoint that is recorded or replayed here; a bool, for compiled code to guard."""
+_regions = 0
+_lock = threading.Lock()
 _plain: WeakKeyDictionary[Any, Tape] = WeakKeyDictionary()  # by the frame of torch's own checkpoint
 
 
@@ -113,12 +119,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     unless ``preserve_rng_state=False``.
 
     Compiled code, around the checkpoint or inside of it, is exact under every recipe but delayed scaling: a graph that
-    is run again reads the scales after the step has updated them. Leave such parts uncompiled. Code that was compiled
-    before it is checkpointed cannot know that it is.
+    is run again reads the scales after the step has updated them. A layer with delayed scaling that is compiled inside,
+    or was before, raises under ``fullgraph=True``; else the compiler warns, and runs it uncompiled: exact, and slower.
+    Leave such parts uncompiled. Code that was compiled before PyTorch's own checkpoint is around it is not noticed.
 
     Raises:
         ValueError: ``use_reentrant=True``, or a ``context_fn``, of which there can be one.
-        RuntimeError: a layer with delayed scaling is being compiled inside.
+        RuntimeError: a layer with delayed scaling is being compiled inside, with ``fullgraph=True``.
     """
     if use_reentrant:
         raise ValueError("minifloat.checkpoint is the non-reentrant form only; leave out use_reentrant=True")
@@ -137,21 +144,45 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 def refuse_compiled(label: str) -> None:
     """Called by each linear with delayed scaling that is being compiled.
 
+    Compiled code guards ``_inside``: what was compiled before :func:`checkpoint` is around it is compiled anew there.
+
     Raises:
-        RuntimeError: it is inside of a checkpoint, :func:`checkpoint` or PyTorch's own.
+        RuntimeError: it is inside of a checkpoint, :func:`checkpoint` or PyTorch's own. With ``fullgraph=True`` the
+            caller sees it, else the compiler runs the code uncompiled.
     """
-    if _traces_checkpoint():
+    if _refuses(_inside):
         raise RuntimeError(
             f"{label}: a compiled graph recomputes delayed scaling's casts with scales that have moved on; leave what "
             "is checkpointed uncompiled, with torch.compiler.disable, or use another recipe"
         )
 
 
+def _refuses(inside: bool) -> bool:
+    """Warns if a checkpoint is around what is being compiled; the compiler calls this, and does not trace it."""
+    if not (inside or _traces_checkpoint()):
+        return False
+    _warn()
+    return True
+
+
+@cache
+def _warn() -> None:
+    """Once: while it compiles, the compiler resets what ``warnings`` knows of earlier ones."""
+    warnings.warn(
+        "delayed scaling inside of a checkpoint is not compiled: it raises under fullgraph=True, else the code around "
+        "it runs uncompiled; leave what is checkpointed uncompiled, with torch.compiler.disable, or use another recipe",
+        stacklevel=3,
+    )
+
+
+_refuses._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
+
+
 def _traces_checkpoint() -> bool:
     """A compiler traces the inside of a checkpoint, or a checkpoint runs what it traces.
 
-    The compiler calls this function, and does not trace it. What it traces as a subgraph of its own is in ``parent``
-    tracers, each of which says which higher-order operator it is for.
+    What the compiler traces as a subgraph of its own is in ``parent`` tracers, each of which says which higher-order
+    operator it is for.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import; loaded by now
 
@@ -162,9 +193,6 @@ def _traces_checkpoint() -> bool:
         tracer = tracer.parent
     hooked = _hooked()
     return bool(_local.recording or _local.playing or hooked.recording or hooked.playing)
-
-
-_traces_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -342,11 +370,20 @@ def _record(tape: Tape, around: _Hooked) -> Iterator[None]:
     tapes, playing = [*around.recording, tape], [around.playing] if around.playing else []
     _local.recording += tapes
     _local.playing += playing
+    _count_regions(1)
     try:
         yield
     finally:
+        _count_regions(-1)
         del _local.recording[len(_local.recording) - len(tapes) :]
         del _local.playing[len(_local.playing) - len(playing) :]
+
+
+def _count_regions(number: int) -> None:
+    global _inside, _regions
+    with _lock:
+        _regions += number
+        _inside = _regions > 0
 
 
 class _Replay(AbstractContextManager[None]):
@@ -358,8 +395,10 @@ class _Replay(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self.outside = restore_contexts(self.tape.contexts)
         _local.playing.append(_Playing(self.tape, object()))
+        _count_regions(1)
 
     def __exit__(self, *error: object) -> None:
+        _count_regions(-1)
         _local.playing.pop()
         restore_contexts(self.outside)
 

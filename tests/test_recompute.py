@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils import checkpoint as torch_checkpoint
 
 import minifloat
@@ -561,6 +563,37 @@ def test_checkpoint_of_compiled_delayed_scaling_is_refused(way: Way) -> None:
     way(torch.compile(model[0], backend="aot_eager"), x).square().sum().backward()
     expected[0](same).square().sum().backward()
     assert torch.equal(x.grad, same.grad)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_checkpoint_of_code_that_was_compiled_before() -> None:
+    """The graph that exists is not used inside; outside it still is, however often the two alternate."""
+    model, _ = twins(RECIPES["delayed"], own=True)
+    block = model[0]
+    graphs = CompileCounter()
+    compiled = torch.compile(block, fullgraph=True, backend=graphs)
+    compiled(batch(0))
+    with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
+        ours(compiled, batch(0))
+    compiled(batch(0))
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_checkpoint_of_code_that_was_compiled_before_runs_uncompiled() -> None:
+    """Without fullgraph, with one warning, and exactly."""
+    model, expected = twins(RECIPES["delayed"], own=True)
+    compiled = torch.compile(model[0], backend="aot_eager")
+    recompute._warn.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for number in range(3):
+            x, same = batch(number), batch(number)
+            (ours(compiled, x) if number else compiled(x)).square().sum().backward()
+            expected[0](same).square().sum().backward()
+            assert torch.equal(x.grad, same.grad)
+    assert_same(list(expected[0].buffers()), list(model[0].buffers()))
+    assert sum("delayed scaling inside of a checkpoint" in str(each.message) for each in caught) == 1
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
