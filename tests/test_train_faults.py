@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from minifloat.cli.ranks import minutes
+from minifloat.cli import ranks as cli_ranks
+from minifloat.cli.ranks import PATIENCE, decided_by_first, minutes
+from minifloat.distributed.group import Group
 from minifloat.train import loop
 from minifloat.train.checkpoint import latest
 from minifloat.train.interrupt import GRACE, PRESSED_GRACE, orphaned, signals_noted
+from minifloat.train.ranks import ALONE, Ranks
 from tests.micro_training import invoke, write_texts
 from tests.train_on_ranks import command, of_torchrun
 
@@ -150,12 +154,63 @@ def hang_in_the_third_step() -> None:
 
 def test_a_rank_that_hangs_is_noticed(options: tuple[object, ...], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    asked = (*options, "--steps", 5, "--fsdp", "--timeout", 0.05, "--out", out)
+    asked = (*options, "--steps", 5, "--fsdp", "--timeout", 0.15, "--out", out)
     with command(tmp_path / "ranks", 2, *asked, hook=hang_in_the_third_step) as started:
         started.processes[0].join(60)
         assert started.processes[0].exitcode == 1
-    assert "FAILED: another rank was silent for 0:00:03 (see --timeout)" in started.said()[1]
+    assert "FAILED: another rank was silent for 0:00:09 (see --timeout)" in started.said()[1]
     assert (out / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_each_run_may_compile_before_its_steps_must_be_quick(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(Ranks, "set_timeout", lambda self, timeout: asked.append(timeout))
+    two = ("--against", "current", "--max-gap", "inf", "--max-gradient-gap", "inf", "--steps", 2)
+    assert invoke(*options, *two, "--out", tmp_path / "out")[0] == 0
+    assert asked == [PATIENCE, None, PATIENCE, None, PATIENCE]  # None: the one of `--timeout`, of several ranks
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (ValueError("a shape that no layer takes"), "FAILED: a shape that no layer takes"),
+        (torch.OutOfMemoryError("2 GiB"), "FAILED: the memory of cpu is too small; choose a smaller --batch-size"),
+    ],
+)
+def test_what_a_model_refuses_ends_without_a_traceback(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    code, output = invoke(*options, "--steps", 2, "--out", tmp_path / "out")
+    assert code == 1 and message in output and "Traceback" not in output
+
+
+class Told(Exception):  # noqa: N818  # what the test looks for
+    """A rank other than the first has decided by itself."""
+
+
+def test_the_first_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others learn of its answer, or of its error."""
+    said: list[Any] = []
+    monkeypatch.setattr(cli_ranks, "from_first", lambda value, ranks: said.append(value) or said[0])
+
+    def refuse() -> int:
+        raise ValueError("no such folder")
+
+    def other() -> int:
+        raise Told
+
+    first, second = ALONE, Ranks(Group("", 2, 1))
+    assert decided_by_first(lambda: 7, first) == decided_by_first(other, second) == 7
+    said.clear()
+    for decide, rank in ((refuse, first), (other, second)):
+        with pytest.raises(ValueError, match="no such folder"):
+            decided_by_first(decide, rank)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e18])

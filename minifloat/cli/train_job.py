@@ -16,12 +16,12 @@ import typer
 
 from minifloat.cli import device_name, user_errors
 from minifloat.cli.observe import Observer, observers
-from minifloat.cli.ranks import launcher
+from minifloat.cli.ranks import PATIENCE, launcher
 from minifloat.cli.resume import Start, checkpoint_folder, resume_command
 from minifloat.distributed.tensor_parallel import Overlap, set_check, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.train import data, report
-from minifloat.train.checkpoint import TOKENIZER, CheckpointError, Checkpoints, SaveError
+from minifloat.train.checkpoint import TOKENIZER, Checkpoints, SaveError
 from minifloat.train.hf import HuggingFace
 from minifloat.train.interrupt import orphaned, signals_noted
 from minifloat.train.loop import Interrupted, Run, TrainConfig
@@ -58,7 +58,9 @@ class Job:
 
     def __post_init__(self) -> None:
         self.model.check_ranks(self.ranks.tp.size)
-        self.ranks.check_batch(self.config.batch_size)
+        windows = (len(self.corpus.validation) - 1) // self.model.context
+        held_out = min(windows, self.config.batch_size * self.config.accumulate * self.config.evaluation_batches)
+        self.ranks.check_batch(self.config.batch_size, self.model.context, held_out)
         for name in self.names:
             self.checkpoints(name)  # raises ValueError now for what would not work later
         for start in self.start.continued.values():
@@ -113,9 +115,13 @@ def run_or_stop(job: Job) -> list[Run]:
                 again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out.absolute())
                 typer.echo(f"{stopped}\ncontinue with: {again}", err=True)
             raise typer.Exit(128 + (signal_that_came() or signal.SIGINT)) from stopped
-        except (FloatingPointError, CheckpointError, OSError) as error:
+        except (FloatingPointError, ValueError, OSError) as error:
             if job.ranks.first or not isinstance(error, (FloatingPointError, SaveError)):  # these are all ranks'
                 typer.echo(f"FAILED: {error}", err=True)
+            raise typer.Exit(1) from error
+        except torch.OutOfMemoryError as error:
+            way_out = "choose a smaller --batch-size (with --accumulate, for as many sequences a step) or --context"
+            typer.echo(f"FAILED: the memory of {job.device} is too small; {way_out}: {error}", err=True)
             raise typer.Exit(1) from error
         except RuntimeError as error:
             if job.ranks.alone or "timed out" not in str(error).lower():
@@ -131,6 +137,7 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
         watched = observers(job.out, job.names, job.config.steps, job.corpus.unit, job.tensorboard)
         observer = seen.enter_context(watched) if job.ranks.first else unobserved
         for name in job.names:
+            job.ranks.set_timeout(PATIENCE)  # until its first step is done, which compiles
             with user_errors():
                 model = job.model.make(recipe_of(name), job.config.seed, job.ranks)
             set_overlap(model, job.tp_overlap)

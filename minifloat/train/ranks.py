@@ -92,13 +92,22 @@ class Ranks:
 
     # ---- who has what of a batch ----
 
-    def check_batch(self, size: int) -> None:
-        """Raises ValueError where some data rank would have no sequence in a step."""
+    def check_batch(self, size: int, context: int, held_out: int) -> None:
+        """Raises ValueError where some data rank would have no sequence in a step, or tokens that cannot be split.
+
+        Args:
+            size: sequences in a micro-batch.
+            context: tokens in a sequence.
+            held_out: how many sequences are evaluated; their last batch may be smaller.
+        """
         if size < self.data.size:
             raise ValueError(
                 f"{size} sequences in a step are too few for {self.data.size} ranks that share them; choose a "
                 f"--batch-size of at least {self.data.size}, or start fewer ranks"
             )
+        for sequences in (size, held_out % size or size):
+            for own in {sequences // self.data.size or 1, -(-sequences // self.data.size)}:
+                self._check_tokens(own * context)
 
     def share(self, batch_BT: Tensor) -> Tensor:
         """This rank's sequences of a batch, one at least, for all ranks run each forward; see :meth:`weight`."""
@@ -121,12 +130,15 @@ class Ranks:
         """
         if not self.splits_tokens:
             return tokens_N
-        if tokens_N.shape[0] % self.tp.size:
-            raise ValueError(
-                f"{tokens_N.shape[0]} tokens of a batch do not divide by {self.tp.size} ranks; "
-                "change --batch-size or --tp"
-            )
+        self._check_tokens(tokens_N.shape[0])
         return tokens_N.chunk(self.tp.size)[self.tp.rank]
+
+    def _check_tokens(self, tokens: int) -> None:
+        if self.splits_tokens and tokens % self.tp.size:
+            raise ValueError(
+                f"{tokens} tokens of a rank's batch, or of the last one that is held out, do not divide by the "
+                f"{self.tp.size} ranks of --tp; choose a --context that does, or --no-sequence-parallel"
+            )
 
     def seed(self, seed: int, step: int) -> int | None:
         """Of the random numbers of a step, which no two data ranks may round with; None: those of one process go on."""
