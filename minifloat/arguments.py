@@ -45,6 +45,8 @@ class Accepts(NamedTuple):
 
 
 def _is_device(value: Any) -> bool:
+    if isinstance(value, int):  # the number of a device that is there
+        return not isinstance(value, bool) and 0 <= value < torch.accelerator.device_count()
     try:
         torch.device(value)
     except (RuntimeError, TypeError, ValueError, OverflowError):
