@@ -18,7 +18,7 @@ Pools = Callable[[int], WorkerPool]
 MOST_CACHED = 2**30  # bytes
 SIGNED_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # each xdist worker has a core of its own
 
 

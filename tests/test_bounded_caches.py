@@ -15,7 +15,7 @@ from minifloat.functional.plan import LinearPlan
 from minifloat.quantizer import Quantizer
 
 # What these are of there is a handful of in a process: devices, kernels, booleans, nothing.
-OF_FEW = {"_device_facts", "kernels", "tile", "_gather_options", "_max_options", "_compiled", "operations"}
+OF_FEW = {"_device_facts", "kernels", "tile", "_gather_options", "_max_options", "_compiled", "operations", "_warn"}
 
 
 def test_caches_have_a_bound() -> None:
