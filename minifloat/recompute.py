@@ -29,6 +29,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, restore_contexts, surrounding_contexts
+from minifloat.backward_pass import BackwardPass, running
 from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.recipe import Recipe
 
@@ -50,11 +51,13 @@ class Pass(NamedTuple):
         scale: the forward scales to read, fp32 [slots]; None: the layer's own, as they are now.
         forward: its amaxes are recorded.
         backward: those of its backward are.
+        outer: the backward that it runs in, where a reentrant checkpoint recomputes it for a backward inside of that.
     """
 
     scale: Tensor | None
     forward: bool
     backward: bool
+    outer: BackwardPass | None = None
 
 
 class Tape:
@@ -234,9 +237,10 @@ def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, l
         noted = step or Step(recipe, None if scale is None else scale.clone())
         for tape in tapes:
             tape.steps.append(noted)
+    outer = _outer_pass() if in_backward and scale is not None and playing is rerun else None
     if step is not None:
-        return Pass(step.scale, False, grad and playing is rerun)
-    return Pass(None, grad or bool(regions), grad)
+        return Pass(step.scale, False, grad and playing is rerun, outer)
+    return Pass(None, grad or bool(regions), grad, outer)
 
 
 def parallel_of(module: Any) -> TensorParallel:
@@ -355,6 +359,22 @@ def _reentrant() -> tuple[list[Tape], _Playing | None]:
             return tapes, None if tape is None else _Playing(tape, _graph_task())
         caller = caller.f_back
     return tapes, None
+
+
+def _outer_pass() -> BackwardPass | None:
+    """The backward that the outermost reentrant checkpoint recomputes in, which those inside of it are a part of."""
+    outermost: Any = None
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if caller.f_code is _REENTRANT_BACKWARD:
+            outermost = caller.f_locals["ctx"].__dict__
+        caller = caller.f_back
+    if outermost is None:
+        return running()
+    known: BackwardPass | None = outermost.get("_minifloat_pass")
+    if known is None or known.ended:
+        known = outermost["_minifloat_pass"] = running()
+    return known
 
 
 _REENTRANT_FORWARD = torch_checkpoint.CheckpointFunction.forward.__code__

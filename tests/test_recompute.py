@@ -654,3 +654,30 @@ def test_an_evaluation_in_between_hides_no_other_precision() -> None:
         layer(batch(1))
     with pytest.raises(RuntimeError, match="Linear 'up' ran under Float8CurrentScaling"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failed_backward_of_reentrant_checkpoints_leaves_no_trace(depth: int) -> None:
+    """The backward inside ends well, the one around it fails; after it the next step is exact."""
+    first, second = twins(RECIPES["delayed"], own=True)
+
+    def deep(x: Tensor) -> Tensor:
+        return reentrant(lambda x: reentrant(second, x), x) if depth == 2 else reentrant(second, x)  # type: ignore[no-any-return]
+
+    x = batch(0)
+    first(x)
+    y = deep(x)
+    before = [buffer.clone() for buffer in second.buffers()]
+    failing = x.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        (y * 50).square().sum().backward()
+    failing.remove()
+    assert_same(before, list(second.buffers()))
+    for number in (1, 2):
+        grads = []
+        for way in (first, deep):
+            x = batch(number)
+            way(x).square().sum().backward()
+            grads.append(x.grad)
+        assert torch.equal(*grads)
+    assert_same(list(first.buffers()), list(second.buffers()))

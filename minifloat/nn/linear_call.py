@@ -168,7 +168,7 @@ class LinearCalls(LinearState):
         if plan.delayed is None:
             return None
         states = self.forward_scaling, self.backward_scaling
-        return Use(states, plan.delayed, run.forward, run.backward and backward, current(), run.scale)
+        return Use(states, plan.delayed, run.forward, run.backward and backward, current(), run.scale, run.outer)
 
     def _follow(self, recipe: Recipe | None, scale: Tensor | None) -> recompute.Pass:
         if torch.compiler.is_compiling():
