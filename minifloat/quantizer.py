@@ -7,6 +7,7 @@ and the same object may serve two groups, two devices and a compiled graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -326,7 +327,7 @@ def check_scale(scale: Tensor) -> None:
         return
     known = scale.device.type == "cpu" and type(scale) is Tensor and not torch._C._len_torch_dispatch_stack()
     bad = not scale.is_floating_point() or scale.numel() != 1
-    if bad or (known and not are_scales(scale)):
+    if bad or (known and not 0 < scale.float().item() < math.inf):  # are_scales of one, which each cast asks
         value = f"{scale.item()}" if known and scale.numel() == 1 else shown(scale)
         raise ValueError(f"scale is {value}; delayed scaling casts with one number above 0, finite, floating-point [1]")
 
