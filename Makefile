@@ -20,8 +20,9 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --du
 RESULT = tests/results/$(NOW)
 
 # Where behaviour depends most on PyTorch's version, Python's, or the number of threads.
-VERSION_TESTS := $(patsubst %,tests/test_%.py,import linear inplace recompute compile convert_huggingface peft optim \
-    gradient_norm fsdp fsdp_checkpoint ddp train_loop)
+VERSION_TESTS := $(patsubst %,tests/%.py,test_import nn/test_linear nn/test_inplace test_recompute test_compile \
+    convert/test_convert_huggingface convert/test_peft optim/test_optim optim/test_gradient_norm parallel/test_fsdp \
+    parallel/test_fsdp_checkpoint parallel/test_ddp tools/test_train_loop)
 python_of = $(shell for python in $(1) $(PYTHON); do $$python -c '' 2>/dev/null && echo $$python && break; done)
 
 .PHONY: help train test test-versions test-part test-all lint format clean

@@ -21,14 +21,14 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minifloat import Linear
-from minifloat.cli.ranks import leave
-from minifloat.distributed.group import Group
+from minifloat.comm.group import Group
 from minifloat.recipe import named
-from minifloat.train import data
-from minifloat.train.loop import TrainConfig, train
-from minifloat.train.model import MODELS, Transformer
-from minifloat.train.ranks import ALONE, Ranks
-from minifloat.train.run import Run
+from minifloat.tools.cli.ranks import leave
+from minifloat.tools.train import data
+from minifloat.tools.train.loop import TrainConfig, train
+from minifloat.tools.train.model import MODELS, Transformer
+from minifloat.tools.train.ranks import ALONE, Ranks
+from minifloat.tools.train.run import Run
 
 RECIPE = "block"
 RESULTS = Path(__file__).parent / "results"

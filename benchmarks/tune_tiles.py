@@ -2,7 +2,7 @@
 
     python benchmarks/tune_tiles.py [ROWS COLS]
 
-A cast is the same bits with every tile, so that the fastest may be taken; see `minifloat/kernels/tiles.py`.
+A cast is the same bits with every tile, so that the fastest may be taken; see `minifloat/ops/tiles.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import triton
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.kernels.activation import blocks as activation_blocks
-from minifloat.kernels.norm import blocks as norm_blocks
-from minifloat.kernels.quantize import blocks, empty_cast, nvfp4, per_tensor
-from minifloat.kernels.quantize.job import Job, Target
-from minifloat.kernels.tiles import Tile, tile
+from minifloat.ops.activation import blocks as activation_blocks
+from minifloat.ops.norm import blocks as norm_blocks
+from minifloat.ops.quantize import blocks, empty_cast, nvfp4, per_tensor
+from minifloat.ops.quantize.job import Job, Target
+from minifloat.ops.tiles import Tile, tile
 
 FORMATS = {
     "cast_tensor current": Format("e4m3"),

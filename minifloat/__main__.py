@@ -1,6 +1,6 @@
 """`python -m minifloat` is the `minifloat` command."""
 
-from minifloat.cli import main
+from minifloat.tools.cli import main
 
 if __name__ == "__main__":
     main()

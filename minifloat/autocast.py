@@ -15,8 +15,8 @@ from torch import Tensor
 from minifloat import delayed, finite
 from minifloat.arguments import checked
 from minifloat.backward_pass import BackwardPass, running
+from minifloat.comm.group import Group
 from minifloat.delayed import History
-from minifloat.distributed.group import Group
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, RecipeLike, as_recipe
 
 

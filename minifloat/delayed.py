@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat import formats
-from minifloat.distributed.collectives import max_of_all
-from minifloat.distributed.ddp_forward import check_no_join, keep_histories
-from minifloat.distributed.group import Group
-from minifloat.kernels import delayed as kernels
+from minifloat.comm.collectives import max_of_all
+from minifloat.comm.ddp_forward import check_no_join, keep_histories
+from minifloat.comm.group import Group
+from minifloat.ops import delayed as kernels
 from minifloat.recipe import DelayedScaling
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.kernels import quantize
-from minifloat.kernels.quantize import reference
+from minifloat.ops import quantize
+from minifloat.ops.quantize import reference
 
 _NAMES = {ROWWISE: "rowwise", COLUMNWISE: "columnwise"}
 

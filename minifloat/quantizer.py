@@ -18,10 +18,10 @@ from torch import Tensor
 from minifloat import capability
 from minifloat.arguments import checked, shown
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
-from minifloat.kernels import quantize
-from minifloat.kernels.library import directly
-from minifloat.kernels.quantize.job import Request
 from minifloat.operand import Operand, Quantized
+from minifloat.ops import quantize
+from minifloat.ops.library import directly
+from minifloat.ops.quantize.job import Request
 
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :meth:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
@@ -242,7 +242,7 @@ def find_amaxes(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[A
     if not batch.amax_of:
         return [(None,) * len(wanted) for wanted in batch.needs_amax]
     if _directly(xs):
-        from minifloat.kernels.quantize import pipeline  # which needs Triton
+        from minifloat.ops.quantize import pipeline  # which needs Triton
 
         found = iter(pipeline.run(batch.amax_request, [as_matrix(x) for x in xs], (), ())[1])
     else:
@@ -368,7 +368,7 @@ def _cast_directly(
             seeds[i] if fmt.rounding == "stochastic" else None
             for i, fmt in zip(batch.cast_of, batch.formats, strict=True)
         ]
-    from minifloat.kernels.quantize import pipeline  # which needs Triton
+    from minifloat.ops.quantize import pipeline  # which needs Triton
 
     outputs = iter(pipeline.run(request, xs, given, drawn)[0] if batch.cast_of else ())
     return [

@@ -30,7 +30,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, restore_contexts, surrounding_contexts
 from minifloat.backward_pass import BackwardPass, running
-from minifloat.distributed.tensor_parallel import TensorParallel
+from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.recipe import Recipe
 
 

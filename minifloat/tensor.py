@@ -239,7 +239,7 @@ class QuantizedTensor(torch.Tensor):
 
     @amax_group.setter
     def amax_group(self, group: dist.ProcessGroup | None) -> None:
-        from minifloat.distributed.group import Group  # whose package imports this module
+        from minifloat.comm.group import Group  # whose package imports this module
 
         self._group = None if group is None else Group.of(group).name
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed_pool import WorkerPool
+from tests.helpers.distributed_pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 MOST_CACHED = 2**30  # bytes

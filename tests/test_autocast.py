@@ -33,8 +33,8 @@ from minifloat.recipe import (
     Recipe,
     named,
 )
-from tests import oracle
 from tests.conftest import Pools
+from tests.helpers import oracle
 
 LENGTH = 4
 DELAYED = DelayedScaling(amax_history_len=LENGTH)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import Pools
-from tests.distributed_pool import RankDiedError
+from tests.helpers.distributed_pool import RankDiedError
 
 
 class AwkwardError(Exception):

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from minifloat import Format, Quantizer, arguments, formats
-from minifloat.kernels.quantize import reference
+from minifloat.ops.quantize import reference
 from minifloat.recipe import NAMES
 from tests.conftest import Pools
-from tests.distributed_pool import torchrun_environment
+from tests.helpers.distributed_pool import torchrun_environment
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")))

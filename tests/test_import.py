@@ -105,7 +105,7 @@ def test_import_loads_only_the_package_and_torch() -> None:
 def test_import_leaves_the_programs_that_use_it_out() -> None:
     """The command line and the training example are imported by those who run them."""
     loaded = after("import minifloat")["loaded"]
-    assert [name for name in loaded if name.startswith(("minifloat.cli", "minifloat.train"))] == []
+    assert [name for name in loaded if name.startswith(("minifloat.tools.cli", "minifloat.tools.train"))] == []
 
 
 def test_building_a_layer_makes_no_cuda_context() -> None:

@@ -1,7 +1,7 @@
 """The models by hand against the oracle in numpy: ``fused_model`` and ``tensor_parallel_oracle`` cast with the package.
 
 What a module is held to, bit for bit, must not repeat a mistake of the package. So each cast that a model makes in a
-step is made again by ``tests.oracle``, each update of delayed scaling is computed again, and products are those of the
+step is made again by ``oracle``, each update of delayed scaling is computed again, and products are those of the
 values that the oracle's codes stand for.
 """
 
@@ -19,10 +19,10 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn import LayerNormLinear, LayerNormMLP
 from minifloat.operand import Operand, Quantized
 from minifloat.recipe import DelayedScaling, Recipe
-from tests import fused_model, linear_model, oracle, tensor_parallel_oracle
-from tests.fused_model import fill
-from tests.test_linear import NAMED, for_each
-from tests.test_quantize import Expected, differences, expected
+from tests.helpers import fused_model, linear_model, oracle, tensor_parallel_oracle
+from tests.helpers.fused_model import fill
+from tests.nn.test_linear import NAMED, for_each
+from tests.ops.test_quantize import Expected, differences, expected
 
 BF16 = torch.bfloat16
 RECIPES = NAMED | {"delayed": DelayedScaling(margin=1, amax_history_len=2)}  # the third step drops the first one's amax

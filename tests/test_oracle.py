@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests import oracle, vectors
-from tests.vectors import Vector
+from tests.helpers import oracle, vectors
+from tests.helpers.vectors import Vector
 
 ML_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
 FP8 = ["e4m3", "e5m2"]

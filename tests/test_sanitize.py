@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from minifloat.kernels.launch import Kernel
-from minifloat.kernels.matmul import transpose
-from tests import sanitize
+from minifloat.ops.launch import Kernel
+from minifloat.ops.matmul import transpose
+from tests.helpers import sanitize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the script itself is run")
 ROOT = Path(__file__).parents[1]

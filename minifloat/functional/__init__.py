@@ -2,7 +2,7 @@
 
 from minifloat.arguments import checked
 from minifloat.functional import gemm
-from minifloat.kernels.matmul import Gemm, count_gemms
+from minifloat.ops.matmul import Gemm, count_gemms
 
 # What layers call for each forward is checked where users call it.
 fprop = checked(gemm.fprop)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from minifloat.functional.outputs import as_output, guarded
 from minifloat.functional.produced import Activation
-from minifloat.kernels.activation import activation_backward, activation_forward
+from minifloat.ops.activation import activation_backward, activation_forward
 from minifloat.quantizer import as_matrix
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minifloat import capability
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.kernels.quantize import casts_blocks
 from minifloat.operand import Quantized
+from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Layouts, Quantizer, assemble
 
 

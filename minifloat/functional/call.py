@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minifloat.autocast import Use
-from minifloat.distributed.gathered import Gathered
-from minifloat.distributed.tensor_parallel import TensorParallel
+from minifloat.functional.gathered import Gathered
 from minifloat.functional.outputs import guarded
 from minifloat.functional.plan import LinearPlan
+from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Layout, Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor

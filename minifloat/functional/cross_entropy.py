@@ -12,12 +12,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Int, Probability, Size, checked
-from minifloat.distributed import Group, ShardMap
-from minifloat.distributed.checks import Check
-from minifloat.distributed.collectives import all_gather_rows
+from minifloat.comm.checks import Check
+from minifloat.comm.collectives import all_gather_rows
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
 from minifloat.functional.outputs import guarded
 from minifloat.functional.vocabulary import vocabulary_shards
-from minifloat.kernels import cross_entropy as kernels
+from minifloat.ops import cross_entropy as kernels
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

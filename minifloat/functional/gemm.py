@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.kernels import matmul
 from minifloat.operand import Operand, Quantized
+from minifloat.ops import matmul
 
 
 def fprop(

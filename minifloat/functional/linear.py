@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat.autocast import Use
-from minifloat.distributed.collectives import Pending
-from minifloat.distributed.gathered import Gathered, only
+from minifloat.comm.collectives import Pending
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm, shared_cast
 from minifloat.functional.call import Kept, LinearCall, Operands, Ready
+from minifloat.functional.gathered import Gathered, only
 from minifloat.functional.gemm import Product
 from minifloat.functional.outputs import as_output
 from minifloat.functional.plan import LinearPlan
@@ -42,7 +42,7 @@ class LinearFunction(torch.autograd.Function):
     fprop Y = X W^T + b; dgrad dX = dY W; wgrad dW = dY^T X; db = the sum of dY over the M rows. Saved are the
     columnwise X and W, the very codes of the rowwise ones where a format is symmetric; nothing that no gradient needs
     is saved or computed. Of a linear that is split over ranks these are the shapes of what a rank multiplies;
-    :class:`~minifloat.distributed.tensor_parallel.TensorParallel` has those of what comes and goes.
+    :class:`~minifloat.functional.tensor_parallel.TensorParallel` has those of what comes and goes.
     """
 
     @staticmethod

@@ -13,13 +13,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Int, Probability, Size, checked
-from minifloat.distributed import Group, ShardMap
-from minifloat.distributed.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
-from minifloat.distributed.tensor_parallel import TensorParallel
+from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
 from minifloat.functional.amp import autocast_to
 from minifloat.functional.cross_entropy import check_arguments, place
+from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.functional.vocabulary import vocabulary_shards
-from minifloat.kernels import cross_entropy as kernels
+from minifloat.ops import cross_entropy as kernels
 
 
 @checked

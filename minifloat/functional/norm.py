@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from minifloat.functional.outputs import as_output, guarded
 from minifloat.functional.produced import Norm
-from minifloat.kernels.norm import norm_forward
+from minifloat.ops.norm import norm_forward
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

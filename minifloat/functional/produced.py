@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minifloat.functional.outputs import as_output
-from minifloat.kernels import activation, norm
 from minifloat.operand import Operand, Quantized
+from minifloat.ops import activation, norm
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 

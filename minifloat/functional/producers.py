@@ -18,9 +18,9 @@ from torch import Tensor
 from minifloat.functional.at_once import CastAtOnce, reads_fp32
 from minifloat.functional.outputs import as_output
 from minifloat.functional.produced import Activation, Cast, Norm, Produced
-from minifloat.kernels import activation, norm
-from minifloat.kernels.library import again as again_of
-from minifloat.kernels.norm.in_blocks import norm_cast_blocks
+from minifloat.ops import activation, norm
+from minifloat.ops.library import again as again_of
+from minifloat.ops.norm.in_blocks import norm_cast_blocks
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 
@@ -64,7 +64,7 @@ def norm_value(
         scale: that of delayed scaling, fp32 [1]: with it the kernel that norms casts too, and gives no value.
         at_once: so it does for blocks that need no amax but their own. Not where ranks that share a block agree first.
         return_value: others see the value too, so it is rounded to the dtype of ``x`` whatever the quantizer.
-        again: it is a backward that does what its forward did, see :func:`~minifloat.kernels.library.again`.
+        again: it is a backward that does what its forward did, see :func:`~minifloat.ops.library.again`.
 
     Raises:
         TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from minifloat.autocast import Use
-from minifloat.distributed.tensor_parallel import TensorParallel
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
-from minifloat.kernels import delayed
+from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Quantized
+from minifloat.ops import delayed
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.tensor import QuantizedTensor
 

@@ -11,10 +11,10 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 from torch import Tensor, nn
 
-from minifloat.distributed.gathered import Gathered
-from minifloat.distributed.group import Group
-from minifloat.distributed.shard_map import ShardMap
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import ROWWISE
+from minifloat.functional.gathered import Gathered
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor

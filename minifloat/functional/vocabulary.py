@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minifloat.distributed.shard_map import ShardMap
+from minifloat.comm.shard_map import ShardMap
 
 
 def vocabulary_shards(vocabulary: int, ranks: int) -> ShardMap:

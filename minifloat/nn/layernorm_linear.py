@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
-from minifloat.distributed.tensor_parallel import Mode
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
+from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
-from minifloat.distributed.group import Group
-from minifloat.distributed.tensor_parallel import Mode
+from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.quantize import reuse
+from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_call import LinearCalls
 from minifloat.nn.parameters import InitMethod, one_dtype, parameter_init
@@ -56,7 +56,7 @@ class Linear(LinearCalls):
         params_dtype: another name of ``dtype``.
         parallel_mode: ``"column"`` shares ``out_features`` out over the ranks of a group, ``"row"`` ``in_features``:
             the sizes given are those of all ranks, the attributes of that name this rank's. The shapes of each are in
-            :class:`~minifloat.distributed.tensor_parallel.TensorParallel`. All ranks start from one seed, as the
+            :class:`~minifloat.functional.tensor_parallel.TensorParallel`. All ranks start from one seed, as the
             unsharded layer of that seed would; each parameter has Megatron's attributes ``tensor_model_parallel``,
             ``partition_dim`` and ``partition_stride``.
         sequence_parallel: activations that are not split by columns are split by rows, along dim 0.

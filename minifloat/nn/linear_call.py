@@ -10,16 +10,16 @@ from torch import Tensor
 
 from minifloat import finite, recompute
 from minifloat.autocast import Use, checks_finite, current
-from minifloat.distributed.ddp_forward import check_reduced
-from minifloat.distributed.tensor_parallel import UNSHARDED, TensorParallel
+from minifloat.comm.ddp_forward import check_reduced
 from minifloat.functional.amp import autocast_dtype, autocast_enabled
 from minifloat.functional.call import LinearCall, Ready
 from minifloat.functional.plan import LinearPlan
 from minifloat.functional.quantize import calibrate
-from minifloat.kernels import matmul
+from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
 from minifloat.nn.inputs import check_meta
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.sharding import check_scales_agree
+from minifloat.ops import matmul
 from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.recipe import Recipe
 from minifloat.tensor import QuantizedTensor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifloat.distributed.tensor_parallel import Mode, TensorParallel
+from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn import parameters
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.sharding import Partition, mark, partitions

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from minifloat.arguments import check_value
 from minifloat.autocast import Use
-from minifloat.distributed.ddp_forward import check_synchronized
-from minifloat.distributed.tensor_parallel import UNSHARDED
+from minifloat.comm.ddp_forward import check_synchronized
 from minifloat.functional.call import LinearCall
 from minifloat.functional.linear import weight_quantizer
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, linear_plan
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
+from minifloat.functional.tensor_parallel import UNSHARDED
 from minifloat.nn import parameters
 from minifloat.nn.delayed import AmaxHistory, history_length
 from minifloat.nn.linear_parameters import LinearParameters

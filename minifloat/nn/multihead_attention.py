@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
-from minifloat.distributed.group import Group
-from minifloat.distributed.rng import draw_apart
-from minifloat.distributed.tensor_parallel import Mode, TensorParallel
+from minifloat.comm.group import Group
+from minifloat.comm.rng import draw_apart
 from minifloat.functional.amp import autocast_to
+from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -86,7 +86,7 @@ class MultiheadAttention(LayerOfLinears):
     norms               [hidden], [D]         gradients summed over the ranks (of ``qk_norm_type`` always)
     ==================  ====================  ==================================================================
 
-    Ranks draw different numbers for ``attention_dropout``: see :mod:`minifloat.distributed.rng`.
+    Ranks draw different numbers for ``attention_dropout``: see :mod:`minifloat.comm.rng`.
 
     Raises:
         ValueError: sizes that do not divide, an unknown type or norm, a norm's result asked for without a norm; heads

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from minifloat.distributed.tensor_parallel import TensorParallel
+from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.linear import Linear
 

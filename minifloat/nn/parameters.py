@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
-from minifloat.distributed.collectives import max_of_all
-from minifloat.distributed.group import Group
+from minifloat.comm.collectives import max_of_all
+from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
-from minifloat.kernels.delayed import FLT_MAX
 from minifloat.operand import Quantized
+from minifloat.ops.delayed import FLT_MAX
 from minifloat.quantizer import DTYPES, Quantizer, find_amaxes
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor, quantize

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.distributed.group import Group
-from minifloat.distributed.tensor_parallel import UNSHARDED, Mode, TensorParallel
+from minifloat.comm.group import Group
+from minifloat.functional.tensor_parallel import UNSHARDED, Mode, TensorParallel
 from minifloat.recipe import DelayedScaling
 
 

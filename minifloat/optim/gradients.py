@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Accepts, checked, shown
-from minifloat.distributed.collectives import all_gather_rows, all_reduce
-from minifloat.distributed.group import Group
-from minifloat.distributed.shard_map import ShardMap
+from minifloat.comm.collectives import all_gather_rows, all_reduce
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
 from minifloat.optim.masters import Master
 
 MaxNorm = Annotated[float, Accepts("a number of at least 0, or infinity,", lambda value: value >= 0, alone=True)]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifloat.distributed.collectives import max_of_all
-from minifloat.distributed.group import Group
+from minifloat.comm.collectives import max_of_all
+from minifloat.comm.group import Group
 from minifloat.optim.shards import own_rows, sharded_like
 from minifloat.tensor import QuantizedTensor, quantize_all_
 

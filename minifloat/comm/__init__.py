@@ -1,0 +1,1 @@
+"""Communication: process groups, row shards, quantized collectives and their checks."""

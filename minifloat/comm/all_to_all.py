@@ -1,0 +1,57 @@
+"""The all-to-all of quantized rows, such as tokens on their way to experts: codes and scales on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minifloat.comm.checks import Check, check_exchanged
+from minifloat.comm.collectives import Pending, start_exchange
+from minifloat.comm.group import Group
+from minifloat.formats import ROWWISE
+from minifloat.operand import Operand
+
+
+def start_all_to_all(
+    operand: Operand, send: Sequence[int], receive: Sequence[int], group: Group, *, check: Check = False
+) -> Pending[Operand]:
+    """Starts to send rows of a quantized matrix, such as tokens to their experts, with the scales of those rows.
+
+    Args:
+        operand: rowwise, its scales one a row and block; or one for the whole that all ranks agree on. Rows are in the
+            order of the ranks that they go to.
+        send, receive: how many rows go to and come from each rank.
+
+    Returns:
+        The rows received, in the order of the ranks that they come from.
+
+    Raises:
+        ValueError: a scale spans several rows but not all, or counts do not fit ``operand``; with ``check`` those of
+            another rank.
+    """
+    fmt = operand.format
+    if operand.dim != ROWWISE or fmt.tile or fmt.transform != "none":
+        raise ValueError(
+            f"all_to_all sends single rows, but a scale of {fmt.spec} along dim {operand.dim} spans several; "
+            "send a rowwise operand scaled in strips"
+        )
+    check_exchanged("all_to_all", operand.codes, send, receive, group, check)
+    if group.size == 1:
+        return Pending([], lambda: operand)
+    fields = ["codes"] + ["scale_inv"] * (fmt.block > 0) + ["amax"] * fmt.amax_per_row
+    own = [getattr(operand, field) for field in fields]
+    transfers = [start_exchange(x, send, receive, group) for x in own]
+    shape = sum(receive), operand.shape[1]
+
+    def finish() -> Operand:
+        made = dict(zip(fields, [transfer.wait() for transfer in transfers], strict=True))
+        scale_inv, amax = made.get("scale_inv", operand.scale_inv), made.get("amax", operand.amax)
+        return Operand(made["codes"], scale_inv, amax, fmt, operand.dim, shape, operand.dtype)
+
+    return Pending([], finish)
+
+
+def all_to_all(
+    operand: Operand, send: Sequence[int], receive: Sequence[int], group: Group, *, check: Check = False
+) -> Operand:
+    """The rows that other ranks have for this one; see :func:`start_all_to_all`."""
+    return start_all_to_all(operand, send, receive, group, check=check).wait()

@@ -1,0 +1,160 @@
+"""Whether the ranks of a collective agree on dtype, sizes and row counts, asked before it could hang or corrupt.
+
+Asking costs a small exchange of Python objects and waits of the host: for debugging, and not inside a compiled graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
+
+Check = bool | str
+"""Whether to look at all ranks, and raise on each of them. A string does so too, and names the layer in the error."""
+
+
+class _Line(NamedTuple):
+    """What one rank brings: ``x`` [rows, cols] with its later dims flattened, and the row counts that it was given."""
+
+    collective: str
+    dtype: torch.dtype
+    rows: int
+    cols: int
+    counts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} [{self.rows}, {self.cols}]" + f" with row counts {self.counts}" * bool(self.counts)
+
+
+class _Call(NamedTuple):
+    """What one rank gives to a layer, which stands for a collective: X, and the ``rows_per_rank`` that it was given."""
+
+    collective: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    lengths: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        kind = "" if self.dtype is None else f" of {self.dtype}"
+        return f"X {self.shape}{kind}" + ("" if self.lengths is None else f" with rows_per_rank={list(self.lengths)}")
+
+
+L = TypeVar("L", _Line, _Call)
+
+
+def check_call(
+    label: str,
+    collective: str,
+    shape: Sequence[int],
+    dtype: torch.dtype | None,
+    lengths: Sequence[int] | None,
+    split: bool,
+    group: Group,
+) -> None:
+    """What all ranks give to a layer fits together; to be asked before one of them could fail alone.
+
+    Args:
+        label: of the layer.
+        collective: the first that would go wrong.
+        shape, dtype: of X on this rank.
+        lengths: the ``rows_per_rank`` that it was given.
+        split: dim 0 of X is shared out over the ranks, as ``lengths`` says, or else evenly.
+
+    Raises:
+        ValueError: on every rank, naming the collective and the sizes.
+    """
+    table = _of_all(_Call(label, tuple(shape), dtype, None if lengths is None else tuple(lengths)), group, label)
+    own = [line.shape[:1] for line in table]
+    wanted = own[:1] * group.size if lengths is None or not split else [(length,) for length in lengths]
+    rows_fit = own == wanted and len({line.lengths for line in table}) == 1
+    if rows_fit and len({(line.shape[1:], line.dtype) for line in table}) == 1:
+        return
+    way_out = "; give all ranks the same rows_per_rank, with the rows of each" * (split and not rows_fit)
+    raise ValueError(f"{_disagreement(collective, table, label)}{way_out}")
+
+
+def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group, everywhere: Check) -> None:
+    """Each rank brings the rows that ``shards`` says, of which ``everywhere`` asks all ranks.
+
+    Raises:
+        ValueError: it does not, or ranks differ in dtype, columns or ``shards``; names the collective and the sizes.
+    """
+    if everywhere:
+        table = _table(collective, x, shards.rows, group, everywhere)
+        alike = len({(line.dtype, line.cols, line.counts) for line in table}) == 1
+        if not alike or [line.rows for line in table] != list(table[0].counts):
+            raise _disagreement(collective, table, everywhere)
+    if shards.size != group.size or x.shape[0] != shards.rows[group.rank]:
+        raise ValueError(
+            f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows, but the row counts of the ranks "
+            f"are {shards.rows}; give every rank the counts of all"
+        )
+
+
+def check_summed(collective: str, x: Tensor, shards: ShardMap | None, group: Group, everywhere: Check) -> None:
+    """All ranks bring equal sizes, of rows to be split as ``shards`` says; else as :func:`check_sharded`."""
+    if everywhere:
+        table = _table(collective, x, shards.rows if shards else (), group, everywhere)
+        fits = shards is None or (shards.size == group.size and shards.total == table[0].rows)
+        if len(set(table)) > 1 or not fits:
+            raise _disagreement(collective, table, everywhere)
+    if shards is not None and (shards.size != group.size or x.shape[0] != shards.total):
+        raise ValueError(
+            f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows to sum, of which the ranks are to "
+            f"get {shards.rows}; the counts of the {group.size} ranks must add up to the rows"
+        )
+
+
+def check_exchanged(
+    collective: str, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, everywhere: Check
+) -> None:
+    """Each rank brings the rows that it sends, which are those that others expect; else as :func:`check_sharded`."""
+    if everywhere:
+        table = _table(collective, x, (*send, *receive), group, everywhere)
+        sent = [line.counts[: group.size] for line in table]
+        expected = [line.counts[group.size :] for line in table]
+        alike = len({(line.dtype, line.cols, len(line.counts)) for line in table}) == 1
+        if not alike or sent != list(zip(*expected, strict=True)) or [sum(s) for s in sent] != [t.rows for t in table]:
+            raise _disagreement(collective, table, everywhere)
+    if len(send) != group.size or len(receive) != group.size or sum(send) != x.shape[0]:
+        raise ValueError(
+            f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows, sends {tuple(send)} and receives "
+            f"{tuple(receive)}; one count a rank is needed, and those sent must add up to the rows"
+        )
+
+
+def _table(collective: str, x: Tensor, counts: Sequence[int], group: Group, everywhere: Check) -> list[_Line]:
+    """What every rank brings."""
+    rows = x.shape[0] if x.dim() else 1
+    return _of_all(_Line(collective, x.dtype, rows, math.prod(x.shape[1:]), tuple(counts)), group, everywhere)
+
+
+def _of_all(line: L, group: Group, everywhere: Check) -> list[L]:
+    """The line of every rank.
+
+    Raises:
+        ValueError: on every rank: some are in other collectives or layers.
+    """
+    table = [line] * group.size
+    if group.size > 1:
+        dist.all_gather_object(table, line, group=group.process_group)
+    if len({(type(each), each.collective) for each in table}) > 1:
+        raise _disagreement(line.collective, table, everywhere)
+    return table
+
+
+def _disagreement(collective: str, table: Sequence[_Line | _Call], everywhere: Check) -> ValueError:
+    names = {line.collective for line in table}
+    what = "the ranks do not fit together" if len(names) == 1 else "ranks are in other collectives"
+    lines = [
+        f"rank {rank}: " + f"{line.collective} of " * (len(names) > 1) + str(line) for rank, line in enumerate(table)
+    ]
+    layer = f"{everywhere}: " if isinstance(everywhere, str) and everywhere != collective else ""
+    return ValueError(f"{layer}{collective}: {what}: {'; '.join(lines)}")

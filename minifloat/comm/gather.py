@@ -1,0 +1,185 @@
+"""The quantized all-gather: codes and scales on the wire, and exactly the quantized whole on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minifloat import capability
+from minifloat.comm.cache import kept
+from minifloat.comm.checks import Check, check_sharded
+from minifloat.comm.collectives import Pending, start_all_gather_rows
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.operand import Operand, Quantized
+from minifloat.ops.library import directly
+
+
+def gather(
+    part: Quantized,
+    shards: ShardMap,
+    group: Group,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    into: Quantized | None = None,
+    gemm_ready: bool = False,
+    check: Check = False,
+) -> Quantized:
+    """The quantized whole, [sum(rows), K], from the parts of all ranks; arguments as of :func:`start_gather`."""
+    dims = _dims(rowwise, columnwise)
+    return _start([part], shards, group, dims, [into], gemm_ready, check, overlapped=False).wait()[0]
+
+
+def start_gather(
+    parts: Sequence[Quantized],
+    shards: ShardMap,
+    group: Group,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    into: Sequence[Quantized] | None = None,
+    gemm_ready: bool = False,
+    check: Check = False,
+) -> Pending[list[Quantized]]:
+    """Starts to gather several quantized tensors in one call of the backend; ``wait()`` gives them.
+
+    Nothing but codes, scales of blocks and amaxes of rows travels. A scale or amax of the whole tensor is this rank's
+    own, since all agree on it. The amax that a delayed cast measured stays that of this rank's rows.
+
+    Args:
+        parts: of each tensor what :func:`~minifloat.comm.sharded_cast.quantize_shard` gave.
+        shards: the rows of every rank, the same for every tensor.
+        rowwise, columnwise: the orientations wanted.
+        into: the wholes, whose memory is filled and which are returned. Equal row counts go straight there.
+        gemm_ready: lay codes out in memory as this device's GEMMs read them (see ``Quantizer.layouts``); once, after
+            the wait, where that is not how they travel.
+        check: compare sizes and row counts of all ranks first, and raise on each of them if they disagree.
+
+    Raises:
+        ValueError: a part lacks an orientation or has not the rows that ``shards`` says, or ``into`` has other formats,
+            dtypes or shapes than the wholes.
+    """
+    targets = [None] * len(parts) if into is None else list(into)
+    return _start(parts, shards, group, _dims(rowwise, columnwise), targets, gemm_ready, check, overlapped=True)
+
+
+def _dims(rowwise: bool, columnwise: bool) -> list[int]:
+    return [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
+
+
+def _start(
+    parts: Sequence[Quantized],
+    shards: ShardMap,
+    group: Group,
+    dims: Sequence[int],
+    targets: Sequence[Quantized | None],
+    gemm_ready: bool,
+    check: Check,
+    *,
+    overlapped: bool,
+) -> Pending[list[Quantized]]:
+    plans = [_plan(part, dims) for part in parts]
+    xs: list[Tensor] = []
+    maps: list[ShardMap] = []
+    places: list[Tensor | None] = []
+    for plan, target in zip(plans, targets, strict=True):
+        for dim, operand in plan.operands.items():
+            into = None if target is None else _checked_target(operand, target.along(dim), shards)
+            for field, rows in _moved(operand.format, operand.dim, shards):
+                x, place = getattr(operand, field), getattr(into, field, None)
+                check_sharded("gather", x, rows, group, check)
+                xs.append(x)
+                maps.append(rows)
+                places.append(place if place is not None and place.is_contiguous() else None)
+    transfer = start_all_gather_rows(xs, maps, group, places, overlapped=overlapped)
+
+    def finish() -> list[Quantized]:
+        gathered = iter(transfer.wait())
+        return [
+            _assemble(plan, gathered, shards, target, gemm_ready) for plan, target in zip(plans, targets, strict=True)
+        ]
+
+    return Pending([], finish)
+
+
+class _Plan(NamedTuple):
+    """What is gathered of a tensor: the operands, by the first dim that each serves; for each wanted dim which one."""
+
+    operands: dict[int, Operand]
+    serving: dict[int, int]
+
+
+def _plan(part: Quantized, dims: Sequence[int]) -> _Plan:
+    plan = _Plan({}, {})
+    for dim in dims:
+        operand = part.along(dim)
+        known = [first for first, other in plan.operands.items() if other is operand]
+        plan.serving[dim] = known[0] if known else dim
+        plan.operands.setdefault(plan.serving[dim], operand)
+    return plan
+
+
+@kept
+def _moved(fmt: Format, dim: int, shards: ShardMap) -> tuple[tuple[str, ShardMap], ...]:
+    """The fields of an operand that are gathered, and the rows that each rank has of them; others are equal on all."""
+    moved = [("codes", shards.codes(fmt, dim))]
+    if fmt.quantized and fmt.block:
+        moved.append(("scale_inv", shards.scales(fmt, dim)))
+    if fmt.amax_per_row and dim == ROWWISE:
+        moved.append(("amax", shards))
+    return tuple(moved)
+
+
+def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Operand:
+    shape = shards.total, operand.shape[1]
+    if (target.format, target.shape, target.dtype) != (operand.format, shape, operand.dtype):
+        raise ValueError(
+            f"gathering {operand.format.spec} of {operand.dtype} {shape} into {target.format.spec} of {target.dtype} "
+            f"{target.shape}: give operands of the whole, as the quantizer makes them of a tensor of that shape"
+        )
+    return target
+
+
+def _whole(own: Operand, gathered: Iterator[Tensor], shards: ShardMap) -> Operand:
+    made = {field: next(gathered) for field, _ in _moved(own.format, own.dim, shards)}
+    scale_inv, amax = made.get("scale_inv", own.scale_inv), made.get("amax", own.amax)
+    return Operand(made["codes"], scale_inv, amax, own.format, own.dim, (shards.total, own.shape[1]), own.dtype)
+
+
+def _assemble(
+    plan: _Plan, gathered: Iterator[Tensor], shards: ShardMap, into: Quantized | None, gemm_ready: bool
+) -> Quantized:
+    wholes = {dim: _whole(own, gathered, shards) for dim, own in plan.operands.items()}
+    found = {dim: _laid_out(wholes[i], dim) if gemm_ready else wholes[i] for dim, i in plan.serving.items()}
+    if into is None:
+        return Quantized(found.get(ROWWISE), found.get(COLUMNWISE))
+    for dim, operand in found.items():
+        for old, new in zip(into.along(dim)[:3], operand[:3], strict=True):  # codes, scales, amax
+            if old is not None and new is not None and old is not new:
+                old.copy_(new)
+    return into
+
+
+def _laid_out(operand: Operand, dim: int) -> Operand:
+    """The operand with its tensors in memory as GEMMs that contract ``dim`` read them on its device."""
+    fmt = operand.format
+    if not operand.codes.is_cuda or not capability.k_major(fmt):
+        return operand
+    if dim == COLUMNWISE:
+        return operand._replace(codes=_transposed(operand.codes), dim=COLUMNWISE)
+    if fmt.block and not fmt.tile and operand.scale_inv is not None:
+        return operand._replace(scale_inv=operand.scale_inv.t().contiguous().t())
+    return operand
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    """``codes`` [M, K] with M consecutive in memory."""
+    if not directly(codes) or codes.numel() == 0:
+        return codes.t().contiguous().t()
+    from minifloat.ops.matmul.transpose import k_major_copy  # which needs Triton
+
+    return k_major_copy(codes, True, (1, 1)).t()

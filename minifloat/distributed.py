@@ -1,0 +1,46 @@
+"""Tensors and models split over ranks; ``comm`` has the collectives, ``parallel`` what is done to models."""
+
+from minifloat.arguments import checked
+from minifloat.comm import gather as _gather
+from minifloat.comm import sharded_cast as _sharded_cast
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
+from minifloat.functional.shared_cast import gathered_once
+from minifloat.functional.tensor_parallel import set_check, set_overlap
+from minifloat.parallel.ddp import data_parallel
+from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
+from minifloat.parallel.parallelize import parallelize
+from minifloat.parallel.state_dict import (
+    load_sharded_optimizer_state_dict,
+    load_sharded_state_dict,
+    sharded_optimizer_state_dict,
+    sharded_state_dict,
+)
+
+# What layers call for each forward is checked where users call it.
+gather = checked(_gather.gather)
+start_gather = checked(_gather.start_gather)
+prepare_shard = checked(_sharded_cast.prepare_shard)
+quantize_shard = checked(_sharded_cast.quantize_shard)
+
+__all__ = [
+    "Group",
+    "ShardMap",
+    "data_parallel",
+    "full_state_dict",
+    "fully_shard",
+    "gather",
+    "gathered_once",
+    "load_full_state_dict",
+    "load_sharded_optimizer_state_dict",
+    "load_sharded_state_dict",
+    "parallelize",
+    "prepare_shard",
+    "quantize_shard",
+    "set_check",
+    "set_overlap",
+    "sharded_optimizer_state_dict",
+    "sharded_state_dict",
+    "sharded_weights",
+    "start_gather",
+]

@@ -1,0 +1,84 @@
+"""What is gathered for a layer's products: on its way already, or brought by the product that reads it first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from minifloat.comm import symmetric_memory
+from minifloat.comm.collectives import Pending
+from minifloat.comm.gather import start_gather
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
+from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.gemm import Product
+from minifloat.operand import Operand, Quantized
+
+
+class Gathered:
+    """Operands of a whole tensor that are on their way: whoever reads one waits for it, and it is kept no longer."""
+
+    def __init__(self, arriving: Sequence[Pending[list[Quantized]]]) -> None:
+        self._arriving = list(arriving)
+        self._here: dict[int, Operand] = {}
+
+    def along(self, dim: int) -> Operand:
+        """The operand that a GEMM contracts along ``dim``; each can be had once."""
+        while dim not in self._here:
+            (rowwise, columnwise), *_ = self._arriving.pop(0).wait()
+            if rowwise is not None:
+                self._here[ROWWISE] = rowwise
+            if columnwise is not None:
+                self._here[COLUMNWISE] = columnwise
+        return self._here.pop(dim)
+
+    def multiplied(self, product: Product) -> Tensor:
+        """``product`` of the rowwise operand."""
+        return product.of(only(self, ROWWISE))
+
+
+class GatheredByProduct(Gathered):
+    """The same where the rowwise operand travels while it is multiplied, which so comes before all else.
+
+    Args:
+        part: this rank's, rowwise.
+        serves_both: it is wanted columnwise, too: a transpose is left to the product that reads it so.
+        arriving: what is on its way by itself.
+    """
+
+    def __init__(
+        self,
+        part: Operand,
+        shards: ShardMap,
+        group: Group,
+        serves_both: bool,
+        arriving: Sequence[Pending[list[Quantized]]],
+    ) -> None:
+        super().__init__(arriving)
+        self._part: Operand | None = part
+        self._shards, self._group, self._serves_both = shards, group, serves_both
+
+    def multiplied(self, product: Product) -> Tensor:
+        part, self._part = self._part, None
+        assert part is not None
+        if symmetric_memory.multiplies(product, part):
+            y, whole = symmetric_memory.gather_and_multiply(product, part, self._group)
+            if self._serves_both:
+                self._here[COLUMNWISE] = whole
+            return y
+        own, both = [Quantized(part, part if self._serves_both else None)], self._serves_both
+        pending = start_gather(own, self._shards, self._group, rowwise=True, columnwise=both, gemm_ready=True)
+        self._arriving.insert(0, pending)
+        return super().multiplied(product)
+
+
+def only(operands: Quantized | Gathered, dim: int) -> Quantized:
+    """What a GEMM reads that contracts ``dim``, and nothing that would live as long."""
+    operand = operands.along(dim)
+    return Quantized(operand, None) if dim == ROWWISE else Quantized(None, operand)
+
+
+def multiplied(product: Product, a: Quantized | Gathered) -> Tensor:
+    """``product`` of the rowwise operand of ``a``."""
+    return a.multiplied(product) if isinstance(a, Gathered) else product.of(only(a, ROWWISE))

@@ -1,0 +1,138 @@
+"""Activations and their gated forms in plain PyTorch: the definition that a kernel is held to, within fp32 rounding.
+
+Formulas of ``docs/numerics.md`` 1.8; the gated family is that of "GLU Variants Improve Transformer" (Shazeer 2020).
+Everything is computed in the dtype of ``x``, which the operations make fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import ROWWISE, Format
+from minifloat.ops.quantize import reference as quantize
+
+
+class Pointwise(NamedTuple):
+    """A function of one number and its derivative."""
+
+    function: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """The tanh form of Hendrycks and Gimpel (2016): sqrt(2 / pi) (x + 0.044715 x^3) inside."""
+    return x * (0.5 + 0.5 * torch.tanh(x * (0.79788456 + 0.03567741 * x * x)))
+
+
+def _gelu_derivative(x: Tensor) -> Tensor:
+    # Beyond 10 the derivative is 0 or 1 to the last bit, but x * x may overflow, and 0 * inf is not 0.
+    x = x.clamp(-10, 10)
+    t = torch.tanh(x * (0.79788456 + 0.03567741 * x * x))
+    return 0.5 * x * (1 - t * t) * (0.79788456 + 3 * 0.03567741 * x * x) + 0.5 * (1 + t)
+
+
+def _swish(x: Tensor, slope: float) -> Tensor:
+    return x * torch.sigmoid(slope * x)
+
+
+def _swish_derivative(x: Tensor, slope: float) -> Tensor:
+    s = torch.sigmoid(slope * x)
+    return s + x * s * (1 - s) * slope
+
+
+def _sigmoid_derivative(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s)
+
+
+def swish(slope: float) -> Pointwise:
+    """``x * sigmoid(slope * x)``: silu with 1, qgelu with 1.702."""
+    return Pointwise(partial(_swish, slope=slope), partial(_swish_derivative, slope=slope))
+
+
+POINTWISE: dict[str, Pointwise] = {
+    "gelu": Pointwise(_gelu, _gelu_derivative),
+    "qgelu": swish(1.702),
+    "relu": Pointwise(torch.relu, lambda x: (x > 0).to(x.dtype)),
+    "srelu": Pointwise(lambda x: torch.relu(x).square(), lambda x: 2 * torch.relu(x)),
+    "silu": swish(1.0),
+    "sigmoid": Pointwise(torch.sigmoid, _sigmoid_derivative),
+}
+GATES = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid"}
+"""Gated activations, ``function(first half) * second half`` of the last dim, by the function of their gate."""
+
+CLAMPED = "clamped_swiglu"
+"""The gate of gpt-oss: both halves are clamped, and the second is shifted."""
+
+DEFAULTS: dict[str, dict[str, float]] = {CLAMPED: {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}}
+"""Parameters of the activations that have any, in the order in which operations take them."""
+
+NAMES = (*POINTWISE, *GATES, CLAMPED)
+
+
+def gated(name: str) -> bool:
+    """It multiplies two halves of its input, so that its output is half as wide."""
+    return name not in POINTWISE
+
+
+def forward(x: Tensor, name: str, parameters: Sequence[float]) -> Tensor:
+    """The activation of ``x`` [M, K]: [M, K], or [M, K / 2] if gated."""
+    if name in POINTWISE:
+        return POINTWISE[name].function(x)
+    gate, a, b = _halves(x, name, parameters)
+    return gate.function(a) * b
+
+
+def backward(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float]) -> Tensor:
+    """The gradient with respect to ``x`` [M, K]; 0 where :data:`CLAMPED` clamps."""
+    if name in POINTWISE:
+        return dy * POINTWISE[name].derivative(x)
+    gate, a, b = _halves(x, name, parameters)
+    da, db = dy * b * gate.derivative(a), dy * gate.function(a)
+    if name == CLAMPED:
+        first, second = x.chunk(2, dim=-1)
+        da = torch.where(first > parameters[0], 0.0, da)
+        db = torch.where(second.abs() > parameters[0], 0.0, db)
+    return torch.cat([da, db], dim=-1)
+
+
+def _halves(x: Tensor, name: str, parameters: Sequence[float]) -> tuple[Pointwise, Tensor, Tensor]:
+    """The gate's function, what it is applied to, and what its value multiplies."""
+    a, b = x.chunk(2, dim=-1)
+    if name != CLAMPED:
+        return POINTWISE[GATES[name]], a, b
+    limit, alpha, offset = parameters
+    return swish(alpha), a.clamp(max=limit), b.clamp(-limit, limit) + offset
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude, fp32 [1]; NaNs are dropped."""
+    return quantize.amax(x, Format(), ROWWISE)
+
+
+def cast(
+    x: Tensor, scale: Tensor, fmt: Format, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Delayed scaling: codes along the rows and along the columns, the inverse of the scale, and the amax."""
+    row, column = empty_codes(x, x.shape[0], x.shape[1], rowwise, columnwise)
+    codes, scale_inv, amax = quantize.cast(x, scale, None, fmt, ROWWISE)  # whose dim is no matter with one scale
+    for target in [row] * rowwise + [column] * columnwise:
+        target.copy_(codes)
+    return row, column, scale_inv, amax
+
+
+def column_sum(dx: Tensor) -> Tensor:
+    """The bias gradient of a linear with the gradient ``dx`` [M, K] of its output: [K], summed in fp32."""
+    return dx.float().sum(0)
+
+
+def empty_codes(like: Tensor, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes of [rows, cols], the columnwise ones transposed in memory; of [0] if not wanted."""
+    row = like.new_empty((rows, cols) if rowwise else (0,), dtype=torch.uint8)
+    column = like.new_empty((cols, rows) if columnwise else (0,), dtype=torch.uint8)
+    return row, column.t()

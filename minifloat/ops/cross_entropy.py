@@ -1,0 +1,230 @@
+"""Cross entropy in chunks of rows, as ``torch.library`` operations: no operation holds all logits in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.ops.library import register
+
+_CHUNK_ELEMENTS = 2**24
+"""How many logits are held in fp32 at a time: 64 MiB."""
+
+
+def chunks(rows: int, classes: int, chunk_rows: int) -> Iterator[slice]:
+    """Which of so many rows are held in fp32 at a time; ``chunk_rows`` 0 chooses."""
+    step = chunk_rows or max(1, _CHUNK_ELEMENTS // max(1, classes))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Targets(NamedTuple):
+    """Where the logits of targets are, among those of some of the classes; [M] each.
+
+    Args:
+        column: of the target's logit; 0 where it is not here, or ignored.
+        own: it is here.
+        ignored: the target is ``ignore_index``.
+    """
+
+    column: Tensor
+    own: Tensor
+    ignored: Tensor
+
+    @staticmethod
+    def of(target: Tensor, ignore_index: int, first: int, here: int, classes: int) -> _Targets:
+        """Among the ``here`` classes from ``first`` on, of ``classes``.
+
+        A target that is no class at all keeps a column out of bounds, so that reading it is an error.
+        """
+        column, ignored = target - first, target == ignore_index
+        elsewhere = ((column < 0) | (column >= here)) & (target >= 0) & (target < classes)
+        absent = elsewhere | ignored
+        return _Targets(column.masked_fill(absent, 0), ~absent, ignored)
+
+    def at(self, rows: slice) -> _Targets:
+        return _Targets(self.column[rows], self.own[rows], self.ignored[rows])
+
+
+def _statistics(z: Tensor, targets: _Targets, label_smoothing: float) -> Tensor:
+    """Of logits ``z`` [M, V] the log-sum-exp, those of the targets and, with label smoothing, the sum: [2 or 3, M]."""
+    picked = z.gather(1, targets.column[:, None])[:, 0]
+    return torch.stack([z.logsumexp(-1), picked, *([z.sum(-1)] if label_smoothing else [])])
+
+
+def loss_of_parts(statistics: Tensor, ignored: Tensor, label_smoothing: float, classes: int) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp [M] over all classes: ``lse - (1 - s) z[target] - s mean(z)``, the loss 0 where ignored.
+
+    Args:
+        statistics: [parts, 2 or 3, M], what :data:`cross_entropy_statistics` gives of each part of the classes.
+        ignored: bool [M].
+    """
+    lse = statistics[:, 0].logsumexp(0)
+    loss = lse - (1 - label_smoothing) * statistics[:, 1].sum(0)
+    if label_smoothing:
+        loss = loss - label_smoothing * (statistics[:, 2].sum(0) / classes)
+    return loss.masked_fill(ignored, 0), lse
+
+
+def _gradient_(z: Tensor, targets: _Targets, lse: Tensor, label_smoothing: float, classes: int) -> Tensor:
+    """Turns logits [M, V] into the gradient of their losses: ``softmax(z) - (1 - s) onehot - s / classes``.
+
+    ``lse`` is over all classes. 0 where ignored.
+    """
+    z.sub_(lse[:, None]).exp_()
+    if label_smoothing:
+        z.sub_(label_smoothing / classes)
+    z.scatter_add_(1, targets.column[:, None], targets.own[:, None] * z.new_full((), label_smoothing - 1))
+    return z.masked_fill_(targets.ignored[:, None], 0)
+
+
+def _forward(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, chunk_rows: int, first: int, classes: int
+) -> Tensor:
+    statistics = _fake_forward(logits, target, label_smoothing, ignore_index, chunk_rows, first, classes)
+    targets = _Targets.of(target, ignore_index, first, logits.shape[1], classes)
+    for rows in chunks(logits.shape[0], logits.shape[1], chunk_rows):
+        statistics[:, rows] = _statistics(logits[rows].to(statistics.dtype), targets.at(rows), label_smoothing)
+    statistics[1].masked_fill_(~targets.own, 0)
+    return statistics
+
+
+def _fake_forward(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, chunk_rows: int, first: int, classes: int
+) -> Tensor:
+    return logits.new_empty(3 if label_smoothing else 2, logits.shape[0], dtype=_precise(logits.dtype))
+
+
+def _backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    chunk_rows: int,
+    first: int,
+    classes: int,
+) -> Tensor:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    targets = _Targets.of(target, ignore_index, first, logits.shape[1], classes)
+    dloss = dloss.masked_fill(targets.ignored, 0)  # the mean over no target divides by 0
+    for rows in chunks(logits.shape[0], logits.shape[1], chunk_rows):
+        z = logits[rows].to(lse.dtype, copy=True)
+        gradient = _gradient_(z, targets.at(rows), lse[rows], label_smoothing, classes)
+        dlogits[rows] = gradient.mul_(dloss[rows, None])
+    return dlogits
+
+
+def _fake_backward(
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    chunk_rows: int,
+    first: int,
+    classes: int,
+) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    chunk_rows: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total, dhidden, dweight, dbias = _linear_outputs(hidden, weight, needs)
+    for each in (total, dweight, dbias):
+        each.zero_()
+    classes = weight.shape[0]
+    targets = _Targets.of(target, ignore_index, 0, classes, classes)
+    for rows in chunks(hidden.shape[0], classes, chunk_rows):
+        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+        z = logits.to(total.dtype)
+        statistics = _statistics(z, targets.at(rows), label_smoothing)
+        loss, lse = loss_of_parts(statistics[None], targets.ignored[rows], label_smoothing, classes)
+        total += loss.sum()
+        if not any(needs):
+            continue
+        dlogits = _gradient_(z, targets.at(rows), lse, label_smoothing, classes)
+        if needs[2]:
+            dbias += dlogits.sum(0)
+        dlogits = logits.copy_(dlogits)  # in the dtype of the products
+        if needs[0]:
+            dhidden[rows] = dlogits @ weight
+        if needs[1]:
+            dweight += dlogits.t() @ hidden[rows]
+    return total, dhidden, dweight, dbias
+
+
+def _linear_outputs(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    precise = _precise(hidden.dtype)
+    return (
+        hidden.new_empty((), dtype=precise),
+        hidden.new_empty(hidden.shape if needs[0] else 0),
+        weight.new_empty(weight.shape if needs[1] else 0, dtype=precise),
+        weight.new_empty(weight.shape[0] if needs[2] else 0, dtype=precise),
+    )
+
+
+def _fake_linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    chunk_rows: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _linear_outputs(hidden, weight, needs)
+
+
+cross_entropy_statistics = register(
+    "cross_entropy_statistics(Tensor logits, Tensor target, float label_smoothing, int ignore_index, int chunk_rows, "
+    "SymInt first, SymInt classes) -> Tensor",
+    _forward,
+    _fake_forward,
+)
+"""What losses need to know of logits [M, V], those of V classes from ``first`` on of ``classes``; targets int64 [M].
+
+fp32 [2, M], or [3, M] with label smoothing: log-sum-exp, the logit of the target (0 where it is none of these classes)
+and the sum; :func:`loss_of_parts` makes losses of them. ``chunk_rows`` 0 chooses.
+"""
+
+cross_entropy_backward = register(
+    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, float label_smoothing, "
+    "int ignore_index, int chunk_rows, SymInt first, SymInt classes) -> Tensor",
+    _backward,
+    _fake_backward,
+)
+"""The gradient of the logits [M, V] in their dtype, computed in fp32 and rounded once, from that of the losses [M].
+
+``lse``, [M], is over all classes; the other arguments are those of :data:`cross_entropy_statistics`.
+"""
+
+linear_cross_entropy = register(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, float label_smoothing, "
+    "int ignore_index, int chunk_rows, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    _linear,
+    _fake_linear,
+)
+"""The sum of the losses of ``hidden @ weight.t() + bias``, and its gradients: dhidden, dweight, dbias.
+
+``hidden`` [M, D], ``weight`` [V, D] and ``bias`` [V] have one dtype, which dhidden has too; the rest is fp32. A
+gradient that is not in ``needs`` is empty.
+"""

@@ -1,0 +1,64 @@
+"""The scaled product on bf16 tensor cores, for formats that no library multiplies on this device.
+
+bf16 holds every code value of E4M3, E5M2 and E2M1, and it holds them times a power of two or times an E4M3 block scale
+(E2M1: six bits of mantissa at most). So the operands are written out as bf16 without error, the products of two of them
+are exact in fp32, the tensor cores sum those in fp32, and what scales the whole contraction is one fp32 factor that is
+multiplied in last. From the reference this differs by the order and the roundings of fp32 sums alone.
+
+The scales of blocks are powers of two between 2^-127 and 2^127, and codes times such a scale can leave the range of
+bf16. Therefore each row (of the dim that is not contracted) is divided by its largest scale, which becomes the row's
+factor. What is still lost is a value that is over 2^124 times smaller than its row's largest scale: it becomes zero, or
+keeps fewer bits. A scale that is NaN makes its row NaN, as in the reference.
+
+Scales of 128-blocks that are any fp32 number do not fit bf16; such operands are left to the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import ELEMENTS, ROWWISE, Format
+from minifloat.ops.matmul.reference import Values, contracted_length
+from minifloat.ops.quantize.reference import _blocks, _unblock, decode, e8m0_value, look_up
+
+
+def product(a: Values, b: Values) -> Tensor:
+    """fp32 [m, n]: ``a`` [m, k] times ``b`` [n, k] transposed, both bf16, summed in fp32 and not yet scaled."""
+    depth = min(a.codes.shape[1], b.codes.shape[1])  # a packed operand may end with a zero code that the other lacks
+    left, right = a.codes[:, :depth], b.codes[:, :depth].t()
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()  # the same exact products; the CPU's bf16 product cannot give fp32
+
+
+def spread(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, along: int, outer: int
+) -> Values:
+    """An operand written out as bf16; arguments as of ``reference.spread``. No scales of segments are left beside it.
+
+    ``codes`` of the result is a view of the [M, K] layout, transposed or not: bf16 tensor cores take either.
+    """
+    length = contracted_length(codes, fmt, dim, along)
+    shape = torch.Size((outer, length) if along == ROWWISE else (length, outer))
+    values = _bf16(codes, fmt, dim, shape)
+    factor, divisor = scale_inv, 1.0
+    if fmt.block:
+        if fmt.scale_rule == "two_level":
+            assert amax is not None
+            scales, factor, divisor = look_up(scale_inv, "e4m3"), amax, 6.0 * fmt.block_scale_max
+        else:
+            grid = e8m0_value(scale_inv) if fmt.scale_rule == "e8m0" else scale_inv
+            largest = grid.amax(along, keepdim=True)
+            scales = grid / largest  # powers of two: exact, but for what is below 2^-149
+            factor = largest.reshape(-1).repeat_interleave(fmt.scale_block(dim)[0 if along == ROWWISE else 1])[:outer]
+        blocks = _blocks(values, *fmt.scale_block(dim))
+        values = _unblock(blocks * scales.bfloat16()[:, None, :, None], shape)
+    return Values(values if along == ROWWISE else values.t(), None, factor, divisor)
+
+
+def _bf16(codes: Tensor, fmt: Format, dim: int, shape: torch.Size) -> Tensor:
+    """The [M, K] values of codes, not scaled."""
+    dtype = ELEMENTS[fmt.element].dtype
+    # On a GPU PyTorch's conversion is one pass, a table several.
+    return decode(codes, fmt, dim, shape, torch.bfloat16) if dtype is None else codes.view(dtype).bfloat16()

@@ -1,0 +1,128 @@
+"""The scaled product in plain PyTorch, segment by segment of the contracted dim.
+
+Its definition: the codes of a segment (128 elements, or an MX block of 32) are multiplied and summed *exactly*, the sum
+is rounded once to fp32, multiplied by the two scales of that segment, and added in fp32 to the segments before it, in
+order; what scales the whole tensor is multiplied in last. So a row's result depends on that row alone, not on how many
+rows there are or on how a library blocks a product of this size.
+
+float64 gives the exact sums. Code values of E4M3 and of E2M1 (times its E4M3 block scale) are multiples of a power of
+two small enough that 128 products fit its 53 bits in any order. E5M2 spans more, so its values are split at 1 into two
+parts whose products each fit, and whose sum is rounded as if it were exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import ROWWISE, Format
+from minifloat.ops.quantize.reference import decode, e8m0_value, look_up
+
+
+class Values(NamedTuple):
+    """An operand spread out for the product, contracted dim last.
+
+    ``codes``: [outer, contracted], float64, or bf16 for the emulated product. ``scales``: fp32 [outer, segments], or
+    None where no segment has its own. ``factor``: fp32 [1] or [outer], for the whole contraction, over ``divisor``.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    factor: Tensor
+    divisor: float
+
+
+def scaled_product(a: Values, b: Values, segment: int, split: tuple[bool, bool]) -> Tensor:
+    """fp32 [m, n]: ``a`` [m, k] times ``b`` [n, k] transposed. ``split`` says which of the two has E5M2 elements."""
+    rows, cols = a.codes.shape[0], b.codes.shape[0]
+    depth = min(a.codes.shape[1], b.codes.shape[1])  # a packed operand may end with a zero code that the other lacks
+    total = a.codes.new_zeros(rows, cols, dtype=torch.float32)
+    for index, start in enumerate(range(0, depth, segment)):
+        part = slice(start, min(start + segment, depth))
+        product = _product(a.codes[:, part], b.codes[:, part], split)
+        scale = _segment_scale(a.scales, b.scales, index)
+        total += product if scale is None else product * scale
+    return total
+
+
+def tensor_factor(a: Values, b: Values) -> Tensor:
+    """fp32, broadcasting over [m, n]: the scales that span the whole contraction."""
+    left = a.factor[:, None] if a.factor.numel() > 1 else a.factor
+    factor = left * b.factor
+    divisor = a.divisor * b.divisor
+    return factor if divisor == 1 else factor * torch.full_like(factor[:1], 1.0 / divisor)
+
+
+def _segment_scale(a: Tensor | None, b: Tensor | None, index: int) -> Tensor | None:
+    if a is None or b is None:
+        left = None if a is None else a[:, index, None]
+        return left if b is None else b[None, :, index]
+    return a[:, index, None] * b[None, :, index]
+
+
+def _product(a: Tensor, b: Tensor, split: tuple[bool, bool]) -> Tensor:
+    """fp32 [m, n]: the exact a b^T, rounded once."""
+    terms = [left @ right.t() for left in _parts(a, split[0]) for right in _parts(b, split[1])]
+    return terms[0].float() if len(terms) == 1 else _rounded_sum(terms)
+
+
+def _parts(x: Tensor, split: bool) -> list[Tensor]:
+    if not split:
+        return [x]
+    large = x.abs() >= 1  # NaN goes with the small ones
+    return [x.masked_fill(~large, 0.0), x.masked_fill(large, 0.0)]
+
+
+def _rounded_sum(terms: list[Tensor]) -> Tensor:
+    """The sum of float64 terms rounded once to fp32, though float64 may not hold it.
+
+    What float64 loses is kept beside (Knuth's two-sum) and folded into the last bit (rounding to odd: Boldo and
+    Melquiond, 2008), so that the rounding to fp32 sees which side of a tie the exact sum lies on.
+    """
+    total, rest = terms[0], torch.zeros_like(terms[0])
+    for term in terms[1:]:
+        total, lost = _two_sum(total, term)
+        rest = rest + lost
+    total, rest = _two_sum(total, rest.nan_to_num(0.0, 0.0, 0.0))  # an infinity loses nothing
+    even = (total.view(torch.int64) & 1) == 0
+    odd = torch.nextafter(total, torch.where(rest > 0, torch.inf, -torch.inf).double())
+    return torch.where(even & (rest.abs() > 0), odd, total).float()
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
+def spread(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, along: int, outer: int, segment: int
+) -> Values:
+    """An operand cast along ``dim``, contracted along ``along``, ``outer`` elements wide in the other dim."""
+    length = contracted_length(codes, fmt, dim, along)
+    shape = torch.Size((outer, length) if along == ROWWISE else (length, outer))
+    values = decode(codes, fmt, dim, shape, torch.float64)
+    scales: Tensor | None = None
+    factor, divisor = scale_inv, 1.0
+    if fmt.block:
+        rows, cols = fmt.scale_block(dim)
+        if fmt.scale_rule == "two_level":
+            assert amax is not None
+            block_scales = look_up(scale_inv, "e4m3").repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+            values = values * block_scales[: shape[0], : shape[1]].double()
+            factor, divisor = amax, 6.0 * fmt.block_scale_max
+        else:
+            grid = e8m0_value(scale_inv) if fmt.scale_rule == "e8m0" else scale_inv
+            grid = grid if along == ROWWISE else grid.t()
+            outer_block = rows if along == ROWWISE else cols
+            scales = grid.repeat_interleave(outer_block, 0)[:outer].repeat_interleave(fmt.block // segment, 1)
+            factor = grid.new_ones(1)
+    return Values(values if along == ROWWISE else values.t(), scales, factor, divisor)
+
+
+def contracted_length(codes: Tensor, fmt: Format, dim: int, along: int) -> int:
+    """Length of the contracted dim as it is stored: a packed one may end with a zero code, which adds nothing."""
+    length = codes.shape[1] if along == ROWWISE else codes.shape[0]
+    return length * 2 if fmt.packed and dim == along else length

@@ -1,0 +1,287 @@
+"""One scale a block, in Triton: strips along the rows, along the columns, both in one reading, or square tiles.
+
+A program holds a tile of the matrix that is made of whole blocks, finds the amax of each, and casts: nothing is read
+twice. As in the reference, the tile is viewed as blocks of ROWS x COLS elements that share a scale: 1 x 128 for strips
+along the rows, 128 x 1 along the columns, 128 x 128 for square tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.formats import Format
+from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.quantize.device import (
+    cast_fp8,
+    corner,
+    extent,
+    load_tile,
+    pick,
+    reciprocal,
+    scale_from_amax,
+    single_bytes,
+    skips,
+    store_codes,
+)
+from minifloat.ops.quantize.job import Job, Programs, Target, aligned, input_max
+from minifloat.ops.tiles import Tile, tile
+
+CANDIDATES = (Tile(32, 128, 1), Tile(32, 128, 2), Tile(32, 64, 1), Tile(64, 128, 4), Tile(128, 128, 8))
+"""Tiles worth timing. One that does not hold whole blocks is enlarged to do, and its warps with it."""
+MOST_WARPS = 32
+"""Of a program: 1024 threads."""
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2^(exponent - 127) in fp32 for 0 <= exponent < 255; 0 gives the denormal 2^-127."""
+    return tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e8m0_from_float(x):
+    """The exponent byte, as int32, of the smallest power of two that is at least ``x`` >= 0; infinity 254, NaN 255."""
+    bits = x.to(tl.int32, bitcast=True)
+    raised = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
+    return tl.where(x != x, 255, tl.where(bits <= 0x400000, 0, raised))
+
+
+@triton.jit
+def floored_exponent(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
+    """The exponent field of numerics 0.3 with powers of two: of ``MAX / amax`` rounded down to one.
+
+    Needs no division: the difference of the bits of two floats has, above the mantissa, the exponent of their quotient.
+    A quotient just below a power of two does not round up to it, since FP8's ``MAX`` is 1.75 times a power of two:
+    those next to 1 are 1 and 1 - 1.14 * 2^-24.
+    """
+    if EPSILON > 0:
+        amax = tl.where(amax < EPSILON, EPSILON, amax)
+    bits = amax.to(tl.int32, bitcast=True)
+    max_bits = tl.full(amax.shape, MAX, tl.float32).to(tl.int32, bitcast=True)
+    largest_bits = tl.full(amax.shape, LARGEST, tl.float32).to(tl.int32, bitcast=True)
+    exponent = 127 + ((max_bits - bits) >> 23)
+    exponent = tl.where(exponent > 254, largest_bits >> 23, exponent)
+    return tl.where((bits == 0) | (bits >= 0x7F800000), 127, exponent)
+
+
+@triton.jit
+def multiplier_and_scale(amax, RULE: tl.constexpr, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
+    """What the elements of a block are multiplied by, and what is stored of it; numerics 0.3 and 1.4."""
+    if RULE == "e8m0":
+        code = e8m0_from_float(amax * (1.0 / MAX))
+        multiplier = tl.where(code == 255, float("nan"), power_of_two(254 - code))
+        scale = code.to(tl.uint8)
+    elif RULE == "pow2":
+        exponent = floored_exponent(amax, MAX, EPSILON, LARGEST)
+        multiplier = power_of_two(exponent)
+        scale = power_of_two(254 - exponent)
+    else:
+        multiplier = scale_from_amax(amax, MAX, False, EPSILON, LARGEST)
+        scale = reciprocal(multiplier)
+    return multiplier, scale
+
+
+@triton.jit
+def block_amax(blocks):
+    """fp32 [A, C] of blocks [A, ROWS, C, COLS]."""
+    # One dim at a time: merged into one by permute and reshape, 32 x 32 blocks got wrong amaxes on an H200.
+    along_k = tl.max(tl.abs(blocks), axis=3)
+    return tl.maximum(tl.max(along_k, axis=1), 0.0)  # of a block of nothing but NaN 0
+
+
+@triton.jit
+def cast_blocks(
+    values, levels, first_m, first_k, M, K,
+    ROWS: tl.constexpr, COLS: tl.constexpr, GIVEN: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile of fp32 ``values``, and the grid of its scales; for the rule "amax" that of its amaxes."""
+    BLOCK_M: tl.constexpr = values.shape[0]
+    BLOCK_K: tl.constexpr = values.shape[1]
+    blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS))
+    if GIVEN:
+        where, inside = grid_places(first_m, first_k, M, K, tl.cdiv(K, COLS), 1, ROWS, COLS, BLOCK_M, BLOCK_K)
+        amax = tl.load(levels + where, mask=inside, other=0.0)
+    else:
+        amax = block_amax(blocks)
+    if RULE == "amax":
+        codes = values
+        scale = amax
+    else:
+        multiplier, scale = multiplier_and_scale(amax, RULE, MAX, EPSILON, LARGEST)
+        codes = tl.reshape(cast_fp8(blocks * multiplier[:, None, :, None], ELEMENT), (BLOCK_M, BLOCK_K))
+        codes = single_bytes(codes, M)
+    return codes, scale
+
+
+@triton.jit
+def grid_places(
+    first_m, first_k, M, K, stride_m, stride_k,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Offsets in the grid of blocks of [M, K] of those of a tile, and which of them exist."""
+    m = first_m // ROWS + tl.arange(0, BLOCK_M // ROWS)
+    k = first_k // COLS + tl.arange(0, BLOCK_K // COLS)
+    inside = (m[:, None] < tl.cdiv(M, ROWS)) & (k[None, :] < tl.cdiv(K, COLS))
+    return m[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k, inside
+
+
+@triton.jit
+def store_block_cast(
+    values, first_m, first_k, M, K,
+    row_levels, row_codes, row_scales, column_levels, column_codes, column_scales,
+    row_stride_m, row_stride_k, column_stride_m, column_stride_k,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Casts a tile of fp32 ``values``, 0 outside of the matrix [M, K], that begins at whole blocks.
+
+    Whatever made the values: a load, or a norm or activation of what was loaded. ``..._levels`` are read if ``GIVEN``.
+    """
+    SHORT: tl.constexpr = BLOCK if TILE else 1
+    BLOCK_M: tl.constexpr = values.shape[0]
+    BLOCK_K: tl.constexpr = values.shape[1]
+    m = first_m + tl.arange(0, BLOCK_M)
+    k = first_k + tl.arange(0, BLOCK_K)
+    if ROW or TILE:  # square tiles are the same codes in both orientations
+        codes, scale = cast_blocks(
+            values, row_levels, first_m, first_k, M, K, SHORT, BLOCK, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
+        )
+    if ROW:
+        if RULE != "amax":
+            store_codes(row_codes, codes, m, k, M, K, False)
+        where, inside = grid_places(
+            first_m, first_k, M, K, row_stride_m, row_stride_k, SHORT, BLOCK, BLOCK_M, BLOCK_K
+        )  # fmt: skip
+        tl.store(row_scales + where, scale, mask=inside)
+    if COLUMN:
+        if not TILE:
+            codes, scale = cast_blocks(
+                values, column_levels, first_m, first_k, M, K, BLOCK, SHORT, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
+            )
+        if RULE != "amax":
+            store_codes(column_codes, codes, m, k, M, K, K_MAJOR)
+        where, inside = grid_places(
+            first_m, first_k, M, K, column_stride_m, column_stride_k, BLOCK, SHORT, BLOCK_M, BLOCK_K
+        )  # fmt: skip
+        tl.store(column_scales + where, scale, mask=inside)
+
+
+@triton.jit
+def cast_block_kernel(
+    xs, row_levels, row_codes, row_scales, column_levels, column_codes, column_scales, noop,
+    starts, Ms, Ks, row_strides_m, row_strides_k, column_strides_m, column_strides_k,
+    COUNT: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    CAN_SKIP: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    if skips(noop, CAN_SKIP):
+        return
+    program = tl.program_id(0)
+    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
+    M = extent(pick(Ms, starts, program, COUNT), ALIGNED_M)
+    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
+    first_m, first_k = corner(program - pick(starts, starts, program, COUNT), K, BLOCK_M, BLOCK_K)
+    values = load_tile(x, first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K), M, K)
+    store_block_cast(
+        values, first_m, first_k, M, K,
+        pick(row_levels, starts, program, COUNT), tl.multiple_of(pick(row_codes, starts, program, COUNT), 16),
+        pick(row_scales, starts, program, COUNT), pick(column_levels, starts, program, COUNT),
+        tl.multiple_of(pick(column_codes, starts, program, COUNT), 16), pick(column_scales, starts, program, COUNT),
+        pick(row_strides_m, starts, program, COUNT), pick(row_strides_k, starts, program, COUNT),
+        pick(column_strides_m, starts, program, COUNT), pick(column_strides_k, starts, program, COUNT),
+        ROW, COLUMN, K_MAJOR, GIVEN, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+    )  # fmt: skip
+
+
+_cast = Kernel(cast_block_kernel)
+
+
+def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
+    """Casts a group of jobs, which are alike also in whether their block amaxes are given: one launch.
+
+    Two launches where the orientations differ in format, or where only one has its amaxes given.
+
+    Args:
+        noop: one number on the device; where it is not 0 the outputs stay as they are.
+        choice: a tile other than the pinned one; the results are the same.
+    """
+    for part in _of_one_kind(jobs):
+        fmt = part[0].targets[0].format
+        _launch(part, fmt.scale_rule, "scale_inv", noop, choice)
+
+
+def amax(jobs: Sequence[Job], choice: Tile | None = None) -> None:
+    """Fills ``amax`` of the targets, fp32 grids as ``reference.amax`` returns them; other outputs are not touched."""
+    for part in _of_one_kind([_measured(job) for job in jobs]):
+        _launch(part, "amax", "amax", None, choice)
+
+
+def _measured(job: Job) -> Job:
+    row, column = (target and target._replace(level=None) for target in (job.row, job.column))
+    return job._replace(row=row, column=column)
+
+
+def _of_one_kind(jobs: Sequence[Job]) -> list[Sequence[Job]]:
+    """The jobs; each orientation by itself where the two take different kernels."""
+    row, column = jobs[0].row, jobs[0].column
+    if row is None or column is None or _kind(row) == _kind(column):
+        return [jobs]
+    return [[job._replace(column=None) for job in jobs], [job._replace(row=None) for job in jobs]]
+
+
+def _kind(target: Target) -> tuple[Format, bool]:
+    return target.format, target.level is not None
+
+
+def _launch(jobs: Sequence[Job], rule: str, scales: str, noop: Tensor | None, choice: Tile | None) -> None:
+    """``scales`` names the output of a target that the grid of scales, or of amaxes, goes to."""
+    first = jobs[0]
+    fmt, given = _kind(first.targets[0])
+    assert all(_kind(target) == (fmt, given) for job in jobs for target in job.targets), "not alike"
+    choice = choice or tile("cast_block" if fmt.block > 32 else "cast_mx", first.x.device)
+    rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
+    block_m, block_k, warps = whole_blocks(choice, fmt, first.row is not None, first.column is not None)
+    if not aligned(rows + cols):
+        warps = max(warps, 8)  # every element has an address of its own, for which few threads have too few registers
+    programs = Programs.of([triton.cdiv(M, block_m) * triton.cdiv(K, block_k) for M, K in zip(rows, cols, strict=True)])
+    outputs, strides = [], []
+    # What is not wanted is not written to, but needs an address.
+    for targets in ([job.row or job.targets[0] for job in jobs], [job.column or job.targets[0] for job in jobs]):
+        grids = [getattr(target, scales) for target in targets]
+        outputs += [
+            programs.pad(t) for t in ([_level(target) for target in targets], [t.codes for t in targets], grids)
+        ]
+        strides += [programs.pad_integers([grid.stride(i) for grid in grids]) for i in (0, 1)]
+    constants = (
+        len(programs.starts), first.row is not None, first.column is not None,
+        first.column is not None and first.column.k_major, given, fmt.block, fmt.tile,
+        fmt.element, fmt.max, rule, fmt.amax_epsilon, input_max(first.x),
+        noop is not None, aligned(rows), aligned(cols), block_m, block_k,
+    )  # fmt: skip
+    _cast(
+        programs.total,
+        (programs.pad([job.x for job in jobs]), *outputs, first.x if noop is None else noop),
+        (programs.starts, programs.pad_integers(rows), programs.pad_integers(cols), *strides),
+        constants,
+        warps,
+    )
+
+
+def whole_blocks(choice: Tile, fmt: Format, row: bool, column: bool) -> Tile:
+    """``choice``, enlarged to hold whole blocks of the orientations that are cast, and its warps with it."""
+    rows = max(choice.rows, fmt.block if fmt.tile or column else 1)
+    cols = max(choice.cols, fmt.block if fmt.tile or row else 1)
+    return Tile(rows, cols, min(choice.warps * (rows * cols) // (choice.rows * choice.cols), MOST_WARPS))
+
+
+def _level(target: Target) -> Tensor:
+    """The given amaxes; any tensor where there are none."""
+    return target.amax if target.level is None else ready(target.level.float())

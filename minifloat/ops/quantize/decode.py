@@ -1,0 +1,253 @@
+"""Codes read back, in Triton: one pass that reads codes and scales and writes the values they stand for.
+
+A program works on a tile of whole scale blocks or on a part of one: its [BLOCK_M, BLOCK_K] elements are viewed as
+[BLOCK_M/r, r, BLOCK_K/c, c], as in ``reference.py``, and each block is multiplied by its factor. ``matmul/spread.py``
+uses the same kernel to write operands out for the emulated product, with factors that fit bf16.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.ops.launch import Kernel
+from minifloat.ops.quantize import hadamard
+from minifloat.ops.quantize.device import extent
+from minifloat.ops.quantize.job import aligned
+from minifloat.ops.tiles import Tile
+
+TILE = Tile(64, 128, 4)
+"""Elements of a program."""
+
+
+# ---- elements ----
+
+
+@triton.jit
+def e2m1_value(code):
+    """fp32 of E2M1 codes 0..15: exponent and mantissa where fp32 has them make the value times 2^-126, exactly."""
+    code = code.to(tl.int32)
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def fp8_value(code, ELEMENT: tl.constexpr):
+    if ELEMENT == "e4m3":
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return code.to(tl.float8e5, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e8m0_value(code):
+    """2^(c - 127); 0 is the fp32 denormal 2^-127, 255 is NaN."""
+    exponent = code.to(tl.int32)
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_bytes(source, m, k, M, K, stride, K_MAJOR: tl.constexpr):
+    """A tile of [M, K] bytes, ``stride`` apart in the dim that is not consecutive in memory."""
+    inside = (m[:, None] < M) & (k[None, :] < K)
+    if K_MAJOR:
+        return tl.load(source + k[None, :].to(tl.int64) * stride + m[:, None], mask=inside, other=0)
+    return tl.load(source + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def load_elements(
+    codes, first_m, first_k, M, K, stride,
+    K_MAJOR: tl.constexpr, ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The fp32 values, not scaled, of a tile of [M, K] codes, unpacked along M or along K."""
+    if ELEMENT != "e2m1":
+        m = first_m + tl.arange(0, BLOCK_M)
+        k = first_k + tl.arange(0, BLOCK_K)
+        return fp8_value(load_bytes(codes, m, k, M, K, stride, K_MAJOR), ELEMENT)
+    BYTES_M: tl.constexpr = BLOCK_M // 2 if PACKED_M else BLOCK_M
+    BYTES_K: tl.constexpr = BLOCK_K if PACKED_M else BLOCK_K // 2
+    m = (first_m // 2 if PACKED_M else first_m) + tl.arange(0, BYTES_M)
+    k = (first_k if PACKED_M else first_k // 2) + tl.arange(0, BYTES_K)
+    packed = load_bytes(codes, m, k, M, K, stride, K_MAJOR)
+    halves = tl.join(packed & 0xF, packed >> 4)
+    if PACKED_M:
+        halves = tl.permute(halves, (0, 2, 1))
+    return e2m1_value(tl.reshape(halves, (BLOCK_M, BLOCK_K)))
+
+
+# ---- scales ----
+
+
+@triton.jit
+def block_factor(
+    scales, levels, row, col, M, K, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
+    SCALE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """What the blocks that begin at ``row`` and ``col`` are multiplied by, fp32; see :class:`Factors`."""
+    inside = (row[:, None] < M) & (col[None, :] < K)
+    row = (row // ROWS)[:, None].to(tl.int64)
+    col = (col // COLS)[None, :].to(tl.int64)
+    factor = tl.load(scales + row * scale_stride_m + col * scale_stride_k, mask=inside, other=0)
+    if SCALE == "e8m0":
+        factor = e8m0_value(factor)
+    elif SCALE == "e4m3":
+        factor = fp8_value(factor, SCALE)
+    if LEVEL != "none":
+        level = tl.load(levels + row * level_stride_m + col * level_stride_k, mask=inside, other=1.0)
+        if LEVEL == "amax":
+            factor = factor * level * INVERSE
+        else:
+            factor = tl.div_rn(factor, level).to(tl.bfloat16).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def butterfly(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Sums and differences of rows that are STRIDE apart."""
+    pairs = tl.permute(tl.reshape(x, (ROWS // (2 * STRIDE), 2, STRIDE, COLS)), (0, 2, 3, 1))
+    upper, lower = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(upper + lower, upper - lower), (0, 3, 1, 2)), (ROWS, COLS))
+
+
+@triton.jit
+def rotate_back(x, ROWS: tl.constexpr, COLS: tl.constexpr, NEGATIVE: tl.constexpr):
+    """``hadamard.inverse``: groups of 16 rows times H16, then the signs; NEGATIVE has bit i set where sign i is -1."""
+    x = butterfly(x, 1, ROWS, COLS)
+    x = butterfly(x, 2, ROWS, COLS)
+    x = butterfly(x, 4, ROWS, COLS)
+    x = butterfly(x, 8, ROWS, COLS) * 0.25
+    negative = (NEGATIVE >> (tl.arange(0, ROWS) % 16)) & 1
+    return x * (1 - 2 * negative)[:, None].to(tl.float32)
+
+
+# ---- the kernel ----
+
+
+@triton.jit
+def decode_kernel(
+    codes, scales, levels, out,
+    M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
+    K_MAJOR: tl.constexpr, OUT_K_MAJOR: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr,
+    ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
+    SCALE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, NEGATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    M = extent(M, ALIGNED_M)
+    K = extent(K, ALIGNED_K)
+    code_rows = extent(code_rows, ALIGNED_M)
+    code_cols = extent(code_cols, ALIGNED_K)
+    code_stride = extent(code_stride, ALIGNED_M if K_MAJOR else ALIGNED_K)
+    program = tl.program_id(0)
+    columns = tl.cdiv(K, BLOCK_K)
+    first_m = program // columns * BLOCK_M
+    first_k = program % columns * BLOCK_K
+    values = load_elements(
+        codes, first_m, first_k, code_rows, code_cols, code_stride, K_MAJOR, ELEMENT, PACKED_M, BLOCK_M, BLOCK_K
+    )
+    if SCALE != "none":
+        ROWS: tl.constexpr = min(SCALE_ROWS, BLOCK_M)
+        COLS: tl.constexpr = min(SCALE_COLS, BLOCK_K)
+        row = first_m + tl.arange(0, BLOCK_M // ROWS) * ROWS
+        col = first_k + tl.arange(0, BLOCK_K // COLS) * COLS
+        factor = block_factor(
+            scales, levels, row, col, M, K, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
+            SCALE, LEVEL, INVERSE, SCALE_ROWS, SCALE_COLS,
+        )  # fmt: skip
+        blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS)) * factor[:, None, :, None]
+        values = tl.reshape(blocks, (BLOCK_M, BLOCK_K))
+    if NEGATIVE != 0:
+        values = rotate_back(values, BLOCK_M, BLOCK_K, NEGATIVE)
+    m = (first_m + tl.arange(0, BLOCK_M))[:, None]
+    k = (first_k + tl.arange(0, BLOCK_K))[None, :]
+    where = k.to(tl.int64) * M + m if OUT_K_MAJOR else m.to(tl.int64) * K + k
+    tl.store(out + where, values.to(out.dtype.element_ty), mask=(m < M) & (k < K))
+
+
+_decode = Kernel(decode_kernel)
+
+
+class Factors(NamedTuple):
+    """What the codes of each block are multiplied by.
+
+    Args:
+        scale: how ``scale_inv`` is read: ``"fp32"``, ``"e8m0"``, ``"e4m3"``, or ``"none"`` to leave codes unscaled.
+        scale_inv: [1], or the grid of blocks, of any strides.
+        level: ``"amax"``: times ``levels`` times ``inverse``; ``"largest"``: over ``levels``, rounded to bf16.
+        levels, level_strides: fp32, and the elements from one block to the next along M and along K.
+        signs: of the Hadamard transform to undo, a bit each; 0 for none.
+    """
+
+    scale: str
+    scale_inv: Tensor
+    level: str
+    levels: Tensor
+    level_strides: tuple[int, int]
+    inverse: float
+    signs: int
+
+
+def scale_type(fmt: Format) -> str:
+    """How scales of a format are stored."""
+    return {"e8m0": "e8m0", "two_level": "e4m3"}.get(fmt.scale_rule, "fp32")
+
+
+def dequantize(
+    codes: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None,
+    fmt: Format,
+    dim: int,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``reference.dequantize`` rounded to ``dtype``, [rows, cols] contiguous; codes and scales of any strides."""
+    levels, strides, inverse = scale_inv, (0, 0), 1.0
+    if fmt.scale_rule == "two_level":
+        assert amax is not None
+        levels, inverse = amax.contiguous(), 1.0 / (6 * fmt.block_scale_max)
+        if fmt.amax_per_row:
+            strides = (1, 0) if dim == ROWWISE else (0, 1)
+    level = "none" if levels is scale_inv else "amax"
+    signs = hadamard.NEGATIVE if fmt.transform == "hadamard16" else 0
+    out = torch.empty(rows, cols, dtype=dtype, device=codes.device)
+    decode(codes, fmt, dim, Factors(scale_type(fmt), scale_inv, level, levels, strides, inverse, signs), out)
+    return out
+
+
+def decode(codes: Tensor, fmt: Format, dim: int, factors: Factors, out: Tensor) -> None:
+    """Writes the [M, K] values of codes to ``out``, which is contiguous, or is when transposed."""
+    codes, scale_inv = consecutive(codes), at_16_bytes(factors.scale_inv)
+    M, K = out.shape
+    k_major, out_k_major = codes.stride(1) != 1, not out.is_contiguous()
+    aligned_m = (k_major or out_k_major) and aligned([M, codes.shape[0], codes.stride(1) if k_major else 0])
+    aligned_k = aligned([K, codes.shape[1], 0 if k_major else codes.stride(0)])
+    # One scale for everything is a grid of any blocks, with nothing between one and the next.
+    block = fmt.scale_block(dim) if fmt.block else (TILE.rows, TILE.cols)
+    scale_strides = scale_inv.stride() if fmt.block else (0, 0)
+    _decode(
+        triton.cdiv(M, TILE.rows) * triton.cdiv(K, TILE.cols),
+        (codes, scale_inv, at_16_bytes(factors.levels), out),
+        (M, K, *codes.shape, codes.stride(1 if k_major else 0), *scale_strides, *factors.level_strides),
+        (
+            k_major, out_k_major, aligned_m, aligned_k, fmt.element, fmt.packed and dim == COLUMNWISE, *block,
+            factors.scale, factors.level, factors.inverse, factors.signs, TILE.rows, TILE.cols,
+        ),
+        TILE.warps,
+    )  # fmt: skip
+
+
+def consecutive(matrix: Tensor) -> Tensor:
+    """``matrix``, or a copy, with one dim consecutive in memory, at a multiple of 16 bytes."""
+    return at_16_bytes(matrix if 1 in matrix.stride() else matrix.contiguous())
+
+
+def at_16_bytes(x: Tensor) -> Tensor:
+    """``x``, or a copy, at a multiple of 16 bytes: kernels read as much at a time."""
+    return x if x.numel() == 1 or x.data_ptr() % 16 == 0 else x.clone()

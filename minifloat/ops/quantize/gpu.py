@@ -1,0 +1,126 @@
+"""Amax and cast of lists of tensors on a GPU: which kernel does which, each tensor read once for all its casts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.ops.launch import ready
+from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
+from minifloat.ops.quantize.job import LARGEST_GROUP, Job, Target, groups
+
+
+def casts(fmt: Format) -> bool:
+    """There are kernels for the format; any other is the reference's."""
+    if fmt.scale_rule == "two_level":
+        return fmt.block == 16
+    whole = fmt.block == 0 and fmt.transform == "none" and fmt.scale_rule in ("fp32", "pow2", "given")
+    return whole or casts_blocks(fmt)
+
+
+def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    """As the operation; those of whole tensors in one launch a dtype, with a rotated one in the same reading."""
+    parsed = [parse(spec) for spec in formats]
+    if len({x.device for x in xs}) > 1:
+        return [amax([x], [spec], [dim])[0] for x, spec, dim in zip(xs, formats, dims, strict=True)]
+    single = [fmt.block == 0 or (fmt.scale_rule == "two_level" and not fmt.amax_per_row) for fmt in parsed]
+    zeros = iter(_zeros(sum(single), xs[0].device))
+    results = [
+        next(zeros) if one else torch.zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
+        for x, fmt, dim, one in zip(xs, parsed, dims, single, strict=True)
+    ]
+    plain: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for i, (x, fmt, dim, found) in enumerate(zip(xs, parsed, dims, results, strict=True)):
+        _check(x, None, fmt, dim)
+        if fmt.transform == "hadamard16":
+            before = i > 0 and x is xs[i - 1] and single[i - 1] and parsed[i - 1].transform == "none"
+            if before:
+                plain[x.dtype].pop()
+                nvfp4.amax_both([ready(x)], [results[i - 1]], [found])
+            else:
+                nvfp4.amax([ready(x)], fmt, dim, [found])
+        elif single[i]:
+            plain.setdefault(x.dtype, []).append((ready(x), found))
+        elif fmt.scale_rule == "two_level":
+            nvfp4.amax([ready(x)], fmt, dim, [found])
+        else:
+            nothing = found.new_empty(0)
+            target = Target(fmt, dim, None, nothing, nothing, found, False)
+            blocks.amax([Job(ready(x), None, *((target, None) if dim == ROWWISE else (None, target)))])
+    for pairs in plain.values():
+        for first in range(0, len(pairs), LARGEST_GROUP):
+            group = pairs[first : first + LARGEST_GROUP]
+            per_tensor.amax([x for x, _ in group], [found for _, found in group])
+    return results
+
+
+def _zeros(count: int, device: torch.device) -> list[Tensor]:
+    """``count`` zeros, fp32 [1] each. Not slots of one tensor: outputs of an operation must not share memory."""
+    return [torch.zeros(1, dtype=torch.float32, device=device) for _ in range(count)]
+
+
+def cast(
+    xs: Sequence[Tensor],
+    given: Sequence[Tensor | None],
+    rngs: Sequence[Tensor | None],
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+    noop: Tensor | None,
+) -> list[Tensor]:
+    """As the operation; a rowwise cast and the columnwise one of the same tensor that follows it are one pass."""
+    parsed = [parse(spec) for spec in formats]
+    outputs: list[Tensor] = []
+    jobs: list[Job] = []
+    previous = None
+    for x, level, rng, fmt, dim, transposed in zip(xs, given, rngs, parsed, dims, k_major, strict=True):
+        _check(x, level, fmt, dim)
+        codes, scale_inv = empty_cast(x, fmt, dim, transposed)
+        own_amax = torch.zeros(int(fmt.scale_rule == "given"), dtype=torch.float32, device=x.device)
+        target = Target(fmt, dim, level, codes, scale_inv, own_amax, transposed)
+        outputs += codes, scale_inv, own_amax
+        if x is previous and _one_pass(jobs[-1], target, rng):
+            jobs[-1] = jobs[-1]._replace(column=target, rng=jobs[-1].rng if rng is None else rng)
+        elif dim == ROWWISE:
+            jobs.append(Job(ready(x), rng, target, None))
+        else:
+            jobs.append(Job(ready(x), rng, None, target))
+        previous = x
+    launch(jobs, noop)
+    return outputs
+
+
+def _check(x: Tensor, level: Tensor | None, fmt: Format, dim: int) -> None:
+    """What a kernel would not notice."""
+    if level is not None and level.device != x.device:
+        raise ValueError(f"an amax or scale on {level.device} for a tensor on {x.device}; move it there, as by .to()")
+    if fmt.transform == "hadamard16" and dim == ROWWISE:
+        raise ValueError("the Hadamard transform rotates groups of tokens: columnwise casts only")
+
+
+def _one_pass(job: Job, column: Target, rng: Tensor | None) -> bool:
+    """One kernel makes the rowwise operand of ``job`` and this columnwise one."""
+    row = job.row
+    if row is None or job.column is not None or column.dim != COLUMNWISE:
+        return False
+    if _kernel(row.format) is not _kernel(column.format):
+        return False
+    if job.rng is not None and rng is not None and job.rng is not rng:
+        return False
+    one_level = row.level is column.level or row.format.scale_rule == "two_level"  # which takes one for each
+    return one_level and (row.format == column.format or row.format.scale_rule == "two_level")
+
+
+def launch(jobs: Sequence[Job], noop: Tensor | None) -> None:
+    """Runs jobs, those that are alike in one launch; none where ``noop``, fp32 [1] on the device, is not 0."""
+    for group in groups(jobs):
+        _kernel(group[0].targets[0].format)(group, noop)
+
+
+def _kernel(fmt: Format) -> Callable[..., None]:
+    if fmt.scale_rule == "two_level":
+        return nvfp4.cast
+    return blocks.cast if fmt.block else per_tensor.cast

@@ -1,0 +1,263 @@
+"""NVFP4 in Triton: casts along the rows and the columns in one launch, and the amaxes that only NVFP4 needs.
+
+A program has 16 rows, one group of the columns. It reads them once for each cast, from the cache the second time: along
+the rows so that a thread holds 16 neighbours, along the columns row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, Format
+from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.quantize import per_tensor
+from minifloat.ops.quantize.device import corner, extent, load_tile, pick, record_max, skips
+from minifloat.ops.quantize.job import Job, Programs, Target, aligned
+from minifloat.ops.quantize.nvfp4_device import (
+    GROUP,
+    cast_groups,
+    cast_groups_four_over_six,
+    largest,
+    load_columns,
+    load_rows,
+    rotate,
+    stack_8,
+    tile_max,
+)
+from minifloat.ops.quantize.philox_device import random_bits
+from minifloat.ops.tiles import Tile, tile
+
+
+@triton.jit
+def _cast_16_rows(
+    x, rng, level, codes, scales, m, k, M, K,
+    FORMAT: tl.constexpr, COLUMN: tl.constexpr, SHARDED: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Casts 16 rows from ``m`` on and as many columns as there are ``LINES``, from ``k`` on."""
+    GROUPS: tl.constexpr = LINES // GROUP
+    line = tl.arange(0, LINES)
+    columns = k + line
+    if COLUMN:
+        values = load_columns(x, m, columns, M, K)
+    else:
+        values = load_rows(x, m, columns, M, K)
+    if FORMAT.transform == "hadamard16":
+        values = rotate(values)
+        M = tl.cdiv(M, GROUP) * GROUP  # rows of zeros are rotated, too
+    if not FORMAT.amax_per_row:
+        amax = tl.load(level)
+    elif COLUMN:
+        amax = tl.load(level + columns, mask=columns < K, other=0.0)
+    else:
+        amax = tl.load(level + m + line // GROUPS, mask=m + line // GROUPS < M, other=0.0)
+    block_amax = largest(values)
+    if FORMAT.tile:
+        block_amax = tile_max(block_amax, COLUMN)
+    if FORMAT.rounding == "four_over_six_mae" or FORMAT.rounding == "four_over_six_mse":
+        packed, found = cast_groups_four_over_six(values, block_amax, amax, FORMAT, COLUMN)
+    else:
+        bits = ()
+        if FORMAT.rounding == "stochastic":
+            bits = random_bits(rng, m, k, K, COLUMN, SHARDED, ALIGNED_K, LINES)
+        packed, found = cast_groups(values, bits, block_amax, amax, FORMAT)
+    if COLUMN:
+        _store_columns(codes, packed, m, columns, M, K)
+    else:
+        _store_rows(codes, packed, m, k, M, K, ALIGNED_K)
+    _store_scales(scales, found, m, k, M, K, FORMAT.tile, COLUMN)
+
+
+@triton.jit
+def _store_columns(codes, packed, m, k, M, K):
+    for i in tl.static_range(GROUP // 2):
+        byte_row = m // 2 + i
+        end = tl.where(2 * byte_row < M, K, 0)
+        tl.store(codes + byte_row.to(tl.int64) * K + k, packed[i], mask=k < end)
+
+
+@triton.jit
+def _store_rows(codes, packed, m, k, M, K, ALIGNED_K: tl.constexpr):
+    BYTES: tl.constexpr = packed[0].shape[0] // 2  # in a row: LINES / 16 groups of 8
+    width = K // GROUP * 8 if ALIGNED_K else (K + 1) // 2
+    rows = m + tl.arange(0, GROUP)
+    at = k // 2 + tl.arange(0, BYTES)
+    inside = (rows[:, None] < M) & (at[None, :] < width)
+    tl.store(codes + rows[:, None].to(tl.int64) * width + at[None, :], stack_8(packed).reshape(GROUP, BYTES), inside)
+
+
+@triton.jit
+def _store_scales(scales, found, m, k, M, K, TILE: tl.constexpr, COLUMN: tl.constexpr):
+    LINES: tl.constexpr = found.shape[0]
+    GROUPS: tl.constexpr = LINES // GROUP
+    line = tl.arange(0, LINES)
+    if TILE:  # every line has the scale of its tile: the first of them stores it
+        group = k // GROUP + (line // GROUP if COLUMN else line % GROUPS)
+        inside = (line % GROUP == 0) if COLUMN else (line < GROUPS)
+        row, width = m // GROUP, tl.cdiv(K, GROUP)
+        tl.store(scales + row.to(tl.int64) * width + group, found, mask=inside & (group < width))
+    elif COLUMN:
+        tl.store(scales + (m // GROUP).to(tl.int64) * K + k + line, found, mask=k + line < K)
+    else:
+        row, group = m + line // GROUPS, k // GROUP + line % GROUPS
+        width = tl.cdiv(K, GROUP)
+        tl.store(scales + row.to(tl.int64) * width + group, found, mask=(row < M) & (group < width))
+
+
+@triton.jit
+def cast_nvfp4_kernel(
+    xs, rngs, row_levels, row_codes, row_scales, column_levels, column_codes, column_scales, noop,
+    starts, Ms, Ks,
+    COUNT: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, COLUMN_IS_COLUMNWISE: tl.constexpr,
+    CAN_SKIP: tl.constexpr, SHARDED: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    if skips(noop, CAN_SKIP):
+        return
+    program = tl.program_id(0)
+    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
+    rng = pick(rngs, starts, program, COUNT)
+    M = pick(Ms, starts, program, COUNT)
+    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
+    m, k = corner(program - pick(starts, starts, program, COUNT), K, GROUP, LINES)
+    if ROW is not None:
+        level = pick(row_levels, starts, program, COUNT)
+        codes = tl.multiple_of(pick(row_codes, starts, program, COUNT), 16)
+        scales = tl.multiple_of(pick(row_scales, starts, program, COUNT), 16)
+        _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, ROW, False, SHARDED, ALIGNED_K, LINES)
+    if COLUMN is not None:
+        level = pick(column_levels, starts, program, COUNT)
+        codes = tl.multiple_of(pick(column_codes, starts, program, COUNT), 16)
+        scales = tl.multiple_of(pick(column_scales, starts, program, COUNT), 16)
+        _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, COLUMN, COLUMN_IS_COLUMNWISE, SHARDED, ALIGNED_K, LINES)
+
+
+@triton.jit
+def rotated_amax_kernel(
+    xs, row_amaxes, column_amaxes, starts, Ms, Ks,
+    COUNT: tl.constexpr, ROW: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
+    M = pick(Ms, starts, program, COUNT)
+    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
+    m, k = corner(program - pick(starts, starts, program, COUNT), K, GROUP, LINES)
+    values = load_columns(x, m, k + tl.arange(0, LINES), M, K)
+    if ROW:
+        record_max(pick(row_amaxes, starts, program, COUNT), tl.max(largest(values), axis=0))
+    record_max(pick(column_amaxes, starts, program, COUNT), tl.max(largest(rotate(values)), axis=0))
+
+
+@triton.jit
+def line_amax_kernel(
+    xs, amaxes, starts, Ms, Ks,
+    COUNT: tl.constexpr, COLUMN: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
+    M = pick(Ms, starts, program, COUNT)
+    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
+    first_m, first_k = corner(program - pick(starts, starts, program, COUNT), K, BLOCK_M, BLOCK_K)
+    m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
+    values = tl.abs(load_tile(x, m, k, M, K))
+    line, lines = (k, K) if COLUMN else (m, M)
+    found = tl.maximum(tl.max(values, axis=0 if COLUMN else 1), 0.0)  # of nothing but NaN it is NaN
+    target = (pick(amaxes, starts, program, COUNT) + line).to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(target, found.to(tl.int32, bitcast=True), mask=line < lines, sem="relaxed")
+
+
+_cast = Kernel(cast_nvfp4_kernel)
+_rotated_amax = Kernel(rotated_amax_kernel)
+_line_amax = Kernel(line_amax_kernel)
+
+
+def amax(xs: Sequence[Tensor], fmt: Format, dim: int, amaxes: Sequence[Tensor], choice: Tile | None = None) -> None:
+    """Raises each of ``amaxes`` to that of its tensor, as a cast to ``fmt`` along ``dim`` needs it.
+
+    Args:
+        xs: contiguous, [M, K], all of one dtype.
+        amaxes: fp32, one a tensor: [M] or [K] with ``amax_per_row``, else [1].
+    """
+    if fmt.amax_per_row:
+        choice = choice or tile("amax_nvfp4_lines", xs[0].device)
+        programs = _programs(xs, choice)
+        constants = (len(programs.starts), dim == COLUMNWISE, _aligned(xs), choice.rows, choice.cols)
+        tensors = programs.pad(xs), programs.pad(amaxes)
+        _line_amax(programs.total, tensors, (programs.starts, *_sizes(programs, xs)), constants, choice.warps)
+    elif fmt.transform == "hadamard16":
+        _amax_rotated(xs, None, amaxes, choice)
+    else:
+        per_tensor.amax(xs, amaxes, choice)
+
+
+def amax_both(
+    xs: Sequence[Tensor], row_amaxes: Sequence[Tensor], column_amaxes: Sequence[Tensor], choice: Tile | None = None
+) -> None:
+    """Raises the amaxes (fp32 [1] each) of tensors as they are, and of what the Hadamard transform makes of them."""
+    _amax_rotated(xs, row_amaxes, column_amaxes, choice)
+
+
+def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
+    """Casts a group of jobs. A tile has 16 rows."""
+    first = jobs[0]
+    xs = [job.x for job in jobs]
+    choice = choice or tile(_tile_name(first, _aligned(xs)), first.x.device)
+    programs = _programs(xs, choice)
+    row, column = first.row, first.column
+    outputs = []
+    for rowwise in (True, False):  # what is not wanted is not written to, but needs an address
+        targets = [(job.row if rowwise else job.column) or job.targets[0] for job in jobs]
+        outputs.append(programs.pad([_level(target) for target in targets]))
+        outputs.append(programs.pad([target.codes for target in targets]))
+        outputs.append(programs.pad([target.scale_inv for target in targets]))
+    constants = (
+        len(programs.starts), row and row.format, column and column.format,
+        column is not None and column.dim == COLUMNWISE, noop is not None, first.sharded, _aligned(xs), choice.cols,
+    )  # fmt: skip
+    rngs = programs.pad([_level(job.targets[0]) if job.rng is None else ready(job.rng) for job in jobs])
+    _cast(
+        programs.total,
+        (programs.pad(xs), rngs, *outputs, outputs[0][0] if noop is None else noop),
+        (programs.starts, *_sizes(programs, xs)),
+        constants,
+        choice.warps,
+    )
+
+
+def _tile_name(job: Job, aligned_k: bool) -> str:
+    """The search of 4-over-6, and random bits one by one, take too many registers for the common tile."""
+    roundings = [target.format.rounding for target in job.targets]
+    if any(rounding.startswith("four_over_six") for rounding in roundings):
+        return "cast_nvfp4_search"
+    return "cast_nvfp4_unaligned" if "stochastic" in roundings and not aligned_k else "cast_nvfp4"
+
+
+def _amax_rotated(
+    xs: Sequence[Tensor], row_amaxes: Sequence[Tensor] | None, column_amaxes: Sequence[Tensor], choice: Tile | None
+) -> None:
+    choice = choice or tile("amax_nvfp4", xs[0].device)
+    programs = _programs(xs, choice)
+    constants = (len(programs.starts), row_amaxes is not None, _aligned(xs), choice.cols)
+    columns = programs.pad(column_amaxes)
+    rows = columns if row_amaxes is None else programs.pad(row_amaxes)
+    integers = (programs.starts, *_sizes(programs, xs))
+    _rotated_amax(programs.total, (programs.pad(xs), rows, columns), integers, constants, choice.warps)
+
+
+def _programs(xs: Sequence[Tensor], choice: Tile) -> Programs:
+    return Programs.of([triton.cdiv(x.shape[0], choice.rows) * triton.cdiv(x.shape[1], choice.cols) for x in xs])
+
+
+def _sizes(programs: Programs, xs: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [programs.pad_integers([x.shape[i] for x in xs]) for i in (0, 1)]
+
+
+def _aligned(xs: Sequence[Tensor]) -> bool:
+    return aligned([x.shape[1] for x in xs])
+
+
+def _level(target: Target) -> Tensor:
+    assert target.level is not None
+    return ready(target.level.float())

@@ -1,0 +1,137 @@
+"""One scale a tensor, in Triton: the amax of several tensors in one launch, and their casts in another.
+
+The amax is one reading of the tensor. The cast reads it again and writes the codes along the rows, along the columns
+(transposed in memory, as the tensor cores of sm_90 want them), or both; under delayed scaling it finds the amax too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.ops.launch import Kernel
+from minifloat.ops.quantize.device import (
+    FLT_MAX,
+    cast_fp8,
+    corner,
+    extent,
+    load_tile,
+    pick,
+    reciprocal,
+    record_max,
+    scale_from_amax,
+    single_bytes,
+    skips,
+    store_codes,
+)
+from minifloat.ops.quantize.job import Job, Programs, aligned
+from minifloat.ops.tiles import Tile, tile
+
+
+@triton.jit
+def amax_kernel(xs, amaxes, starts, Ms, Ks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what is read last, the cast finds in the cache: its beginning
+    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
+    size = pick(Ms, starts, program, COUNT).to(tl.int64) * pick(Ks, starts, program, COUNT)
+    first = (program - pick(starts, starts, program, COUNT)).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    if first + BLOCK <= size:  # nearly always: without a mask the loads are wide whatever the size
+        values = tl.load(x + first + at)
+    else:
+        values = tl.load(x + first + at, mask=first + at < size, other=0.0)
+    largest = tl.max(tl.abs(values.to(tl.float32)), axis=0)  # which drops NaN
+    record_max(pick(amaxes, starts, program, COUNT), tl.maximum(largest, 0.0))  # of nothing but NaN 0
+
+
+@triton.jit
+def cast_tensor_kernel(
+    xs, levels, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes, noop,
+    starts, Ms, Ks,
+    COUNT: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, POW2: tl.constexpr, EPSILON: tl.constexpr, CAN_SKIP: tl.constexpr,
+    ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    if skips(noop, CAN_SKIP):
+        return
+    program = tl.program_id(0)
+    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
+    level = tl.load(pick(levels, starts, program, COUNT))
+    M = extent(pick(Ms, starts, program, COUNT), ALIGNED_M)
+    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
+    place = program - pick(starts, starts, program, COUNT)
+    scale = level if GIVEN else scale_from_amax(level, MAX, POW2, EPSILON, FLT_MAX)
+    first_m, first_k = corner(place, K, BLOCK_M, BLOCK_K)
+    m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
+    values = load_tile(x, m, k, M, K)
+    codes = cast_fp8(values * scale, ELEMENT)
+    if COLUMN:
+        codes = single_bytes(codes, M)
+    if ROW:
+        store_codes(tl.multiple_of(pick(row_codes, starts, program, COUNT), 16), codes, m, k, M, K, False)
+    if COLUMN:
+        store_codes(tl.multiple_of(pick(column_codes, starts, program, COUNT), 16), codes, m, k, M, K, K_MAJOR)
+    if GIVEN:
+        amax = tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), 0.0)
+        if ROW:
+            record_max(pick(row_amaxes, starts, program, COUNT), amax)
+        if COLUMN:
+            record_max(pick(column_amaxes, starts, program, COUNT), amax)
+    if place == 0:
+        if ROW:
+            tl.store(pick(row_scales, starts, program, COUNT), reciprocal(scale))
+        if COLUMN:
+            tl.store(pick(column_scales, starts, program, COUNT), reciprocal(scale))
+
+
+_amax = Kernel(amax_kernel)
+_cast = Kernel(cast_tensor_kernel)
+
+
+def amax(xs: Sequence[Tensor], amaxes: Sequence[Tensor], choice: Tile | None = None) -> None:
+    """Raises each of ``amaxes`` (fp32 [1]) to that of its tensor (contiguous, [M, K], all of one dtype)."""
+    choice = choice or tile("amax", xs[0].device)
+    block = choice.rows * choice.cols
+    programs = Programs.of([triton.cdiv(x.numel(), block) for x in xs])
+    sizes = [programs.pad_integers([x.shape[i] for x in xs]) for i in (0, 1)]
+    tensors = programs.pad(xs), programs.pad(amaxes)
+    _amax(programs.total, tensors, (programs.starts, *sizes), (len(programs.starts), block), choice.warps)
+
+
+def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
+    """Casts a group of jobs; measured amaxes are raised, so they must be 0 before."""
+    first = jobs[0]
+    fmt = first.targets[0].format
+    choice = choice or tile("cast_tensor", first.x.device)
+    # A tensor of no elements still has a scale: one program, which finds nothing to cast.
+    counts = [max(1, triton.cdiv(j.x.shape[0], choice.rows) * triton.cdiv(j.x.shape[1], choice.cols)) for j in jobs]
+    programs = Programs.of(counts)
+    rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
+    outputs = []
+    for place in (2, 3):  # rowwise, columnwise: what is not wanted is not written to, but needs an address
+        targets = [job[place] or job.targets[0] for job in jobs]
+        for part in ("codes", "scale_inv", "amax"):
+            outputs.append(programs.pad([getattr(target, part) for target in targets]))
+    levels = programs.pad([_level(job) for job in jobs])
+    constants = (
+        len(programs.starts), first.row is not None, first.column is not None,
+        first.column is not None and first.column.k_major, fmt.scale_rule == "given",
+        fmt.element, fmt.max, fmt.scale_rule == "pow2", fmt.amax_epsilon, noop is not None,
+        aligned(rows), aligned(cols), choice.rows, choice.cols,
+    )  # fmt: skip
+    _cast(
+        programs.total,
+        (programs.pad([job.x for job in jobs]), levels, *outputs, levels[0] if noop is None else noop),
+        (programs.starts, programs.pad_integers(rows), programs.pad_integers(cols)),
+        constants,
+        choice.warps,
+    )
+
+
+def _level(job: Job) -> Tensor:
+    level = job.targets[0].level
+    assert level is not None
+    return level if level.dtype == torch.float32 else level.float()

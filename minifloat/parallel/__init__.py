@@ -1,0 +1,1 @@
+"""What is done to whole models: parallelize, FSDP2, DDP and their state dicts."""

@@ -1,0 +1,189 @@
+"""``fully_shard``: PyTorch's FSDP2, with the weights of quantized linears gathered as codes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from minifloat.arguments import checked
+from minifloat.formats import COLUMNWISE
+from minifloat.nn.linear import Linear
+from minifloat.parallel.fsdp import pytorch
+from minifloat.parallel.fsdp.casting import Casting, cast_shards
+from minifloat.parallel.fsdp.parameter import ShardedParameter
+from minifloat.parallel.fsdp.rows import rows_of
+from minifloat.parallel.fsdp.weight import ShardedWeight
+from minifloat.quantizer import DTYPES
+from minifloat.recipe import Recipe, RecipeLike, as_recipe
+from minifloat.tensor import QuantizedTensor
+
+_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts")
+"""What a tensor-parallel parameter says of itself, and the DTensor that takes its place must say too."""
+
+
+@checked
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    recipe: RecipeLike | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Shards parameters as ``torch.distributed.fsdp.fully_shard`` does, and gathers weights quantized.
+
+    Call it bottom-up, as PyTorch's own, and on the whole model in the end. What is sharded stays a DTensor in high
+    precision: optimizers, clipping and checkpoints are those of any FSDP2 model. The weight of a
+    :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, travels as codes
+    and scales: those of quantizing the whole weight, of one parameter or of several, bit for bit, whatever the number
+    of rows and of ranks. Each pass sends the orientation that it reads. The rest is gathered in high precision, as in
+    PyTorch: norms, embeddings, biases, and weights that :func:`sharded_weights` does not list.
+
+    Weights are cast from the sharded parameters, once at the start of each forward of the outermost module, with
+    one all-reduce for all amaxes. ``mp_policy.param_dtype`` is the dtype of what they stand for in the layer, and of
+    their gradients, not one that they are rounded to first. Delayed scaling's buffers are not sharded; the ranks of
+    ``mesh`` must agree on its amaxes, which they do unless told otherwise.
+
+    Args:
+        mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params: as of PyTorch's. Over two dims of a mesh
+            the second one shards, and is what weights are agreed on over; the first one replicates.
+        recipe: a recipe or its short name, which every linear in ``module`` that has none of its own gets for good:
+            what is gathered cannot depend on the ``autocast`` around a call.
+
+    Raises:
+        TypeError, ValueError: ``recipe`` is not one; several modules, which take a call each.
+        ValueError: a linear fuses or delays its weight gradient, which FSDP2 would not reduce.
+    """
+    _set_recipes(module, recipe)
+    options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
+    given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
+    before = {
+        (each, name): parameter for each in module.modules() for name, parameter in each.named_parameters(recurse=False)
+    }
+    notes = {place: dict(vars(parameter)) for place, parameter in before.items()}  # a move to the device loses them
+    quantized = {place: p for place, p in before.items() if isinstance(p, QuantizedTensor)}
+    initial = {place: p.get_high_precision_init_val() for place, p in quantized.items()}
+    torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
+    for group in pytorch.param_groups(module):
+        by_layer: dict[Linear, list[Any]] = {}
+        for param in group.fsdp_params:
+            layer, name, shared = pytorch.layer_of(param)
+            whole, noted = before[layer, name], notes[layer, name]
+            param.sharded_param.__dict__.update({mark: noted[mark] for mark in _MARKS if mark in noted})
+            if isinstance(whole, QuantizedTensor):
+                _hook(_of_quantized(whole, initial[layer, name], layer, param, group))
+            elif isinstance(layer, Linear) and name in layer._weight_names and not shared:
+                by_layer.setdefault(layer, []).append(param)
+        for layer, params in by_layer.items():
+            _hook(_of_high_precision(layer, params, group))
+    pytorch.cast_before_forward(module, _cast)
+    return module
+
+
+@checked
+def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
+    """The parameters below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise.
+
+    Of linears these are all weights but those that several modules share, transposed ones, ones that backward reads in
+    high precision, and ones of several parameters (``parameters_split``) with a block of rows that lies in two of them.
+    """
+    names = {id(each): name for name, each in module.named_modules()}
+    found = {}
+    for parameter in pytorch.extensions_below(module):
+        weight = parameter.weight
+        spec = weight.quantizer.row_format.spec, weight.quantizer.format(COLUMNWISE).spec
+        found[f"{names[id(weight.layer)]}.{parameter.name}".lstrip(".")] = spec
+    return found
+
+
+def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
+    chosen = None if recipe is None or recipe == "none" else as_recipe(recipe)
+    kinds = {type(each) for each in module.modules() if each is not module}
+    if chosen is not None and nn.Linear in kinds and not any(isinstance(each, Linear) for each in module.modules()):
+        warnings.warn(
+            f"fully_shard(recipe=...) of {type(module).__name__}: its nn.Linear know no recipe, and are gathered in "
+            "high precision; convert(model, recipe) first",
+            stacklevel=4,  # past ``checked``
+        )
+    for layer in module.modules():
+        if not isinstance(layer, Linear):
+            continue
+        for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+            if getattr(layer, option):
+                raise ValueError(
+                    f"{layer._label}: {option} leaves gradients where FSDP2 does not reduce them; do without it"
+                )
+        layer._keeps_weight = False
+        if layer.recipe is None and chosen is not None:
+            layer.recipe = chosen
+        if isinstance(layer.recipe, Recipe):
+            layer._plan(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
+
+
+def _hook(weight: ShardedWeight | None) -> None:
+    for parameter in () if weight is None else weight.parameters:
+        parameter.hook()
+
+
+def _of_high_precision(layer: Linear, params: Sequence[Any], group: Any) -> ShardedWeight | None:
+    """What gathers the weight of a layer as codes; None if it is to be gathered in high precision.
+
+    ``params``: those of its parameters that ``group`` gathers.
+    """
+    if not isinstance(layer.recipe, Recipe) or type(layer)._weight_matrix is not Linear._weight_matrix:  # transposed
+        return None
+    weights = [getattr(layer, name) for name in layer._weight_names]
+    if [pytorch.layer_of(param)[1] for param in params] != list(layer._weight_names):
+        return None  # others are ignored, or shared
+    if not all(pytorch.is_sharded_by_rows(param) for param in params):
+        return None
+    if any(weight.numel() == 0 or weight.dtype not in DTYPES or weight.dtype != weights[0].dtype for weight in weights):
+        return None
+    plan = layer._plan(layer.recipe)
+    if plan.backward_override == "high_precision":
+        return None
+    if not (plan.weight.row_format.quantized and plan.weight.format(COLUMNWISE).quantized):
+        return None
+    quantizer = plan.weight.with_usage(rowwise=True, columnwise=plan.backward_override is None)
+    shards, ranks = zip(*[pytorch.shards_of(param) for param in params], strict=True)
+    if Casting.of(quantizer, shards, ranks[0].rank) is None:
+        return None
+    return ShardedWeight(layer, quantizer, plan.delayed, params, group)
+
+
+def _of_quantized(
+    whole: QuantizedTensor, initial: Tensor | None, layer: nn.Module, param: Any, group: Any
+) -> ShardedWeight:
+    """What gathers a quantized parameter. This rank keeps its rows of the codes, cast with what the whole was."""
+    if not isinstance(layer, Linear) or not pytorch.is_sharded_by_rows(param):
+        raise ValueError(
+            f"{getattr(layer, '_label', type(layer).__name__)}: fully_shard takes quantized parameters of linears, "
+            "sharded by rows; keep this one in high precision"
+        )
+    if param.offload_to_cpu and param.device.type != "cpu":
+        raise ValueError(
+            f"{layer._label}: quantized parameters cannot be offloaded to the CPU; keep them in high precision, or "
+            "give no offload_policy"
+        )
+    shards, ranks = pytorch.shards_of(param)
+    rows = rows_of(whole, shards, ranks)
+    rows.scale, rows.amax_group = whole.scale, ranks.process_group if ranks.size > 1 else None
+    if initial is not None:
+        rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
+    pytorch.set_own_rows(param, rows)
+    return ShardedWeight(layer, rows.quantizer, None, [param], group)
+
+
+def _cast(parameters: list[ShardedParameter]) -> None:
+    weights = dict.fromkeys(parameter.weight for parameter in parameters)
+    columnwise = torch.is_grad_enabled()
+    cast_shards([weight for weight in weights if not weight.is_gathered(columnwise)], columnwise)

@@ -1,0 +1,161 @@
+"""The state dict of a sharded model as that of the unsharded one, with quantized parameters as codes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from minifloat import tensor_ops
+from minifloat.arguments import Device, checked
+from minifloat.comm.collectives import max_of_all
+from minifloat.comm.gather import gather
+from minifloat.nn.linear import Linear
+from minifloat.operand import Operand
+from minifloat.parallel.fsdp.rows import QuantizedRows, rows_of
+from minifloat.tensor import QuantizedTensor
+
+
+@checked
+@torch.no_grad()
+def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank0: bool = False) -> dict[str, Any]:
+    """``model.state_dict()`` as the unsharded model has it, for its ``load_state_dict``; a collective.
+
+    Quantized parameters are whole :class:`~minifloat.QuantizedTensor`, with the codes and scales of the shards, bit for
+    bit. ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` gives the values that they stand for instead,
+    which another cast may round otherwise.
+
+    Args:
+        device: where all tensors are put, one by one; None: each stays where the model is.
+        only_rank0: the other ranks get an empty dict.
+    """
+    _check_whole(model)
+    kept = not only_rank0 or dist.get_rank() == 0
+    state: dict[str, Any] = {}
+    for key, value in model.state_dict().items():
+        whole = _whole(value) if isinstance(value, DTensor) else value
+        if kept:
+            state[key] = whole.to(device) if device is not None and isinstance(whole, Tensor) else whole
+    return state
+
+
+@checked
+@torch.no_grad()
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, from_rank0: bool = False
+) -> None:
+    """Loads what :func:`full_state_dict`, or the unsharded model's ``state_dict()``, gave; a collective.
+
+    Where codes go to a parameter of the same formats they are taken as they are. All else is a cast of the values, with
+    amaxes that the ranks agree on: codes of another recipe, or high precision, give those of the unsharded model.
+
+    Args:
+        state: on every rank, or with ``from_rank0`` on rank 0, which sends the others one tensor after the other.
+        strict: as of ``load_state_dict``.
+
+    Raises:
+        RuntimeError: what ``load_state_dict`` raises: keys that are missing or unknown, another shape.
+    """
+    own = model.state_dict()
+    sent_on = next((t.device_mesh.device_type for t in own.values() if isinstance(t, DTensor)), "cpu")
+    described = [[(key, _described(value)) for key, value in state.items()]]
+    if from_rank0:
+        dist.broadcast_object_list(described, 0)
+    local: dict[str, Any] = {}
+    for key, description in described[0]:
+        value, target = state.get(key), own.get(key)
+        if from_rank0:
+            value = _from_rank0(value, description, sent_on)
+        fits = isinstance(value, Tensor) and isinstance(target, DTensor) and value.shape == target.shape
+        local[key] = _sharded(model, key, value, target) if fits else value  # type: ignore[arg-type]
+    model.load_state_dict(local, strict)
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            raise ValueError(
+                f"{name} is tensor-parallel, and its FSDP2 ranks together have one tensor-parallel rank's share of it: "
+                "save each share in a folder of its own, dcp.save(state, checkpoint_id=f'{folder}/tp{rank}', "
+                "process_group=...) with the group that fully_shard shards over"
+            )
+
+
+def _whole(sharded: DTensor) -> Tensor:
+    rows = sharded._local_tensor
+    if not isinstance(rows, QuantizedRows):
+        there: Any = sharded.to(sharded.device_mesh.device_type)  # where offloaded shards are gathered, too
+        whole: Tensor = there.full_tensor()
+        return whole
+    cover, part = rows.cover, rows.part
+    assert cover.group is not None
+    rowwise, columnwise = (operand is not None for operand in part)
+    operands = gather(part, cover.shards, cover.group, rowwise=rowwise, columnwise=columnwise)
+    if cover.group.size > 1:
+        operands = tensor_ops.each(operands, lambda o: _with_agreed_amax(o, cover.group))
+    return QuantizedTensor.from_operands(operands, rows.quantizer, sharded.shape, rows.dtype)
+
+
+def _with_agreed_amax(operand: Operand, group: Any) -> Operand:
+    """Delayed scaling has measured it on each rank's rows."""
+    if operand.format.scale_rule != "given" or operand.amax is None:
+        return operand
+    return operand._replace(amax=max_of_all([operand.amax], group)[0])
+
+
+def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> DTensor:
+    """A tensor of the model in the way that ``target`` is."""
+    rows = target._local_tensor
+    if not isinstance(rows, QuantizedRows):
+        values = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
+        values = values.to(target.device)
+        return distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None)
+    shards, group = rows.cover.shards, rows.cover.group
+    assert group is not None
+    if isinstance(whole, QuantizedTensor) and rows.quantizer == whole.quantizer:
+        own: Tensor = rows_of(whole, shards, group).to(rows.device)
+    else:
+        values = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
+        layer = model.get_submodule(key.rpartition(".")[0])
+        if isinstance(layer, Linear):
+            layer._bind_scale(rows, [values.to(rows.device)])  # a delayed one: that of these values, unsharded, too
+        own = values[shards.first(group.rank) : shards.end(group.rank)].to(rows.device)
+    return DTensor.from_local(
+        own, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
+
+
+# ---- what rank 0 sends ----
+
+
+def _described(value: Any) -> tuple[Any, ...]:
+    """What is not a tensor itself; shapes and dtypes; of codes, how to put them together, too."""
+    if not isinstance(value, Tensor):
+        return (value,)
+    if not isinstance(value, QuantizedTensor):
+        return tuple(value.shape), value.dtype
+    tensors = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in value._buffers().items()]
+    return tuple(value.shape), tuple(value.stride()), value.__tensor_flatten__()[1][:2], tensors
+
+
+def _from_rank0(value: Any, description: tuple[Any, ...], device: str) -> Any:
+    match description:
+        case (plain,):
+            return plain
+        case (shape, torch.dtype() as dtype):
+            return _sent(value, shape, dtype, device)
+        case (shape, stride, context, tensors):
+            inner = value._buffers() if isinstance(value, QuantizedTensor) else {}
+            received = {name: _sent(inner.get(name), size, dtype, device) for name, size, dtype in tensors}
+            return QuantizedTensor.__tensor_unflatten__(received, (*context, None), shape, stride)
+
+
+def _sent(value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=device) if value is None else value.detach().to(device).contiguous()
+    if tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), 0)
+    return tensor

@@ -1,0 +1,287 @@
+"""``parallelize``: the layers of a model that exists become those of a tensor-parallel group, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from minifloat.arguments import checked
+from minifloat.comm.group import Group
+from minifloat.functional.tensor_parallel import Mode, Overlap, TensorParallel
+from minifloat.functional.vocabulary import vocabulary_shards
+from minifloat.nn.embedding import VocabParallelEmbedding
+from minifloat.nn.layernorm_linear import LayerNormLinear
+from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.linear import Linear
+from minifloat.nn.multihead_attention import MultiheadAttention
+from minifloat.nn.multihead_parts import check_parallel
+from minifloat.nn.sharding import Partition, partitions
+from minifloat.nn.transformer_layer import TransformerLayer
+from minifloat.tensor import QuantizedTensor, quantize
+
+Style = Literal["column", "row", "vocabulary", "sequence"]
+_LAYERS = (TransformerLayer, MultiheadAttention, LayerNormMLP)
+_TYPES: dict[str, tuple[type[nn.Module], ...]] = {
+    "column": (Linear, LayerNormLinear),
+    "row": (Linear,),
+    "vocabulary": (nn.Embedding,),
+    "sequence": (nn.Module,),
+}
+
+
+class Shard(NamedTuple):
+    """What is to become of one module.
+
+    Args:
+        name: in the model.
+        cuts: how its parameters are cut, by their names.
+        finish: does the rest, once they are.
+    """
+
+    name: str
+    module: nn.Module
+    cuts: dict[str, Partition]
+    finish: Callable[[], object]
+
+
+@checked
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | ProcessGroup | Group,
+    *,
+    sequence_parallel: bool = True,
+    plan: Mapping[str, Style] | None = None,
+    check: bool = False,
+    overlap: Overlap = "handles",
+) -> nn.Module:
+    """Shares the layers of ``model`` out over ranks, which all have the whole of it, in place.
+
+    As ``torch.distributed.tensor.parallel.parallelize_module`` does for PyTorch's own layers. Each
+    :class:`~minifloat.TransformerLayer`, :class:`~minifloat.MultiheadAttention` and :class:`~minifloat.LayerNormMLP`
+    becomes what ``set_parallel_mode=True`` would have made of it: a rank keeps its part of every parameter, with the
+    values it has, so that a model made from a seed and parallelized is the one made parallel from the seed. On the
+    ``meta`` device too: ``to_empty`` and ``reset_parameters`` then give a rank its part. Modules stay the objects that
+    they are, with recipes, names, hooks and delayed scaling's state; sharded parameters are new objects, so optimizers
+    are made afterwards. Parameters that modules share stay shared where all of these are sharded alike.
+
+    Of a quantized parameter (``quantized_model_init``) the piece is cast anew, by itself: from the values before the
+    first cast if these were preserved and the parameter still has them, which gives the layer that was made parallel
+    from the seed; else from what its codes stand for, which rounds a second time where a scale spans what is cut.
+
+    Args:
+        model: the same on all ranks: sizes and values.
+        mesh: the ranks: one dim of a device mesh, or a process group. A single rank changes nothing.
+        sequence_parallel: as of the layers: activations between them are split along their first dim.
+        plan: for further modules, by glob patterns for dotted names (``*`` matches dots too, the first that matches
+            wins): ``"column"`` or ``"row"`` for a :class:`~minifloat.Linear` (``"column"`` also for a
+            :class:`~minifloat.LayerNormLinear`); ``"vocabulary"`` for an ``nn.Embedding``, which becomes a
+            ``VocabParallelEmbedding``; ``"sequence"`` for a module that works on rows of its own, such as a final norm:
+            the gradients of its parameters are summed over the ranks. What is not named stays as it is.
+        check: as :func:`set_check` does.
+        overlap: as :func:`~minifloat.distributed.set_overlap` does.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: a size does not divide by the number of ranks; a parameter is a DTensor, sharded already or shared
+            with a module that is cut in another way; a pattern fits nothing; ``overlap`` is none. Nothing was
+            changed then.
+    """
+    group = Group.of(mesh)
+    if group.size == 1:
+        return model
+    shards = _planned(model, TensorParallel("column", sequence_parallel, group, overlap, check=check), plan or {})
+    _check_parameters(model, shards)
+    made: dict[Tensor, nn.Parameter] = {}
+    for shard in shards:
+        for name, partition in shard.cuts.items():
+            whole = shard.module.get_parameter(name)
+            if whole not in made:
+                made[whole] = _own(shard.module, whole, partition)
+            shard.module.register_parameter(name, made[whole])
+    for shard in shards:
+        shard.finish()
+    return model
+
+
+def _own(module: nn.Module, whole: Tensor, partition: Partition) -> nn.Parameter:
+    """This rank's piece of a parameter; of a quantized one cast by itself, as of a layer that is made parallel."""
+    if not isinstance(whole, QuantizedTensor):
+        return nn.Parameter(_piece(whole.detach(), partition), requires_grad=whole.requires_grad)
+    assert isinstance(module, Linear)
+    values, preserve = whole.dequantize().detach(), False
+    before = whole.get_high_precision_init_val()
+    if before is not None and not whole.is_meta:
+        before = before.to(whole.device)
+        cast = quantize(before, whole.quantizer, scale=whole.scale)
+        preserve = torch.equal(cast.dequantize(), values)  # it has not been trained since
+        values = before if preserve else values
+    piece = nn.Parameter(_piece(values, partition), requires_grad=whole.requires_grad)
+    return module._quantized_weight(piece, whole.quantizer, preserve)
+
+
+def _piece(whole: Tensor, partition: Partition) -> Tensor:
+    """This rank's piece, in memory of its own; a vocabulary need not divide: ``vocabulary_shards``, ``torch.chunk``."""
+    if len(partition.parts) > 1:
+        return partition.cut(whole)
+    return whole.chunk(partition.size, partition.dim)[partition.rank].clone().contiguous()
+
+
+def _check_parameters(model: nn.Module, shards: list[Shard]) -> None:
+    """Raises where a parameter is none that can be cut, or is another one elsewhere."""
+    cuts = {(shard.module, name): partition for shard in shards for name, partition in shard.cuts.items()}
+    users: dict[Tensor, dict[str, Partition | None]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            users.setdefault(parameter, {})[f"{prefix}.{name}"] = cuts.get((module, name))
+    for parameter, uses in users.items():
+        name, partition = next(iter(uses.items()))
+        if len(set(uses.values())) > 1:
+            raise ValueError(
+                f"parallelize: {' and '.join(uses)} are one parameter, which would be cut in different ways; name all "
+                "of its modules in plan, or untie them"
+            )
+        if partition is not None and isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parallelize: {name} is a DTensor, which cannot be cut; parallelize the model before fully_shard"
+            )
+
+
+# ---- what is done to which module ----
+
+
+def _planned(model: nn.Module, parallel: TensorParallel, plan: Mapping[str, Style]) -> list[Shard]:
+    shards: list[Shard] = []
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, _LAYERS):
+            shards += _layer(name, module, parallel)
+            inside |= set(module.modules())
+    unused = dict(plan)
+    for name, module in model.named_modules():
+        pattern = next((each for each in plan if fnmatchcase(name, each)), None)
+        if pattern is not None and module not in inside and isinstance(module, _TYPES.get(plan[pattern], ())):
+            unused.pop(pattern, None)
+            shards += _named(name, module, plan[pattern], parallel)
+            inside |= set(module.modules()) if isinstance(module, LayerNormLinear) else set()
+    if unused:
+        raise ValueError(
+            f"parallelize: outside of the layers that are sharded as a whole nothing fits {unused}: 'column' is for "
+            "minifloat's Linear and LayerNormLinear, 'row' for Linear (convert makes one of an nn.Linear), "
+            "'vocabulary' for nn.Embedding, 'sequence' for any module"
+        )
+    return shards
+
+
+def _layer(name: str, module: nn.Module, parallel: TensorParallel) -> list[Shard]:
+    if isinstance(module, MultiheadAttention):
+        return _attention(name, module, parallel)
+    if isinstance(module, LayerNormMLP):
+        halves = 2 if module.activation.gated else 1
+        parts = (module.fc1.out_features // halves,) * halves
+        first = _linear(f"{name}.fc1", module.fc1, "column", parallel, parts)
+        return [first, _linear(f"{name}.fc2", module.fc2, "row", parallel)]
+    return [Shard(name, module, {}, partial(setattr, module, "_parallel", parallel))]
+
+
+def _attention(name: str, module: MultiheadAttention, parallel: TensorParallel) -> list[Shard]:
+    check_parallel(module.heads, module.groups, module.qkv_format, parallel)
+    parts: dict[str, tuple[int, ...]] = {"qkv": (module.heads, module.groups, module.groups)}
+    if module.attention_type == "cross":
+        parts = {"query": (module.heads,), "key_value": (module.groups, module.groups)}
+    shards = []
+    for part, heads in parts.items():
+        rows = tuple([count * module.channels for count in heads])
+        shards.append(_linear(f"{name}.{part}", getattr(module, part), "column", parallel, rows))
+    shards.append(_linear(f"{name}.proj", module.proj, "row", parallel))
+    return [*shards, Shard(name, module, {}, partial(module._share_heads, parallel))]
+
+
+def _named(name: str, module: nn.Module, style: Style, parallel: TensorParallel) -> list[Shard]:
+    if style == "vocabulary":
+        assert isinstance(module, nn.Embedding)
+        return [_embedding(name, module, parallel)]
+    if style == "sequence":
+        watch = partial(module.register_forward_pre_hook, _SumGradients(parallel))
+        own = parallel.sequence_parallel and any(True for _ in module.parameters(recurse=False))
+        return [Shard(name, module, {}, watch)] if own else []
+    return [_linear(name, module, style, parallel)]
+
+
+def _linear(
+    name: str, module: nn.Module, mode: Mode, parallel: TensorParallel, parts: tuple[int, ...] | None = None
+) -> Shard:
+    """``parts``: rows of what a column-parallel weight is made of, each of which is cut by itself."""
+    linear = module.linear if isinstance(module, LayerNormLinear) else module
+    if type(linear) is not Linear:
+        raise ValueError(f"parallelize: {name} is a {type(linear).__name__}; only a minifloat.Linear can be sharded")
+    if linear._parallel.mode is not None:
+        raise ValueError(f"parallelize: {name} is sharded already, over {linear._parallel.group.size} ranks")
+    parallel = replace(parallel, mode=mode)
+    rows = linear.parameters_split or {f"rows {i}": count for i, count in enumerate(parts or (linear.out_features,))}
+    found = partitions(f"parallelize: {name}", parallel, linear.in_features, rows)
+    cuts: dict[str, Partition] = {}
+    for kind, names in (("weight", linear._weight_names), ("bias", linear._bias_names)):
+        for each in names if kind in found else ():
+            one_of_parts = len(names) > 1 and mode == "column"
+            cuts[each] = found[kind]._replace(parts=(len(getattr(linear, each)),)) if one_of_parts else found[kind]
+    return Shard(name, linear, cuts, partial(_finish_linear, linear, parallel, parts))
+
+
+def _finish_linear(linear: Linear, parallel: TensorParallel, parts: tuple[int, ...] | None) -> None:
+    linear.parallel_mode, linear.sequence_parallel = parallel.mode, parallel.sequence_parallel
+    linear._parallel = parallel
+    linear._share_out(linear.parameters_split, parts)
+    if linear.parameters_split is not None and parallel.mode == "column":
+        linear.parameters_split = {each: getattr(linear, f"{each}_weight").shape[0] for each in linear.parameters_split}
+    linear._mark_parameters()
+    linear.invalidate()
+
+
+def _embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Shard:
+    if type(module) is not nn.Embedding or module.padding_idx is not None or module.max_norm is not None:
+        raise ValueError(
+            f"parallelize: {name} is a {type(module).__name__} with padding_idx={module.padding_idx} and "
+            f"max_norm={module.max_norm}; 'vocabulary' takes an nn.Embedding without either"
+        )
+    group, vocabulary = parallel.group, module.num_embeddings
+    vocabulary_shards(vocabulary, group.size)  # which raises now, before anything is changed
+    cuts = {"weight": Partition(0, (vocabulary,), group.size, group.rank)}
+    return Shard(name, module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
+
+
+class _SumGradients:
+    """A forward pre-hook of a module that sees this rank's rows: its gradients are summed over the ranks.
+
+    It watches the parameters that the module has by then, which ``to_empty`` and the like may have made anew.
+    """
+
+    def __init__(self, parallel: TensorParallel) -> None:
+        self._parallel = parallel
+        self._watched: dict[str, ReferenceType[Tensor]] = {}
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            known = self._watched.get(name)
+            if parameter.requires_grad and (known is None or known() is not parameter):
+                parameter.register_hook(self._sum)
+                self._watched[name] = ref(parameter)
+
+    def _sum(self, gradient: Tensor) -> Tensor:
+        total = self._parallel.start_sum_of_rows(gradient.clone()).wait()
+        assert total is not None
+        return total
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_watched": {}}

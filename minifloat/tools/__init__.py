@@ -1,0 +1,1 @@
+"""The commands: training, studies, benchmarks. The library imports none of them."""

@@ -1,0 +1,121 @@
+"""The `minifloat` command. Its commands need typer and rich, `train` matplotlib too: `pip install minifloat[train]`."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import typer
+
+
+NEEDED = ("typer", "rich", "matplotlib")
+
+
+def main() -> None:
+    """The entry point; `doctor` and `--version` need torch alone."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not missing:
+        build()(prog_name="minifloat")
+    elif sys.argv[1:2] == ["--version"]:
+        print_version(True)
+    elif sys.argv[1:2] == ["doctor"]:
+        plain_doctor(sys.argv[2:])
+    else:
+        sys.exit(f"the minifloat command needs {', '.join(missing)}; get them with: pip install minifloat[train]")
+
+
+def plain_doctor(arguments: Sequence[str]) -> None:
+    """`minifloat doctor` without typer."""
+    from argparse import ArgumentParser
+
+    from minifloat.tools.cli.machine import show
+
+    parser = ArgumentParser("minifloat doctor")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    try:
+        show(choose_device(parser.parse_args(arguments).device))
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+def print_version(asked: bool) -> None:
+    """Prints the version and ends the command, where it was asked for."""
+    if asked:
+        import minifloat
+
+        print(f"minifloat {minifloat.__version__}")
+        sys.exit()
+
+
+def build() -> typer.Typer:
+    """The application with all its commands."""
+    import typer
+
+    from minifloat.tools.cli import about, bench, doctor, generate, study, train
+
+    app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(about.about)
+    app.command("train")(train.train)
+    app.command("generate")(generate.generate)
+    app.command("study")(study.study)
+    app.command("doctor")(doctor.doctor)
+    app.command("bench")(bench.bench)
+    return app
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A ValueError or an OSError is a user's mistake: it is printed without a traceback, and the exit code is 2."""
+    import typer
+
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def program() -> str:
+    """What started this command, for a shell in any folder."""
+    started = Path(sys.argv[0]).absolute()
+    if started.parts[-2:] == ("minifloat", "__main__.py"):
+        return f"{shlex.quote(sys.executable)} -m minifloat"
+    return shlex.quote(str(started)) if started.name == "minifloat" else "minifloat"
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one, else the CPU. Raises ValueError for any other."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device: there is no device {name!r}; choose auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise ValueError(f"--device: minifloat does not run on {name!r}; choose auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"--device {name} was asked for, but PyTorch sees {torch.cuda.device_count()} GPUs; try --device cpu"
+        )
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words, such as "cuda: NVIDIA H200, compute capability 9.0"."""
+    import platform
+
+    import torch
+
+    if device.type != "cuda":
+        return f"{device}: {platform.machine()}, {torch.get_num_threads()} threads"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"

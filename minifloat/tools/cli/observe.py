@@ -1,0 +1,139 @@
+"""What the user sees of a training, and what stays of it, step by step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minifloat.tools.train.loop import Metrics
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+Observer = Callable[[Metrics], None]
+
+
+class MetricsFile:
+    """Lines of JSON, one a step. What an earlier command wrote of a run stays until this one has a step of it.
+
+    Args:
+        names: the runs of this command; lines of others go with the first step.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        self._path, self._names, self._begun = path, names, set[str]()
+
+    def write(self, name: str, metrics: Metrics) -> None:
+        """Adds a step of that run; raises OSError, saying what to do, where the disk is full."""
+        line = json.dumps({"run": name, **asdict(metrics)}) + "\n"
+        try:
+            if name not in self._begun:
+                self._replace(name)
+                self._begun.add(name)
+            with self._path.open("a") as file:
+                file.write(line)
+        except OSError as error:
+            raise OSError(f"{self._path} cannot be written: {error}; mend that, and continue with --resume") from error
+
+    def _replace(self, name: str) -> None:
+        """Leaves the lines of this command's other runs, all in one moment."""
+        aside = self._path.with_name(f".{self._path.name}.partial")
+        others = set(self._names) - {name}
+        try:
+            with aside.open("wb") as file:
+                for line in self._path.open("rb") if self._path.exists() else ():
+                    if _run_of(line) in others:
+                        file.write(line.rstrip(b"\n") + b"\n")
+            aside.replace(self._path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _run_of(line: bytes) -> object:
+    """The name in a line of a metrics file; None in half of one."""
+    try:
+        run = json.loads(line)["run"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return run if isinstance(run, str) else None
+
+
+@contextmanager
+def observers(
+    out: Path, names: Sequence[str], steps: int, unit: str, tensorboard: bool
+) -> Iterator[Callable[[str], Observer]]:
+    """Gives a function from a run's name to its observer. Writes metrics.jsonl, and TensorBoard's files if asked for.
+
+    Both are written from a run's first step on, that of a resumed run too; until a run has one, what they have of it
+    stays. Raises ValueError without TensorBoard.
+    """
+    with ExitStack() as stack:
+        file = MetricsFile(out / "metrics.jsonl", names)
+        progress = stack.enter_context(progress_bar())
+        write = stack.enter_context(tensorboard_writers(out / "tensorboard")) if tensorboard else None
+        yield lambda name: observer(name, steps, unit, file, progress, write and write(name))
+
+
+def observer(
+    name: str, steps: int, unit: str, file: MetricsFile, progress: Progress, write: Observer | None = None
+) -> Observer:
+    """What to do with a step's metrics: a line of JSON, a moved bar and, after an evaluation, a printed line."""
+    task = progress.add_task(name, total=steps, status="")
+
+    def observe(metrics: Metrics) -> None:
+        file.write(name, metrics)
+        speed = f"{metrics.tokens_per_second:,.0f} {unit}s/s"
+        progress.update(task, advance=1, status=f"loss {metrics.loss:.3f}  {speed}")
+        if metrics.validation_loss is not None:
+            progress.console.print(f"{name}: step {metrics.step}, validation loss {metrics.validation_loss:.4f}")
+        if write is not None:
+            write(metrics)
+
+    return observe
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """One bar for each run: its steps, loss, tokens a second and the time left."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    status, name = TextColumn("{task.fields[status]}"), TextColumn("{task.description}")
+    with Progress(name, BarColumn(), MofNCompleteColumn(), status, TimeRemainingColumn()) as progress:
+        yield progress
+
+
+@contextmanager
+def tensorboard_writers(folder: Path) -> Iterator[Callable[[str], Observer]]:
+    """Gives a function from a run's name to what writes its metrics for TensorBoard, in a folder of that name."""
+    summary_writer = tensorboard_class()
+    with ExitStack() as stack:
+
+        def writer(name: str) -> Observer:
+            events: Any = None
+
+            def write(metrics: Metrics) -> None:
+                nonlocal events
+                if events is None:
+                    shutil.rmtree(folder / name, ignore_errors=True)  # of the same run before it was resumed
+                    events = stack.enter_context(summary_writer(str(folder / name)))
+                for key, value in asdict(metrics).items():
+                    if key != "step" and value is not None:
+                        events.add_scalar(key, value, metrics.step)
+
+            return write
+
+        yield writer
+
+
+def tensorboard_class() -> Any:
+    """PyTorch's SummaryWriter; raises ValueError where TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("--tensorboard needs tensorboard; get it with: pip install minifloat[tensorboard]") from error
+    return SummaryWriter

@@ -1,0 +1,126 @@
+"""Joining the ranks that torchrun has started for one command."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from minifloat.tools.train.ranks import ALONE, Ranks
+
+T = TypeVar("T")
+MOST_MINUTES = 7 * 24 * 60
+PATIENCE = timedelta(hours=1)
+"""Until the first step is done, and after the last: ranks read, load, compile and report at speeds of their own."""
+
+TIMEOUT = 10.0
+"""Minutes between: PyTorch's own default for NCCL, and longer than a checkpoint takes to write."""
+
+
+@contextmanager
+def joined(
+    tp: int, fsdp: bool, sequence_parallel: bool, device: torch.device, timeout: float = TIMEOUT
+) -> Iterator[tuple[Ranks, torch.device]]:
+    """The ranks of this command and the device of this one; inside, all but the first one's standard output is lost.
+
+    A rank that hangs is noticed after `timeout` minutes, and of ranks that die torchrun ends the others. With several
+    ranks the end of this context is that of the process.
+
+    Raises:
+        ValueError: torchrun has not started `tp` processes, with `fsdp` a multiple of that; there are fewer GPUs than
+            ranks on this machine, or `device` is one of them; `timeout` is no number of minutes.
+    """
+    patience = minutes(timeout)
+    if check_started(tp, fsdp) == 1:
+        yield ALONE, device
+        return
+    if device.type == "cuda":
+        if device.index is not None:
+            raise ValueError(f"each rank has a GPU of its own, and --device is {device}; use --device cuda")
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"rank {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    ranks = Ranks.of_world(device, tp, sequence_parallel, patience)
+    with ExitStack() as stack:
+        if not ranks.first:
+            stack.enter_context(redirect_stdout(io.StringIO()))
+        yield ranks, device
+    leave()  # only in order: after an error the other ranks may wait in a collective, and torchrun ends them
+
+
+def minutes(timeout: float) -> timedelta:
+    """So many minutes; raises ValueError for what is no sensible number of them."""
+    if not 0 < timeout <= MOST_MINUTES:
+        raise ValueError(f"--timeout is {timeout:g} minutes; choose more than 0 and at most {MOST_MINUTES}, a week")
+    return timedelta(minutes=timeout)
+
+
+def check_started(tp: int, fsdp: bool) -> int:
+    """How many processes torchrun has started, this one alone without it; raises ValueError where options differ."""
+    launched = dist.is_torchelastic_launched()
+    if fsdp and not launched:
+        raise ValueError(
+            f"--fsdp shards over the processes that torchrun starts, and this is none; start N with: {launcher('N')}"
+            "minifloat train --fsdp ..."
+        )
+    started, wanted = int(os.environ["WORLD_SIZE"]) if launched else 1, max(tp, 1)
+    if tp < 1 or (started % tp if fsdp else started != tp):
+        right = f"start a multiple of {wanted}" if fsdp else f"give --tp {started}, or --fsdp to share the batch"
+        raise ValueError(
+            f"--tp is {tp}, but torchrun has started {started}; {right}, or start {wanted} with: {launcher(wanted)}"
+            f"minifloat train --tp {wanted} ..."
+        )
+    return started
+
+
+def leave() -> NoReturn:
+    """Ends this process with exit code 0 once all ranks are here.
+
+    At once, without taking the group down: with transfers behind it gloo then aborts a process every so often, at the
+    end of a run that went well.
+    """
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def launcher(ranks: int | str) -> str:
+    """What starts so many ranks of a command on one machine, before the command; nothing for one."""
+    return "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
+
+
+def decided_by_first(decide: Callable[[], T], ranks: Ranks) -> T:
+    """What `decide` returns on the first rank, on all of them; its ValueError or OSError is raised on all alike."""
+    answers: list[T] = []
+    problem: Exception | None = None
+    if ranks.first:
+        try:
+            answers.append(decide())
+        except (ValueError, OSError) as error:
+            problem = error
+    answers, problem = from_first((answers, problem), ranks)
+    if problem is not None:
+        raise problem
+    return answers[0]
+
+
+def from_first(value: T, ranks: Ranks) -> T:
+    """The first rank's value, on all of them."""
+    if ranks.alone:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

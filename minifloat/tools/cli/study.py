@@ -1,0 +1,272 @@
+"""`minifloat study`: how far each recipe's loss ends from bf16's, over several seeds and beside control pairs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from minifloat.recipe import NAMES, named
+from minifloat.tools.cli import choose_device, device_name, user_errors
+from minifloat.tools.cli.out import claimed, output_optional
+from minifloat.tools.train import data, study_report
+from minifloat.tools.train import study as runs
+from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.study import Conditions, Job
+from minifloat.tools.train.study_statistics import outcomes
+from minifloat.tools.train.tokens import SUFFIXES
+
+MAX_GAP = 0.005
+MAX_GAP_4BIT = 0.015
+MOST_SEEDS = 1000
+MOST_WORKERS = 1024
+
+FAILED, INCOMPLETE = 1, 3  # exit codes; 2 is a mistake in the options
+
+
+@dataclass(frozen=True)
+class Study:
+    """One command: which runs, under which conditions, where, and how far each recipe may be off."""
+
+    jobs: tuple[Job, ...]
+    conditions: Conditions
+    paths: tuple[Path, ...]
+    devices: tuple[torch.device, ...]
+    workers: int
+    threads: int  # of each run
+    minutes: float
+    out: Path
+    limits: dict[str, float]
+
+    @property
+    def folder(self) -> Path:
+        """Where the runs' results are."""
+        return self.out / "runs"
+
+
+def study(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="text files or folders, read as bytes; default: Python's sources"),
+    ] = None,
+    recipes: Annotated[str, typer.Option(help=f"some of {','.join(NAMES)}, with commas")] = ",".join(NAMES),
+    seeds: Annotated[str, typer.Option(help="how many, or which, with commas: 3 is 0,1,2")] = "3",
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "small",
+    steps: Annotated[int, typer.Option(help="optimizer steps of each run")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="sequences in a step")] = 16,
+    learning_rate: Annotated[float | None, typer.Option(help="the peak; default: by the model's width")] = None,
+    evaluations: Annotated[int, typer.Option(help="how often a run's validation loss is taken")] = 10,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
+    workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
+    minutes: Annotated[float, typer.Option(help="start no run later than this; the same command goes on")] = math.inf,
+    out: Annotated[Path | None, typer.Option(help="results; default: runs/study-MODEL; finished runs stay")] = None,
+    max_gap: Annotated[float, typer.Option(help="limit of the interval's upper end, relative, FP8")] = MAX_GAP,
+    max_gap_4bit: Annotated[float, typer.Option(help="the same of recipes with 4-bit elements")] = MAX_GAP_4BIT,
+) -> None:
+    """Compare the final losses of recipes with bf16's over several seeds, beside control pairs.
+
+    Each seed of each recipe is paired with bf16 from the same weights on the same batches; bf16 with its sums in
+    another order, and fp32, show how far apart runs end without any quantization. Writes DATE-study-MODEL.md, .json and
+    two plots. A study that was stopped goes on when it is started again: what is finished stays.
+
+    Exit code 1: a recipe is off by more than its limit and more than the controls are, a linear ran in other formats
+    than its recipe's, or a run broke down. 3: runs are left.
+    """
+    with ExitStack() as held:  # the streams and the folder, for the whole command
+        held.enter_context(output_optional())
+        with user_errors():
+            plan = make_plan(
+                paths or [], recipes, seeds, model, steps, batch_size, learning_rate, evaluations, device, workers,
+                minutes, out, (max_gap, max_gap_4bit),
+            )  # fmt: skip
+            held.enter_context(claimed(plan.out))
+            plan.folder.mkdir(exist_ok=True)
+            left = [job for job in plan.jobs if job not in runs.finished(plan.jobs, plan.conditions, plan.folder)]
+        crashed = run(plan, left)
+        results = runs.finished(plan.jobs, plan.conditions, plan.folder)
+        if left := [job for job in plan.jobs if job not in results]:
+            typer.echo(f"{len(left)} of {len(plan.jobs)} runs are left: {', '.join(map(str, left))}")
+            typer.echo("start the same command again to go on")
+            raise typer.Exit(FAILED if crashed else INCOMPLETE)
+        if not conclude(plan, results):
+            raise typer.Exit(FAILED)
+
+
+def make_plan(
+    paths: Sequence[Path], recipes: str, seeds: str, model: str, steps: int, batch_size: int,
+    learning_rate: float | None, evaluations: int, device: str, workers: int, minutes: float, out: Path | None,
+    limits: tuple[float, float],
+) -> Study:  # fmt: skip
+    """The study that the options ask for; raises ValueError for what is impossible."""
+    names = [name.strip() for name in recipes.split(",")]
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"--recipes: there is no recipe {name!r}; choose from {', '.join(NAMES)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--recipes {recipes} names a recipe twice; name each once")
+    if model not in MODELS:
+        raise ValueError(f"--model: there is no model {model!r}; choose from {', '.join(MODELS)}")
+    check_numbers(workers, minutes, limits)
+    sizes = MODELS[model]
+    if packed := [path for path in paths if path.suffix in SUFFIXES]:
+        raise ValueError(f"{packed[0]} is a packed token file, but a study reads text as bytes; give text files")
+    corpus = data.load(paths, least=sizes.context + 1)
+    devices = all_devices(choose_device(device))
+    rate = sizes.learning_rate if learning_rate is None else learning_rate
+    kind, threads = runs.device_kind(devices[0]), threads_of_each(workers)
+    conditions = Conditions(
+        model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations,
+        threads=threads if devices[0].type == "cpu" else None,
+    )  # fmt: skip
+    jobs = runs.jobs(names, chosen_seeds(seeds))
+    for job in jobs:
+        conditions.config(job)  # refuses impossible numbers
+    folder = out or Path("runs") / f"study-{model}"
+    each = {name: limits[_is_4bit(name)] for name in names}
+    return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each)
+
+
+def check_numbers(workers: int, minutes: float, limits: tuple[float, float]) -> None:
+    """Raises ValueError for numbers with which nothing would run, or nothing pass."""
+    if not 1 <= workers <= MOST_WORKERS:
+        choice = "at least 1" if workers < 1 else f"at most {MOST_WORKERS}"
+        raise ValueError(f"--workers is {workers}; choose {choice}")
+    for option, value in (("--minutes", minutes), ("--max-gap", limits[0]), ("--max-gap-4bit", limits[1])):
+        if not value >= 0:
+            raise ValueError(f"{option} is {value}; choose 0 or more")
+
+
+def chosen_seeds(text: str) -> list[int]:
+    """ "3" is 0, 1, 2; "4,7" is 4 and 7. Raises ValueError for fewer than two, which have no interval."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--seeds is {text!r}; give a number of seeds, as 3, or the seeds, as 0,1,2") from error
+    if "," not in text and numbers[0] > MOST_SEEDS:
+        raise ValueError(f"--seeds {text} asks for {text} seeds, the most are {MOST_SEEDS}; give seeds with commas")
+    seeds = numbers if "," in text else list(range(numbers[0]))
+    if len(set(seeds)) < max(2, len(seeds)):
+        raise ValueError(
+            f"--seeds {text} gives {len(set(seeds))} different seeds; an interval needs at least 2, so give more"
+        )
+    return seeds
+
+
+def threads_of_each(workers: int) -> int:
+    """How many threads a run has where so many share the CPU."""
+    return max(1, (os.cpu_count() or 1) // workers)
+
+
+def all_devices(device: torch.device) -> tuple[torch.device, ...]:
+    """The devices that workers take in turn: all GPUs unless one was named."""
+    if device.type != "cuda" or device.index is not None:
+        return (device,)
+    return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+
+
+def _is_4bit(name: str) -> bool:
+    return any("e2m1" in spec for pair in named(name).expected_gemms().values() for spec in pair)
+
+
+def run(plan: Study, left: Sequence[Job]) -> list[Job]:
+    """Runs what is left, within the time; returns what ended without a result."""
+    for stale in plan.folder.glob("*.tmp"):  # of a process that was killed while it wrote
+        stale.unlink()
+    for job in set(plan.jobs) - set(left):
+        shutil.rmtree(job.saved(plan.folder), ignore_errors=True)  # of a process that was killed before it did so
+    began, crashed = time.monotonic(), []
+    typer.echo(
+        f"{len(plan.jobs) - len(left)} of {len(plan.jobs)} runs are finished in {plan.folder}; {plan.workers} at a "
+        f"time on {', '.join(map(str, plan.devices))}"
+    )
+
+    def begin(job: Job, worker: int) -> subprocess.Popen[bytes]:
+        device = plan.devices[worker % len(plan.devices)]
+        return runs.start(job, plan.conditions, plan.paths, plan.folder, device, plan.threads)
+
+    def ended(job: Job, code: int, seconds: float) -> None:
+        clock = f"{time.monotonic() - began:5.0f} s"
+        if code == 0:
+            result = runs.read(job.file(plan.folder))
+            typer.echo(f"{clock}: {job}: {result.error or f'{result.run.validation_loss:.4f}'} ({seconds:.0f} s)")
+        else:
+            crashed.append(job)
+            log = job.log(plan.folder)
+            tail = log.read_text(errors="replace").splitlines()[-3:]
+            typer.echo(f"{clock}: FAILED: {job} ended with code {code}, see {log}: {' / '.join(tail)}", err=True)
+
+    # The recipes are named from the coarsest blocks to the finest, which are slowest: those start first.
+    runs.run_jobs(list(left)[::-1], begin, plan.workers, began + 60 * plan.minutes, ended)
+    return crashed
+
+
+def conclude(plan: Study, results: study_report.Results) -> bool:
+    """Checks finished runs, writes the report, prints the outcome; true when all checks passed.
+
+    Of what broke down in any of its runs no final losses are compared; without bf16's none are.
+    """
+    problems = study_report.problems_of_runs(results)
+    results = {job: results[job] for job in plan.jobs}
+    losses = study_report.final_losses(study_report.whole(results))
+    found = []
+    if runs.BASELINE in losses:
+        controls = [name for name in runs.CONTROLS if name in losses]
+        limits = {name: limit for name, limit in plan.limits.items() if name in losses}
+        found = outcomes(losses, runs.BASELINE, controls, limits)
+    problems += [outcome.problem for outcome in found if outcome.problem is not None]
+    name = f"{date.today().isoformat()}-study-{plan.conditions.model}"
+    images = f"{name}-loss.png", f"{name}-gap.png"
+    corpus = data.load(plan.paths, least=1)
+    entropy = data.unigram_entropy(corpus.train, corpus.validation, corpus.vocabulary)
+    study_report.plot_losses(study_report.whole(results), entropy, corpus.unit, plan.out / images[0])
+    study_report.plot_gaps(study_report.whole(results), found, plan.out / images[1])
+    about = facts(plan, corpus)
+    text = study_report.render(results, found, about, corpus.unit, images, problems)
+    (plan.out / f"{name}.md").write_text(text)
+    values = study_report.as_json(results, found, about, problems)
+    (plan.out / f"{name}.json").write_text(json.dumps(values) + "\n")
+    for row in study_report.gemm_rows(results):
+        typer.echo("GEMMs: " + "  ".join(row))
+    for outcome in found:
+        row = study_report.outcome_row(outcome)
+        typer.echo(f"{row[0]}: mean of the absolute gap {row[1]} ({row[2]}), signed {row[3]} ({row[4]}): {row[-1]}")
+    typer.echo(f"report: {plan.out / name}.md")
+    return _print_problems(problems)
+
+
+def _print_problems(problems: Sequence[str]) -> bool:
+    for problem in problems:
+        typer.echo(f"FAILED: {problem}", err=True)
+    return not problems
+
+
+def facts(plan: Study, corpus: data.Corpus) -> dict[str, str]:
+    """What the report says about the conditions."""
+    conditions = plan.conditions
+    return {
+        "command": f"`minifloat {shlex.join(sys.argv[1:])}`",
+        "model": f"{conditions.model}, {MODELS[conditions.model]}",
+        "training": f"{conditions.config(plan.jobs[0])}",
+        "text": f"{corpus.source} ({conditions.text})",
+        "devices": "; ".join(_device(device, plan.threads) for device in plan.devices),
+        "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+        "high precision": "the embedding, the norms, the attention product and the output head, in every recipe",
+    }
+
+
+def _device(device: torch.device, threads: int) -> str:
+    return device_name(device) if device.type == "cuda" else f"{runs.device_kind(device)}, {threads} threads a run"

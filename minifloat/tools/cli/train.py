@@ -1,0 +1,164 @@
+"""`minifloat train`: a small language model in low precision, and its high-precision twin."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minifloat.functional.tensor_parallel import Overlap
+from minifloat.recipe import NAMES
+from minifloat.tools.cli import choose_device, user_errors
+from minifloat.tools.cli.observe import tensorboard_class
+from minifloat.tools.cli.out import claimed, output_optional
+from minifloat.tools.cli.ranks import PATIENCE, TIMEOUT, decided_by_first, from_first, joined
+from minifloat.tools.cli.resume import Start, choose, choose_folder
+from minifloat.tools.cli.sizes import DEFAULT, OwnSizes, check_memory, sizes_of
+from minifloat.tools.cli.train_job import (
+    BF16,
+    MAX_GAP,
+    MAX_GAP_4BIT,
+    MAX_GRADIENT_GAP,
+    Job,
+    check_recipe,
+    conclude,
+    default_gap,
+    run_or_stop,
+    settings_of,
+)
+from minifloat.tools.train import data
+from minifloat.tools.train.checkpoint import check_saves
+from minifloat.tools.train.loop import TrainConfig
+from minifloat.tools.train.model import MODELS
+
+
+def train(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="text files or folders, or one packed token file (.npy, .bin); default: Python's standard library"
+        ),
+    ] = None,
+    recipe: Annotated[str, typer.Option(help=f"one of {', '.join(NAMES)} or {BF16}")] = "current",
+    against: Annotated[
+        str | None, typer.Option(help="a second recipe, from the same start on the same batches, such as bf16")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"one of {', '.join(MODELS)}; default: {DEFAULT}")] = None,
+    steps: Annotated[int, typer.Option(help="optimizer steps")] = 120,
+    hf: Annotated[
+        Path | None, typer.Option(help="in place of --model: a transformers config.json, or a folder with weights too")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="sizes of your own, in place of the --model's: blocks")] = None,
+    hidden: Annotated[int | None, typer.Option(help="width of the model")] = None,
+    heads: Annotated[int | None, typer.Option(help="query heads")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="key/value heads; default: in the --model's ratio")] = None,
+    mlp_hidden: Annotated[int | None, typer.Option(help="width of the MLP; default: in the --model's ratio")] = None,
+    context: Annotated[int | None, typer.Option(help="tokens in a sequence")] = None,
+    batch_size: Annotated[int, typer.Option(help="sequences in a step, or in a micro-batch of it")] = 16,
+    accumulate: Annotated[int, typer.Option(help="micro-batches in a step, whose gradients are averaged")] = 1,
+    learning_rate: Annotated[float | None, typer.Option(help="the peak; default: by the model's width")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    seed: Annotated[int, typer.Option(help="of the initial weights and of the batches")] = 0,
+    out: Annotated[Path | None, typer.Option(help="results and checkpoints; default: runs/RECIPE-TIME")] = None,
+    save_every: Annotated[int | None, typer.Option(help="steps between checkpoints; default: at the end only")] = None,
+    keep: Annotated[int, typer.Option(help="how many checkpoints of a run stay")] = 2,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="continue from the last checkpoints in --out, to --steps in all")
+    ] = False,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(help="continue from this checkpoint or another --out; with other options: start from its weights"),
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json of the tokenizers library; else bytes")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="of a token file; default: the tokenizer's")] = None,
+    token_dtype: Annotated[str, typer.Option(help="of a .bin token file: uint16 or uint32")] = "uint16",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write TensorBoard's files too")] = False,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="under torchrun: ranks shard the parameters (FSDP2) and share the batch")
+    ] = False,
+    tp: Annotated[int, typer.Option(help="ranks that share each layer: tensor parallelism, under torchrun")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="with --tp: what is not split by columns is split by tokens")
+    ] = True,
+    check_ranks: Annotated[
+        bool, typer.Option("--check-ranks", help="with --tp: compare sizes before each exchange; slow, for debugging")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="minutes after which a rank that hangs ends a step")] = TIMEOUT,
+    tp_overlap: Annotated[
+        Overlap, typer.Option(help="with --tp: what hides communication; symmetric_memory: GEMMs that communicate")
+    ] = "handles",
+    max_gap: Annotated[
+        float | None,
+        typer.Option(help=f"largest relative gap of the losses; default {MAX_GAP}, 4-bit {MAX_GAP_4BIT}; inf: any"),
+    ] = None,
+    max_gradient_gap: Annotated[float, typer.Option(help="the same of the first gradient norms")] = MAX_GRADIENT_GAP,
+) -> None:
+    """Train a small Llama-style language model on real text in low precision, of bytes or of a tokenizer's tokens.
+
+    Writes metrics.jsonl, loss.png, report.md and checkpoints. Fails when a linear ran in other formats than its
+    recipe's and, where there is a second recipe to compare with, when the losses are too far apart. Ctrl-C saves a
+    checkpoint after the step in progress; on a CPU a run that was stopped has the losses of one that was not.
+    """
+    with ExitStack() as held:  # the streams and the folder, for the whole command
+        held.enter_context(output_optional())
+        with user_errors():
+            names = check_names(recipe, against)
+            check_limits(max_gap, max_gradient_gap)
+            sizes = sizes_of(model, OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context), hf)
+            rate = sizes.learning_rate if learning_rate is None else learning_rate
+            config = TrainConfig(steps, batch_size, rate, seed, accumulate=accumulate)
+            corpus = data.load(
+                paths or (), least=sizes.context + 1, tokenizer=tokenizer, vocabulary=vocabulary,
+                token_dtype=token_dtype,
+            )  # fmt: skip
+            sizes = sizes.with_vocabulary(corpus.vocabulary)
+            if tensorboard:
+                tensorboard_class()  # now, not after the first step
+            ranks, chosen = held.enter_context(joined(tp, fsdp, sequence_parallel, choose_device(device), timeout))
+            sizes.check_ranks(ranks.size if hf else ranks.tp.size)
+            check_memory(sizes, config, chosen, ranks)
+            check_saves(save_every, keep)
+            settings = {name: settings_of(name, sizes, config, corpus) for name in names}
+            if from_first(settings, ranks) != settings:
+                raise ValueError("this rank has other text or options than the first; start all with the same ones")
+            folder = from_first(choose_folder(names, out, resume, resume_from), ranks)
+
+            def begin() -> Start:
+                held.enter_context(claimed(folder))  # first: a process that has just released it may have saved again
+                return choose(settings, folder, resume, resume_from)
+
+            start = decided_by_first(begin, ranks)
+            job = Job(
+                names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, check_ranks,
+                tp_overlap,
+            )  # fmt: skip
+        if hf is not None and ranks.first:
+            typer.echo(f"model: {sizes}")
+        if start.weights:
+            typer.echo(f"another run, from the weights of {resume_from}, which had {start.difference}")
+        runs = run_or_stop(job)
+        ranks.set_timeout(PATIENCE)
+        limit = default_gap(recipe) if max_gap is None else max_gap
+        with user_errors():
+            passed = from_first(not ranks.first or conclude(job, runs, limit, max_gradient_gap), ranks)
+        if not passed:
+            raise typer.Exit(1)
+
+
+def check_names(recipe: str, against: str | None) -> tuple[str, ...]:
+    """The names of the runs; raises ValueError for a recipe that does not exist."""
+    names = (recipe,) if against is None else (recipe, against)
+    for name in names:
+        check_recipe(name)
+    if recipe == against:
+        raise ValueError(f"--against {against} compares {recipe} with itself; choose another recipe")
+    return names
+
+
+def check_limits(max_gap: float | None, max_gradient_gap: float) -> None:
+    """Raises ValueError for limits that nothing, or not even a twin, would meet."""
+    for option, limit in (("--max-gap", max_gap), ("--max-gradient-gap", max_gradient_gap)):
+        if limit is not None and not limit >= 0:
+            raise ValueError(f"{option} is {limit}; choose 0 or more, such as {MAX_GAP}, or inf for any")

@@ -1,0 +1,224 @@
+"""What `minifloat train` does with what its options said: the runs, their checks and the report."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from minifloat.functional.tensor_parallel import Overlap, set_check, set_overlap
+from minifloat.recipe import NAMES, Recipe, named
+from minifloat.tools.cli import device_name, user_errors
+from minifloat.tools.cli.observe import Observer, observers
+from minifloat.tools.cli.ranks import PATIENCE, launcher
+from minifloat.tools.cli.resume import Start, checkpoint_folder, resume_command
+from minifloat.tools.train import data, report
+from minifloat.tools.train.checkpoint import TOKENIZER, Checkpoints, SaveError
+from minifloat.tools.train.hf import HuggingFace
+from minifloat.tools.train.interrupt import orphaned, signals_noted
+from minifloat.tools.train.loop import Interrupted, Run, TrainConfig
+from minifloat.tools.train.loop import train as train_model
+from minifloat.tools.train.model import ModelConfig
+from minifloat.tools.train.ranks import ALONE, Ranks
+
+BF16 = "bf16"  # the name of no recipe: the same model and the same bf16 activations, nothing quantized
+
+# Relative, of the final validation losses of FP8; 4-bit elements learn visibly slower in a run this short.
+MAX_GAP = 0.05
+MAX_GAP_4BIT = 0.10
+# Relative, of the first gradient norms: rounding moves them by up to 6 %, a scale off by two by 20 % and more.
+MAX_GRADIENT_GAP = 0.12
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command: what is trained (`names`: the recipe and, where asked for, its twin), on what, and where it goes."""
+
+    names: tuple[str, ...]
+    model: ModelConfig | HuggingFace
+    config: TrainConfig
+    corpus: data.Corpus
+    device: torch.device
+    out: Path
+    save_every: int | None = None
+    keep: int = 2
+    start: Start = field(default_factory=Start)
+    tensorboard: bool = False
+    ranks: Ranks = ALONE
+    check_ranks: bool = False
+    tp_overlap: Overlap = "handles"
+
+    def __post_init__(self) -> None:
+        self.model.check_ranks(self.ranks.tp.size)
+        windows = (len(self.corpus.validation) - 1) // self.model.context
+        held_out = min(windows, self.config.batch_size * self.config.accumulate * self.config.evaluation_batches)
+        self.ranks.check_batch(self.config.batch_size, self.model.context, held_out)
+        for name in self.names:
+            self.checkpoints(name)  # raises ValueError now for what would not work later
+        for start in self.start.continued.values():
+            if start.step > self.config.steps:
+                raise ValueError(
+                    f"{start.path} is of step {start.step}, beyond --steps {self.config.steps}; choose at least "
+                    f"{start.step}, or start another run from its weights with --resume-from and another --seed"
+                )
+
+    def checkpoints(self, name: str) -> Checkpoints:
+        """Where the run of that name saves."""
+        files = {} if self.corpus.tokenizer is None else {TOKENIZER: self.corpus.tokenizer}
+        settings = settings_of(name, self.model, self.config, self.corpus)
+        start = self.start.continued.get(name)
+        return Checkpoints(checkpoint_folder(self.out, name), settings, self.save_every, self.keep, start, files)
+
+
+def settings_of(
+    name: str, model: ModelConfig | HuggingFace, config: TrainConfig, corpus: data.Corpus
+) -> dict[str, Any]:
+    """What a run that continues the one of that name must have too."""
+    text = {"text": corpus.fingerprint, "unit": corpus.unit}
+    return {"recipe": name, "model": model.settings(), **text, **config.settings()}
+
+
+def check_recipe(name: str) -> None:
+    """Raises ValueError for a recipe that does not exist."""
+    if name not in (*NAMES, BF16):
+        raise ValueError(f"--recipe: there is no recipe {name!r}; choose from {', '.join((*NAMES, BF16))}")
+
+
+def recipe_of(name: str) -> Recipe | None:
+    """The recipe of that name; none for bf16."""
+    return None if name == BF16 else named(name)
+
+
+def default_gap(name: str) -> float:
+    """How far the validation loss of the recipe of that name may be from its twin's, relative."""
+    recipe = recipe_of(name)
+    formats = [] if recipe is None else [spec for pair in recipe.expected_gemms().values() for spec in pair]
+    return MAX_GAP_4BIT if any("e2m1" in spec for spec in formats) else MAX_GAP
+
+
+def run_or_stop(job: Job) -> list[Run]:
+    """Trains; ends the command, and says how to go on, where a signal or a number that is not finite stops it."""
+    alone = orphaned()
+    with signals_noted() as signal_that_came:
+        try:
+            return execute(job, lambda: signal_that_came() or alone())
+        except Interrupted as stopped:
+            if job.ranks.first:
+                again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out.absolute())
+                typer.echo(f"{stopped}\ncontinue with: {again}", err=True)
+            raise typer.Exit(128 + (signal_that_came() or signal.SIGINT)) from stopped
+        except (FloatingPointError, ValueError, OSError) as error:
+            if job.ranks.first or not isinstance(error, (FloatingPointError, SaveError)):  # these are all ranks'
+                typer.echo(f"FAILED: {error}", err=True)
+            raise typer.Exit(1) from error
+        except torch.OutOfMemoryError as error:
+            way_out = "choose a smaller --batch-size (with --accumulate, for as many sequences a step) or --context"
+            typer.echo(f"FAILED: the memory of {job.device} is too small; {way_out}: {error}", err=True)
+            raise typer.Exit(1) from error
+        except RuntimeError as error:
+            if job.ranks.alone or "timed out" not in str(error).lower():
+                raise
+            typer.echo(f"FAILED: another rank was silent for {job.ranks.timeout} (see --timeout): {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
+    """Trains each of the job's models in turn, the recipe's first, until `stop` answers true."""
+    runs = []
+    with ExitStack() as seen:
+        watched = observers(job.out, job.names, job.config.steps, job.corpus.unit, job.tensorboard)
+        observer = seen.enter_context(watched) if job.ranks.first else unobserved
+        for name in job.names:
+            job.ranks.set_timeout(PATIENCE)  # until its first step is done, which compiles
+            with user_errors():
+                model = job.model.make(recipe_of(name), job.config.seed, job.ranks)
+            set_overlap(model, job.tp_overlap)
+            if job.check_ranks:
+                set_check(model)
+            runs.append(
+                train_model(
+                    name, model, job.model.context, job.corpus, job.config, job.device, observer(name),
+                    checkpoints=job.checkpoints(name), weights=job.start.weights.get(name), stop=stop, ranks=job.ranks,
+                )
+            )  # fmt: skip
+    return runs
+
+
+def unobserved(name: str) -> Observer:
+    """What a rank other than the first does with a step's metrics."""
+    return lambda metrics: None
+
+
+def conclude(job: Job, runs: list[Run], max_gap: float, max_gradient_gap: float) -> bool:
+    """Checks the runs, writes loss.png and report.md and prints the outcome; true when all checks passed."""
+    unit = job.corpus.unit
+    entropy = data.unigram_entropy(job.corpus.train, job.corpus.validation, job.corpus.vocabulary)
+    comparison = report.compare(*runs) if len(runs) == 2 else None
+    problems = [problem for run in runs for problem in gemm_problems(job, run)]
+    if comparison is not None:
+        problems += report.check_loss(runs[0].name, comparison, max_gap, max_gradient_gap)
+    text = report.render(runs, facts(job, runs), entropy, comparison, problems, unit)
+    try:
+        report.plot(runs, entropy, job.out / "loss.png", unit)
+        (job.out / "report.md").write_text(text)
+    except OSError as error:
+        raise OSError(
+            f"the report cannot be written to {job.out}: {error}; the training is saved: the same command with "
+            "--resume writes it once that is mended"
+        ) from error
+    for run in runs:
+        typer.echo(
+            f"{run.name}: validation loss {run.validation_loss:.4f} nats/{unit} (unigram entropy {entropy:.4f}), "
+            f"{run.tokens_per_second:,.0f} {unit}s/s"
+        )
+    if comparison is not None:
+        typer.echo(report.describe(runs, comparison, unit))
+    for problem in problems:
+        typer.echo(f"FAILED: {problem}", err=True)
+    typer.echo(f"report: {job.out / 'report.md'}")
+    for run in runs:
+        typer.echo(f"model: {checkpoint_folder(job.out, run.name)}")
+    return not problems
+
+
+def gemm_problems(job: Job, run: Run) -> list[str]:
+    """What is wrong with the formats in which a run's linears computed."""
+    recipe = recipe_of(run.name)
+    if recipe is None:
+        return []
+    each = run.linears * job.config.steps * job.config.accumulate
+    return report.check_gemms(run.name, run.gemms, recipe.expected_gemms(), each)
+
+
+def facts(job: Job, runs: list[Run]) -> dict[str, str]:
+    """What the report says about the conditions."""
+    sizes, config = job.model, job.config
+    return {
+        "command": f"`{launcher(job.ranks.size)}minifloat {shlex.join(sys.argv[1:])}`",
+        "model": f"{runs[0].parameters:,} parameters, {sizes}",
+        "training": f"{config}",
+        "text": job.corpus.source,
+        "device": device_name(job.device),
+        **({} if job.ranks.alone else {"ranks": _ranks(job.ranks)}),
+        **{f"{name} continued from": f"step {at.step}, {at.path}" for name, at in job.start.continued.items()},
+        **{f"{name} started from the weights of": f"{at.path}" for name, at in job.start.weights.items()},
+        "peak memory": ("of each run" if job.device.type == "cuda" else "of the process up to each run's end")
+        + ("" if job.ranks.alone else ", on the first rank"),
+        "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
+        "high precision": "the embedding, the norms, the attention product and the output head, in every recipe",
+    }
+
+
+def _ranks(ranks: Ranks) -> str:
+    tokens = "split by tokens elsewhere" if ranks.sequence_parallel else "all tokens on each elsewhere"
+    told = [f"{ranks.data.size}, which shard the parameters and share the batch"] if ranks.data.size > 1 else []
+    told += [f"{ranks.tp.size}, which share each linear; {tokens}"] if ranks.tp.size > 1 else []
+    return "; times ".join(told)

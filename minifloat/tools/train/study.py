@@ -1,0 +1,304 @@
+"""The runs of a loss study: recipes and controls, several seeds each, one child process a run.
+
+All runs of a seed start from the same weights and see the same batches. Beside each recipe and plain bf16 there are two
+controls, which show how far apart two runs end that no quantization separates:
+
+- ``bf16-reordered``: bf16 with every sum of the linears taken in the reverse order, see :class:`ReversedLinear` and
+  :class:`ReversedBatch`. In exact arithmetic it is the same model.
+- ``fp32``: the activations and all products in fp32, without TF32.
+
+A run's result is one file, written aside and renamed, so a study that was killed goes on with what is not there yet; a
+long run saves checkpoints and goes on from its last one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minifloat import Linear
+from minifloat.functional import Gemm
+from minifloat.recipe import named
+from minifloat.tools.train import data
+from minifloat.tools.train.checkpoint import Checkpoints, latest
+from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
+from minifloat.tools.train.model import MODELS, ModelConfig, Transformer
+
+BASELINE = "bf16"
+REORDERED = "bf16-reordered"
+FP32 = "fp32"
+CONTROLS = (REORDERED, FP32)
+
+SAVE_EVERY = 100  # steps; shorter runs start anew
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What all runs of a study share. Results of other conditions are never compared with each other."""
+
+    model: str
+    steps: int
+    batch_size: int
+    learning_rate: float
+    text: str  # `Corpus.fingerprint`
+    device: str  # as `device_kind` names it
+    torch: str = torch.__version__
+    evaluations: int = 10
+    evaluation_batches: int = 32  # more than `minifloat train` takes: the gaps are small
+    threads: int | None = None  # of a run on a CPU, whose sums are in another order with another number
+
+    def config(self, job: Job) -> TrainConfig:
+        """How a job is trained. Raises ValueError for impossible numbers."""
+        return TrainConfig(
+            self.steps, self.batch_size, self.learning_rate, job.seed, evaluations=self.evaluations,
+            evaluation_batches=self.evaluation_batches, dtype=torch.float32 if job.name == FP32 else torch.bfloat16,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a recipe, ``bf16`` or a control, and the seed of its initial weights and batches."""
+
+    name: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.name} with seed {self.seed}"
+
+    def file(self, folder: Path) -> Path:
+        """Where its result is."""
+        return folder / f"{self.name}-{self.seed}.json"
+
+    def log(self, folder: Path) -> Path:
+        """What its process prints."""
+        return folder / f"{self.name}-{self.seed}.log"
+
+    def saved(self, folder: Path) -> Path:
+        """Its checkpoints, while it runs."""
+        return folder / f"{self.name}-{self.seed}-checkpoints"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job left behind; ``error`` says why it stopped early, with a history that ends there."""
+
+    job: Job
+    conditions: Conditions
+    run: Run
+    error: str | None = None
+
+    def validation(self) -> dict[int, float]:
+        """The validation loss in nats a token, by step."""
+        return {m.step: m.validation_loss for m in self.run.history if m.validation_loss is not None}
+
+    @property
+    def broke_at(self) -> int | None:
+        """The step at which it stopped early."""
+        return None if self.error is None else len(self.run.history) + 1
+
+
+def jobs(recipes: Sequence[str], seeds: Sequence[int]) -> list[Job]:
+    """All jobs of a study, in the order of its report."""
+    return [Job(name, seed) for name in (BASELINE, *CONTROLS, *recipes) for seed in seeds]
+
+
+def device_kind(device: torch.device) -> str:
+    """The device without its number, such as "cuda: NVIDIA H200"; equal for all that a study may use side by side."""
+    return f"{device.type}: {torch.cuda.get_device_name(device) if device.type == 'cuda' else platform.machine()}"
+
+
+# ---- One run ----
+
+
+class ReversedLinear(nn.Linear):
+    """A linear whose input and output features are in reverse order while it multiplies, in both passes.
+
+    So fprop sums over the input features, and dgrad over the output features, from the last to the first.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.flip(0)
+        return F.linear(x.flip(-1), self.weight.flip(0, 1), bias).flip(-1)
+
+
+class ReversedBatch(nn.Module):
+    """A model that has the rows of its batch in reverse order; so wgrad, and the embedding's gradient, sum over them.
+
+    What goes in and what comes out is in the usual order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs_BT: Tensor) -> Tensor:
+        logits_BTV: Tensor = self.model(inputs_BT.flip(0)).flip(0)
+        return logits_BTV
+
+
+def build(job: Job, sizes: ModelConfig) -> nn.Module:
+    """The model that a job trains; its initial weights depend on the seed alone."""
+    if job.name == REORDERED:
+        return ReversedBatch(Transformer(sizes, partial(ReversedLinear, bias=False), seed=job.seed))
+    recipe = None if job.name in (BASELINE, FP32) else named(job.name)
+    return Transformer(sizes, partial(Linear, bias=False, recipe=recipe), seed=job.seed)
+
+
+def execute(
+    job: Job,
+    conditions: Conditions,
+    corpus: data.Corpus,
+    device: torch.device,
+    observe: Callable[[Metrics], None] = lambda _: None,
+    checkpoints: Checkpoints | None = None,
+) -> Result:
+    """Trains a job's model in this process. A loss that is not finite ends the run and is its result."""
+    torch.set_float32_matmul_precision("highest")  # no TF32: fp32 is a control
+    history: list[Metrics] = []
+
+    def keep(metrics: Metrics) -> None:
+        history.append(metrics)
+        observe(metrics)
+
+    sizes = replace(MODELS[conditions.model], vocabulary=corpus.vocabulary)
+    model, config = build(job, sizes), conditions.config(job)
+    try:
+        run = train(job.name, model, sizes.context, corpus, config, device, keep, checkpoints=checkpoints)
+    except FloatingPointError as error:
+        return Result(job, conditions, Run(job.name, tuple(history), Counter(), None, 0), str(error))
+    return Result(job, conditions, run)
+
+
+def write(result: Result, path: Path) -> None:
+    """Writes a result as JSON beside ``path`` and renames it: at no time is there half a file of that name."""
+    run = result.run
+    values = {
+        "job": asdict(result.job), "conditions": asdict(result.conditions), "error": result.error,
+        "parameters": run.parameters, "peak_bytes": run.peak_bytes,
+        "gemms": [[*gemm, count] for gemm, count in sorted(run.gemms.items())],
+        "history": [asdict(metrics) for metrics in run.history],
+    }  # fmt: skip
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with aside.open("w") as file:
+        json.dump(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def read(path: Path) -> Result:
+    """The result in a file that :func:`write` wrote. Raises ValueError, naming the file, for any other content."""
+    try:
+        values = json.loads(path.read_bytes())
+        job = Job(**values["job"])
+        history = tuple(Metrics(**metrics) for metrics in values["history"])
+        gemms = Counter({Gemm(*key): count for *key, count in values["gemms"]})
+        run = Run(job.name, history, gemms, values["peak_bytes"], values["parameters"])
+        return Result(job, Conditions(**values["conditions"]), run, values["error"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no result of a study ({type(error).__name__}: {error}); delete it, and the same command runs "
+            "it again"
+        ) from error
+
+
+def finished(wanted: Sequence[Job], conditions: Conditions, folder: Path) -> dict[Job, Result]:
+    """The results that a folder has already. Raises ValueError for one of other conditions."""
+    results = {job: read(job.file(folder)) for job in wanted if job.file(folder).exists()}
+    for job, result in results.items():
+        theirs, ours = asdict(result.conditions), asdict(conditions)
+        if differing := [f"{name} was {theirs[name]}, is {ours[name]}" for name in ours if theirs[name] != ours[name]]:
+            raise ValueError(
+                f"{job.file(folder)} is of another study: {'; '.join(differing)}; choose another --out, or the same "
+                "options"
+            )
+    return results
+
+
+# ---- Many runs, each in a process of its own ----
+
+
+def start(
+    job: Job, conditions: Conditions, paths: Sequence[Path], folder: Path, device: torch.device, threads: int
+) -> subprocess.Popen[bytes]:
+    """Starts a job's process, which writes its result to ``folder``."""
+    task = {
+        "job": asdict(job), "conditions": asdict(conditions), "paths": [str(path) for path in paths],
+        "folder": str(folder), "device": str(device), "threads": threads,
+    }  # fmt: skip
+    with job.log(folder).open("wb") as log:
+        command = [sys.executable, "-m", "minifloat.tools.train.study", json.dumps(task)]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+
+def run_jobs(
+    waiting: Sequence[Job],
+    begin: Callable[[Job, int], subprocess.Popen[bytes]],
+    workers: int,
+    deadline: float,
+    ended: Callable[[Job, int, float], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Runs jobs, ``workers`` at a time, until all have ended; none starts after ``deadline`` (of ``clock``, seconds).
+
+    ``begin`` gets a job and the number of its worker; ``ended`` its exit code and seconds.
+    """
+    queue = deque(waiting)
+    running: dict[int, tuple[Job, subprocess.Popen[bytes], float]] = {}
+    try:
+        while running or (queue and clock() < deadline):
+            for worker in set(range(workers)) - set(running):
+                if queue and clock() < deadline:
+                    job = queue.popleft()
+                    running[worker] = job, begin(job, worker), clock()
+            time.sleep(0.05)
+            for worker, (job, process, began) in list(running.items()):
+                if process.poll() is not None:
+                    del running[worker]
+                    ended(job, process.returncode, clock() - began)
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+            process.wait()
+
+
+def work(task: dict[str, Any]) -> None:
+    """What a job's process does; ``task`` is what :func:`start` hands it."""
+    torch.set_num_threads(task["threads"])
+    job, conditions, folder = Job(**task["job"]), Conditions(**task["conditions"]), Path(task["folder"])
+    device, parent = torch.device(task["device"]), os.getppid()
+    corpus = data.load([Path(path) for path in task["paths"]], least=MODELS[conditions.model].context + 1)
+    if corpus.fingerprint != conditions.text:
+        raise ValueError(f"the text has changed: it was {conditions.text}, it is {corpus.fingerprint}")
+
+    def observe(metrics: Metrics) -> None:
+        if os.getppid() != parent:
+            sys.exit("the study that started this run is gone")
+        if metrics.validation_loss is not None:
+            print(f"step {metrics.step}: validation loss {metrics.validation_loss:.4f}", flush=True)
+
+    checkpoints = None
+    if conditions.steps > SAVE_EVERY:
+        told = asdict(job) | asdict(conditions)
+        checkpoints = Checkpoints(job.saved(folder), told, SAVE_EVERY, 1, latest(job.saved(folder)))
+    write(execute(job, conditions, corpus, device, observe, checkpoints), job.file(folder))
+    shutil.rmtree(job.saved(folder), ignore_errors=True)
+
+
+if __name__ == "__main__":
+    work(json.loads(sys.argv[1]))

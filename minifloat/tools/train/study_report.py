@@ -1,0 +1,267 @@
+"""What a loss study leaves behind: its checks, its plots, and a report as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minifloat.recipe import NAMES, named
+from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.report import check_gemms
+from minifloat.tools.train.study import BASELINE, CONTROLS, Conditions, Job, Result
+from minifloat.tools.train.study_statistics import CONFIDENCE, Outcome, interval, student_t
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Results = Mapping[Job, Result]
+
+
+def problems_of_runs(results: Results) -> list[str]:
+    """What is wrong with single runs: they stopped early, or their linears ran in other formats than they should."""
+    problems = []
+    for job, result in results.items():
+        if result.error is not None:
+            problems.append(f"seed {job.seed}: {result.error}")
+        elif job.name in NAMES:
+            each = MODELS[result.conditions.model].linears * result.conditions.steps
+            wrong = check_gemms(job.name, result.run.gemms, named(job.name).expected_gemms(), each)
+            problems += [f"seed {job.seed}: {problem}" for problem in wrong]
+        elif quantized := [gemm for gemm in result.run.gemms if (gemm.a, gemm.b) != ("identity", "identity")]:
+            problems.append(f"seed {job.seed}: {job.name} ran quantized GEMMs, {quantized}")
+    return problems
+
+
+def whole(results: Results) -> dict[Job, Result]:
+    """The results of bf16, controls and recipes none of whose runs broke down."""
+    broken = {job.name for job, result in results.items() if result.error is not None}
+    return {job: result for job, result in results.items() if job.name not in broken}
+
+
+def broken_rows(results: Results) -> list[tuple[str, str]]:
+    """What broke down, by run name, and at which step of which seeds."""
+    steps: dict[str, list[str]] = {}
+    for job, result in results.items():
+        if result.broke_at is not None:
+            steps.setdefault(job.name, []).append(f"broke down at step {result.broke_at} (seed {job.seed})")
+    return [(name, ", ".join(each)) for name, each in steps.items()]
+
+
+def final_losses(results: Results) -> dict[str, list[float]]:
+    """The final validation losses by run name, in the order of the seeds; all runs must have ended."""
+    losses: dict[str, list[float]] = {}
+    for job, result in results.items():
+        losses.setdefault(job.name, []).append(result.run.validation_loss)
+    return losses
+
+
+def gemm_rows(results: Results) -> list[tuple[str, ...]]:
+    """Executed GEMMs of the linears by run name, kind, formats and backend, summed over the seeds."""
+    counts: dict[str, Counter[Any]] = {}
+    for job, result in results.items():
+        counts.setdefault(job.name, Counter()).update(result.run.gemms)
+    return [(name, *key, f"{count:,}") for name, each in counts.items() for key, count in sorted(each.items())]
+
+
+def gaps_by_step(results: Results) -> dict[str, dict[int, list[float]]]:
+    """The relative gaps of the validation loss to bf16's, one a seed, by run name and evaluated step."""
+    gaps: dict[str, dict[int, list[float]]] = {}
+    for job, result in results.items():
+        if job.name != BASELINE:
+            twin = results[Job(BASELINE, job.seed)].validation()
+            for step, loss in result.validation().items():
+                gaps.setdefault(job.name, {}).setdefault(step, []).append(loss / twin[step] - 1)
+    return gaps
+
+
+# ---- Plots ----
+
+
+def plot_losses(results: Results, entropy: float, unit: str, path: Path) -> None:
+    """Means over the seeds of all runs' losses: the whole training, and the validation losses of its second half."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for i, (name, seeds) in enumerate(_by_name(results).items()):
+        style: dict[str, Any] = {"color": f"C{i}", "linestyle": "--" if name in (BASELINE, *CONTROLS) else "-"}
+        training = [statistics.fmean(losses) for losses in zip(*(_training(seed) for seed in seeds), strict=True)]
+        validation = {
+            step: statistics.fmean(seed.validation()[step] for seed in seeds) for step in seeds[0].validation()
+        }
+        left.plot(range(1, len(training) + 1), _smooth(training), linewidth=1, alpha=0.4, **style)
+        left.plot(list(validation), list(validation.values()), marker="o", markersize=3, label=name, **style)
+        late = {step: loss for step, loss in validation.items() if 2 * step >= len(training)}
+        right.plot(list(late), list(late.values()), marker="o", markersize=3, label=name, **style)
+    left.axhline(entropy, color="gray", linestyle=":", linewidth=1, label=f"unigram entropy {entropy:.3f}")
+    left.set(
+        xlabel="step", ylabel=f"loss (nats per {unit})", title="mean over seeds; thin: training, marked: validation"
+    )
+    right.set(xlabel="step", ylabel=f"loss (nats per {unit})", title="validation, the second half")
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def plot_gaps(results: Results, found: Sequence[Outcome], path: Path) -> None:
+    """A panel for each run: the absolute relative gap to bf16 over the steps, its interval, each seed and the limit."""
+    from matplotlib.figure import Figure
+
+    columns = max(1, min(4, len(found)))  # without any bf16 to compare with, an empty figure of the same name
+    rows = max(1, -(-len(found) // columns))
+    figure = Figure(figsize=(3.6 * columns, 3.0 * rows), layout="constrained")
+    # One scale for a row: its panels are there to be compared.
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey="row").flatten()
+    gaps = gaps_by_step(results) if found else {}
+    tops = [_plot_gap(panel, outcome, gaps[outcome.name]) for panel, outcome in zip(panels, found, strict=False)]
+    for row in range(len(tops[::columns])):
+        panels[row * columns].set_ylim(0, max(tops[row * columns : (row + 1) * columns]) or 1.0)
+    for panel in panels[len(found) :]:
+        panel.remove()
+    for panel in panels[max(0, len(found) - columns) : len(found)]:
+        panel.tick_params(labelbottom=True)  # under which no panel is left
+    figure.suptitle(
+        f"|validation loss / bf16's - 1|, percent: mean over seeds, {CONFIDENCE:.0%} interval, seeds (thin)"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _plot_gap(axes: Axes, outcome: Outcome, gaps: Mapping[int, Sequence[float]]) -> float:
+    """Draws one panel; returns how high its scale must reach."""
+    steps = list(gaps)
+    percents = [[100 * abs(gap) for gap in each] for each in gaps.values()]
+    bands = [interval(each) for each in percents]
+    for seed in zip(*percents, strict=True):
+        axes.plot(steps, seed, color="C0", linewidth=0.7, alpha=0.5)
+    axes.fill_between(steps, [max(0.0, b.lower) for b in bands], [b.upper for b in bands], color="C0", alpha=0.2)
+    axes.plot(steps, [b.mean for b in bands], color="C0", marker="o", markersize=3)
+    limit = 100 * outcome.limit if outcome.limit is not None and math.isfinite(outcome.limit) else 0.0
+    if limit:
+        axes.axhline(limit, color="C3", linestyle="--", linewidth=1)
+    axes.set(xlabel="step", title=outcome.name)
+    return 1.1 * max(limit, bands[-1].upper, *(max(each) for each in percents))  # early bands of few seeds may be cut
+
+
+def _by_name(results: Results) -> dict[str, list[Result]]:
+    named_results: dict[str, list[Result]] = {}
+    for job, result in results.items():
+        named_results.setdefault(job.name, []).append(result)
+    return named_results
+
+
+def _training(result: Result) -> list[float]:
+    return [metrics.loss for metrics in result.run.history]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Each value averaged with its neighbours, a hundredth of all on each side."""
+    half = len(values) // 100
+    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+# ---- Report ----
+
+
+def render(
+    results: Results,
+    found: Sequence[Outcome],
+    facts: Mapping[str, str],
+    unit: str,
+    images: tuple[str, str],
+    problems: Sequence[str],
+) -> str:
+    """The report as Markdown; `facts` say what was run where, `unit` what losses are per, `images` name the plots."""
+    seeds = sorted({job.seed for job in results})
+    lines = ["# minifloat study", "", "**FAILED**" if problems else "**passed**", ""]
+    lines += [f"- {problem}" for problem in problems] + [""] * bool(problems)
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "## Final validation loss, relative to bf16 of the same seed", "", _METHOD.format(
+        n=len(seeds), t=student_t(len(seeds) - 1), level=f"{CONFIDENCE:.0%}", ways=1 + len(CONTROLS)
+    ), ""]  # fmt: skip
+    header = ("run", "mean of abs. gap", "interval", "signed mean", "interval", "each seed", "limit", "p", "verdict")
+    rows = [outcome_row(outcome) for outcome in found]
+    rows += [(name, *[""] * (len(header) - 2), steps) for name, steps in broken_rows(results)]
+    lines += table(header, rows)
+    lines += ["", f"![gaps over the steps]({images[1]})", "", f"## Losses (nats per {unit})", ""]
+    lines += [f"![losses]({images[0]})", "", "Final validation losses:", ""]
+    losses = final_losses(whole(results))
+    lines += table(
+        ("run", *(f"seed {seed}" for seed in seeds), "mean", "tokens/s", "peak memory"),
+        [(name, *(f"{x:.4f}" for x in each), f"{statistics.fmean(each):.4f}", *_cost(_by_name(results)[name]))
+         for name, each in losses.items()],
+    )  # fmt: skip
+    lines += ["", "Runs shared the device, so tokens/s (medians) compare nothing but their order of magnitude.", ""]
+    lines += ["## Executed GEMMs of the linears, all seeds", ""]
+    lines += table(("run", "gemm", "a", "b", "backend", "count"), gemm_rows(results))
+    return "\n".join(lines) + "\n"
+
+
+_METHOD = """\
+All runs of a seed start from the same weights and see the same batches. The gap of a run is its final validation loss
+over bf16's of that seed, less one. Intervals are Student's over the {n} seeds, {level}, t = {t:.3f}. `bf16-reordered`
+and `fp32` are controls: bf16 with the sums of its linears in reverse order, and all in fp32.
+
+A recipe passes if the upper end of the interval of its mean absolute gap is at most its limit, or if it is not
+distinguishable from the controls: p, from an exact permutation test within seeds, is the share of the {ways}^{n} ways
+to take the absolute gap of the recipe or of a control at each seed whose mean is at least the recipe's. At p <= 0.05 it
+is distinguishable; seeds too few to give such a p excuse nothing. Nor is a recipe excused whose mean absolute gap is
+above the upper ends of all the controls' intervals. With three seeds p is at most 0.05 only for a recipe that is
+farthest from bf16 at every seed. That a recipe is not distinguishable is no proof that it equals bf16, and nothing
+corrects for testing several recipes."""
+
+
+def outcome_row(outcome: Outcome) -> tuple[str, ...]:
+    """A line of the table of gaps, in percent."""
+    absolute, signed = outcome.absolute, outcome.signed
+    return (
+        outcome.name,
+        f"{absolute.mean:.3%}",
+        f"{absolute.lower:.3%} to {absolute.upper:.3%}",
+        f"{signed.mean:+.3%}",
+        f"{signed.lower:+.3%} to {signed.upper:+.3%}",
+        ", ".join(f"{gap:+.3%}" for gap in outcome.gaps),
+        "" if outcome.limit is None else f"{outcome.limit:.2%}",
+        "" if outcome.p_value is None else f"{outcome.p_value:.3f}",
+        outcome.verdict,
+    )
+
+
+def as_json(
+    results: Results, found: Sequence[Outcome], facts: Mapping[str, str], problems: Sequence[str]
+) -> dict[str, Any]:
+    """All numbers of the report, and every run's curves."""
+    conditions: Conditions = next(iter(results.values())).conditions
+    return {
+        "passed": not problems,
+        "problems": list(problems),
+        "facts": dict(facts),
+        "conditions": asdict(conditions),
+        "confidence": CONFIDENCE,
+        "outcomes": [
+            asdict(outcome) | {"absolute": asdict(outcome.absolute), "signed": asdict(outcome.signed)}
+            | {"verdict": outcome.verdict} for outcome in found
+        ],
+        "broken": dict(broken_rows(results)),
+        "gemms": [list(row) for row in gemm_rows(results)],
+        "runs": [
+            asdict(job)
+            | {"training": [round(loss, 5) for loss in _training(result)], "validation": result.validation()}
+            for job, result in results.items()
+        ],
+    }  # fmt: skip
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def _cost(results: Sequence[Result]) -> tuple[str, str]:
+    peaks = [result.run.peak_bytes for result in results if result.run.peak_bytes is not None]
+    speed = statistics.median(result.run.tokens_per_second for result in results)
+    return f"{speed:,.0f}", f"{max(peaks) / 2**20:,.0f} MiB" if peaks else "unknown"

@@ -1,0 +1,243 @@
+"""The collectives of plain tensors and of quantized rows: sums, tokens on their way, handles, and checks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minifloat.comm.all_to_all import all_to_all, start_all_to_all
+from minifloat.comm.collectives import (
+    all_gather_rows,
+    all_reduce,
+    reduce_scatter_rows,
+    start_all_gather_rows,
+    start_all_reduce,
+    start_reduce_scatter_rows,
+)
+from minifloat.distributed import Group, ShardMap
+from minifloat.formats import parse
+from minifloat.operand import Operand
+from minifloat.quantizer import Quantizer
+from tests.conftest import Pools
+from tests.helpers.distributed_gather import HADAMARD, PER_TENSOR, PLAIN, STRIPS, TILES, Wire, world
+
+ROWS = [(3, 3), (5, 2), (0, 4), (0, 0)]
+
+
+def addends(rows: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    """One a rank, of small integers, whose sum is exact in any order."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(-8, 8, (rows, 6), generator=generator).to(dtype) for _ in range(size)]
+
+
+def maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+
+
+def scattered(rank: int, size: int, rows: tuple[int, ...], dtype: torch.dtype, compiled: bool) -> None:
+    shards, group = ShardMap(rows), world()
+    own = addends(shards.total, size, dtype)
+    scatter = maybe_compiled(lambda x: reduce_scatter_rows(x, shards, group), compiled)
+    expected = torch.stack(own).sum(0).split(list(rows))[rank]
+    found = scatter(own[rank].clone())
+    assert found.dtype == dtype and torch.equal(found, expected)
+    strided = own[rank].t().contiguous().t()
+    assert torch.equal(scatter(strided), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_reduce_scatter_rows(worker_pool: Pools, compiled: bool) -> None:
+    """Equal, uneven and empty shares, in the dtype of the addends."""
+    for rows in [(5, 2)] if compiled else ROWS:
+        worker_pool(2).run(scattered, rows, torch.bfloat16, compiled)
+    if not compiled:
+        worker_pool(3).run(scattered, (4, 0, 7), torch.float32, False)
+
+
+def reduced(rank: int, size: int, compiled: bool) -> None:
+    group = world()
+    own = addends(5, size, torch.bfloat16)
+    reduce = maybe_compiled(lambda x: all_reduce(x, group), compiled)
+    expected = torch.stack(own).sum(0)
+    found = reduce(own[rank].clone())
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+    assert torch.equal(reduce(own[rank].t().contiguous().t()), expected)
+    assert reduce(own[rank][:0]).shape == (0, 6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_all_reduce(worker_pool: Pools, compiled: bool) -> None:
+    worker_pool(2).run(reduced, compiled)
+
+
+def gathered(rank: int, size: int, rows: tuple[int, ...], dtype: torch.dtype) -> None:
+    shards = ShardMap(rows)
+    whole = torch.arange(shards.total * 6).reshape(shards.total, 2, 3).to(dtype)
+    own = whole[shards.first(rank) : shards.end(rank)]
+    with Wire() as wire:
+        assert torch.equal(all_gather_rows(own, shards, world(), check=False), whole)
+    assert all(sent.dtype == torch.uint8 for sent in wire.sent)
+    strided = own.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(all_gather_rows(strided, shards, world(), check=True), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_all_gather_rows(worker_pool: Pools, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        worker_pool(2).run(gathered, rows, dtype)
+
+
+# ---- handles ----
+
+
+def interleaved(rank: int, size: int) -> None:
+    """Transfers that run beside each other and are waited for in any order; a handle keeps nothing afterwards."""
+    group, own = world(), addends(6, size, torch.float32)
+    first = own[rank].clone()
+    alive = weakref.ref(first)
+    summed = start_all_reduce(own[rank].clone(), group)
+    gathering = start_all_gather_rows([first, first.half()], [ShardMap((6, 6))] * 2, group)
+    scattering = start_reduce_scatter_rows(own[rank].clone(), ShardMap((2, 4)), group)
+    del first
+    total = torch.stack(own).sum(0)
+    assert torch.equal(scattering.wait(), total.split([2, 4])[rank])
+    whole, half = gathering.wait()
+    assert torch.equal(whole, torch.cat(own)) and torch.equal(half, torch.cat(own).half())
+    assert torch.equal(summed.wait(), total)
+    assert alive() is None, "the handle keeps what was sent"
+    with pytest.raises(AssertionError, match="has been waited for"):
+        summed.wait()
+
+
+def test_handles(worker_pool: Pools) -> None:
+    worker_pool(2).run(interleaved)
+
+
+def test_one_rank_alone() -> None:
+    x, shards, group = torch.randn(4, 3), ShardMap((4,)), Group()
+    assert torch.equal(all_gather_rows(x, shards, group, check=True), x)
+    assert torch.equal(reduce_scatter_rows(x, shards, group, check=True), x)
+    assert torch.equal(all_reduce(x, group, check=True), x)
+    operand = Quantizer(parse(STRIPS))(x).along(-1)
+    assert all_to_all(operand, [4], [4], group, check=True) is operand
+
+
+# ---- tokens ----
+
+SPLITS = [[[3, 1, 0], [0, 2, 5], [4, 4, 4]], [[0, 0, 0], [0, 0, 0], [7, 0, 0]], [[0] * 3] * 3]
+TOKENS = [STRIPS, "e5m2/1x32/e8m0", PLAIN, "e2m1/1x16/two_level/amax_per_row", PER_TENSOR, "identity"]
+
+
+def exchanged(rank: int, size: int, table: list[list[int]], spec: str, compiled: bool) -> None:
+    """Quantized tokens arrive as the bytes that were sent, in the order of their ranks."""
+    quantizer = Quantizer(parse(spec), columnwise=False)
+    generator = torch.Generator().manual_seed(1)
+    xs = [torch.randn(sum(line), 48, generator=generator).bfloat16() for line in table]
+    amax = quantizer.amax(torch.cat(xs))
+    if "amax_per_row" in spec:
+        amaxes = [quantizer.amax(x) for x in xs]
+    else:
+        amaxes = [amax] * size  # on which the ranks agree
+    operands = [quantizer.cast(x, own).along(-1) for x, own in zip(xs, amaxes, strict=True)]
+    receive = [line[rank] for line in table]
+    group = world()
+    move = maybe_compiled(lambda operand: all_to_all(operand, table[rank], receive, group), compiled)
+    found = move(operands[rank])
+    assert found.layout == operands[rank].layout._replace(shape=(sum(receive), 48))
+    for name in ("codes", "scale_inv", "amax"):
+        sent = [getattr(operand, name) for operand in operands]
+        if sent[0] is None or (name == "scale_inv" and spec == PER_TENSOR) or (name == "amax" and spec == PLAIN):
+            assert getattr(found, name) is getattr(operands[rank], name)
+            continue
+        parts = [tensor.split(line)[rank] for tensor, line in zip(sent, table, strict=True)]
+        assert torch.equal(getattr(found, name), torch.cat(parts)), name
+    own = found.dequantize()
+    shares = [operand.dequantize().split(line)[rank] for operand, line in zip(operands, table, strict=True)]
+    assert torch.equal(own, torch.cat(shares))
+
+
+@pytest.mark.parametrize("spec", TOKENS)
+def test_all_to_all_of_quantized_tokens(worker_pool: Pools, spec: str) -> None:
+    for table in SPLITS:
+        worker_pool(3).run(exchanged, table, spec, False)
+
+
+def test_all_to_all_compiled(worker_pool: Pools) -> None:
+    worker_pool(2).run(exchanged, [[3, 1], [0, 2]], STRIPS, True)
+
+
+def tokens_on_the_wire(rank: int, size: int) -> None:
+    operand = Quantizer(parse(STRIPS), columnwise=False)(torch.randn(4, 200)).along(-1)
+    with Wire() as wire:
+        start_all_to_all(operand, [1, 3], [1, 1] if rank == 0 else [3, 3], world()).wait()
+    assert {sent.dtype for sent in wire.sent} == {torch.uint8}
+    assert sum(sent.bytes for sent in wire.sent) == 4 * (200 + 2 * 4)
+
+
+def test_tokens_travel_as_codes_and_scales(worker_pool: Pools) -> None:
+    worker_pool(2).run(tokens_on_the_wire)
+
+
+@pytest.mark.parametrize("spec", [STRIPS, TILES, PLAIN, HADAMARD])
+def test_scales_of_several_tokens_are_refused(spec: str) -> None:
+    operand: Operand = Quantizer(parse(spec), rowwise=False)(torch.randn(32, 32)).along(0)
+    with pytest.raises(ValueError, match="all_to_all sends single rows"):
+        all_to_all(operand, [32], [32], Group())
+
+
+# ---- checks ----
+
+
+def refused(rank: int, size: int, case: str) -> str:
+    x, group = torch.zeros(4, 3), world()
+    operand = Quantizer(parse(PER_TENSOR), columnwise=False)(x).along(-1)
+    calls: dict[str, Callable[[], Any]] = {
+        "rows": lambda: all_gather_rows(x[: 3 + rank], ShardMap((3, 3)), group, check=True),
+        "dtype": lambda: all_gather_rows(x.half() if rank else x, ShardMap((4, 4)), group, check=True),
+        "columns": lambda: all_reduce(x[:, : 2 + rank], group, check=True),
+        "sum": lambda: reduce_scatter_rows(x, ShardMap((2, 3) if rank else (2, 2)), group, check=True),
+        "size": lambda: reduce_scatter_rows(x, ShardMap((4,)), group, check=True),
+        "splits": lambda: all_to_all(operand, [2, 2], [2, 2 + rank], group, check=True),
+    }
+    with pytest.raises(ValueError) as caught:
+        calls[case]()
+    return str(caught.value)
+
+
+MESSAGES = {
+    "rows": "all_gather_rows: the ranks do not fit together: rank 0: torch.float32 [3, 3] with row counts (3, 3); "
+    "rank 1: torch.float32 [4, 3] with row counts (3, 3)",
+    "dtype": "rank 0: torch.float32 [4, 3] with row counts (4, 4); rank 1: torch.float16 [4, 3]",
+    "columns": "all_reduce: the ranks do not fit together: rank 0: torch.float32 [4, 2]; rank 1: torch.float32 [4, 3]",
+    "sum": "rank 0: torch.float32 [4, 3] with row counts (2, 2); rank 1: torch.float32 [4, 3] with row counts (2, 3)",
+    "size": "reduce_scatter_rows: the ranks do not fit together: rank 0: torch.float32 [4, 3]",
+    "splits": "all_to_all: the ranks do not fit together: rank 0: torch.uint8 [4, 3] with row counts (2, 2, 2, 2)",
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_disagreement_raises_alike_on_every_rank(worker_pool: Pools, case: str) -> None:
+    first, second = worker_pool(2).run(refused, case)
+    assert first == second and MESSAGES[case] in first
+
+
+def refused_here(rank: int, size: int) -> None:
+    """Without ``check``, a rank that is wrong by itself says so before it communicates."""
+    x = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match=r"rank \d of 2 has 4 rows, but the row counts of the ranks are \(3, 3\)"):
+        all_gather_rows(x, ShardMap((3, 3)), world())
+    with pytest.raises(ValueError, match=r"4 rows to sum, of which the ranks are to get \(2, 3\)"):
+        reduce_scatter_rows(x, ShardMap((2, 3)), world())
+    operand = Quantizer(parse(PER_TENSOR), columnwise=False)(x).along(-1)
+    with pytest.raises(ValueError, match=r"has 4 rows, sends \(2, 1\) and receives \(2, 2\)"):
+        all_to_all(operand, [2, 1], [2, 2], world())
+
+
+def test_own_mistakes(worker_pool: Pools) -> None:
+    worker_pool(2).run(refused_here)

@@ -1,0 +1,90 @@
+"""Linears of sequence parallelism that read one X: one cast of the shard, and inside ``gathered_once`` one gather."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifloat import Linear
+from minifloat.distributed import gathered_once
+from minifloat.functional import shared_cast
+from tests.conftest import Pools
+from tests.helpers.distributed_gather import Wire
+
+ROWS, K = (3, 130), 32
+
+
+def siblings(recipe: Any) -> nn.ModuleList:
+    torch.manual_seed(0)
+    options = {"parallel_mode": "column", "sequence_parallel": True, "tp_group": dist.group.WORLD}
+    return nn.ModuleList(Linear(K, 8 + 2 * i, recipe=recipe, **options) for i in range(3))
+
+
+def steps(rank: int, size: int, recipe: Any) -> list[tuple[list[Tensor], int, int]]:
+    """Results, and bytes sent in forward and in backward: each for itself, as siblings, and in the context."""
+    results = []
+    for way in ("alone", "siblings", "once"):
+        layers = siblings(recipe)
+        torch.manual_seed(rank + 1)
+        x = torch.randn(ROWS[rank], K, requires_grad=True)
+        with Wire() as wire, gathered_once() if way == "once" else contextlib.nullcontext():
+            ys = []
+            for layer in layers:
+                if way == "alone":
+                    shared_cast._local.slot.latest = None
+                ys.append(layer(x, rows_per_rank=ROWS))
+        with Wire() as backward:
+            sum(y.square().sum() for y in ys).backward()  # type: ignore[union-attr]
+        tensors = [*(y.detach() for y in ys), x.grad, *(layer.weight.grad for layer in layers)]
+        bytes_sent = [sum(each.bytes for each in seen.sent) for seen in (wire, backward)]
+        results.append((tensors, *bytes_sent))
+    return results  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "delayed", None])
+def test_the_same_bits_and_fewer_bytes(recipe: Any, worker_pool: Pools) -> None:
+    """133 rows: blocks straddle the ranks, which then agree on amaxes once only."""
+    for alone, siblings, in_context in worker_pool(2).run(steps, recipe):
+        (tensors, sent, back), (shared, sent_shared, _), (once, sent_once, back_once) = alone, siblings, in_context
+        assert len(tensors) == 7
+        for a, b, c in zip(tensors, shared, once, strict=True):
+            assert torch.equal(a, b) and torch.equal(a, c)
+        assert back == back_once
+        if recipe in ("delayed", None):
+            assert sent == sent_shared == sent_once
+        else:
+            assert 3 * sent_once == sent and sent_once < sent_shared < sent
+
+
+def freed(rank: int, size: int) -> None:
+    """What is kept is dead after the context, though X and the graph are not."""
+    layers = siblings("current")
+    x = torch.randn(4, K, requires_grad=True)
+    with gathered_once():
+        y = layers[0](x)
+        whole = shared_cast._local.slot.whole
+        assert whole is not None and whole[1].rowwise is not None
+        codes = ref(whole[1].rowwise.codes)
+        del whole
+        other = layers[1](x * 2)
+        gc.collect()
+        assert codes() is None, "another tensor was gathered"
+        whole = shared_cast._local.slot.whole
+        codes = ref(whole[1].rowwise.codes)  # type: ignore[index, union-attr]
+        del whole
+    gc.collect()
+    assert codes() is None and shared_cast._local.slot.whole is None
+    layers[2](x)
+    assert shared_cast._local.slot.whole is None
+    (y.sum() + other.sum()).backward()
+
+
+def test_freed(worker_pool: Pools) -> None:
+    worker_pool(2).run(freed)

@@ -1,0 +1,166 @@
+"""Trainings on several ranks: in the workers of a pool, and as the command, in processes like those of torchrun."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minifloat.nn.linear import Linear
+from minifloat.recipe import named
+from minifloat.tools.train.checkpoint import Checkpoints, latest
+from minifloat.tools.train.loop import TrainConfig, train
+from minifloat.tools.train.model import MODELS, Transformer
+from minifloat.tools.train.ranks import ALONE, Ranks, dim, is_dtensor, sharded
+from tests.helpers.micro_training import CPU, MICRO, children, micro_corpus
+
+SIZES = replace(MICRO, heads=2, kv_heads=2)  # for two tensor-parallel ranks
+CONFIG = TrainConfig(4, batch_size=2, learning_rate=1e-2, evaluations=2, evaluation_batches=1)
+
+
+class Outcome(NamedTuple):
+    """Of each step the loss and the gradient norm, where measured the validation loss; parameters of one process.
+
+    ``parameters``, and how many they are, are those of the whole model; on the first rank alone.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    validation: list[float]
+    parameters: dict[str, Tensor]
+    count: int
+    gemms: int
+
+    @property
+    def numbers(self) -> Tensor:
+        return torch.tensor([*self.losses, *self.norms, *self.validation])
+
+
+def run(
+    rank: int,
+    world_size: int,
+    recipe: str | None,
+    config: TrainConfig = CONFIG,
+    tp: int = 1,
+    sequence_parallel: bool = True,
+    folder: Path | None = None,
+    context: int = MICRO.context,
+) -> Outcome:
+    """A training from the newest checkpoint in ``folder`` on, which saves every second step there."""
+    ranks = ALONE if world_size == 1 else Ranks.of_world(CPU, tp, sequence_parallel)
+
+    def linear(*args: int, **kwargs: Any) -> Linear:
+        return Linear(*args, bias=False, recipe=None if recipe is None else named(recipe), **kwargs)
+
+    model = Transformer(SIZES, linear, seed=3, ranks=ranks).shard()
+    checkpoints = None
+    if folder is not None:
+        checkpoints = Checkpoints(folder, {"of": "a test"}, 2, keep=9, start=latest(folder))
+    result = train("micro", model, context, micro_corpus(), config, CPU, checkpoints=checkpoints, ranks=ranks)
+    parameters = dict(model.named_parameters())
+    gathered = {name: whole(parameter.detach(), parameter, ranks) for name, parameter in parameters.items()}
+    validation = [m.validation_loss for m in result.history if m.validation_loss is not None]
+    return Outcome(
+        [m.loss for m in result.history], [m.gradient_norm for m in result.history], validation,
+        gathered if ranks.first else {}, result.parameters, sum(result.gemms.values()),
+    )  # fmt: skip
+
+
+def whole(tensor: Tensor, parameter: Tensor, ranks: Ranks) -> Tensor:
+    """What all ranks together have of a parameter, gathered by PyTorch; a collective."""
+    tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    if ranks.tp.size == 1 or not sharded(parameter):
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(ranks.tp.size)]
+    dist.all_gather(parts, tensor.contiguous(), group=ranks.tp.process_group)
+    return torch.cat(parts, dim(parameter))
+
+
+def close(mine: Outcome, other: Outcome, numbers: float, parameters: float) -> None:
+    """Losses and norms up to a relative, parameters up to an absolute difference."""
+    torch.testing.assert_close(mine.numbers, other.numbers, rtol=numbers, atol=0)
+    for name, parameter in other.parameters.items():
+        torch.testing.assert_close(mine.parameters[name], parameter, rtol=0, atol=parameters, msg=name)
+
+
+# ---- the command ----
+
+
+class Command:
+    """``minifloat`` on so many ranks; what they write is in ``folder``."""
+
+    def __init__(self, folder: Path, ranks: int, *arguments: object, hook: Callable[[], None] | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        words = [str(argument) for argument in arguments]
+        self.processes = [
+            children().Process(target=_rank, args=(folder, rank, ranks, port, words, hook)) for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def wait(self, timeout: float = 100) -> list[int]:
+        """The exit codes of all ranks; kills, as torchrun would, what is left when one has failed."""
+        for process in self.processes:
+            process.join(timeout)
+            if process.exitcode != 0:
+                break
+        self.kill()
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def said(self, rank: int = 0) -> tuple[str, str]:
+        """What a rank wrote to its standard output, and to its standard error."""
+        out, err = ((self.folder / f"rank-{rank}.{stream}").read_text() for stream in ("out", "err"))
+        return out, err
+
+
+@contextmanager
+def command(folder: Path, ranks: int, *arguments: object, hook: Callable[[], None] | None = None) -> Iterator[Command]:
+    """Starts one, and leaves no process behind."""
+    started = Command(folder, ranks, *arguments, hook=hook)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def of_torchrun(rank: int, ranks: int, port: int = 0) -> dict[str, str]:
+    """What torchrun tells a process that it starts."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    names = {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost"}
+    return {name: str(value) for name, value in place.items()} | names
+
+
+def _rank(
+    folder: Path, rank: int, ranks: int, port: int, arguments: list[str], hook: Callable[[], None] | None
+) -> None:
+    from minifloat.tools.cli import main
+
+    torch.set_num_threads(1)
+    for stream, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(folder / f"rank-{rank}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+    if ranks > 1:
+        os.environ.update(of_torchrun(rank, ranks, port))
+    MODELS["micro"] = SIZES
+    sys.argv = ["minifloat", *arguments]
+    if hook is not None:
+        hook()
+    main()

@@ -1,0 +1,666 @@
+"""``LayerNormMLP``: its numbers; and of both it and ``LayerNormLinear``: options, state, compilation, bad input.
+
+Numbers are held to a model by hand (``helpers.fused_model``), bit for bit and in float64, and to the modules that it is
+made of, run one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minifloat.autocast import autocast
+from minifloat.functional import layernorm_mlp as mlp_functions
+from minifloat.functional.activation import activate
+from minifloat.nn.layernorm_linear import LayerNormLinear
+from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.linear import Linear
+from minifloat.nn.parameters import quantized_model_init
+from minifloat.nn.prepare import prepare
+from minifloat.ops.matmul import count_gemms
+from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, Recipe, named
+from minifloat.tensor import QuantizedTensor
+from tests.helpers.fused_model import Model, assert_same, fill, run
+from tests.nn.test_layernorm_linear import (
+    BF16,
+    FP16,
+    FP32,
+    NAMED,
+    RECIPES,
+    STATELESS,
+    Case,
+    apart,
+    assert_as_parts,
+    assert_state,
+    assert_step,
+    for_each,
+    steps_of,
+)
+
+LIMITS = {"limit": 1.5, "alpha": 1.1, "glu_linear_offset": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices here are so small that a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class MLP(Case):
+    """Sizes, dtypes and options of an MLP and its input; ``H`` is the width between its linears."""
+
+    H: int = 40
+    activation: str = "gelu"
+
+    def module(self, **kwargs: Any) -> LayerNormMLP:  # type: ignore[override]
+        module = LayerNormMLP(
+            self.K, self.H, bias=self.bias, normalization=self.norm, zero_centered_gamma=self.centered,
+            activation=self.activation, activation_params=LIMITS if self.activation == "clamped_swiglu" else None,
+            params_dtype=self.params, **kwargs,
+        )  # fmt: skip
+        fill(module)
+        return module
+
+    def batch(self, scale: float = 1.0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        x, dy = torch.randn(*self.lead, self.K) * scale, torch.randn(*self.lead, self.K) * scale
+        return x.to(device, self.dtype), dy.to(device, self.compute_dtype)
+
+
+CASES = {
+    "2d": MLP(),
+    "3d fp32 gated": MLP((3, 43), 80, 0, FP32, norm="RMSNorm", centered=True, activation="swiglu"),
+    "4d autocast": MLP((2, 3, 5), 33, 0, FP32, params=BF16, torch_autocast=True, centered=True, activation="srelu"),
+    "one row fp16": MLP((1,), 80, 0, FP16, norm="RMSNorm", bias=False, activation="clamped_swiglu"),
+    "7 rows": MLP((7,), 48, 0, H=80, activation="silu"),
+    "127 rows bf16 parameters": MLP((127,), 64, 0, BF16, BF16, "RMSNorm", H=128, activation="geglu"),
+    "empty": MLP((0,), activation="reglu"),
+}
+ACTIVATIONS = (
+    "gelu", "qgelu", "relu", "srelu", "silu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu",
+)  # fmt: skip
+BATCHES = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+# ---- Numbers --------------------------------------------------------------------------------------------------------
+
+
+@for_each(RECIPES)
+@BATCHES
+def test_step(case: MLP, recipe: Recipe) -> None:
+    """Output, gradients and delayed scaling's state: the bits of the model by hand, within float64's bounds."""
+    module = case.module()
+    model = Model(module, recipe)
+    for scale in steps_of(recipe):
+        assert_step(module, case, recipe, model, scale)
+
+
+@for_each({name: NAMED[name] for name in ("delayed", "current")})
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, recipe: Recipe) -> None:
+    case = MLP(activation=activation, norm="RMSNorm")
+    module = case.module()
+    model = Model(module, recipe)
+    for scale in steps_of(recipe):
+        assert_step(module, case, recipe, model, scale)
+
+
+@for_each(NAMED)
+def test_returned_norm(recipe: Recipe) -> None:
+    """With the norm's result returned, its gradient joins that of fc1; under delayed scaling it is rounded."""
+    case = MLP(activation="swiglu")
+    module = case.module(return_layernorm_output=True)
+    model = Model(module, recipe)
+    for scale in steps_of(recipe):
+        assert_step(module, case, recipe, model, scale)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+@for_each(NAMED)
+def test_special_rows(recipe: Recipe, value: float) -> None:
+    """Rows of zeros, and inputs that hold NaN or infinity, give what the model by hand gives."""
+    case = MLP()
+    module = case.module()
+    model = Model(module, recipe)
+    x, dy = case.batch()
+    x[3], x[5, 7], dy[4] = 0.0, value, 0.0
+    assert_same(run(module, x, dy, recipe), model.step(x, dy, BF16))
+    assert_state(module, model)
+
+
+@pytest.mark.gpu
+@for_each(RECIPES)
+@pytest.mark.parametrize("case", [CASES["2d"], CASES["3d fp32 gated"]], ids=["2d", "gated"])
+def test_step_on_a_gpu(case: MLP, recipe: Recipe) -> None:
+    """As :func:`test_step`, on CUDA."""
+    module = case.module().cuda()
+    model = Model(module, recipe)
+    for scale in steps_of(recipe):
+        assert_step(module, case, recipe, model, scale, "cuda")
+
+
+# ---- The parts one after the other ----------------------------------------------------------------------------------
+
+
+@for_each(STATELESS)
+@BATCHES
+def test_equals_its_parts(case: MLP, recipe: Recipe) -> None:
+    assert_as_parts(case.module(return_layernorm_output=case.K == 48), case, recipe)
+
+
+class Parts(nn.Module):
+    """The parts of an MLP called by hand, with no fused module around them."""
+
+    def __init__(self, mlp: LayerNormMLP) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2, self.activation = mlp.norm, mlp.fc1, mlp.fc2, mlp.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(activate(self.fc1(self.norm(x)), self.activation))
+        return y
+
+
+@for_each({name: STATELESS[name] for name in ("current", "nvfp4")})
+def test_parts_are_ordinary_modules(recipe: Recipe) -> None:
+    case = MLP((3, 5), activation="qgeglu")
+    module, (x, dy) = case.module(), case.batch()
+    assert_same(run(module, x, dy, recipe), run(Parts(module), x, dy, recipe))
+
+
+@pytest.mark.gpu
+@for_each(STATELESS)
+def test_equals_its_parts_on_a_gpu(recipe: Recipe) -> None:
+    for case in CASES.values():
+        assert_as_parts(case.module().cuda(), case, recipe, "cuda")
+
+
+def node(module: nn.Module, x: Tensor) -> str:
+    """The autograd node that a module's output comes from."""
+    return type(module(x.requires_grad_()).grad_fn).__name__
+
+
+@pytest.mark.parametrize("part", ["norm", "fc1", "fc2"])
+def test_hooks_and_replaced_parts_run(part: str) -> None:
+    """A part that has a hook, keeps its input or was replaced is called as the module that it is."""
+    case = MLP()
+    x, module = case.batch()[0], case.module(recipe="current")
+    y = module(x)
+    assert node(module, x) == "LayerNormMLPFunctionBackward"
+    calls: list[int] = []
+    handle = getattr(module, part).register_full_backward_hook(lambda *_: calls.append(1))
+    module(x).sum().backward()
+    assert calls == [1] and torch.equal(module(x), y)
+    handle.remove()
+    assert node(module, x) == "LayerNormMLPFunctionBackward"
+    setattr(module, part, nn.Sequential(getattr(module, part)))  # as a wrapper of another library
+    assert node(module, x) != "LayerNormMLPFunctionBackward" and torch.equal(module(x), y)
+
+
+def test_a_replaced_linear_knows_no_options() -> None:
+    """What replaced fc2 adds its bias itself: there is none to return."""
+    case = MLP(dtype=FP32)
+    module, x = case.module(return_bias=True, return_layernorm_output=True), case.batch()[0]
+    y, bias, n = module(x)
+    linear = nn.Linear(module.fc2.in_features, module.fc2.out_features)
+    linear.load_state_dict(module.fc2.state_dict())
+    module.fc2 = linear  # type: ignore[assignment]
+    found = module(x)
+    torch.testing.assert_close(found[0], y + bias)
+    assert found[1] is None and torch.equal(found[2], n)
+
+
+def test_linears_of_different_recipes() -> None:
+    """One linear may get another recipe afterwards, or none."""
+    case = MLP(dtype=FP32)
+    module, (x, dy) = case.module(recipe="mxfp8"), case.batch()
+    module.fc2.recipe = named("current")
+    assert node(module, x) == "LayerNormMLPFunctionBackward"
+    assert_same(run(module, x, dy, None), run(Parts(module), x, dy, None))
+    module.fc2.recipe = "none"
+    with count_gemms() as gemms:
+        assert_same(run(module, x, dy, None), run(Parts(module), x, dy, None))
+    assert {(gemm.a == "identity") for gemm in gemms if gemm.gemm == "fprop"} == {False, True}
+
+
+# ---- Options and state of both modules ------------------------------------------------------------------------------
+
+BOTH = {"LayerNormLinear": Case(), "LayerNormMLP": MLP(activation="swiglu")}
+MODULES = pytest.mark.parametrize("case", BOTH.values(), ids=BOTH.keys())
+FROZEN_PARTS = ["norm", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+
+
+def linears(module: nn.Module) -> dict[str, Linear]:
+    """Its linears by name."""
+    return {name: part for name, part in module.named_children() if isinstance(part, Linear)}
+
+
+def frozen_subsets() -> list[set[str]]:
+    """Every set of an MLP's parts, x included."""
+    parts = ["x", *FROZEN_PARTS]
+    return [{part for bit, part in enumerate(parts) if number >> bit & 1} for number in range(2 ** len(parts))]
+
+
+@for_each({name: NAMED[name] for name in ("delayed", "block")})
+def test_frozen_parts_of_an_mlp(recipe: Recipe) -> None:
+    """What is frozen gets no gradient; the rest gets that of a full step; GEMMs that no gradient needs do not run."""
+    case = MLP((9,), 16, H=24)
+    whole, (x, dy) = case.module(), case.batch()
+    prepare(whole, recipe)
+    expected = run(copy.deepcopy(whole), x, dy, recipe)
+    for frozen in frozen_subsets():
+        module = copy.deepcopy(whole)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name not in frozen and name.partition(".")[0] not in frozen)
+        leaf = x.clone().requires_grad_("x" not in frozen)
+        with autocast(recipe=recipe), count_gemms() as gemms:
+            y = module(leaf)
+        assert torch.equal(y, expected["y"])
+        torch.manual_seed(1)
+        if y.requires_grad:
+            with count_gemms() as gemms:
+                y.backward(dy)
+            early = len({"x", "norm"} - frozen) > 0
+            hidden = early or len({"fc1.weight", "fc1.bias"} - frozen) > 0
+            wanted = {"dgrad": early + hidden, "wgrad": len({"fc1.weight", "fc2.weight"} - frozen)}
+            ran = {kind: sum(n for gemm, n in gemms.items() if gemm.gemm == kind) for kind in ("dgrad", "wgrad")}
+            assert ran == wanted, frozen
+        for name, grad in {"x": leaf.grad, **{name: p.grad for name, p in module.named_parameters()}}.items():
+            assert (grad is None) == (name in frozen or name.partition(".")[0] in frozen), (name, frozen)
+            assert grad is None or torch.equal(grad, expected[name]), (name, frozen)
+
+
+@pytest.mark.parametrize("unused", ["fc1", "output"])
+def test_histories_of_what_has_no_backward(unused: str) -> None:
+    """A linear that no gradient passes through keeps its backward history: the user's own rule does not run for it."""
+    calls: list[int] = []
+
+    def newest(history: Tensor) -> Tensor:
+        calls.append(history.shape[1])
+        return history[0]
+
+    case = MLP()
+    recipe = DelayedScaling(amax_history_len=2, amax_compute_algo=newest)
+    module, (x, _) = case.module(recipe=recipe, return_layernorm_output=True), case.batch()
+    module.fc1.requires_grad_(unused != "fc1")
+    module.norm.requires_grad_(unused != "fc1")
+    y, n = module(x)
+    assert n.requires_grad == (unused != "fc1")
+    calls.clear()
+    (y if unused == "fc1" else n).sum().backward()
+    assert calls == ([2] if unused == "fc1" else [])  # of fc2, whose backward history has two slots
+
+
+@for_each(NAMED)
+@MODULES
+def test_without_gradients_and_in_eval(case: Any, recipe: Recipe) -> None:
+    """``no_grad`` and ``inference_mode`` run fprop alone and record nothing; the output is that of training."""
+    module, (x, dy) = case.module(), case.batch()
+    prepare(module, recipe)
+    state = copy.deepcopy(module.state_dict())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), autocast(recipe=recipe), count_gemms() as gemms:
+            y = module(x)
+        assert not y.requires_grad and {gemm.gemm for gemm in gemms} == {"fprop"}
+        assert_same(dict(module.state_dict()), dict(state))
+    twin = copy.deepcopy(module).eval()
+    expected = run(module, x, dy, recipe)
+    assert torch.equal(expected["y"], y)
+    assert_same(run(twin, x, dy, recipe), expected)
+    assert_same(dict(module.state_dict()), dict(twin.state_dict()))
+
+
+@for_each(NAMED)
+@MODULES
+def test_microbatches_and_main_grad(case: Any, recipe: Recipe) -> None:
+    """``main_grad``, overwritten by the first microbatch, is the sum of the gradients that autograd would get.
+
+    Later microbatches cast no weight, and all else is as without ``main_grad``.
+    """
+    case = replace(case, dtype=FP32)
+    plain, module = case.module(), case.module(fuse_wgrad_accumulation=True)
+    module.load_state_dict(plain.state_dict())
+    weights: dict[str, Any] = {f"{name}.weight": linear.weight for name, linear in linears(module).items()}
+    for weight in weights.values():
+        weight.main_grad = torch.full_like(weight, float("nan"))
+    totals: dict[str, Tensor] = {}
+    for index in range(3):
+        x, dy = case.batch()
+        expected = run(plain, x, dy, recipe, is_first_microbatch=index == 0)
+        caches = [linear._weight_cache for linear in linears(module).values()]
+        found = run(module, x, dy, recipe, is_first_microbatch=index == 0)
+        kept = [linear._weight_cache for linear in linears(module).values()]
+        assert all((a is b) == (index > 0) for a, b in zip(caches, kept, strict=True))
+        for name, weight in weights.items():
+            grad = expected.pop(name)
+            totals[name] = totals[name] + grad if name in totals else grad
+            assert torch.equal(weight.main_grad, totals[name]) and weight.grad_added_to_main_grad
+        assert_same(found, expected)
+
+
+@MODULES
+def test_main_grad_is_missing(case: Any) -> None:
+    module = case.module(fuse_wgrad_accumulation=True, recipe="current", name="block")
+    with pytest.raises(ValueError, match=r"block.*main_grad"):
+        module(case.batch()[0])
+
+
+@for_each(NAMED)
+@MODULES
+def test_delayed_weight_gradients(case: Any, recipe: Recipe) -> None:
+    """``backward_dw`` computes what backward left, to the bit; frozen weights have nothing to do."""
+    module, late = case.module(), case.module(delay_wgrad_compute=True)
+    late.load_state_dict(module.state_dict())
+    x, dy = case.batch()
+    expected = run(module, x, dy, recipe)
+    found = run(late, x, dy, recipe)
+    weights = [f"{name}.weight" for name in linears(late)]
+    assert not set(weights) & set(found)
+    late.backward_dw()
+    found |= {name: dict(late.named_parameters())[name].grad for name in weights}
+    assert_same(found, expected)
+    with pytest.raises(ValueError, match="no weight gradient is waiting"):
+        late.backward_dw()
+    if len(weights) == 2:
+        late.fc1.weight.requires_grad_(False)
+        run(late, x, dy, recipe)
+        late.backward_dw()
+        assert late.fc1.weight.grad is None and late.fc2.weight.grad is not None
+    with pytest.raises(ValueError, match="delay_wgrad_compute=True"):
+        module.backward_dw()
+
+
+@for_each(NAMED)
+def test_quantized_output_meets_the_next_linear(recipe: Recipe) -> None:
+    """``fp8_output`` gives the operands that the next linear would make; backward goes through both."""
+    case = Case()
+    module, following = case.module(), Linear(33, 8)
+    following._plan(recipe)
+    other, after = copy.deepcopy(module), copy.deepcopy(following)
+    x, _ = case.batch()
+    results = []
+    for first, second, quantized in ((module, following, True), (other, after, False)):
+        leaf = x.clone().requires_grad_()
+        with autocast(recipe=recipe):
+            hidden = first(leaf, fp8_output=quantized)
+            y = second(hidden)
+        assert isinstance(hidden, QuantizedTensor) == quantized
+        torch.manual_seed(1)
+        y.sum().backward()
+        results.append([y, leaf.grad, first.linear.weight.grad, first.norm.weight.grad])
+    same = not isinstance(recipe, DelayedScaling)  # its output has a scale of its own
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) if same else a.isfinite().all()
+
+
+@for_each({name: NAMED[name] for name in ("delayed", "current", "mxfp8")})
+@MODULES
+def test_quantized_input(case: Any, recipe: Recipe) -> None:
+    """A quantized input is read by its values."""
+    module, (x, dy) = case.module(), case.batch()
+    producer = Linear(48, 48)
+    with autocast(recipe=recipe), torch.no_grad():
+        hidden = producer(x, fp8_output=True)
+    twin = copy.deepcopy(module)
+    with autocast(recipe=recipe):
+        y, expected = module(hidden), twin(hidden.dequantize())
+    torch.manual_seed(1)
+    y.backward(dy)
+    torch.manual_seed(1)
+    expected.backward(dy)
+    assert torch.equal(y, expected)
+    for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+@for_each({name: NAMED[name] for name in ("delayed", "block")})
+def test_parameters_split(recipe: Recipe) -> None:
+    """Several parameters, one product: the bits of one parameter, and a gradient for each."""
+    case = Case(N=40)
+    whole = case.module()
+    split = case.module(parameters_split={"query": 16, "key": 8, "value": 16})
+    names = ("query", "key", "value")
+    with torch.no_grad():
+        split.norm.load_state_dict(whole.norm.state_dict())
+        for kind in ("weight", "bias"):
+            for name, part in zip(names, getattr(whole.linear, kind).split([16, 8, 16]), strict=True):
+                getattr(split.linear, f"{name}_{kind}").copy_(part)
+    x, dy = case.batch()
+    expected, found = run(whole, x, dy, recipe), run(split, x, dy, recipe)
+    for kind in ("weight", "bias"):
+        parts = [found.pop(f"linear.{name}_{kind}") for name in names]
+        found[f"linear.{kind}"] = torch.cat(parts)
+    assert_same(found, expected)
+
+
+def test_init_methods_and_dtype() -> None:
+    """Each method fills its weight; biases start as zeros; all parameters have ``params_dtype``."""
+    mlp = LayerNormMLP(16, 24, init_method=nn.init.ones_, output_layer_init_method=nn.init.zeros_, params_dtype=BF16)
+    assert (mlp.fc1.weight == 1).all() and not mlp.fc2.weight.any() and not mlp.fc1.bias.any()
+    assert {p.dtype for p in mlp.parameters()} == {BF16}
+    mlp = LayerNormMLP(16, 24, init_method=nn.init.ones_, bias=False, activation="swiglu", normalization="RMSNorm")
+    assert (mlp.fc2.weight == 1).all() and mlp.fc1.weight.shape == (48, 16) and mlp.fc2.weight.shape == (16, 24)
+    assert mlp.fc1.bias is None and mlp.fc2.bias is None and mlp.norm.bias is None
+    layer = LayerNormLinear(16, 24, init_method=nn.init.ones_, params_dtype=FP16, zero_centered_gamma=True)
+    assert (layer.linear.weight == 1).all() and {p.dtype for p in layer.parameters()} == {FP16}
+    assert not layer.norm.weight.any()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", None])
+@MODULES
+def test_meta_device(case: Any, recipe: str | None) -> None:
+    """Made on ``meta``, given memory and initial values later, it is the module made at once."""
+    at_once = type(case.module())
+    sizes = (48, 40) if isinstance(case, MLP) else (48, 33)
+    late = at_once(*sizes, recipe=recipe, device="meta")
+    assert all(t.is_meta for t in [*late.parameters(), *late.buffers()])
+    late.to_empty(device="cpu")
+    late.reset_parameters()
+    torch.manual_seed(0)
+    late.reset_parameters()
+    torch.manual_seed(0)
+    now = at_once(*sizes, recipe=recipe)
+    torch.manual_seed(0)
+    now.reset_parameters()
+    assert_same(dict(late.state_dict()), dict(now.state_dict()))
+    x = torch.randn(5, 48)
+    assert torch.equal(late(x), now(x))
+
+
+@for_each(NAMED)
+@MODULES
+def test_quantized_weights(case: Any, recipe: Recipe) -> None:
+    """Weights made in ``quantized_model_init`` are used as they are: the bits of a layer that casts them."""
+    case = replace(case, dtype=FP32)
+    with quantized_model_init(recipe=recipe):
+        module = case.module()
+    assert all(isinstance(linear.weight, QuantizedTensor) for linear in linears(module).values())
+    x, dy = case.batch()
+    if not isinstance(recipe, DelayedScaling):
+        assert_same(run(module, x, dy, recipe), run(apart(module), x, dy, recipe))
+    for recipe_now in (recipe, None, named("mxfp8")):  # forward and backward inside and outside of autocast
+        found = run(module, x, dy, recipe_now)
+        assert all(value.isfinite().all() for value in found.values()) and len(found) == 2 + len([*module.parameters()])
+
+
+@for_each({name: NAMED[name] for name in ("delayed", "nvfp4")})
+@MODULES
+def test_copies(case: Any, recipe: Recipe) -> None:
+    """A deep copy, a pickled and a state dict's copy go on as the original does."""
+    module, (x, dy) = case.module(recipe=recipe), case.batch()
+    run(module, x, dy, None)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    loaded = case.module()
+    loaded.load_state_dict(module.state_dict(), strict=True)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)]
+    expected = run(module, x, dy, None)
+    for each in copies:
+        assert_same(run(each, x, dy, None), expected)
+        assert_same(dict(each.state_dict()), dict(module.state_dict()))
+    assert_same(run(loaded, x, dy, recipe), expected)
+    assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["own", "autocast"])
+@for_each(NAMED)
+@pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True, "return_bias": True}], ids=["y", "all"])
+def test_checkpoint(recipe: Recipe, outside: bool, options: dict[str, Any]) -> None:
+    """``checkpoint=True`` changes no bit of output, gradients, histories or random draws over three steps."""
+    case = MLP(activation="swiglu")
+    own = None if outside else recipe
+    plain, saving = case.module(recipe=own, **options), case.module(recipe=own, checkpoint=True, **options)
+    saving.load_state_dict(plain.state_dict())
+    for scale in (1.0, 4.0, 0.5):
+        x, dy = case.batch(scale)
+        dn = torch.randn_like(x) if options else None
+        results = []
+        for module in (plain, saving):
+            with count_gemms() as gemms:
+                found = run(module, x, dy, recipe if outside else None, dn=dn)
+            results.append(found | {"random": torch.rand(3)})
+            counts = sum(number for gemm, number in gemms.items() if gemm.gemm == "fprop")
+            assert counts == (2 if module is plain else counts) and counts >= 2
+        assert_same(results[1], results[0])
+        assert_same(dict(saving.state_dict()), dict(plain.state_dict()))
+    assert "checkpoint=True" in repr(saving) and "swiglu" in repr(saving)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LayerNormLinear(4, 6, normalization="BatchNorm"), "BatchNorm.*LayerNorm, RMSNorm"),
+        (lambda: LayerNormMLP(4, 6, normalization="BatchNorm"), "BatchNorm"),
+        (lambda: LayerNormMLP(4, 6, activation="tanh"), "tanh.*gelu"),
+        (lambda: LayerNormMLP(4, 6, activation="gelu", activation_params={"limit": 1.0}), "gelu.*limit"),
+        (lambda: LayerNormMLP(4, 6, activation="clamped_swiglu", activation_params={"top": 1.0}), "top"),
+        (lambda: LayerNormMLP(4, 6, recipe="fp7"), "fp7"),
+        (lambda: LayerNormLinear(4, 6, parameters_split={"q": 2, "k": 2}), "out_features=6"),
+    ],
+)
+def test_bad_arguments(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", None])
+@MODULES
+def test_bad_input(case: Any, recipe: str | None) -> None:
+    """Errors name the layer or the norm, and what it got."""
+    module = case.module(recipe=recipe, name="block")
+    with pytest.raises(ValueError, match=r"\(5, 47\).*48"):
+        module(torch.randn(5, 47))
+    with pytest.raises(ValueError, match="float64"):
+        module(torch.randn(5, 48).double())
+    with pytest.raises((TypeError, ValueError), match="int64"):
+        module(torch.ones(5, 48, dtype=torch.int64))
+
+
+def test_names_of_roles() -> None:
+    """Recipes see the linears by name."""
+    seen: set[str] = set()
+
+    def factory(role: Any) -> Any:
+        seen.add(role.name)
+        return DelayedScalingRequest() if role.tensor_type == "weight" else named("current").quantizer(role)
+
+    recipe = CustomRecipe(factory)
+    LayerNormMLP(16, 24, name="layers.0.mlp", recipe=recipe)
+    LayerNormLinear(16, 24, name="layers.0.qkv", recipe=recipe)
+    assert seen == {"layers.0.mlp.fc1", "layers.0.mlp.fc2", "layers.0.qkv"}
+    seen.clear()
+    LayerNormMLP(16, 24, recipe=recipe)
+    assert seen == {"fc1", "fc2"}
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No guard or graph of one test meets another, and the compiler's own trace is not in pytest's report."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+FAST = (("LayerNormMLP", "delayed"), ("LayerNormLinear", "current"), ("LayerNormLinear", "block"))
+COMPILED = [
+    pytest.param(case, recipe, outside, id=f"{name}-{kind}{'-autocast' * outside}", marks=marks)
+    for name, case in BOTH.items()
+    for kind, recipe in RECIPES.items()
+    for outside in (False, True)
+    for marks in [() if not outside and (name, kind) in FAST else pytest.mark.slow]
+]
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(("case", "recipe", "outside"), COMPILED)
+def test_compiled(case: Any, recipe: Recipe, outside: bool) -> None:
+    """One graph for forward and backward, dynamic in the number of rows, gives eager's bits and state."""
+    compiled_step(case, recipe, outside)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_fresh_compiler")
+@for_each({name: NAMED[name] for name in ("delayed", "current", "block")})
+@MODULES
+def test_compiled_on_a_gpu(case: Any, recipe: Recipe) -> None:
+    compiled_step(case, recipe, False, "cuda")
+
+
+def compiled_step(case: Any, recipe: Recipe, outside: bool, device: str = "cpu") -> None:
+    """Two numbers of rows through a module and its compiled twin."""
+    eager = case.module(recipe=None if outside else recipe).to(device)
+    if outside:
+        prepare(eager, recipe)
+    twin = copy.deepcopy(eager)
+    if outside:
+        prepare(twin, recipe)  # the very recipe, not the copy that deepcopy has made of it
+    compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (17, 5):
+        x, dy = replace(case, lead=(rows,)).batch(1.0, device)
+        expected = run(eager, x, dy, recipe if outside else None)
+        found = run(compiled, x, dy, recipe if outside else None)
+        assert_same({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected)
+        assert_same(dict(twin.state_dict()), dict(eager.state_dict()))
+
+
+def test_h_is_freed_before_dh_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest tensors of a backward, H and dH, lie beside each other no longer than dH takes to be computed."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    act_value, grad_operands = mlp_functions.act_value, mlp_functions._grad_operands
+
+    def noting(h: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made.append(weakref.ref(h))
+        return act_value(h, *args, **kwargs)
+
+    def looking(*args: Any) -> Any:
+        alive.append(made[-1]() is not None)
+        return grad_operands(*args)
+
+    monkeypatch.setattr(mlp_functions, "act_value", noting)
+    monkeypatch.setattr(mlp_functions, "_grad_operands", looking)
+    layer = LayerNormMLP(32, 48, recipe="current", activation="swiglu")
+    x = torch.randn(16, 32, requires_grad=True)
+    loss = layer(x).square().sum()
+    first = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
+    again = torch.autograd.grad(loss, [x, *layer.parameters()])
+    assert alive == [True, False]  # a graph that is retained keeps it
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)

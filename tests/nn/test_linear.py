@@ -1,0 +1,1595 @@
+"""``Linear`` under every recipe: its numbers, what it computes and keeps, its state, and its answers to bad input.
+
+Numbers are held to a float64 model of the same quantization: operands are cast anew, decoded by the oracle
+(``tests.helpers.linear_model``) and multiplied in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from minifloat.autocast import autocast
+from minifloat.convert import convert
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from minifloat.functional.gemm import wgrad
+from minifloat.functional.plan import LinearPlan, linear_plan
+from minifloat.nn import Linear, prepare, quantized_model_init
+from minifloat.operand import Operand, Quantized
+from minifloat.ops.matmul import count_gemms
+from minifloat.quantizer import Quantizer
+from minifloat.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizerRole,
+    Recipe,
+    named,
+)
+from minifloat.recipe import Format as Elements
+from minifloat.tensor import QuantizedTensor, quantize
+from tests.helpers import linear_model as model
+from tests.helpers import oracle
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STRIP = Format(block=128, scale_rule="pow2")
+MX = Format(block=32, scale_rule="e8m0")
+NV = Format("e2m1", 16, scale_rule="two_level")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices here are so small that a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- Recipes --------------------------------------------------------------------------------------------------------
+
+
+def quantized_forward(role: QuantizerRole) -> Quantizer:
+    """MXFP8 forward, high precision backward."""
+    if role.tensor_type in ("input", "weight"):
+        return Quantizer.hybrid(rowwise_quantizer=Quantizer(MX), columnwise_quantizer=Quantizer.identity())
+    return Quantizer.identity()
+
+
+def quantized_backward(role: QuantizerRole) -> Quantizer:
+    """High precision forward, 128-blocks backward."""
+    if role.tensor_type in ("input", "weight"):
+        return Quantizer.hybrid(rowwise_quantizer=Quantizer.identity(), columnwise_quantizer=Quantizer(STRIP))
+    return Quantizer(STRIP)
+
+
+def mxfp8_then_nvfp4(role: QuantizerRole) -> Quantizer:
+    """MXFP8 forward, NVFP4 backward, the columnwise operands cast from what the rowwise ones stand for."""
+    if role.tensor_type in ("input", "weight"):
+        return Quantizer.hybrid(
+            rowwise_quantizer=Quantizer(MX), columnwise_quantizer=Quantizer(NV), columnwise_source="rowwise_dequantized"
+        )
+    return Quantizer(NV)
+
+
+def weight_stays(role: QuantizerRole) -> Quantizer:
+    """The weight in high precision, the rest per tensor."""
+    return Quantizer.identity() if role.tensor_type == "weight" else Quantizer(Format("e4m3"))
+
+
+def all_stay(role: QuantizerRole) -> Quantizer:
+    """Everything in high precision."""
+    return Quantizer.identity()
+
+
+def delayed_weight(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+    """Delayed scaling of the weight alone, beside NVFP4 inputs and MXFP8 gradients."""
+    if role.tensor_type == "weight":
+        return DelayedScalingRequest(amax_history_len=4)
+    return Quantizer(NV if role.tensor_type == "input" else MX)
+
+
+DELAYED = DelayedScaling(amax_history_len=4)
+RECIPES: dict[str, Recipe] = {
+    "delayed": DELAYED,
+    "delayed margin e4m3": DelayedScaling(
+        margin=2, fp8_format=Elements.E4M3, amax_history_len=3, amax_compute_algo="most_recent"
+    ),
+    "current": named("current"),
+    "current pow2": Float8CurrentScaling(use_power_2_scales=True),
+    "current e4m3": Float8CurrentScaling(fp8_format=Elements.E4M3, amax_epsilon=1e-3),
+    "block": named("block"),
+    "block f32": Float8BlockScaling(use_f32_scales=True),
+    "block f32 hybrid": Float8BlockScaling(use_f32_scales=True, fp8_format=Elements.HYBRID),
+    "block x 2d": Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+    "block dy 2d": Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2),
+    "block 1d": Float8BlockScaling(w_block_scaling_dim=1),
+    "mxfp8": named("mxfp8"),
+    "mxfp8 2d hybrid": MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=Elements.HYBRID),
+    "nvfp4": named("nvfp4"),
+    "nvfp4 no rht": NVFP4BlockScaling(disable_rht=True),
+    "nvfp4 nearest": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4 1d": NVFP4BlockScaling(disable_2d_quantization=True),
+    "nvfp4 plain": NVFP4BlockScaling(True, True, True),
+    "nvfp4 4over6 weights": NVFP4BlockScaling(nvfp4_4over6="weights"),
+    "nvfp4 4over6 all": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),
+    "nvfp4 4over6 448": NVFP4BlockScaling(True, True, nvfp4_4over6="activations", nvfp4_4over6_e4m3_use_256="none"),
+    "nvfp4 rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
+    "nvfp4 rows 4over6": NVFP4BlockScaling(True, True, row_scaled_activation=True, nvfp4_4over6="activations"),
+    "custom quantized forward": CustomRecipe(quantized_forward),
+    "custom quantized backward": CustomRecipe(quantized_backward),
+    "custom mxfp8 then nvfp4": CustomRecipe(mxfp8_then_nvfp4),
+    "custom weight stays": CustomRecipe(weight_stays),
+    "custom all stay": CustomRecipe(all_stay),
+    "custom delayed weight": CustomRecipe(delayed_weight),
+}
+NAMED = {"delayed": DELAYED} | {name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")}
+STATELESS = {name: recipe for name, recipe in RECIPES.items() if linear_plan(recipe).delayed is None}
+
+
+def for_each(recipes: dict[str, Recipe]) -> pytest.MarkDecorator:
+    """Parametrises a test over recipes."""
+    return pytest.mark.parametrize("recipe", recipes.values(), ids=recipes.keys())
+
+
+def stochastic(recipe: Recipe) -> bool:
+    """Gradients round at random."""
+    return linear_plan(recipe).grad_output.row_format.rounding == "stochastic"
+
+
+# ---- One step, and its model ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, dtype of the input and options of one call."""
+
+    lead: tuple[int, ...] = (2, 5)
+    K: int = 37
+    N: int = 53
+    dtype: torch.dtype = BF16
+    bias: bool = True
+    torch_autocast: bool = False
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return BF16 if self.torch_autocast else self.dtype
+
+    def layer(self, **kwargs: Any) -> Linear:
+        return Linear(self.K, self.N, self.bias, **kwargs)
+
+    def context(self, recipe: Recipe) -> Any:
+        return autocast(recipe=recipe)
+
+
+CASES = {
+    "ragged": Case(),
+    "long": Case((3, 45), 140, 132, FP32),
+    "aligned": Case((128,), 128, 64, BF16, bias=False),
+    "one row": Case((1,), 40, 24, FP16),
+    "vector": Case((), 33, 17, FP16, bias=False),
+    "empty": Case((0,)),
+    "autocast": Case((5, 3, 2), 48, 40, FP32, torch_autocast=True),
+}
+
+
+class Step(NamedTuple):
+    """What a forward and a backward gave."""
+
+    y: Tensor
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+
+
+def step(
+    layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, torch_autocast: bool = False, seed: int = 1, **kwargs: Any
+) -> Step:
+    """One forward and backward under ``recipe``; gradients of earlier ones are dropped."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    with autocast(recipe=recipe), torch.autocast("cpu", BF16) if torch_autocast else nullcontext():
+        y = layer(x, **kwargs)
+    torch.manual_seed(seed)
+    y.backward(dy)
+    return Step(y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad)
+
+
+def scales_of(layer: Linear, plan: LinearPlan) -> dict[str, Tensor]:
+    """Delayed scaling's scales as they are now, by role; empty for other recipes."""
+    if plan.delayed is None:
+        return {}
+    forward, backward = layer.forward_scaling.scale.clone(), layer.backward_scaling.scale.clone()
+    return {"input": forward[:1], "weight": forward[1:2], "grad_output": backward[:1]}
+
+
+def operands_of(x: Tensor, quantizer: Quantizer, scale: Tensor | None) -> Quantized:
+    """``x`` quantized along both dims, with a given scale where delayed scaling has one."""
+    given = [fmt.scale_rule == "given" for fmt, _ in quantizer.casts]
+    levels = [scale if wants else amax for wants, amax in zip(given, quantizer.amax(x), strict=True)]
+    return quantizer.cast(x, tuple(levels))
+
+
+def operand_values(operand: Operand, along: int, other: Operand, dtype: torch.dtype) -> oracle.F64:
+    """What a GEMM multiplies: exact values, or, beside an operand in high precision, values rounded to ``dtype``."""
+    if operand.format.quantized and other.format.quantized:
+        return model.values(operand, along)
+    return model.contracted(model.numpy(operand.dequantize(dtype)), along).astype(np.float64)
+
+
+def gemm_model(
+    a: Quantized, b: Quantized, dims: tuple[int, int], dtype: torch.dtype, bias: Any = None
+) -> model.Product:
+    """The float64 product of two values along the dims that a GEMM contracts."""
+    left, right = a.along(dims[0]), b.along(dims[1])
+    x, y = operand_values(left, dims[0], right, dtype), operand_values(right, dims[1], left, dtype)
+    return model.product(x, y, bias)
+
+
+class Expected(NamedTuple):
+    """Float64 results of a step."""
+
+    y: model.Product
+    dx: model.Product
+    dw: model.Product
+    db: model.Product
+
+
+def expect(
+    layer: Linear, plan: LinearPlan, x: Tensor, dy: Tensor, scales: dict[str, Tensor], dtype: torch.dtype, seed: int = 1
+) -> Expected:
+    """The model of a step: the same casts, exact products. ``x`` and ``dy`` are in the dtype that is computed in."""
+    x, dy, w = x.reshape(-1, layer.in_features), dy.reshape(-1, layer.out_features), layer.weight.detach()
+    xq = operands_of(x, plan.input, scales.get("input"))
+    wq = operands_of(w, plan.weight, scales.get("weight"))
+    torch.manual_seed(seed)
+    dyq = operands_of(dy, plan.grad_output, scales.get("grad_output"))
+    if plan.backward_override is not None:
+        dyq = as_is(dy)
+        source = (as_is(x), as_is(w)) if plan.backward_override == "high_precision" else (xq, wq)
+        xb, wb = (as_is(v.along(ROWWISE).dequantize()) for v in source)
+    else:
+        xb, wb = xq, wq
+    bias = None if layer.bias is None else layer.bias.detach().to(dtype).double().numpy()
+    return Expected(
+        gemm_model(xq, wq, (ROWWISE, ROWWISE), dtype, bias),
+        gemm_model(dyq, wb, (ROWWISE, COLUMNWISE), dtype),
+        gemm_model(dyq, xb, (COLUMNWISE, COLUMNWISE), dtype),
+        model.product(dy.double().numpy().T, np.ones((1, len(dy)))),
+    )
+
+
+def as_is(x: Tensor) -> Quantized:
+    """High precision."""
+    return Quantized(*[Operand(x, None, None, IDENTITY, ROWWISE, (x.shape[0], x.shape[1]), x.dtype)] * 2)
+
+
+def assert_step(result: Step, expected: Expected, dtype: torch.dtype, rounds: int = 1) -> None:
+    """Output and gradients are within fp32 accumulation, and ``rounds`` roundings to ``dtype``, of the model."""
+    for name, found, product in zip(Step._fields, result, expected, strict=True):
+        if found is None:
+            assert name == "db"
+            continue
+        limit = model.bound(product, dtype) + (rounds - 1) * model.rounding(product.magnitude, dtype)
+        model.assert_within(found.reshape(product.exact.shape), product, limit, name)
+
+
+def batch(case: Case, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """A random input and output gradient."""
+    x, dy = torch.randn(*case.lead, case.K) * scale, torch.randn(*case.lead, case.N) * scale
+    return x.to(case.dtype), dy.to(case.compute_dtype)
+
+
+GRADIENTS = [
+    pytest.param(case, recipe, id=f"{size}-{name}")
+    for name, recipe in RECIPES.items()
+    for size, case in CASES.items()
+    if name in NAMED or name.startswith("custom") or size in ("ragged", "long", "autocast")
+]
+
+
+@pytest.mark.parametrize(("case", "recipe"), GRADIENTS)
+def test_gradients(case: Case, recipe: Recipe) -> None:
+    """Y, dX, dW and db are those of the float64 model, within the bound of an fp32 accumulation and one rounding.
+
+    Three steps, so that delayed scaling has scales of its own. A product beside a high-precision operand is PyTorch's,
+    which may round its bias on the way.
+    """
+    layer = case.layer()
+    plan = layer._plan(recipe)
+    for scale in (1.0, 4.0, 0.25) if plan.delayed is not None else (1.0,):
+        x, dy = batch(case, scale)
+        scales = scales_of(layer, plan)
+        result = step(layer, x, dy, recipe, case.torch_autocast)
+        expected = expect(layer, plan, x.to(case.compute_dtype), dy, scales, case.compute_dtype)
+        assert_step(result, expected, case.compute_dtype, rounds=1 if plan.weight.row_format.quantized else 2)
+        assert result.y.dtype == case.compute_dtype and result.y.shape == (*case.lead, case.N)
+        assert result.dx is not None and result.dx.dtype == case.dtype and result.dx.shape == x.shape
+        assert result.dw is not None and result.dw.dtype == FP32
+
+
+@for_each({name: recipe for name, recipe in STATELESS.items() if not name.startswith("custom")})
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("case", [CASES["ragged"], CASES["long"]], ids=["ragged", "long"])
+def test_backward_override(case: Case, override: Any, recipe: Recipe) -> None:
+    """The forward is quantized; the backward computes on what came, or on what the rowwise operands stand for."""
+    recipe = replace(recipe, backward_override=override)  # type: ignore[type-var]
+    layer = case.layer()
+    x, dy = batch(case)
+    with count_gemms() as counts:
+        result = step(layer, x, dy, recipe)
+    assert {gemm.gemm for gemm in counts if gemm.a == gemm.b == "identity"} == {"dgrad", "wgrad"}
+    assert_step(result, expect(layer, layer._plan(recipe), x, dy, {}, case.dtype), case.dtype)
+
+
+# ---- Exact data -----------------------------------------------------------------------------------------------------
+
+
+def exact_unit(quantizer: Quantizer) -> float:
+    """A number whose products with 1, 2 and 4 the formats represent, and whose amax gives scales without rounding.
+
+    Scales are the largest value of the format over the amax: 1.75 * 2^8 and 1.75 * 2^15 for FP8, 2688 = 21 * 2^7 or
+    1536 = 3 * 2^9 for the two levels of NVFP4.
+    """
+    formats = [fmt for fmt in (quantizer.row_format, quantizer.format(COLUMNWISE)) if fmt.packed]
+    return {448.0: 5.25, 256.0: 3.0}[formats[0].block_scale_max] if formats else 1.75
+
+
+def exact_data(shape: tuple[int, int], quantizer: Quantizer, along_rows: bool) -> Tensor:
+    """+-1, 2 or 4 units; of each group of 16 tokens all but one are zero where a rotation would need more bits."""
+    x = exact_unit(quantizer) * 2.0 ** torch.randint(0, 3, shape) * torch.randint(0, 2, shape).mul(2).sub(1)
+    x[0, 0] = 4 * exact_unit(quantizer)  # the amax of all
+    if along_rows and quantizer.format(COLUMNWISE).transform != "none":
+        x[torch.arange(shape[0]) % 16 != 0] = 0
+    return x
+
+
+@for_each({name: recipe for name, recipe in RECIPES.items() if name != "custom mxfp8 then nvfp4"})
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("M", "K", "N"), [(33, 37, 53), (64, 128, 64), (144, 40, 24)])
+def test_exact_data(M: int, K: int, N: int, dtype: torch.dtype, recipe: Recipe) -> None:
+    """Data that each format represents exactly gives what ``nn.Linear`` gives in float64, rounded once."""
+    layer = Linear(K, N)
+    plan = layer._plan(recipe)
+    x, dy = exact_data((M, K), plan.input, True), exact_data((M, N), plan.grad_output, True)
+    with torch.no_grad():
+        layer.weight.copy_(exact_data((N, K), plan.weight, False))
+        layer.bias.copy_(torch.randint(-3, 4, (N,)))
+    w, b, x64, dy64 = layer.weight.double(), layer.bias.double(), x.double(), dy.double()
+    result = step(layer, x.to(dtype), dy.to(dtype), recipe)
+    assert torch.equal(result.y, (x64 @ w.t() + b).to(dtype))
+    assert result.dx is not None and torch.equal(result.dx, (dy64 @ w).to(dtype))
+    assert result.dw is not None and torch.equal(result.dw, (dy64.t() @ x64).to(dtype).float())
+    assert result.db is not None and torch.equal(result.db, dy64.sum(0).to(dtype).float())
+
+
+# ---- What is computed -----------------------------------------------------------------------------------------------
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts that run, by format and the dim they scale along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.minifloat.cast.default:
+            self.seen.update(zip(args[3], args[4], strict=True))
+        return func(*args, **(kwargs or {}))
+
+
+def kinds(counts: Counter[Any]) -> Counter[str]:
+    """How often each of the three GEMMs ran."""
+    found: Counter[str] = Counter()
+    for gemm, number in counts.items():
+        found[gemm.gemm] += number
+    return found
+
+
+@for_each(NAMED | {"block 1d": RECIPES["block 1d"]})
+@pytest.mark.parametrize("needs", ["x w b", "x w", "x b", "w b", "x", "w", "b", "none"])
+def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
+    """GEMMs and casts that no gradient needs are skipped; the gradients that are needed are those of a full step."""
+    wanted = set(needs.split())
+    layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
+    full = copy.deepcopy(layer)
+    reference = step(full, x, dy, recipe)
+    plan = layer._plan(recipe)
+    layer.weight.requires_grad_("w" in wanted)
+    layer.bias.requires_grad_("b" in wanted)
+    x.requires_grad_("x" in wanted)
+    with count_gemms() as counts, Casts() as casts, autocast(recipe=recipe):
+        y = layer(x)
+        assert y.requires_grad == bool(wanted - {"none"})
+        if y.requires_grad:
+            torch.manual_seed(1)
+            y.backward(dy)
+    expected = Counter({"fprop": 1, "dgrad": "x" in wanted, "wgrad": "w" in wanted})
+    assert kinds(counts) == +expected
+    usages = [
+        (plan.input, True, "w" in wanted), (plan.weight, True, "x" in wanted),
+        (plan.grad_output, "x" in wanted, "w" in wanted),
+    ]  # fmt: skip
+    needed = Counter(
+        (fmt.spec, dim) for q, row, column in usages for fmt, dim in q.with_usage(rowwise=row, columnwise=column).casts
+    )
+    assert casts.seen == needed
+    assert torch.equal(y, reference.y)
+    for name, found, whole in [("x", x.grad, reference.dx), ("w", layer.weight.grad, reference.dw)]:
+        assert (found is None) == (name not in wanted)
+        assert found is None or torch.equal(found, whole)  # type: ignore[arg-type]
+    assert (layer.bias.grad is None) == ("b" not in wanted)
+
+
+@for_each(NAMED)
+def test_without_gradients_and_in_eval(recipe: Recipe) -> None:
+    """Under ``no_grad`` one GEMM runs and nothing is recorded; ``eval`` changes nothing. The output is the same."""
+    layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
+    layer._plan(recipe)
+    state = copy.deepcopy(layer.state_dict())
+    with count_gemms() as counts, torch.no_grad(), autocast(recipe=recipe):
+        y = layer(x.requires_grad_())
+    assert not y.requires_grad and kinds(counts) == Counter(fprop=1)
+    assert all(torch.equal(layer.state_dict()[key], state[key]) for key in state)
+    twin = copy.deepcopy(layer).eval()
+    for a, b in zip(step(layer, x, dy, recipe), step(twin, x, dy, recipe), strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+    assert all(torch.equal(twin.state_dict()[key], value) for key, value in layer.state_dict().items())
+    with torch.no_grad():
+        fresh = copy.deepcopy(layer)
+        fresh.load_state_dict(state)
+        assert torch.equal(y, step_forward(fresh, x, recipe))
+
+
+def step_forward(layer: Linear, x: Tensor, recipe: Recipe) -> Tensor:
+    """Forward alone."""
+    with autocast(recipe=recipe):
+        y: Tensor = layer(x)
+    return y
+
+
+@for_each(RECIPES)
+def test_save_original_input(recipe: Recipe) -> None:
+    """Keeping the input and casting it again in backward changes no bit, nor what delayed scaling records."""
+    plain = Linear(37, 53)
+    saving = Linear(37, 53, save_original_input=True)
+    saving.load_state_dict(plain.state_dict())
+    for scale in (1.0, 8.0, 0.5):
+        x, dy = torch.randn(20, 37, dtype=BF16) * scale, torch.randn(20, 53, dtype=BF16) * scale
+        for a, b in zip(step(plain, x, dy, recipe), step(saving, x, dy, recipe), strict=True):
+            assert a is not None and b is not None and torch.equal(a, b)
+        assert plain.state_dict().keys() == saving.state_dict().keys()
+        assert all(torch.equal(saving.state_dict()[key], value) for key, value in plain.state_dict().items())
+
+
+def test_save_original_input_casts_with_the_scale_of_its_forward() -> None:
+    """Delayed scaling: another forward between forward and backward moves the scale, not the gradient."""
+    plain = Linear(37, 53, recipe=DELAYED)
+    saving = Linear(37, 53, recipe=DELAYED, save_original_input=True)
+    saving.load_state_dict(plain.state_dict())
+    grads = []
+    for layer in (plain, saving):
+        torch.manual_seed(3)
+        x, dy = torch.randn(20, 37), torch.randn(20, 53)
+        y = layer(x)
+        layer(100 * x)
+        y.backward(dy)
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)
+
+
+# ---- Weight gradients that go elsewhere -----------------------------------------------------------------------------
+
+
+def fp32_wgrad(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, seed: int = 1) -> Tensor:
+    """dW of one microbatch in fp32."""
+    plan = linear_plan(recipe)
+    xq = operands_of(x, plan.input, torch.ones(1))
+    torch.manual_seed(seed)
+    dyq = operands_of(dy, plan.grad_output, torch.ones(1))
+    return wgrad(dyq, xq, out_dtype=FP32, fast_accum=plan.fast_wgrad)
+
+
+@for_each(STATELESS)
+@pytest.mark.parametrize("first", [True, None], ids=["overwrite", "add"])
+def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
+    """Microbatches add up in fp32 in ``main_grad``, which the first may overwrite; autograd gets no gradient."""
+    layer = Linear(37, 53, fuse_wgrad_accumulation=True)
+    weight: Any = layer.weight
+    weight.main_grad = torch.full((53, 37), float("nan") if first else 2.0)
+    total = torch.zeros(53, 37) if first else torch.full((53, 37), 2.0)
+    for index in range(3):
+        x, dy = torch.randn(20, 37, dtype=BF16), torch.randn(20, 53, dtype=BF16)
+        with autocast(recipe=recipe):
+            y = layer(x, is_first_microbatch=None if first is None else index == 0)
+        torch.manual_seed(1)
+        y.backward(dy)
+        total = total + fp32_wgrad(layer, x, dy, recipe)
+        assert weight.grad is None and weight.grad_added_to_main_grad is True
+        assert torch.equal(weight.main_grad, total)
+
+
+def checkpointed(use_reentrant: bool, *args: Any) -> Tensor:
+    y: Tensor = torch_checkpoint(*args, use_reentrant=use_reentrant)
+    return y
+
+
+RUNS = {
+    "plain": lambda layer, *args: layer(*args),
+    "checkpoint": lambda *args: checkpointed(False, *args),
+    "reentrant": lambda *args: checkpointed(True, *args),
+}
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("tied", [False, True], ids=["one layer", "tied weight"])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+def test_fused_accumulation_of_a_weight_used_twice(run: Any, tied: bool, delay: bool) -> None:
+    """The first microbatch of each step replaces what is in ``main_grad`` once: both uses add up."""
+    plain, options = Linear(32, 32, recipe="current"), {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": delay}
+    layer = Linear(32, 32, recipe="current", **options)  # type: ignore[arg-type]
+    layer.load_state_dict(plain.state_dict())
+    again = Linear(32, 32, recipe="current", **options) if tied else layer  # type: ignore[arg-type]
+    again.weight, again.bias = layer.weight, layer.bias
+    weight: Any = layer.weight
+    weight.main_grad = torch.full((32, 32), float("nan"))
+    for _ in range(2):
+        total = torch.zeros(32, 32)
+        for first in (True, False):
+            x, dy = torch.randn(20, 32, requires_grad=True), torch.randn(20, 32)
+            plain(plain(x)).backward(dy)
+            run(again, run(layer, x, first), first).backward(dy)
+            assert plain.weight.grad is not None
+            total += plain.weight.grad
+            plain.zero_grad()
+            for waiting in [again, layer] if delay else []:
+                waiting.backward_dw()
+            torch.testing.assert_close(weight.main_grad, total)
+
+
+def test_fused_accumulation_on_request() -> None:
+    """``overwrite_main_grad`` replaces, ``zero_out_wgrad`` gives autograd zeros, so that the parameter's hooks run."""
+    layer = Linear(37, 53, fuse_wgrad_accumulation=True, recipe="current")
+    weight: Any = layer.weight
+    weight.main_grad, weight.overwrite_main_grad, weight.zero_out_wgrad = torch.ones(53, 37), True, True
+    calls: list[int] = []
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    x, dy = torch.randn(20, 37), torch.randn(20, 53)
+    layer(x).backward(dy)
+    assert torch.equal(weight.main_grad, fp32_wgrad(layer, x, dy, named("current")))
+    assert torch.equal(weight.grad, torch.zeros(53, 37)) and calls == [1]
+
+
+def test_fused_accumulation_needs_a_buffer() -> None:
+    """Without ``main_grad`` forward raises, naming the layer; where no gradient is needed it does not."""
+    layer = Linear(37, 53, fuse_wgrad_accumulation=True, recipe="current", name="fc1")
+    with pytest.raises(ValueError, match=r"fc1.*main_grad"):
+        layer(torch.randn(2, 37))
+    with torch.no_grad():
+        layer(torch.randn(2, 37))
+
+
+@for_each(NAMED)
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_delayed_weight_gradient(fuse: bool, recipe: Recipe) -> None:
+    """``backward_dw`` computes the oldest waiting dW: the bits of an immediate one, hooks after each."""
+    immediate = Linear(37, 53)
+    layer = Linear(37, 53, delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse)
+    layer.load_state_dict(immediate.state_dict())
+    weight: Any = layer.weight
+    weight.main_grad = torch.zeros(53, 37)
+    hooks: list[int] = []
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: hooks.append(1))
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: hooks.append(2))
+    expected = []
+    for _ in range(2):
+        x, dy = torch.randn(20, 37), torch.randn(20, 53)
+        now, later = step(immediate, x, dy, recipe), step(layer, x, dy, recipe)
+        expected.append(now.dw)
+        assert later.dw is None and not hooks
+        assert later.db is not None and now.db is not None and torch.equal(later.db, now.db)
+        assert later.dx is not None and now.dx is not None and torch.equal(later.dx, now.dx)
+    for count, total in ((1, expected[0]), (2, expected[0] + expected[1])):  # type: ignore[operator]
+        with count_gemms() as counts:
+            layer.backward_dw()
+        assert kinds(counts) == Counter(wgrad=1) and hooks == [1, 2] * count
+        assert torch.equal(weight.main_grad if fuse else weight.grad, total)
+    assert not fuse or weight.grad is None
+    with pytest.raises(ValueError, match="no weight gradient is waiting"):
+        layer.backward_dw()
+    assert hooks == [1, 2] * 2
+
+
+def test_delayed_weight_gradient_has_the_dtype_of_the_weight() -> None:
+    """Of bf16 activations, as autograd would give it, the first one and their sum."""
+    immediate = Linear(37, 53, recipe="current")
+    layer = Linear(37, 53, recipe="current", delay_wgrad_compute=True)
+    layer.load_state_dict(immediate.state_dict())
+    for _ in range(2):
+        x, dy = torch.randn(20, 37, dtype=BF16), torch.randn(20, 53, dtype=BF16)
+        immediate(x).backward(dy)
+        layer(x).backward(dy)
+        layer.backward_dw()
+        assert layer.weight.grad is not None and immediate.weight.grad is not None
+        assert layer.weight.grad.dtype == FP32 and torch.equal(layer.weight.grad, immediate.weight.grad)
+
+
+def test_backward_dw_of_a_layer_that_does_not_delay() -> None:
+    """``backward_dw`` raises and says which option it needs."""
+    with pytest.raises(ValueError, match=r"Linear\(4, 6\).*delay_wgrad_compute=True"):
+        Linear(4, 6).backward_dw()
+
+
+# ---- Microbatches ---------------------------------------------------------------------------------------------------
+
+
+def weight_casts(layer: Linear, recipe: Recipe, first: bool | None) -> tuple[int, Tensor]:
+    """Casts of the weight in one step, and its output. The input is not counted: its gradient is not wanted here."""
+    x = torch.ones(8, layer.in_features).requires_grad_()
+    plan = layer._plan(recipe)
+    specs = {fmt.spec for fmt, _ in plan.weight.casts}
+    with Casts() as casts, autocast(recipe=recipe):
+        y = layer(x, is_first_microbatch=first)
+    inputs = Counter((fmt.spec, dim) for fmt, dim in plan.input.casts)
+    casts.seen.subtract(inputs)
+    return sum(number for (spec, _), number in casts.seen.items() if spec in specs), y.detach()
+
+
+@for_each(NAMED)
+def test_microbatches(recipe: Recipe) -> None:
+    """True casts the weight, False reuses it so long as the parameter is the same, None casts and keeps nothing."""
+    layer = Linear(48, 40)
+    casts = len(layer._plan(recipe).weight.casts)
+
+    def run(first: bool | None) -> tuple[int, Tensor]:
+        return weight_casts(layer, recipe, first)
+
+    assert run(None)[0] == casts and layer._weight_cache is None
+    assert run(False)[0] == casts  # nothing is kept yet
+    assert [run(first)[0] for first in (True, False, False, True)] == [casts, 0, 0, casts]
+    assert run(None)[0] == casts  # does not use what is kept
+    assert run(False)[0] == 0  # nor replace it
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    assert run(False)[0] == casts  # the parameter has changed
+    fresh = run(False)[1]
+    layer.weight.data.mul_(2)  # PyTorch does not see this
+    count, stale = run(False)
+    assert count == 0 and torch.equal(stale, fresh)
+    layer.invalidate()
+    count, seen = run(False)
+    assert count == casts and not torch.equal(seen, stale)
+    layer.load_state_dict(Linear(48, 40).state_dict(), strict=False)
+    assert run(False)[0] == casts
+
+
+@for_each(STATELESS)
+def test_microbatches_compute_the_same(recipe: Recipe) -> None:
+    """With a kept weight the numbers are those without, in inference first and in training."""
+    layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
+    plain = step(layer, x, dy, recipe)
+    for first in (True, False):
+        with torch.no_grad():  # keeps a weight that has no columnwise operand: the next call needs one
+            assert torch.equal(layer_call(layer, x, recipe, first), plain.y)
+        for found, expected in zip(step(layer, x, dy, recipe, is_first_microbatch=first), plain, strict=True):
+            assert found is not None and expected is not None and torch.equal(found, expected)
+
+
+def layer_call(layer: Linear, x: Tensor, recipe: Recipe, first: bool | None) -> Tensor:
+    """Forward with a microbatch flag."""
+    with autocast(recipe=recipe):
+        y: Tensor = layer(x, is_first_microbatch=first)
+    return y
+
+
+@for_each(NAMED)
+@pytest.mark.parametrize("first", [None, True], ids=["plain", "microbatch"])
+def test_inference_before_training(first: bool | None, recipe: Recipe) -> None:
+    """A layer may run under ``inference_mode`` first: what it makes there does not stop it from training later."""
+    layer, x, dy = Linear(48, 40), torch.randn(8, 48), torch.randn(8, 40)
+    twin = copy.deepcopy(layer)
+    with torch.inference_mode(), autocast(recipe=recipe):
+        y = layer(x, is_first_microbatch=first)
+    flag = None if first is None else False
+    expected = step(twin, x, dy, recipe)
+    assert torch.equal(y, expected.y)
+    for a, b in zip(step(layer, x, dy, recipe, is_first_microbatch=flag), expected, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_microbatches_of_inference_parameters() -> None:
+    """A parameter made under ``inference_mode`` has no version; a kept weight works there all the same."""
+    with torch.inference_mode():
+        layer, x = Linear(48, 40, recipe="current"), torch.randn(8, 48)
+        y = layer(x)
+        assert torch.equal(layer(x, is_first_microbatch=True), y)
+        assert torch.equal(layer(x, is_first_microbatch=False), y)
+
+
+# ---- What is kept between forward and backward ----------------------------------------------------------------------
+
+
+class Storages(TorchDispatchMode):
+    """Remembers each storage that an operation returns, weakly, with its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
+        return out
+
+    def alive(self, apart_from: Iterable[Tensor] = ()) -> list[int]:
+        """Sizes of the distinct storages that still exist, empty ones and those of ``apart_from`` left out.
+
+        No garbage is collected first: what only a collection frees is memory that training holds for a while.
+        """
+        others = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in apart_from}
+        found = {ref.cdata: size for ref, size in self.sizes.items() if not ref.expired() and ref.cdata not in others}
+        return sorted(size for size in found.values() if size)
+
+
+def up(x: int, block: int) -> int:
+    """Blocks in ``x``."""
+    return -(-x // block)
+
+
+def kept_bytes(name: str, M: int, K: int, N: int) -> tuple[list[int], list[int]]:
+    """Bytes of what backward needs of the input [M, K] and the weight [N, K]: codes, scales and an fp32 amax."""
+    return {
+        "delayed": ([M * K, 4], [N * K, 4]),
+        "current": ([M * K, 4], [N * K, 4]),
+        "block": ([M * K, 4 * up(M, 128) * K], [N * K, 4 * up(N, 128) * up(K, 128)]),
+        "mxfp8": ([M * K, up(M, 32) * K], [N * K, up(N, 32) * K]),
+        "nvfp4": ([M * K // 2, up(M, 16) * K, 4], [N * K // 2, up(N, 16) * up(K, 16), 4]),
+    }[name]
+
+
+KEEPS = ["both", "input", "weight", "original", "nothing", "dequantized"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps"), [(name, keeps) for name in NAMED for keeps in KEEPS if (name, keeps) != ("delayed", KEEPS[-1])]
+)
+def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
+    """Between forward and backward live the codes and scales that backward reads, once, and nothing else.
+
+    One byte an element, half a byte for NVFP4, the input itself only where that was asked for. Counted are the storages
+    that any operation in forward returned and that are still alive, wherever they are referred to from.
+    """
+    M, K, N = 48, 160, 96
+    recipe = NAMED[name]
+    if keeps == "dequantized":
+        recipe = replace(recipe, backward_override="dequantized")  # type: ignore[type-var]
+    layer = Linear(K, N, save_original_input=keeps == "original")
+    layer._plan(recipe)
+    layer.weight.requires_grad_(keeps not in ("weight", "nothing"))
+    leaf = torch.randn(M, K, dtype=BF16, requires_grad=keeps not in ("input", "nothing"))
+    with Storages() as storages:
+        x = leaf * 1
+        with autocast(recipe=recipe):
+            y = layer(x)
+        del x
+    mine = [*layer.parameters(), *layer.buffers()]
+    of_x, of_w = kept_bytes(name, M, K, N)
+    if keeps == "dequantized":
+        rows = {"block": 4 * M * up(K, 128), "mxfp8": M * up(K, 32), "nvfp4": M * up(K, 16)}
+        of_x = [of_x[0], rows.get(name, 4), *of_x[2:]]
+        of_w = [of_w[0], N * up(K, 32)] if name == "mxfp8" else of_w
+    if keeps == "original":
+        # The input, and what casts it as forward did.
+        of_x = [2 * M * K, 4] if name == "delayed" else [2 * M * K]
+    expected = {"input": of_x, "weight": of_w, "nothing": []}.get(keeps, of_x + of_w)
+    assert storages.alive([y, *mine]) == sorted(expected)
+    if y.requires_grad:
+        y.backward(torch.ones(M, N, dtype=BF16))
+    del y
+    assert storages.alive(mine) == []
+
+
+def test_kept_weight_is_kept_once() -> None:
+    """Microbatches share one quantized weight: three forwards keep three inputs and one weight."""
+    M, K, N = 48, 160, 96
+    layer = Linear(K, N, recipe="current")
+    leaf = torch.randn(M, K, dtype=BF16, requires_grad=True)
+    with Storages() as storages:
+        outputs = [layer(leaf * 1, is_first_microbatch=index == 0) for index in range(3)]
+    assert storages.alive([*outputs, *layer.parameters()]) == sorted([M * K, 4] * 3 + [N * K, 4])
+
+
+# ---- State ----------------------------------------------------------------------------------------------------------
+
+HISTORY_KEYS = {f"{side}_scaling.{name}" for side in ("forward", "backward") for name in ("scale", "amax_history")}
+
+
+def trained(recipe: Recipe, **kwargs: Any) -> Linear:
+    """A layer after two steps."""
+    layer = Linear(37, 53, **kwargs)
+    for scale in (1.0, 3.0):
+        step(layer, torch.randn(8, 37) * scale, torch.randn(8, 53) * scale, recipe)
+    return layer
+
+
+@for_each(RECIPES)
+def test_state_dict_keys(recipe: Recipe) -> None:
+    """Keys are those of ``nn.Linear``, and the histories' under delayed scaling, before and after training."""
+    extra = HISTORY_KEYS if linear_plan(recipe).delayed is not None else set()
+    assert set(Linear(4, 6).state_dict()) == {"weight", "bias"}
+    assert set(Linear(4, 6, recipe=recipe).state_dict()) == {"weight", "bias"} | extra
+    assert set(prepare(Linear(4, 6), recipe).state_dict()) == {"weight", "bias"} | extra
+    assert set(trained(recipe).state_dict()) == {"weight", "bias"} | extra
+
+
+@for_each(RECIPES)
+def test_loading_from_and_to_nn_linear(recipe: Recipe) -> None:
+    """Strict loading works from an ``nn.Linear`` under any recipe, and back where there are no histories."""
+    plain, layer = nn.Linear(37, 53), trained(recipe)
+    layer.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)
+    other = trained(recipe)
+    weights = {key: value for key, value in other.state_dict().items() if key not in HISTORY_KEYS}
+    plain.load_state_dict(weights, strict=True)
+    assert torch.equal(other.weight, plain.weight)
+
+
+def assert_same_state(a: nn.Module, b: nn.Module) -> None:
+    """Equal keys and bits."""
+    left, right = a.state_dict(), b.state_dict()
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert value.dtype == right[key].dtype and torch.equal(value, right[key]), key
+
+
+def test_checkpoint_brings_histories_before_first_use() -> None:
+    """A layer that has not run yet takes histories from a checkpoint, and goes on as the one that was saved."""
+    saved, fresh = trained(DELAYED), Linear(37, 53)
+    assert saved.forward_scaling.amax_history.abs().sum() > 0 and (saved.backward_scaling.scale != 1).any()
+    fresh.load_state_dict(saved.state_dict(), strict=True)
+    assert_same_state(fresh, saved)
+    x, dy = torch.randn(8, 37), torch.randn(8, 53)
+    for a, b in zip(step(saved, x, dy, DELAYED), step(fresh, x, dy, DELAYED), strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+    assert_same_state(fresh, saved)
+
+
+def test_checkpoint_inside_a_model() -> None:
+    """The same through a parent module, whose keys have a prefix, for layers prepared and not."""
+    saved = nn.Sequential(trained(DELAYED), nn.ReLU(), nn.Linear(53, 2))
+    for target in (Linear(37, 53), prepare(Linear(37, 53), DELAYED), Linear(37, 53, recipe=DELAYED)):
+        fresh = nn.Sequential(target, nn.ReLU(), nn.Linear(53, 2))
+        fresh.load_state_dict(saved.state_dict(), strict=True)
+        assert_same_state(fresh, saved)
+
+
+def test_missing_histories_start_anew() -> None:
+    """A checkpoint without histories loads strictly and resets them; the checkpoint itself is not written to."""
+    layer, before = trained(DELAYED), Linear(37, 53, recipe=DELAYED).state_dict()
+    checkpoint = nn.Linear(37, 53).state_dict()
+    layer.load_state_dict(checkpoint, strict=True)
+    assert set(checkpoint) == {"weight", "bias"}
+    assert all(torch.equal(layer.state_dict()[key], before[key]) for key in HISTORY_KEYS)
+
+
+def test_extra_histories_do_not_disturb_other_recipes() -> None:
+    """A delayed-scaling checkpoint loads strictly into a layer under another recipe, whose numbers do not change."""
+    saved, layer, plain = trained(DELAYED), Linear(37, 53, recipe="mxfp8"), Linear(37, 53, recipe="mxfp8")
+    layer.load_state_dict(saved.state_dict(), strict=True)
+    plain.load_state_dict({key: saved.state_dict()[key] for key in ("weight", "bias")}, strict=True)
+    x = torch.randn(8, 37)
+    assert torch.equal(layer(x), plain(x))
+
+
+@pytest.mark.parametrize("length", [2, 4, 7])
+def test_history_of_another_length(length: int) -> None:
+    """Histories of another length load; at first use they are cut or zero-padded at the end, newest row first."""
+    saved = trained(DELAYED)
+    layer = Linear(37, 53, recipe=DelayedScaling(amax_history_len=length))
+    layer.load_state_dict(saved.state_dict(), strict=True)
+    with torch.no_grad():
+        layer(torch.randn(2, 37))
+    old, new = saved.forward_scaling.amax_history, layer.forward_scaling.amax_history
+    assert new.shape == (length, 3) and torch.equal(layer.forward_scaling.scale, saved.forward_scaling.scale)
+    assert torch.equal(new[: min(4, length)], old[: min(4, length)]) and not new[4:].any()
+
+
+@for_each(NAMED)
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+def test_copies_are_independent(copier: Callable[[Linear], Linear], recipe: Recipe) -> None:
+    """A deep copy or a pickled layer goes on alike, and does not share its state or its kept weight."""
+    layer = trained(recipe, name="fc")
+    layer_call(layer, torch.randn(4, 37), recipe, True)  # keeps a quantized weight
+    twin = copier(layer)
+    assert_same_state(layer, twin)
+    assert twin.name == "fc"
+    x, dy = torch.randn(8, 37), torch.randn(8, 53)
+    for a, b in zip(step(layer, x, dy, recipe), step(twin, x, dy, recipe), strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+    with torch.no_grad():
+        twin.weight.zero_()
+        twin.bias.zero_()
+    assert not layer_call(twin, x, recipe, False).any()
+    assert layer_call(layer, x, recipe, False).any()
+    step(layer, x, dy, recipe)
+    if isinstance(recipe, DelayedScaling):
+        assert not torch.equal(layer.forward_scaling.amax_history, twin.forward_scaling.amax_history)
+
+
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+def test_waiting_gradients_are_not_copied(copier: Callable[[Linear], Linear]) -> None:
+    """A weight gradient that waits belongs to the layer whose backward left it: a copy has none to compute."""
+    layer = Linear(37, 53, recipe="current", delay_wgrad_compute=True)
+    layer(torch.randn(8, 37)).sum().backward()
+    twin = copier(layer)
+    with pytest.raises(ValueError, match="no weight gradient is waiting"):
+        twin.backward_dw()
+    assert layer.weight.grad is None
+    layer.backward_dw()
+    assert layer.weight.grad is not None and twin.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.to(BF16),
+        lambda m: m.to(dtype=FP16),
+        lambda m: m.double(),
+    ],
+    ids=["half", "bfloat16", "to", "to_dtype", "double"],
+)
+def test_histories_stay_fp32(convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Casting the module casts its parameters; scales and amaxes keep their dtype and every bit."""
+    layer = trained(DELAYED)
+    before = copy.deepcopy(layer.state_dict())
+    converted = convert(nn.Sequential(layer))[0]
+    assert converted.weight.dtype != FP32
+    for key in HISTORY_KEYS:
+        value = converted.state_dict()[key]
+        assert value.dtype == FP32 and torch.equal(value, before[key])
+
+
+@for_each(NAMED)
+def test_meta_device(recipe: Recipe) -> None:
+    """Built without memory, materialised and initialised: the layer is one that was built on the device."""
+    with torch.device("meta"):
+        layer = Linear(37, 53, recipe=recipe)
+    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+    layer.to_empty(device="cpu")
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    torch.manual_seed(5)
+    assert_same_state(layer, Linear(37, 53, recipe=recipe))
+    x, dy = torch.randn(8, 37), torch.randn(8, 53)
+    result = step(layer, x, dy, recipe)
+    assert all(value is not None and value.isfinite().all() for value in result)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_is_an_nn_linear(dtype: torch.dtype, bias: bool) -> None:
+    """The type, the initial values for a seed, and results without a recipe are those of ``nn.Linear``."""
+    torch.manual_seed(7)
+    plain = nn.Linear(37, 53, bias, dtype=dtype)
+    torch.manual_seed(7)
+    layer = Linear(37, 53, bias, dtype=dtype)
+    assert isinstance(layer, nn.Linear)
+    assert_same_state(layer, plain)
+    x, dy = torch.randn(8, 37, dtype=dtype), torch.randn(8, 53, dtype=dtype)
+    for own in (None, "none"):
+        layer.recipe = own  # type: ignore[assignment]
+        y, expected = layer(x), plain(x)
+        layer.zero_grad(), plain.zero_grad()
+        y.backward(dy), expected.backward(dy)
+        assert torch.equal(y, expected) and torch.equal(layer.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
+
+
+# ---- Input that is not what it should be ----------------------------------------------------------------------------
+
+MISTAKES: list[tuple[str, Tensor, type[Exception], str]] = [
+    ("integers", torch.ones(2, 37, dtype=torch.int64), TypeError, r"fc1.*torch\.int64"),
+    ("booleans", torch.ones(2, 37, dtype=torch.bool), TypeError, r"fc1.*torch\.bool"),
+    ("last dim", torch.ones(2, 36), ValueError, r"fc1.*36.*in_features=37"),
+    ("transposed", torch.ones(37, 2), ValueError, r"fc1.*\(37, 2\).*in_features=37"),
+    ("no dims", torch.ones(()), ValueError, r"fc1.*\(\).*in_features=37"),
+    ("float64", torch.ones(2, 37, dtype=torch.float64), ValueError, r"fc1.*float64"),
+]
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@pytest.mark.parametrize(("x", "error", "match"), [row[1:] for row in MISTAKES], ids=[name for name, *_ in MISTAKES])
+def test_bad_input(x: Tensor, error: type[Exception], match: str, recipe: Recipe | None) -> None:
+    """What a layer cannot take raises what its docstring says, with the layer's name and the number."""
+    layer = Linear(37, 53, recipe=recipe, name="fc1")
+    with pytest.raises(error, match=match):
+        layer(x)
+    assert not layer._wgrad_tasks and layer._weight_cache is None
+
+
+def test_float64_without_a_recipe() -> None:
+    """In high precision a float64 layer works."""
+    layer = Linear(5, 3, dtype=torch.float64)
+    x = torch.randn(2, 5, dtype=torch.float64)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_two_dtypes_without_a_recipe() -> None:
+    """PyTorch cannot multiply them: the error says which layer; ``torch.autocast``, or a recipe, can."""
+    layer, x = Linear(37, 53, name="fc1"), torch.randn(2, 37, dtype=BF16)
+    with pytest.raises(ValueError, match=r"fc1.*torch\.bfloat16 input.*torch\.float32 weight.*torch\.autocast"):
+        layer(x)
+    with torch.autocast("cpu", dtype=BF16):
+        assert layer(x).dtype == layer(x.float()).dtype == BF16
+    with autocast(recipe="current"):
+        assert layer(x).dtype == BF16
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+def test_forward_on_meta(recipe: Recipe | None) -> None:
+    """Shapes and dtypes without numbers; ``torch.autocast`` does not know the device."""
+    with torch.device("meta"):
+        layer, x = Linear(64, 96, recipe=recipe), torch.randn(32, 64, requires_grad=True)
+    y = layer(x)
+    assert y.is_meta and y.shape == (32, 96) and y.dtype == FP32
+    with torch.autocast("cpu", dtype=BF16):
+        assert layer(x).dtype == FP32
+
+
+def test_unnamed_layers_are_called_by_their_sizes() -> None:
+    """Without a name an error says which layer by its features."""
+    with pytest.raises(ValueError, match=r"Linear\(37, 53\).*36"):
+        Linear(37, 53)(torch.ones(2, 36))
+
+
+@pytest.mark.parametrize("wrong", [3, MXFP8BlockScaling, {"recipe": "mxfp8"}, torch.float8_e4m3fn], ids=str)
+def test_wrong_recipe_type(wrong: Any) -> None:
+    """What is neither a recipe nor a name is a TypeError at construction that lists the names."""
+    with pytest.raises(TypeError, match="mxfp8"):
+        Linear(4, 6, recipe=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["fp8", "MXFP8", ""])
+def test_unknown_recipe_name(wrong: str) -> None:
+    """An unknown name is a ValueError at construction that lists the names there are."""
+    with pytest.raises(ValueError, match=rf"'{wrong}'.*delayed.*current.*block.*mxfp8.*nvfp4"):
+        Linear(4, 6, recipe=wrong)
+
+
+@for_each(RECIPES)
+def test_zero_tokens(recipe: Recipe) -> None:
+    """No tokens: an empty output and input gradient, zero gradients of weight and bias, and no damage to the state."""
+    layer = Linear(37, 53)
+    result = step(layer, torch.randn(2, 0, 37, dtype=BF16), torch.randn(2, 0, 53, dtype=BF16), recipe)
+    assert result.y.shape == (2, 0, 53) and result.dx is not None and result.dx.shape == (2, 0, 37)
+    assert result.dw is not None and torch.equal(result.dw, torch.zeros(53, 37))
+    assert result.db is not None and torch.equal(result.db, torch.zeros(53))
+    x, dy = torch.randn(4, 37), torch.randn(4, 53)
+    assert all(value is not None and value.isfinite().all() for value in step(layer, x, dy, recipe))
+
+
+@for_each(RECIPES)
+@pytest.mark.parametrize(("K", "N"), [(0, 4), (4, 0)])
+def test_zero_features(K: int, N: int, recipe: Recipe) -> None:
+    """No input features: the bias. No output features: an empty output and zero input gradients."""
+    with pytest.warns(UserWarning, match="zero-element"):
+        layer = Linear(K, N)
+        nn.init.ones_(layer.bias)
+    result = step(layer, torch.randn(3, K), torch.randn(3, N), recipe)
+    assert torch.equal(result.y, torch.ones(3, N))
+    assert result.dx is not None and torch.equal(result.dx, torch.zeros(3, K))
+    assert result.dw is not None and result.dw.shape == (N, K)
+
+
+FP8_RECIPES = {name: NAMED[name] for name in ("delayed", "current", "block", "mxfp8")}
+
+
+@for_each(FP8_RECIPES)
+def test_nan_in_an_activation(recipe: Recipe) -> None:
+    """A NaN in one token makes its output and its column of dW NaN, and nothing else; scales do not see it."""
+    layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
+    clean = copy.deepcopy(layer)
+    x[4] = x[4].clamp(-0.1, 0.1)
+    small = step(clean, x, dy, recipe)
+    x[4, 7] = float("nan")
+    result = step(layer, x, dy, recipe)
+    rows, columns = torch.arange(20) != 4, torch.arange(37) != 7
+    assert result.y[4].isnan().all() and torch.equal(result.y[rows], small.y[rows])
+    assert result.dw is not None and small.dw is not None and result.dw[:, 7].isnan().all()
+    assert torch.equal(result.dw[:, columns], small.dw[:, columns])
+    assert result.dx is not None and small.dx is not None and torch.equal(result.dx, small.dx)
+
+
+@for_each(FP8_RECIPES)
+def test_nan_in_a_gradient(recipe: Recipe) -> None:
+    """A NaN in dY poisons its row of dX, its row of dW and its bias gradient, and nothing else."""
+    layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
+    dy[4] = dy[4].clamp(-0.1, 0.1)
+    dy[4, 9] = float("nan")
+    result = step(layer, x, dy, recipe)
+    rows, columns = torch.arange(20) != 4, torch.arange(53) != 9
+    assert result.dx is not None and result.dw is not None and result.db is not None
+    assert result.dx[4].isnan().all() and result.dx[rows].isfinite().all()
+    assert result.dw[9].isnan().all() and result.dw[columns].isfinite().all()
+    assert result.db[9].isnan() and result.db[columns].isfinite().all()
+
+
+@for_each(FP8_RECIPES)
+def test_nan_weights(recipe: Recipe) -> None:
+    """A NaN weight makes its output feature and its column of dX NaN; a layer of NaNs gives NaN, and no error."""
+    layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
+    with torch.no_grad():
+        layer.weight[9, 7] = float("nan")
+    result = step(layer, x, dy, recipe)
+    features, columns = torch.arange(53) != 9, torch.arange(37) != 7
+    assert result.dx is not None and result.dw is not None
+    assert result.y[:, 9].isnan().all() and result.y[:, features].isfinite().all()
+    assert result.dx[:, 7].isnan().all() and result.dx[:, columns].isfinite().all()
+    assert result.dw.isfinite().all()
+    nn.init.constant_(layer.weight, float("nan"))
+    assert step(layer, x, dy, recipe).y.isnan().all()
+
+
+@for_each({name: recipe for name, recipe in RECIPES.items() if name.startswith("nvfp4")})
+def test_nan_has_no_4_bit_code(recipe: Recipe) -> None:
+    """E2M1 has no NaN: docs/numerics.md gives +6, so that a NaN is a large number of its block, and nothing crashes."""
+    layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
+    x[4, 7] = dy[4, 9] = float("nan")
+    with torch.no_grad():
+        layer.weight[9, 7] = float("nan")
+    result = step(layer, x, dy, recipe)
+    assert result.y.isfinite().all()
+    assert result.db is not None and result.db[9].isnan()  # the bias gradient is a sum in high precision
+
+
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+def test_infinite_activation_saturates(name: str) -> None:
+    """Casts saturate (docs/numerics.md 0.2): an infinite activation is a large one, not NaN everywhere."""
+    layer, x = Linear(37, 53, recipe=name), torch.randn(20, 37)
+    x[4, 7] = float("inf")
+    y = layer(x)
+    assert not y.isnan().any() and y[torch.arange(20) != 4].isfinite().all()
+
+
+# ---- Inputs and gradients that are views ----------------------------------------------------------------------------
+
+
+def views() -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """[20, 37] inputs that are not contiguous."""
+    yield "transposed", lambda: torch.randn(37, 20).t()
+    yield "every other column", lambda: torch.randn(20, 74)[:, ::2]
+    yield "every third row", lambda: torch.randn(60, 37)[::3]
+    yield "an offset", lambda: torch.randn(21, 40)[1:, 3:]
+    yield "one token expanded", lambda: torch.randn(1, 37).expand(20, 37)
+    yield "leading dims swapped", lambda: torch.randn(5, 4, 37).transpose(0, 1)
+    yield "one number expanded", lambda: torch.randn(()).expand(20, 37)
+
+
+@for_each(NAMED)
+@pytest.mark.parametrize("view", [view for _, view in views()], ids=[name for name, _ in views()])
+def test_inputs_that_are_views(view: Callable[[], Tensor], recipe: Recipe) -> None:
+    """A view gives what its contiguous copy gives, bit for bit; so does an expanded gradient.
+
+    But for the bias gradient: PyTorch adds up an expanded tensor in another order.
+    """
+    x, layer = view(), Linear(37, 53)
+    twin = copy.deepcopy(layer)
+    dy = torch.randn(()).expand(*x.shape[:-1], 53)
+    found, expected = step(layer, x, dy, recipe), step(twin, x.contiguous(), dy.contiguous(), recipe)
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+    total = model.product(dy.reshape(20, 53).double().numpy().T, np.ones((1, 20)))
+    assert found.db is not None
+    model.assert_within(found.db[:, None], total, model.bound(total, FP32), "db")
+
+
+@for_each(NAMED)
+def test_gradient_of_a_sum(recipe: Recipe) -> None:
+    """``y.sum().backward()``, whose gradient is one number expanded, is a step with a gradient of ones."""
+    layer, x = Linear(37, 53), torch.randn(20, 37)
+    twin = copy.deepcopy(layer)
+    expected = step(twin, x, torch.ones(20, 53), recipe)
+    x.requires_grad_()
+    with autocast(recipe=recipe):
+        y = layer(x).sum()
+    torch.manual_seed(1)
+    y.backward()
+    assert expected.dx is not None and x.grad is not None and torch.equal(x.grad, expected.dx)
+    assert expected.dw is not None and layer.weight.grad is not None and torch.equal(layer.weight.grad, expected.dw)
+
+
+# ---- Quantized outputs and gradients --------------------------------------------------------------------------------
+
+
+def two_layers(
+    layers: tuple[Linear, Linear], x: Tensor, dy: Tensor, recipe: Recipe, fused: bool
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Output, the gradient of the tensor in between and all gradients of two layers in a row."""
+    first, second = layers
+    x = x.detach().requires_grad_()
+    between: list[Tensor] = []
+    with autocast(recipe=recipe):
+        hidden = first(x, fp8_output=fused)
+        hidden.register_hook(between.append)
+        y = second(hidden, fp8_grad=fused)
+    assert isinstance(hidden, QuantizedTensor) == fused
+    torch.manual_seed(1)
+    y.backward(dy)
+    return y.detach(), between[0], [x.grad, first.weight.grad, second.weight.grad, second.bias.grad, first.bias.grad]
+
+
+FUSED = NAMED | {name: RECIPES[name] for name in ("current pow2", "block f32 hybrid", "mxfp8 2d hybrid", "nvfp4 plain")}
+
+
+@for_each(FUSED)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_quantized_between_two_layers(dtype: torch.dtype, recipe: Recipe) -> None:
+    """An output and a gradient that stay quantized between two layers change no bit, and save two casts.
+
+    Delayed scaling has a scale for each slot, equal at first. The first layer's bias gradient is the sum of what the
+    quantized gradient stands for, the one number that differs.
+    """
+    layers = Linear(48, 40), Linear(40, 24)
+    twins = copy.deepcopy(layers)
+    x, dy = torch.randn(32, 48, dtype=dtype), torch.randn(32, 24, dtype=dtype)
+    with Casts() as plain_casts:
+        y, between, grads = two_layers(layers, x, dy, recipe, fused=False)
+    with Casts() as fused_casts:
+        fused_y, fused_between, fused_grads = two_layers(twins, x, dy, recipe, fused=True)
+    assert torch.equal(y, fused_y)
+    for expected, found in zip(grads[:-1], fused_grads[:-1], strict=True):
+        assert expected is not None and found is not None and torch.equal(expected, found)
+    assert isinstance(fused_between, QuantizedTensor) and fused_between.shape == between.shape
+    assert fused_grads[-1] is not None
+    assert torch.equal(fused_grads[-1], fused_between.dequantize().sum(0).float())
+    assert fused_casts.seen.total() == plain_casts.seen.total()
+
+
+@for_each({name: NAMED[name] for name in ("current", "block", "mxfp8", "nvfp4")})
+def test_quantized_output_is_the_cast_of_the_output(recipe: Recipe) -> None:
+    """The operands of a quantized output are the cast of the plain output, in both orientations, 3-D inputs too."""
+    layer, x = Linear(48, 40), torch.randn(2, 16, 48, dtype=BF16)
+    plan = layer._plan(recipe)
+    with autocast(recipe=recipe):
+        y, plain = layer(x, fp8_output=True), layer(x)
+    assert isinstance(y, QuantizedTensor) and y.shape == plain.shape and y.dtype == plain.dtype
+    expected = plan.output(plain.detach())
+    for found, wanted in zip(y.operands, expected, strict=True):
+        assert found is not None and wanted is not None and found.layout == wanted.layout
+        for a, b in zip(found.tensors, wanted.tensors, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)  # type: ignore[arg-type]
+    assert torch.equal(y.dequantize(), expected.dequantize().reshape(y.shape))
+
+
+@for_each(NAMED)
+def test_quantized_output_into_another_module(recipe: Recipe) -> None:
+    """What reads a quantized output as a tensor gets its values, and its gradient reaches the layer."""
+    layer, x = Linear(48, 40), torch.randn(32, 48)
+    with autocast(recipe=recipe):
+        y = layer(x, fp8_output=True)
+    out = torch.relu(y)
+    assert torch.equal(out, torch.relu(y.detach().dequantize()))
+    torch.manual_seed(1)
+    out.sum().backward()
+    twin = copy.deepcopy(layer)
+    mask = (y.detach().dequantize() > 0).float()
+    twin.load_state_dict({"weight": layer.weight, "bias": layer.bias}, strict=True)
+    if not isinstance(recipe, DelayedScaling):
+        expected = step(twin, x, mask, recipe)
+        assert expected.dw is not None and layer.weight.grad is not None
+        assert torch.equal(layer.weight.grad, expected.dw)
+    assert layer.bias.grad is not None and torch.equal(layer.bias.grad, mask.sum(0))
+
+
+@for_each(NAMED)
+def test_permuted_quantized_output(recipe: Recipe) -> None:
+    """A quantized output whose rows were permuted is read by its values: its operands are those of another matrix."""
+    first, second, x = Linear(48, 40), Linear(40, 24), torch.randn(4, 8, 48)
+    with autocast(recipe=recipe), torch.no_grad():
+        hidden = first(x, fp8_output=True)
+        expected = second(hidden.dequantize().transpose(0, 1))
+        assert torch.equal(second(hidden.transpose(0, 1)), expected)
+
+
+@for_each({name: NAMED[name] for name in ("current", "block", "mxfp8", "nvfp4")})
+def test_permuted_quantized_gradient(recipe: Recipe) -> None:
+    """A quantized gradient that autograd permutes on its way to the next layer is read by its values."""
+    first, second, x = Linear(48, 40), Linear(40, 24), torch.randn(4, 8, 48)
+    twin, between = copy.deepcopy(first), []
+    with autocast(recipe=recipe):
+        hidden = first(x).transpose(0, 1)
+        hidden.register_hook(between.append)
+        y = second(hidden, fp8_grad=True)
+    y.sum().backward()
+    assert isinstance(between[0], QuantizedTensor)
+    if not stochastic(recipe):
+        expected = step(twin, x, between[0].dequantize().transpose(0, 1), recipe)
+        assert expected.dw is not None and torch.equal(first.weight.grad, expected.dw)  # type: ignore[arg-type]
+
+
+def step_of(values: Tensor, operand: Operand) -> Tensor:
+    """The distance between neighbouring values of the format around each of ``values``, at the operand's scales."""
+    fmt = operand.format
+    mantissa, least = {"e4m3": (3, -6), "e5m2": (2, -14), "e2m1": (1, 0)}[fmt.element]
+    factor, divisor = model.whole_scale(operand)
+    unit = torch.from_numpy(model.block_scales(operand).astype(np.float64) * factor.astype(np.float64) / divisor)
+    exponent = (values.double().abs() / unit).log2().floor().clamp_min(least)
+    return (exponent - mantissa).exp2() * unit
+
+
+@for_each(NAMED)
+def test_quantized_gradient_of_a_leaf_accumulates(recipe: Recipe) -> None:
+    """The gradients of two backwards into an input add up.
+
+    Their sum is cast once more. That rounds each element to nearest, by at most half of its step, or at random to
+    either neighbour, by less than a whole one; 2^-20 of it allows for the fp32 roundings on the way to the code.
+    """
+    layer, x = Linear(48, 40), torch.randn(32, 48, requires_grad=True)
+    grads: list[Tensor] = []
+    x.register_hook(lambda grad: grads.append(grad.dequantize()))
+    for _ in range(2):
+        with autocast(recipe=recipe):
+            y = layer(x, fp8_grad=True)
+        y.backward(torch.randn(32, 40))
+    assert isinstance(x.grad, QuantizedTensor) and not torch.equal(grads[0], grads[1])
+    exact, operand = grads[0].double() + grads[1], x.grad.operands.along(ROWWISE)
+    limit = step_of(exact, operand) * (1 if operand.format.rounding == "stochastic" else 0.5) * (1 + 2.0**-20)
+    error = (x.grad.dequantize() - exact).abs()
+    assert (error <= limit).all() and error.any()
+
+
+@for_each({name: recipe for name, recipe in STATELESS.items() if not name.startswith("custom")})
+def test_quantized_weight(recipe: Recipe) -> None:
+    """A weight that is quantized already gives the bits of a layer that casts it, and is not cast again."""
+    layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
+    plan, twin = layer._plan(recipe), copy.deepcopy(layer)
+    twin.weight = nn.Parameter(quantize(layer.weight.detach(), plan.weight))
+    plain = step(layer, x, dy, recipe)
+    with Casts() as casts:
+        result = step(twin, x, dy, recipe)
+    for expected, found in zip(plain, result, strict=True):
+        assert expected is not None and found is not None and torch.equal(expected, found)
+    activations = Counter((f.spec, dim) for q in (plan.input, plan.grad_output) for f, dim in q.casts)
+    assert casts.seen == activations
+
+
+@pytest.mark.parametrize("recipe", ["none", None])
+def test_options_in_high_precision(recipe: str | None) -> None:
+    """main_grad and the delayed weight gradient are kept to where nothing is quantized, the twin of a quantized run."""
+    layer = Linear(16, 8, recipe=recipe, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    layer.weight.main_grad = torch.zeros(8, 16)  # type: ignore[attr-defined]
+    x, dy = torch.randn(5, 16, requires_grad=True), torch.randn(5, 8)
+    layer(x).backward(dy)
+    assert layer.weight.grad is None and not layer.weight.main_grad.any()  # type: ignore[attr-defined]
+    layer.backward_dw()
+    torch.testing.assert_close(layer.weight.main_grad, dy.t() @ x)  # type: ignore[attr-defined]
+    torch.testing.assert_close(x.grad, dy @ layer.weight)
+
+
+def test_cached_weight_does_not_survive_a_cast_of_the_module() -> None:
+    """module.to() writes through .data, which no version counts."""
+    layer = Linear(16, 8, recipe="current")
+    x = torch.randn(5, 16)
+    layer(x, is_first_microbatch=True)
+    layer.to(torch.bfloat16)
+    fresh = layer(x.bfloat16(), is_first_microbatch=True)
+    layer(x.bfloat16(), is_first_microbatch=True)
+    layer.float()
+    with torch.no_grad():
+        layer.weight.data.mul_(2)
+    layer.to(torch.bfloat16)
+    assert not torch.equal(layer(x.bfloat16(), is_first_microbatch=False), fresh)
+
+
+def test_quantized_input_is_its_own_original() -> None:
+    """save_original_input: wgrad reads the codes that fprop read, not a second cast of them with another scale."""
+    producer = Linear(16, 32, recipe="delayed")
+    results = []
+    for keep in (False, True):
+        layer = Linear(32, 8, recipe=producer.recipe, save_original_input=keep)
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(-1, 1, 256).view(8, 32))
+            layer.forward_scaling.scale.fill_(1e4)
+        hidden = producer(torch.linspace(-3, 3, 80).view(5, 16), fp8_output=True).detach()
+        layer(hidden).sum().backward()
+        results.append(layer.weight.grad)
+        producer.forward_scaling.reset_parameters()
+    assert torch.equal(*results)
+
+
+def test_calibration_leaves_a_layer_without_recipe_alone() -> None:
+    """A layer of recipe "none" keeps the state dict of nn.Linear; a custom recipe's delayed scaling is calibrated."""
+    x = torch.randn(5, 16)
+    none, custom = Linear(16, 8, recipe="none"), Linear(16, 8)
+    request = CustomRecipe(lambda role: DelayedScalingRequest(amax_history_len=2))
+    with autocast(enabled=False, calibrating=True, recipe=request):
+        none(x)
+        custom(x)
+    assert set(none.state_dict()) == {"weight", "bias"}
+    assert custom.forward_scaling.amax_history[-1, 0] == x.abs().max()
+
+
+# ---- How the parameters are kept and start --------------------------------------------------------------------------
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@pytest.mark.parametrize("bias", [True, False])
+def test_return_bias(bias: bool, recipe: Recipe | None) -> None:
+    """The bias is handed back, not added, and gets a gradient from what the caller does with it."""
+    layer = Linear(37, 21, bias=bias, recipe=recipe, return_bias=True)
+    twin = copy.deepcopy(layer)
+    twin.return_bias = False
+    twin.bias = None
+    x = torch.randn(5, 37)
+    y, b = layer(x)
+    assert torch.equal(y, twin(x))
+    assert b is layer.bias
+    if bias:
+        (y + b).sum().backward()
+        assert torch.equal(layer.bias.grad, torch.full((21,), 5.0))  # type: ignore[arg-type]
+
+
+SPLIT = {"query": 16, "key": 0, "value": 5}
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_split(bias: bool, recipe: Recipe | None) -> None:
+    """Several parameters, one product: the start, the output and the gradients of the unsplit layer."""
+    torch.manual_seed(3)
+    whole = Linear(37, 21, bias=bias, recipe=recipe)
+    torch.manual_seed(3)
+    layer = Linear(37, 21, bias=bias, recipe=recipe, parameters_split=SPLIT)
+    kinds = ("weight", "bias") if bias else ("weight",)
+    names = [f"{name}_{kind}" for kind in kinds for name in SPLIT]
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert torch.equal(torch.cat([layer.query_weight, layer.value_weight]), whole.weight)
+    assert not hasattr(layer, "weight") and layer._has_bias == bias and "parameters_split" in repr(layer)
+    x, dy = torch.randn(5, 37), torch.randn(5, 21)
+    grads = []
+    for each in (whole, layer):
+        z = x.clone().requires_grad_()
+        y = each(z)
+        torch.manual_seed(1)
+        y.backward(dy)
+        grads.append([y.detach(), z.grad])
+    grads[0] += [getattr(whole, kind).grad for kind in kinds]
+    grads[1] += [torch.cat([getattr(layer, f"{name}_{kind}").grad for name in SPLIT]) for kind in kinds]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    again = Linear(37, 21, bias=bias, recipe=recipe, parameters_split=SPLIT)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again.value_weight, layer.value_weight)
+    copied = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(copied.query_weight, layer.query_weight)
+
+
+def test_parameters_split_over_microbatches() -> None:
+    """A kept weight follows a write to any of its parts."""
+    layer = Linear(37, 21, recipe="current", parameters_split=SPLIT)
+    x = torch.randn(5, 37)
+    first = layer(x, is_first_microbatch=True)
+    assert torch.equal(layer(x, is_first_microbatch=False), first)
+    with torch.no_grad():
+        layer.value_weight.mul_(2)
+    assert torch.equal(layer(x, is_first_microbatch=False), layer(x))
+
+
+@pytest.mark.parametrize("sizes", [{"a": 20}, {"a": 22}, ("a", "b")])
+def test_rows_that_do_not_add_up(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"parameters_split.*out_features=21|out_features=21.*parameters_split"):
+        Linear(37, 21, parameters_split=sizes)
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+        with pytest.raises(ValueError, match=option):
+            Linear(37, 21, parameters_split=SPLIT, **{option: True})
+
+
+@pytest.mark.parametrize("split", [None, SPLIT])
+def test_init_method(split: dict[str, int] | None) -> None:
+    """It fills the whole weight before it is split; the bias starts as zeros. Once more in reset_parameters."""
+
+    def init(weight: Tensor) -> None:
+        nn.init.normal_(weight, std=0.02)
+
+    torch.manual_seed(3)
+    layer = Linear(37, 21, init_method=init, parameters_split=split)
+    torch.manual_seed(3)
+    assert torch.equal(layer._weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
+    bias = layer._bias_vector()
+    assert bias is not None and not bias.any()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(9)
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    bias = layer._bias_vector()
+    assert torch.equal(layer._weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
+    assert bias is not None and not bias.any()
+
+
+def test_default_init_is_that_of_torch() -> None:
+    torch.manual_seed(3)
+    layer = Linear(37, 21)
+    torch.manual_seed(3)
+    plain = nn.Linear(37, 21)
+    assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)
+    assert Linear(37, 21, params_dtype=BF16).weight.dtype == BF16
+    assert Linear(37, 21, dtype=BF16, params_dtype=BF16).bias.dtype == BF16
+
+
+# What other libraries may look for, as PEFT does for bitsandbytes' ``compute_dtype``: methods for users and options.
+PUBLIC = {"backward_dw", "invalidate", "register_wgrad_accumulation_and_reduce_hooks", "set_tensor_parallel_group"} | {
+    *("name", "recipe", "init_method", "return_bias", "save_original_input", "parameters_split"),
+    *("fuse_wgrad_accumulation", "delay_wgrad_compute", "parallel_mode", "sequence_parallel"),
+}
+
+
+@pytest.mark.parametrize("make", ["constructor", "convert"])
+def test_public_names_beyond_those_of_nn_linear(make: str) -> None:
+    layer: nn.Module = Linear(37, 21, recipe="current") if make == "constructor" else nn.Linear(37, 21)
+    if make == "convert":
+        convert(layer, "current", filter_fn=lambda *_: True)
+    layer(torch.randn(2, 37)).sum().backward()
+    own = {name for name in dir(layer) if not name.startswith("_")} - set(dir(nn.Linear(37, 21)))
+    assert own == PUBLIC
+
+
+def as_float(parameter: Tensor) -> Tensor:
+    return parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
+
+
+@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "quantized"])
+@pytest.mark.parametrize("init", [None, nn.init.xavier_normal_])
+@pytest.mark.parametrize("split", [None, SPLIT])
+def test_meta_then_memory(
+    split: dict[str, int] | None, init: Callable[[Tensor], Tensor] | None, quantized: bool, recipe: Recipe | None
+) -> None:
+    """Made without memory, then given some and initialized: the layer that was made with memory."""
+
+    def make(device: str) -> Linear:
+        with quantized_model_init(enabled=quantized, recipe=recipe or "current"):
+            return Linear(37, 21, recipe=recipe, parameters_split=split, init_method=init, device=device)
+
+    layer = make("meta")
+    assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
+    layer.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    twin = make("cpu")
+    assert layer.state_dict().keys() == twin.state_dict().keys()
+    for a, b in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert type(a) is type(b) and torch.equal(as_float(a), as_float(b))
+    for a, b in zip(layer.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(a, b)
+    x = torch.randn(5, 37)
+    assert layer(x).isfinite().all()

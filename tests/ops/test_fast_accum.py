@@ -1,0 +1,159 @@
+"""Which products accumulate fast, seen in what PyTorch's scaled products are called with (numerics 1)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minifloat import LayerNormLinear, LayerNormMLP, Linear, autocast, capability
+from minifloat.comm import symmetric_memory
+from minifloat.comm.group import Group
+from minifloat.formats import ROWWISE, Format
+from minifloat.functional.gemm import Product
+from minifloat.functional.plan import linear_plan
+from minifloat.ops.matmul import native
+from minifloat.quantizer import Quantizer
+from minifloat.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, named
+
+TOKENS, WIDTH, OUT = 32, 48, 80
+SPLIT, FAST = MMParams(use_split_accumulator=True), MMParams(use_split_accumulator=False)
+Accumulation = dict[str, bool]
+DEFAULT: Accumulation = {"fprop": True, "dgrad": False, "wgrad": False}
+SLOW: Accumulation = dict.fromkeys(DEFAULT, False)
+RECIPES: dict[str, tuple[Recipe, Accumulation]] = {
+    "delayed": (DelayedScaling(), DEFAULT),
+    "current": (Float8CurrentScaling(), DEFAULT),
+    "fprop split": (Float8CurrentScaling(fp8_gemm_fprop=SPLIT), SLOW),
+    "dgrad fast": (Float8CurrentScaling(fp8_gemm_dgrad=FAST), DEFAULT | {"dgrad": True}),
+    "wgrad fast": (Float8CurrentScaling(fp8_gemm_wgrad=FAST), DEFAULT | {"wgrad": True}),
+    "backward alone": (
+        Float8CurrentScaling(fp8_gemm_fprop=SPLIT, fp8_gemm_dgrad=FAST, fp8_gemm_wgrad=FAST),
+        {"fprop": False, "dgrad": True, "wgrad": True},
+    ),
+}
+
+
+Call = tuple[tuple[int, ...], bool]
+"""The shape of a product, and whether it accumulated fast."""
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What the native products were asked for: the one that a CPU has too, and PyTorch's of blocks."""
+    found: list[Call] = []
+    multiply = native.per_tensor
+
+    def per_tensor(*args: Any) -> Tensor:
+        result = multiply(*args)
+        found.append((tuple(result.shape), args[-1]))
+        return result
+
+    def block(
+        a: Tensor, b: Tensor, *, output_dtype: torch.dtype, use_fast_accum: bool = False, **kwargs: Any
+    ) -> Tensor:
+        found.append(((a.shape[0], b.shape[1]), use_fast_accum))
+        return torch.zeros(a.shape[0], b.shape[1], dtype=output_dtype)
+
+    monkeypatch.setattr(native, "per_tensor", per_tensor)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", block)
+    return found
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_gpu_is_told(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is on a GPU, PyTorch's scaled product is called, with the choice that was made."""
+    said: list[bool] = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, use_fast_accum, **kwargs: said.append(use_fast_accum))
+    one, codes = torch.ones(1), mock.Mock(is_cuda=True)
+    native.per_tensor(codes, one, codes, one, torch.bfloat16, None, fast)
+    assert said == [fast]
+
+
+def calls_of(fast: Accumulation, inside: int, outside: int) -> tuple[Call, Call, Call]:
+    """fprop, dgrad and wgrad of a linear of ``inside`` to ``outside`` features."""
+    return (
+        ((TOKENS, outside), fast["fprop"]),
+        ((TOKENS, inside), fast["dgrad"]),
+        ((outside, inside), fast["wgrad"]),
+    )
+
+
+def step(layer: nn.Module, recipe: Recipe, dtype: torch.dtype) -> None:
+    with autocast(recipe=recipe):
+        y = layer(torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True))
+    y.backward(torch.randn(y.shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_linear(name: str, bias: bool, dtype: torch.dtype, seen: list[Call]) -> None:
+    """Each product as its recipe says, also where the bias is added after the product."""
+    recipe, fast = RECIPES[name]
+    step(Linear(WIDTH, OUT, bias=bias, params_dtype=dtype), recipe, dtype)
+    assert seen == [*calls_of(fast, WIDTH, OUT)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layernorm_linear(name: str, seen: list[Call]) -> None:
+    recipe, fast = RECIPES[name]
+    step(LayerNormLinear(WIDTH, OUT), recipe, torch.float32)
+    assert seen == [*calls_of(fast, WIDTH, OUT)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layernorm_mlp(name: str, seen: list[Call]) -> None:
+    recipe, fast = RECIPES[name]
+    step(LayerNormMLP(WIDTH, OUT), recipe, torch.float32)
+    fprop_1, *backward_1 = calls_of(fast, WIDTH, OUT)
+    assert seen == [fprop_1, *calls_of(fast, OUT, WIDTH), *backward_1]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_symmetric_memory(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two products that communicate are asked for the same."""
+    found: list[Any] = []
+
+    def gathers(a: Tensor, bs: Any, a_scale: Any, b_scales: Any, dim: int, name: str, *rest: Any) -> Any:
+        found.append(rest[3])
+        return a, [a.new_zeros(a.shape[0], bs[0].shape[1], dtype=torch.float32)]
+
+    def sums(a: Tensor, b: Tensor, *rest: Any, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+        found.append(use_fast_accum)
+        return a.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+
+    operations = SimpleNamespace(fused_all_gather_scaled_matmul=gathers, fused_scaled_matmul_reduce_scatter=sums)
+    monkeypatch.setattr(symmetric_memory, "operations", lambda: operations)
+    x, w = (Quantizer(Format("e4m3"))(torch.randn(rows, WIDTH)) for rows in (TOKENS, OUT))
+    product, group = Product("fprop", w, torch.float32, fast), Group("alone", 1, 0)
+    symmetric_memory.gather_and_multiply(product, x.along(ROWWISE), group)
+    symmetric_memory.multiply_and_sum(product, x.along(ROWWISE), group)
+    assert found == [[fast], fast]
+
+
+def test_block_scaling(seen: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLASLt's block scaling sums in fp32: never fast."""
+    monkeypatch.setattr(capability, "backend", lambda a, b, device: "native")
+    step(Linear(WIDTH, OUT, params_dtype=torch.bfloat16), named("block"), torch.bfloat16)
+    assert [fast for _, fast in seen] == [False] * 3
+
+
+OTHERS: dict[str, tuple[Recipe, Accumulation]] = {
+    "block": (named("block"), SLOW),
+    "mxfp8": (named("mxfp8"), DEFAULT),
+    "nvfp4": (named("nvfp4"), DEFAULT),
+    "custom": (CustomRecipe(lambda role: Quantizer.identity()), DEFAULT),
+}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *OTHERS])
+def test_plan(name: str) -> None:
+    """Of the recipes that no library multiplies on a CPU as well."""
+    recipe, expected = (RECIPES | OTHERS)[name]
+    plan = linear_plan(recipe)
+    assert {gemm: getattr(plan, f"fast_{gemm}") for gemm in DEFAULT} == expected

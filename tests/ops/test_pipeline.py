@@ -1,0 +1,361 @@
+"""Casts that are replayed from a recording give what the reference gives: compiled on a GPU, interpreted on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from minifloat import quantizer
+from minifloat.formats import IDENTITY, ROWWISE, Format
+from minifloat.operand import Quantized
+from minifloat.ops import quantize
+from minifloat.ops.launch import Kernel, count_launches
+from minifloat.ops.quantize import pipeline
+from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
+from minifloat.recipe import QuantizerRole, named
+from tests.helpers import triton_interpreter  # noqa: F401
+
+E4M3, E5M2 = Quantizer(Format("e4m3")), Quantizer(Format("e5m2"))
+GIVEN = Quantizer(Format("e4m3", scale_rule="given"))
+MX, STRIPS = Format(block=32, scale_rule="e8m0"), Format(block=128, scale_rule="pow2")
+NV, NV_TILES = Format("e2m1", 16, scale_rule="two_level"), Format("e2m1", 16, tile=True, scale_rule="two_level")
+NV_STOCHASTIC = Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")
+
+
+def of_recipe(name: str) -> list[Quantizer]:
+    kinds = ("input", "weight", "grad_output")
+    return [named(name).resolve(QuantizerRole("linear", kind, ""))[0] for kind in kinds]
+
+
+CASES = {name: of_recipe(name) for name in ("current", "delayed", "block", "mxfp8", "nvfp4")} | {
+    "MXFP8 | current": [Quantizer(MX, E5M2.row_format), E4M3],
+    "current | block": [Quantizer(E4M3.row_format, STRIPS), Quantizer(STRIPS, E5M2.row_format)],
+    "two elements": [Quantizer(E4M3.row_format, E5M2.row_format), E5M2],
+    "delayed | current": [Quantizer(GIVEN.row_format, E5M2.row_format), GIVEN, E4M3],
+    "NVFP4 strips | tiles": [Quantizer(NV, NV_TILES), Quantizer(NV_TILES, NV), Quantizer(MX, NV)],
+    "stochastic | nearest": [Quantizer(NV_STOCHASTIC, NV_STOCHASTIC), Quantizer(NV, NV_STOCHASTIC)],
+    "identity | current": [Quantizer(IDENTITY, E5M2.row_format), Quantizer(E5M2.row_format, IDENTITY), E4M3],
+    "chained": [Quantizer(E4M3.row_format, E5M2.row_format, columnwise_source="rowwise_dequantized"), E4M3],
+}
+
+
+class Interpreted:
+    """Stands for a compiled kernel on a CPU: takes addresses, and runs the kernel on what lies there."""
+
+    function = metadata = 0
+
+    def __init__(self, kernel: Kernel, tensors: Any, integers: Any, constants: tuple[Any, ...], warps: int) -> None:
+        self.kernel, self.integers, self.constants, self.warps = kernel, len(integers), constants, warps
+        self.like = [
+            tuple(each.to("meta") for each in t) if isinstance(t, tuple) else t.to("meta") for t in tensors
+        ]  # no recording may hold a tensor, so that this may not either
+
+    def run(self, programs: int, *args: Any) -> None:
+        rest = args[8:]  # the grid, the stream, and what Triton's launcher wants
+        pointers, integers = rest[: len(self.like)], rest[len(self.like) :][: self.integers]
+        assert rest[len(self.like) + self.integers :] == self.constants
+        tensors = [
+            tuple(map(self._at, like, place)) if isinstance(like, tuple) else self._at(like, place)
+            for like, place in zip(self.like, pointers, strict=True)
+        ]
+        self.kernel._through_jit(programs, tensors, integers, self.constants, self.warps)
+
+    @staticmethod
+    def _at(like: Tensor, pointer: int) -> Tensor:
+        if not like.numel():
+            return torch.empty(0, dtype=like.dtype)
+        assert pointer and (like.numel() == 1 or pointer % 16 == 0), "no address where a kernel may read"
+        extent = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+        memory = (ctypes.c_uint8 * (extent * like.itemsize)).from_address(pointer)
+        return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+@pytest.fixture(autouse=True)
+def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a CPU take the way of a GPU: the same layouts in memory, the same calls past the dispatcher."""
+    monkeypatch.setattr(quantizer, "_batches", {})
+    if device.type == "cuda":
+        return
+    if torch.cuda.is_available():
+        pytest.skip("the compiled kernels are tested here, not the interpreted ones")
+    batch = quantizer._batch
+    monkeypatch.setattr(quantizer, "_batch", lambda quantizers, on: batch(quantizers, on and "cuda"))
+    monkeypatch.setattr(quantizer, "directly", lambda x: not torch.is_grad_enabled())
+    monkeypatch.setattr(Kernel, "compiled", lambda *args: Interpreted(*args))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+
+def values(device: torch.device, *shapes: tuple[int, int], scale: float = 1.0) -> list[Tensor]:
+    """Tensors of quite different amaxes, NaN and zeros among them."""
+    xs = [torch.randn(shape, device=device) * scale * 7**i for i, shape in enumerate(shapes)]
+    for x in xs:
+        x.view(-1)[1:2] = torch.nan
+        x.view(-1)[2:40] = 0.0
+    return [x.bfloat16() for x in xs]
+
+
+def replayed(xs: list[Tensor], how: list[Quantizer], amaxes: Any = None, scales: Any = None) -> list[Quantized]:
+    with torch.no_grad():
+        return cast_all(xs, how, amaxes, scales=scales, gemm_ready=True)
+
+
+def by_reference(
+    xs: list[Tensor], how: list[Quantizer], amaxes: Sequence[Amaxes | None] | None = None, scales: Any = None
+) -> list[Quantized]:
+    """By the definitions in plain PyTorch: nothing is recorded or replayed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantizer, "directly", lambda x: False)
+        patch.setattr(quantize, "amax", quantize._amax)
+        patch.setattr(quantize, "cast", quantize._cast)
+        patch.setattr(quantize, "dequantize", quantize._dequantize)
+        return cast_all(xs, how, amaxes, scales=scales, gemm_ready=True)
+
+
+def assert_same(actual: list[Quantized], expected: list[Quantized]) -> None:
+    for got, want in zip(actual, expected, strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert a.layout == b.layout
+                assert strides(a.codes) == strides(b.codes)
+                for part, other in zip(a[:3], b[:3], strict=True):
+                    assert_same_bits(part, other)
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    if a is None or b is None:
+        assert a is b
+        return
+    assert a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def strides(x: Tensor) -> list[int]:
+    """Those that say where an element is."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+def known(how: list[Quantizer]) -> list[Any]:
+    """What was recorded for these quantizers: None for what cannot be replayed."""
+    requests = quantizer._batch(how, "cuda").requests.values()
+    return [recording for request in requests for recording in request.known.values()]
+
+
+@contextmanager
+def nothing_else() -> Iterator[None]:
+    """Inside, nothing may be cast but by replaying a recording."""
+
+    def never(*args: Any) -> Any:
+        raise AssertionError("a recording should have been replayed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_step_by_step", never)
+        yield
+
+
+@pytest.mark.parametrize("usage", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
+@pytest.mark.parametrize("case", CASES)
+def test_replays(case: str, usage: tuple[bool, bool], device: torch.device) -> None:
+    row, column = usage
+    how = [CASES[case][0].with_usage(rowwise=row, columnwise=column), *CASES[case][1:]]
+    for call in range(2):
+        xs = values(device, (32, 48), (17, 33), (16, 16), scale=10.0**call)[: len(how)]
+        scales = [torch.full((1,), 3.0 + call + i, device=device) for i in range(len(xs))]
+        torch.manual_seed(call)
+        expected = by_reference(xs, how, scales=scales)
+        torch.manual_seed(call)  # the same random bits
+        with nothing_else() if call else count_launches() as counted:
+            actual = replayed(xs, how, scales=scales)
+        assert_same(actual, expected)
+        assert counted is None or sum(counted.values()) >= 1
+        assert [type(recording) for recording in known(how)] == [pipeline._Recording]
+
+
+@pytest.mark.parametrize("case", ["current", "delayed", "nvfp4", "MXFP8 | current"])
+def test_launches_are_the_recorded_ones_and_outputs_new(case: str, device: torch.device) -> None:
+    how = CASES[case]
+    scales = [torch.full((1,), 3.0, device=device)] * len(how)
+    xs = values(device, (32, 48), (17, 33), (16, 16))[: len(how)]
+    expected = by_reference(xs, how, scales=scales)
+    counts, results = [], []
+    for call in range(3):
+        with count_launches() as launches:
+            results.append(replayed([x * 3**call for x in xs] if call else xs, how, scales=scales))
+        counts.append(launches)
+    assert sum(counts[0].values()) > 0 and counts[0] == counts[1] == counts[2]
+    if case != "nvfp4":  # whose gradient is rounded at random
+        assert_same(results[0], expected)
+    memory = [
+        {part.data_ptr() for q in result for o in q if o for part in (o.codes, o.scale_inv)} for result in results
+    ]
+    assert not memory[0] & memory[1] and not memory[1] & memory[2]
+
+
+def test_a_recording_keeps_no_tensor(device: torch.device) -> None:
+    xs = values(device, (32, 48), (17, 33))
+    result = replayed(xs, [E4M3, E5M2])
+    parts = [*xs, *[part for q in result for part in (q.any.codes, q.any.scale_inv)]]
+    left = [weakref.ref(part) for part in parts]
+    assert len(known([E4M3, E5M2])) == 1
+    del xs, result, parts
+    gc.collect()
+    assert not [each for each in left if each() is not None]
+
+
+def test_which_tensors_are_the_same_is_part_of_a_recording(device: torch.device) -> None:
+    how = [E4M3, E4M3, Quantizer(MX, E4M3.row_format)]
+    a, b, c = values(device, (32, 48), (32, 48), (32, 48))
+    for count, xs in enumerate(([a, a, a], [a, b, c], [a, b, b], [a, b, a]), start=1):
+        expected = by_reference(xs, how)
+        assert_same(replayed(xs, how), expected)
+        assert len(known(how)) == count
+        with nothing_else():
+            assert_same(replayed(xs, how), expected)
+    with nothing_else():
+        assert_same(replayed([c, c, c], how), by_reference([c, c, c], how))
+        assert_same(replayed([c, b, a], how), by_reference([c, b, a], how))
+
+
+def test_one_scale_for_several_tensors_or_one_each(device: torch.device) -> None:
+    how = [GIVEN, GIVEN]
+    xs = values(device, (32, 48), (17, 33))
+    one, other = torch.tensor([2.0], device=device), torch.tensor([30.0], device=device)
+    for scales in ([one, one], [one, other], [other, other], [other, one]):
+        assert_same(replayed(xs, how, scales=scales), by_reference(xs, how, scales=scales))
+    assert [type(each) for each in known(how)] == [pipeline._Recording] * 2
+
+
+@pytest.mark.parametrize("case", ["current", "nvfp4", "MXFP8 | current"])
+def test_known_amaxes(case: str, device: torch.device) -> None:
+    how = CASES[case][:2]
+    for call in range(2):
+        xs = values(device, (16, 32), (17, 33), scale=10.0**call)
+        found = [tuple(level * 2 if level is not None else None for level in each) for each in find_amaxes(xs, how)]
+        for amaxes in (None, found, [found[0], None], [None, found[1]]):
+            expected = by_reference(xs, how, amaxes)
+            with nothing_else() if call else count_launches():
+                assert_same(replayed(xs, how, amaxes), expected)
+    assert [type(each) for each in known(how)] == [pipeline._Recording] * 4
+
+
+@pytest.mark.parametrize("case", ["current", "nvfp4", "delayed", "stochastic | nearest", "NVFP4 strips | tiles"])
+def test_amaxes_alone(case: str, device: torch.device) -> None:
+    """As before an agreement between ranks, which may put the result in their place."""
+    how = CASES[case]
+    before: list[Amaxes] = []
+    for call in range(3):
+        xs = values(device, (32, 48), (17, 33), (16, 16), scale=10.0**call)[: len(how)]
+        expected = [
+            tuple([quantize._amax([x], [fmt.spec], [dim])[0] if fmt.needs_amax else None for fmt, dim in q.casts])
+            for x, q in zip(xs, how, strict=True)
+        ]
+        with torch.no_grad(), nothing_else() if call else count_launches():
+            found = find_amaxes(xs, how)
+        for levels, others in zip(found, expected, strict=True):
+            for level, other in zip(levels, others, strict=True):
+                assert_same_bits(level, other)
+        for level in [level for levels in before for level in levels if level is not None]:
+            assert level == -1.0, "memory of an earlier call"
+        before = found
+        for level in [level for levels in found for level in levels if level is not None]:
+            level.fill_(-1.0)
+
+
+def test_levels_that_a_recording_cannot_take(device: torch.device) -> None:
+    """They are cast step by step, before and after something was recorded."""
+    (x,) = values(device, (32, 48))
+    scales = torch.tensor([[2.0, 5.0], [9.0, 4.0]], device=device)
+    for call in range(2):
+        for scale in (scales[0, :1].double(), scales[0, :1].bfloat16(), scales[0, 1:], scales[1:, 0]):
+            expected = by_reference([x], [GIVEN], scales=[scale.float()])
+            assert_same(replayed([x], [GIVEN], scales=[scale]), expected)
+        if not call:
+            replayed([x], [GIVEN], scales=[scales[1, 1:]])
+    assert [type(each) for each in known([GIVEN])] == [pipeline._Recording]
+    how = [Quantizer(MX, columnwise=False)]
+    (blocks,) = quantize._amax([x], [MX.spec], [ROWWISE])  # as a group of ranks finds them, block by block
+    for _ in range(2):
+        replayed([x], how)
+        for level in (blocks * 4, (blocks * 4).t().contiguous().t(), torch.stack([blocks, blocks * 4], -1)[..., 1]):
+            assert_same(replayed([x], how, [(level,)]), by_reference([x], how, [(level.contiguous(),)]))
+    how = [Quantizer(NV, columnwise=False)]
+    for level in (scales[0, 1:], scales[1, 1:], scales[1, :1]):  # of which the first two are read as copies
+        assert_same(replayed([x], how, [(level,)]), by_reference([x], how, [(level,)]))
+
+
+def test_inputs_that_kernels_read_copies_of(device: torch.device) -> None:
+    how = [E4M3, Quantizer(MX, E4M3.row_format)]
+    (wide,) = values(device, (34, 48))
+    other = values(device, (32, 48))[0]
+    inputs = [wide.flatten()[3 : 3 + 32 * 48].view(32, 48), wide[:, :32].t(), wide[::2][:, 1:], wide[1:33]]
+    for _ in range(2):
+        for x in inputs:
+            xs = [x, other]
+            assert_same(replayed(xs, how), by_reference([x.contiguous(), other], how))
+    assert [type(each) for each in known(how)] == [pipeline._Recording]  # of the last, which begins where it should
+
+
+def test_shapes_dtypes_and_leading_dims(device: torch.device) -> None:
+    how = [E4M3, E5M2]
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            xs = [values(device, (8, 48))[0].to(dtype).view(2, 4, 48), torch.ones(16, dtype=dtype, device=device)]
+            assert_same(replayed(xs, how), by_reference(xs, how))
+    assert [type(each) for each in known(how)] == [pipeline._Recording] * 3
+
+
+@pytest.mark.parametrize("case", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+def test_empty_tensors(case: str, device: torch.device) -> None:
+    how = CASES[case]
+    scales = [torch.full((1,), 3.0, device=device)] * 3
+    for shapes in ([(0, 32), (16, 32), (0, 32)], [(16, 32), (0, 32), (16, 0)], [(0, 32), (0, 16), (0, 32)]):
+        for call in range(3):
+            xs = values(device, *shapes, scale=10.0**call)
+            torch.manual_seed(call)
+            expected = by_reference(xs, how, scales=scales)
+            torch.manual_seed(call)
+            assert_same(replayed(xs, how, scales=scales), expected)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        [Quantizer(Format(block=8, scale_rule="e8m0"), E4M3.row_format), E4M3],  # no kernel
+        [Quantizer(Format("e2m1", 16, scale_rule="two_level", amax_per_row=True)), E4M3],  # as many amaxes as rows
+    ],
+    ids=["no kernel", "amaxes by row"],
+)
+def test_what_cannot_be_replayed(how: list[Quantizer], device: torch.device) -> None:
+    for call in range(3):
+        xs = values(device, (32, 48), (17, 33), scale=10.0**call)
+        assert_same(replayed(xs, how), by_reference(xs, how))
+        assert known(how) == [None]
+
+
+def test_recordings_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pipeline.MOST_SHAPES == 256
+    monkeypatch.setattr(pipeline, "MOST_SHAPES", 3)
+    for rows in (1, 2, 3, 4, 5, 4, 1, 7, 9):
+        xs = values(device, (rows, 48))
+        assert_same(replayed(xs, [E4M3]), by_reference(xs, [E4M3]))
+        assert 1 <= len(known([E4M3])) <= 3
+        with nothing_else():
+            assert_same(replayed(xs, [E4M3]), by_reference(xs, [E4M3]))
+
+
+def test_a_missing_scale_is_an_error(device: torch.device) -> None:
+    xs = values(device, (16, 16), (16, 16))
+    scale = torch.ones(1, device=device)
+    replayed(xs, [GIVEN, GIVEN], scales=[scale, scale])
+    with pytest.raises(ValueError, match="delayed scaling casts with a scale"):
+        replayed(xs, [GIVEN, GIVEN], scales=[scale, None])

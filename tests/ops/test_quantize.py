@@ -1,0 +1,913 @@
+"""The casts of the package against the oracle, bit for bit: codes, scales, amaxes and the values they stand for.
+
+Each format is cast along each dim that it is defined for, from every dtype, at shapes that are not whole blocks, on
+inputs that reach each branch of docs/numerics.md. The oracle is numpy and shares no code with the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, parse
+from minifloat.operand import Operand
+from minifloat.ops import quantize
+from minifloat.ops.quantize import philox, reference
+from minifloat.quantizer import Quantizer, cast_all, find_amaxes
+from tests.helpers import oracle, vectors
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(1, 1), (3, 5), (16, 16), (17, 129), (130, 70), (128, 256)]
+EMPTY = [(0, 64), (5, 0), (0, 0)]
+SEED = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
+"""Seed and offset of stochastic rounding, with bits in all four words."""
+
+
+def _fp8_formats() -> Iterator[Format]:
+    for element in ("e4m3", "e5m2"):
+        yield Format(element, scale_rule="given")
+        for tile in (False, True):
+            yield Format(element, 32, tile, "e8m0")
+        for rule in ("fp32", "pow2"):
+            for eps in (0.0, 1e-3) if element == "e4m3" else (0.0,):
+                yield Format(element, scale_rule=rule, amax_epsilon=eps)  # type: ignore[arg-type]
+                for tile in (False, True):
+                    yield Format(element, 128, tile, rule, amax_epsilon=eps)  # type: ignore[arg-type]
+
+
+def _nvfp4_formats() -> Iterator[Format]:
+    plain = Format("e2m1", 16, scale_rule="two_level")
+    yield from (plain, replace(plain, tile=True), replace(plain, amax_per_row=True))
+    for rounding in ("nearest", "stochastic"):
+        yield replace(plain, transform="hadamard16", rounding=rounding)  # type: ignore[arg-type]
+    yield replace(plain, rounding="stochastic")
+    for rounding in ("four_over_six_mae", "four_over_six_mse"):
+        for largest in (448.0, 256.0):
+            found = replace(plain, rounding=rounding, block_scale_max=largest)  # type: ignore[arg-type]
+            yield from (found, replace(found, tile=True), replace(found, amax_per_row=True))
+
+
+FORMATS = [*_fp8_formats(), *_nvfp4_formats()]
+CASTS = [
+    (fmt, dim)
+    for fmt in FORMATS
+    for dim in (ROWWISE, COLUMNWISE)
+    if not (dim == COLUMNWISE and fmt.symmetric) and not (dim == ROWWISE and fmt.transform == "hadamard16")
+]
+
+
+def for_each(casts: list[tuple[Format, int]]) -> pytest.MarkDecorator:
+    """Parametrises a test over casts."""
+    return pytest.mark.parametrize(
+        ("fmt", "dim"), casts, ids=[f"{fmt.spec}-{'row' if dim else 'column'}" for fmt, dim in casts]
+    )
+
+
+FOR_EACH_CAST = for_each(CASTS)
+_NAME = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
+FOR_EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, **_NAME)
+FP16_SLOW = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], **_NAME
+)
+
+
+# ---- Inputs ----------------------------------------------------------------------------------------------------------
+
+
+def _random(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape)
+
+
+def _heavy_tailed(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape) * torch.exp(2.5 * torch.randn(shape))
+
+
+def _ties(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Multiples of 1/16 up to 8: halfway between neighbours of every element type, at a scale of a power of two."""
+    return torch.randint(-128, 129, shape) / 16
+
+
+def _tiny(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """About an eighth of the smallest normal number: denormal inputs, infinite scales, denormal inverses."""
+    return torch.randn(shape) * 0.125 * torch.finfo(dtype).tiny
+
+
+def _huge(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return (torch.rand(shape) * 0.5 + 0.5) * torch.finfo(dtype).max * torch.randn(shape).sign()
+
+
+def _uneven(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Rows and columns of very different size: block scales that underflow beside some that are large."""
+    return torch.randn(shape) * 2.0 ** torch.randint(-9, 6, (shape[0], 1)) * 2.0 ** torch.randint(-9, 6, (1, shape[1]))
+
+
+def _zero(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape)
+
+
+def _negative_zero(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return -torch.zeros(shape)
+
+
+def _zero_blocks(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Whole strips and tiles of zeros of both signs; both corners of a large matrix stay."""
+    x = torch.randn(shape)
+    x[16:64, : max(1, shape[1] // 2)] = 0.0
+    x[:16, 16:64] = -0.0
+    return x
+
+
+def _with(values: list[float], shape: tuple[int, int]) -> Tensor:
+    """Normal numbers with some of ``values`` at about one place in 40, the first in the first place."""
+    x = torch.randn(shape)
+    chosen = torch.rand(shape) < 0.025
+    chosen.view(-1)[:1] = True
+    x[chosen] = torch.tensor(values).repeat(chosen.numel())[: int(chosen.sum())]
+    return x
+
+
+def _infinite(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return _with([torch.inf, -torch.inf], shape)
+
+
+def _with_nan(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return _with([torch.nan], shape)
+
+
+def _with_nan_and_infinity(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return _with([torch.nan, torch.inf, -torch.inf, 0.0, -0.0], shape)
+
+
+def _all_nan(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, torch.nan)
+
+
+KINDS = {
+    kind.__name__.strip("_"): kind
+    for kind in (
+        _random, _heavy_tailed, _ties, _tiny, _huge, _uneven, _zero, _negative_zero, _zero_blocks, _infinite, _with_nan,
+        _with_nan_and_infinity, _all_nan,
+    )
+}  # fmt: skip
+DENSE = ("random", "heavy_tailed", "ties")
+"""Kinds for the shapes of many whole blocks; the other shapes take every kind."""
+
+
+class Input(NamedTuple):
+    label: str
+    tensor: Tensor
+
+
+@functools.cache
+def inputs(dtype: torch.dtype) -> list[Input]:
+    """Every kind at every shape, the large ones in three kinds each. Made once: no test writes to its input."""
+    torch.manual_seed(0)
+    generated = []
+    for shape in SHAPES:
+        for kind, make in KINDS.items():
+            if shape[0] * shape[1] < 3000 or kind in DENSE or (kind == "uneven" and shape == (130, 70)):
+                generated.append(Input(f"{kind} {shape}", make(shape, dtype).to(dtype)))
+    return generated
+
+
+# ---- What the oracle says --------------------------------------------------------------------------------------------
+
+
+class Expected(NamedTuple):
+    codes: oracle.U8
+    scales: np.ndarray[Any, Any]
+    amax: oracle.F32 | None
+
+
+def expected(
+    x: Tensor, fmt: Format, dim: int, level: float | oracle.F32 | None = None, seed: tuple[int, int] = SEED
+) -> Expected:
+    """The oracle's cast of ``x`` [M, K]. ``level`` is an amax from outside, or the scale for delayed scaling."""
+    values, largest = _numpy(x.float()), torch.finfo(x.dtype).max
+    eps, pow2 = fmt.amax_epsilon, fmt.scale_rule == "pow2"
+    if fmt.scale_rule == "given":
+        assert level is not None
+        return Expected(*oracle.per_tensor_given(values, fmt.element, level))
+    if fmt.scale_rule == "two_level":
+        return Expected(*_expected_nvfp4(values, fmt, dim, level, seed))
+    if fmt.scale_rule == "e8m0":
+        return Expected(*oracle.mxfp8(values, fmt.element, dim, fmt.tile), None)
+    if fmt.block == 0:
+        return Expected(*oracle.per_tensor_current(values, fmt.element, pow2, eps, level), None)
+    if fmt.tile:
+        return Expected(*oracle.block_2d(values, fmt.element, pow2, eps, largest, fmt.block), None)
+    return Expected(*oracle.block_1d(values, fmt.element, pow2, eps, largest, dim, fmt.block), None)
+
+
+def _expected_nvfp4(
+    values: oracle.F32, fmt: Format, dim: int, level: float | oracle.F32 | None, seed: tuple[int, int]
+) -> tuple[oracle.U8, oracle.U8, oracle.F32]:
+    hadamard = fmt.transform == "hadamard16"
+    rows = -(-values.shape[0] // 16) * 16 if hadamard else values.shape[0]
+    if values.size == 0:  # nothing to rotate
+        values, hadamard = np.zeros((rows, values.shape[1]), np.float32), False
+    stochastic = fmt.rounding == "stochastic"
+    return oracle.nvfp4(
+        values,
+        dim,
+        two_d=fmt.tile,
+        hadamard=hadamard,
+        stochastic=oracle.random_bytes(*seed, rows, values.shape[1], 0 if dim else 1) if stochastic else None,
+        four_over_six={"mae": "MAE", "mse": "MSE"}.get(fmt.rounding[-3:]),
+        e4m3_max=fmt.block_scale_max,
+        row_scaled=fmt.amax_per_row,
+        amax=level,
+    )
+
+
+def expected_values(cast: Expected, fmt: Format, dim: int, shape: tuple[int, ...]) -> oracle.F32:
+    """The fp32 values that the oracle says a cast stands for, not rotated back."""
+    if cast.codes.size == 0:
+        return np.zeros(shape, np.float32)
+    if fmt.scale_rule == "two_level":
+        assert cast.amax is not None
+        size = cast.codes.shape[0] * 2 if fmt.transform == "hadamard16" else shape[dim]
+        return oracle.dequantize_nvfp4(cast.codes, cast.scales, cast.amax, dim, size, fmt.tile, fmt.block_scale_max)
+    if fmt.scale_rule == "e8m0":
+        return oracle.dequantize_mxfp8(cast.codes, cast.scales, fmt.element, dim, fmt.tile)
+    if fmt.block == 0:
+        return oracle.dequantize_per_tensor(cast.codes, cast.scales, fmt.element)
+    if fmt.tile:
+        return oracle.dequantize_block_2d(cast.codes, cast.scales, fmt.element, fmt.block)
+    return oracle.dequantize_block_1d(cast.codes, cast.scales, fmt.element, dim, fmt.block)
+
+
+# ---- What the package says -------------------------------------------------------------------------------------------
+
+
+def _numpy(x: Tensor) -> np.ndarray[Any, Any]:
+    return x.detach().cpu().contiguous().numpy()
+
+
+def quantizer(fmt: Format, dim: int) -> Quantizer:
+    """Casts to ``fmt`` along ``dim`` only."""
+    return Quantizer(fmt, rowwise=dim == ROWWISE, columnwise=dim == COLUMNWISE)
+
+
+def actual(x: Tensor, fmt: Format, dim: int, level: Tensor | None = None, seed: tuple[int, int] = SEED) -> Expected:
+    """The package's cast, in the oracle's form."""
+    if fmt.scale_rule == "given" and level is None:
+        level = torch.ones(1, device=x.device)
+    amaxes = quantizer(fmt, dim).amax(x) if level is None else (level,)
+    rng = torch.tensor(seed, device=x.device)
+    operand = quantizer(fmt, dim).cast(x, amaxes, rng).any
+    assert (operand.format, operand.dim, operand.shape, operand.dtype) == (fmt, dim, tuple(x.shape), x.dtype)
+    assert operand.scale_inv is not None
+    amax = None if operand.amax is None else _numpy(operand.amax)
+    return Expected(_numpy(operand.codes), _numpy(operand.scale_inv), amax)
+
+
+def same(a: np.ndarray[Any, Any] | None, b: np.ndarray[Any, Any] | None) -> bool:
+    """Equal bits, shapes and dtypes, but that one NaN is as good as another."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    nan = np.isnan(a) & np.isnan(b) if a.dtype.kind == "f" else np.zeros(a.shape, np.bool_)
+    unsigned = f"u{a.dtype.itemsize}"
+    bits_a, bits_b = (np.ascontiguousarray(each).view(unsigned) for each in (a, b))
+    return bool(((bits_a == bits_b) | nan).all())
+
+
+def differences(label: str, got: Expected, want: Expected) -> list[str]:
+    """What differs, in words; empty if nothing does."""
+    return [f"{label}: {field}" for field, a, b in zip(Expected._fields, got, want, strict=True) if not same(a, b)]
+
+
+# ---- Worked vectors --------------------------------------------------------------------------------------------------
+
+
+def _format_of(vector: vectors.Vector) -> tuple[Format, int]:
+    """The format and dim that a vector is about; the oracle's keyword arguments translated."""
+    kwargs = vector.kwargs
+    dim = kwargs.get("dim", ROWWISE)
+    rule = "pow2" if kwargs.get("pow2") else "fp32"
+    if vector.function == "per_tensor_current":
+        return Format(kwargs["fmt"], scale_rule=rule), dim  # type: ignore[arg-type]
+    if vector.function.startswith("block"):
+        return Format(kwargs["fmt"], 128, vector.function == "block_2d", rule), dim  # type: ignore[arg-type]
+    if vector.function == "mxfp8":
+        return Format(kwargs["fmt"], 32, kwargs.get("two_d", False), "e8m0"), dim
+    assert vector.function == "nvfp4", f"no format for the vectors of oracle.{vector.function}"
+    search = kwargs.get("four_over_six")
+    fmt = Format(
+        "e2m1",
+        16,
+        kwargs.get("two_d", False),
+        "two_level",
+        transform="hadamard16" if kwargs.get("hadamard") else "none",
+        rounding=f"four_over_six_{search.lower()}" if search else "nearest",  # type: ignore[arg-type]
+        block_scale_max=float(kwargs.get("e4m3_max", 448)),
+        amax_per_row=kwargs.get("row_scaled", False),
+    )
+    return fmt, dim
+
+
+@pytest.mark.parametrize("vector", vectors.VECTORS, ids=lambda vector: vector.name)
+def test_worked_vector(vector: vectors.Vector, device: torch.device) -> None:
+    fmt, dim = _format_of(vector)
+    x = torch.from_numpy(vector.x).to(device, torch.bfloat16)
+    got = actual(x, fmt, dim)
+    stated = np.ones(vector.codes.shape, np.bool_) if vector.given is None else vector.given
+    assert same(got.codes[stated], vector.codes[stated])
+    assert same(got.scales, vector.scales)
+    if vector.amax is not None:
+        assert same(got.amax, vector.amax)
+    if vector.dequantized is not None:
+        values = _numpy(quantizer(fmt, dim)(x).dequantize(torch.float32))
+        tolerance = 0 if vector.digits is None else 0.5 * 10.0**-vector.digits + 1e-9
+        known = ~np.isnan(vector.dequantized)
+        np.testing.assert_allclose(values[known], vector.dequantized[known], rtol=1e-7, atol=tolerance)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_fp8_element_casts(element: str, device: torch.device) -> None:
+    values, codes = zip(*vectors.CAST_FP8[element], strict=True)
+    x = torch.tensor(values, device=device)
+    assert reference.cast_element(x, element).tolist() == list(codes)
+
+
+def test_e2m1_element_casts(device: torch.device) -> None:
+    values, codes = map(list, zip(*vectors.CAST_E2M1, strict=True))
+    for boundary, below, at, above in vectors.CAST_E2M1_TIES:
+        around = [np.nextafter(np.float32(boundary), np.float32(end)) for end in (0, 10)]
+        values += [float(around[0]), boundary, float(around[1])]
+        codes += [below, at, above]
+    assert reference.cast_element(torch.tensor(values, device=device), "e2m1").tolist() == codes
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2", "e2m1"])
+def test_element_cast_of_every_bf16(element: str, device: torch.device) -> None:
+    """All 65536 bf16 numbers, and the fp32 neighbours of each, where a tie is missed or invented."""
+    bf16 = torch.arange(1 << 16, dtype=torch.int32) << 16
+    x = torch.cat([bf16, bf16 + 1, bf16 - 1]).view(torch.float32)
+    cast = oracle.cast_e2m1 if element == "e2m1" else lambda values: oracle.cast_fp8(values, element)
+    assert same(_numpy(reference.cast_element(x.to(device), element)), cast(_numpy(x)))
+
+
+def test_e8m0_rounds_up(device: torch.device) -> None:
+    values, codes = zip(*vectors.FLOAT_TO_E8M0, strict=True)
+    assert reference.e8m0_from_float(torch.tensor(values, device=device)).tolist() == list(codes)
+    every = torch.arange(256, dtype=torch.uint8)
+    assert same(_numpy(reference.e8m0_value(every.to(device))), oracle.e8m0_value(_numpy(every)))
+
+
+@pytest.mark.parametrize(("largest", "pow2", "scales"), vectors.SCALES)
+def test_scale_of_an_amax(largest: float, pow2: bool, scales: list[float], device: torch.device) -> None:
+    """The table of numerics.md 0.3, as scale_inv = RN32(1 / s)."""
+    fmt = Format("e4m3" if largest == 448 else "e5m2", scale_rule="pow2" if pow2 else "fp32")
+    x = torch.ones(1, 1, device=device)
+    for amax, scale in zip(vectors.SCALE_AMAXES, scales, strict=True):
+        got = actual(x, fmt, ROWWISE, torch.tensor([amax], device=device))
+        assert same(got.scales, oracle.reciprocal(np.array([scale], np.float32))), f"amax {amax}"
+
+
+@pytest.mark.parametrize(("amax", "code"), vectors.MXFP8_EDGES)
+def test_mxfp8_scale_of_a_block(amax: float, code: int, device: torch.device) -> None:
+    x = torch.tensor([[float(amax)]], device=device)
+    assert actual(x, Format("e4m3", 32, scale_rule="e8m0"), ROWWISE).scales.tolist() == [[code]]
+
+
+def test_stochastic_rounding_of_given_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the amax 448 * 6 and a 6 in the block, both scales are 1 and the numbers meet the grid as they are."""
+    fmt = Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")
+    bits = torch.from_numpy(vectors.STOCHASTIC_BYTES).repeat(len(vectors.STOCHASTIC), 1)
+    monkeypatch.setattr(philox, "random_bytes", lambda *_: torch.nn.functional.pad(bits, (0, 1)))
+    x = torch.tensor([[value] * 5 + [6.0] for value, _ in vectors.STOCHASTIC])
+    got = quantizer(fmt, ROWWISE).cast(x, (torch.tensor([448.0 * 6]),), torch.zeros(2, dtype=torch.int64))
+    assert got.dequantize()[:, :5].tolist() == [values for _, values in vectors.STOCHASTIC]
+
+
+@pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
+def test_stochastic_rounding_is_unbiased(dim: int) -> None:
+    """The mean over 16384 draws lies within 5 standard errors, and the 1/256 of a step that eight bits leave."""
+    fmt = Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")
+    values = torch.tensor([0.1, 0.3, -0.6, 1.1, 1.7, 2.2, -2.9, 3.5, 4.3, -5.9, 0.0, 6.0, 0.5, 1.5, 3.0, 4.0])
+    x = values.repeat(16384, 1) if dim == ROWWISE else values[:, None].repeat(1, 16384)
+    got = quantizer(fmt, dim).cast(x, (torch.tensor([448.0 * 6]),), torch.tensor(SEED)).dequantize().double()
+    step = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0))
+    error = got.mean(0 if dim == ROWWISE else 1) - values
+    assert (error.abs() <= step * (5 * 0.5 / 128 + 1 / 256)).all()
+    exact = [i for i, value in enumerate(values.tolist()) if value in (0.0, 6.0, 0.5, 1.5, 3.0, 4.0)]
+    assert not error[exact].any()
+
+
+def test_philox_known_answers(device: torch.device) -> None:
+    for counter, key, answer in vectors.PHILOX:
+        words = torch.tensor(counter, device=device)[:, None].expand(-1, 3), torch.tensor(key, device=device)
+        assert philox.philox4x32_10(*words).tolist() == [[word] * 3 for word in answer]
+
+
+@pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
+@pytest.mark.parametrize("seed", [(0, 0), SEED, (2**62 - 1, 2**62 - 1)])
+def test_random_bytes(seed: tuple[int, int], dim: int, device: torch.device) -> None:
+    got = philox.random_bytes(torch.tensor(seed, device=device), torch.Size((7, 45)), dim)
+    assert same(_numpy(got), oracle.random_bytes(*seed, 7, 45, 0 if dim == ROWWISE else 1))
+
+
+@pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
+@pytest.mark.parametrize(("first", "rows"), [(0, 7), (1, 6), (3, 2), (16, 5), (5, 0)])
+def test_random_bytes_of_rows_of_a_whole(first: int, rows: int, dim: int, device: torch.device) -> None:
+    """A rank's rows have the bytes that they have in the whole, also where the first one begins inside of a block."""
+    whole = philox.random_bytes(torch.tensor(SEED, device=device), torch.Size((21, 45)), dim)
+    part = philox.random_bytes(torch.tensor([*SEED, first], device=device), torch.Size((rows, 45)), dim)
+    assert torch.equal(part, whole[first : first + rows])
+
+
+# ---- Every format, input, dtype and shape ----------------------------------------------------------------------------
+
+
+@FP16_SLOW
+@FOR_EACH_CAST
+def test_cast_and_dequantize_equal_the_oracle(fmt: Format, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    _check(inputs(dtype), fmt, dim, device)
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+@FOR_EACH_CAST
+def test_empty_tensors(fmt: Format, dim: int, shape: tuple[int, int], device: torch.device) -> None:
+    _check([Input(f"empty {shape}", torch.empty(shape, dtype=torch.bfloat16))], fmt, dim, device)
+
+
+def _check(generated: list[Input], fmt: Format, dim: int, device: torch.device) -> None:
+    wrong = []
+    for label, x in generated:
+        scale = 0.37 if fmt.scale_rule == "given" else None
+        want = expected(x, fmt, dim, scale)
+        got = actual(x.to(device), fmt, dim, None if scale is None else torch.tensor([scale], device=device))
+        wrong += differences(label, got, want)
+        if fmt.transform == "none":
+            values = _dequantize(want, fmt, dim, x.shape, torch.float32, device)
+            if not same(values, expected_values(want, fmt, dim, x.shape)):
+                wrong.append(f"{label}: dequantized")
+    assert not wrong, "differs from the oracle:\n" + "\n".join(wrong)
+
+
+def _dequantize(
+    cast: Expected, fmt: Format, dim: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> oracle.F32:
+    """The package's reading of the oracle's codes, as fp32."""
+    codes, scales = (torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in cast[:2])
+    amax = None if cast.amax is None else torch.from_numpy(np.ascontiguousarray(cast.amax)).to(device)
+    return _numpy(quantize.dequantize(codes, scales, amax, fmt.spec, dim, *shape, dtype).float())
+
+
+@for_each([cast for cast in CASTS if cast[0].rounding.startswith("four_over_six")])
+def test_four_over_six_near_ties(fmt: Format, dim: int, device: torch.device) -> None:
+    """Blocks halfway from one that prefers 4 to one that prefers 6, so that the last bit of each sum decides."""
+    count, size = 400, 256 if fmt.tile else 16
+    level = np.full(count if fmt.amax_per_row else 1, 7.1234567, np.float32)
+
+    def matrix(blocks: oracle.F32) -> oracle.F32:
+        return np.ascontiguousarray(blocks.T) if dim == COLUMNWISE else blocks.reshape(-1, 16)
+
+    def scales(blocks: oracle.F32) -> oracle.F32:
+        return expected(torch.from_numpy(matrix(blocks)), fmt, dim, level).scales.reshape(-1)
+
+    rng = np.random.default_rng(0)
+    low, high = rng.uniform(-4, 4, (2, count, size)).astype(np.float32) * rng.uniform(0, 1, (2, count, 1)) ** 2
+    low, high = low.astype(np.float32), high.astype(np.float32)
+    low[:, 0] = high[:, 0] = rng.uniform(4, 7, count)  # the largest, which stays
+    start = scales(low)
+    assert (start != scales(high)).sum() >= 20
+    for _ in range(40):
+        middle = (low + high) / 2
+        alike = scales(middle) == start
+        low[alike], high[~alike] = middle[alike], middle[~alike]
+    for ulps in range(-4, 5):
+        near = low.copy()
+        near[:, 1] = (low[:, 1].view(np.int32) + ulps).view(np.float32)
+        x = torch.from_numpy(matrix(near))
+        got = actual(x.to(device), fmt, dim, torch.from_numpy(level).to(device))
+        assert not differences(f"{ulps} ulps", got, expected(x, fmt, dim, level))
+
+
+@pytest.mark.parametrize("scale", [1.0, 56.0, 2.0**-130, float(oracle.FLT_MAX)])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_delayed_scaling_casts_with_any_scale(element: str, scale: float, device: torch.device) -> None:
+    fmt = Format(element, scale_rule="given")
+    for label, x in inputs(torch.bfloat16):
+        got = actual(x.to(device), fmt, ROWWISE, torch.tensor([scale], device=device))
+        assert not differences(label, got, expected(x, fmt, ROWWISE, scale))
+
+
+@FOR_EACH_CAST
+def test_dequantize_rounds_once(fmt: Format, dim: int) -> None:
+    """To each dtype as fp32 rounded; by way of bf16 to fp16, say, it would round twice."""
+    if fmt.transform == "none":
+        cast = expected(_random((17, 129), torch.float32), fmt, dim, 0.37 if fmt.scale_rule == "given" else None)
+        exact = torch.from_numpy(expected_values(cast, fmt, dim, (17, 129)))
+        for dtype in DTYPES:
+            values = _dequantize(cast, fmt, dim, (17, 129), dtype, torch.device("cpu"))
+            assert same(values, exact.to(dtype).float().numpy())
+
+
+@pytest.mark.parametrize("rows", [16, 5, 33])
+def test_dequantize_rotates_back(rows: int, device: torch.device) -> None:
+    """Within fp32 rounding of the rotation as a matrix, which is its own transpose's inverse."""
+    fmt = Format("e2m1", 16, scale_rule="two_level", transform="hadamard16")
+    x = torch.randn(rows, 20, dtype=torch.float32)
+    cast = expected(x, fmt, COLUMNWISE)
+    rotated = expected_values(cast, fmt, COLUMNWISE, x.shape).reshape(-1, 16, 20).astype(np.float64)
+    index = np.arange(16)
+    parity = np.array([[bin(i & j).count("1") % 2 for j in index] for i in index])
+    matrix = oracle.HADAMARD_SIGNS[:, None] * np.where(parity, -0.25, 0.25)
+    exact = np.einsum("ij,gjk->gik", matrix, rotated).reshape(-1, 20)[:rows]
+    values = _dequantize(cast, fmt, COLUMNWISE, (rows, 20), torch.float32, device)
+    bound = 4 * 2.0**-24 * np.abs(rotated).sum(1).repeat(16, axis=0)[:rows] * 0.25 + 1e-30
+    assert (np.abs(values - exact) <= bound).all()
+    # The round trip. A code is within half of the wider gap beside it, a quarter of the scale up to 1.5, a half up to 3
+    # and one at 4 and 6 (a block's scale, rounded down by up to 1/16, saturates the largest by 6/16 at most), and what
+    # is cast was rounded to bf16. A rotation keeps the Euclidean length of a group's errors; 1e-5 is for fp32.
+    codes = oracle.decode_e2m1(oracle.unpack(cast.codes, COLUMNWISE, 16 * -(-rows // 16))).reshape(-1, 16, 20)
+    scales = np.divide(rotated, codes, out=np.zeros_like(rotated), where=codes != 0).max(1, keepdims=True)
+    half_gap = np.select([np.abs(codes) <= 1.5, np.abs(codes) <= 3], [0.25, 0.5], 1.0)
+    errors = half_gap * scales + 2.0**-9 * (np.abs(rotated) + scales)
+    limit = np.sqrt((errors**2).sum(1)) * (1 + 1e-5)
+    padded = np.pad(values - x.numpy(), ((0, -rows % 16), (0, 0))).reshape(-1, 16, 20)
+    assert (np.sqrt((padded.astype(np.float64) ** 2).sum(1)) <= limit).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES + EMPTY)
+@FOR_EACH_CAST
+def test_own_amax(fmt: Format, dim: int, shape: tuple[int, int], device: torch.device) -> None:
+    """The amax phase alone: of the tensor, of each row, or of each block; NaNs are dropped."""
+    for kind in ("random", "with_nan_and_infinity", "all_nan"):
+        x = KINDS[kind](shape, torch.bfloat16).bfloat16()
+        source = (
+            oracle.hadamard16(_numpy(x.float())) if fmt.transform == "hadamard16" and x.numel() else _numpy(x.float())
+        )
+        if fmt.amax_per_row:
+            want = oracle.amax_of(source, axis=1 if dim == ROWWISE else 0)
+        elif fmt.block and fmt.scale_rule != "two_level":
+            want = oracle.amax_of_tiles(source, oracle.tile_of(dim, fmt.block, fmt.tile))
+        else:
+            want = oracle.amax_of(source)
+        got = quantize.amax([x.to(device)], [fmt.spec], [dim])[0]
+        assert same(_numpy(got), want), kind
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, 1000.0])
+@for_each([cast for cast in CASTS if cast[0].needs_amax])
+def test_given_amax(fmt: Format, dim: int, factor: float) -> None:
+    """An amax agreed with other ranks, larger than the tensor's own."""
+    x = _random((17, 129), torch.bfloat16).bfloat16()
+    (own,) = quantizer(fmt, dim).amax(x)
+    assert own is not None
+    agreed = own * factor
+    assert not differences("", actual(x, fmt, dim, agreed), expected(x, fmt, dim, _numpy(agreed)))
+
+
+@for_each([(fmt, dim) for fmt, dim in CASTS if fmt.block and fmt.scale_rule != "two_level"])
+def test_given_block_amaxes(fmt: Format, dim: int) -> None:
+    """A cast with the blocks' amaxes from outside: as without, and with larger ones as if an element were larger."""
+    x = _random((130, 133), torch.bfloat16).bfloat16()
+    own = quantize.amax([x], [fmt.spec], [dim])[0]
+    assert not differences("own", actual(x, fmt, dim, own), expected(x, fmt, dim))
+    rows, columns = fmt.scale_block(dim)
+    peaked = x.clone()
+    peaked[::rows, ::columns] = own.bfloat16() * 4
+    agreed = quantize.amax([peaked], [fmt.spec], [dim])[0]
+    others = torch.ones_like(x, dtype=torch.bool)
+    others[::rows, ::columns] = False
+    got, want = actual(x, fmt, dim, agreed), expected(peaked, fmt, dim)
+    assert same(got.scales, want.scales)
+    assert same(got.codes[others.numpy()], want.codes[others.numpy()])
+
+
+# ---- Properties ------------------------------------------------------------------------------------------------------
+
+shapes = st.tuples(st.integers(0, 40), st.integers(0, 40))
+tensors = st.builds(
+    lambda shape, kind, dtype, seed: (torch.manual_seed(seed), KINDS[kind](shape, dtype).to(dtype))[1],
+    shapes,
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**16),
+)
+casts = st.sampled_from(CASTS)
+PROPERTY = settings(deadline=None, max_examples=60)
+
+
+def _fields(operand: Operand) -> list[Tensor]:
+    return [tensor for tensor in (operand.codes, operand.scale_inv, operand.amax) if tensor is not None]
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(same(_numpy(x), _numpy(y)) for x, y in zip(a, b, strict=True))
+
+
+@PROPERTY
+@given(tensors, casts, st.integers(0, 2**62 - 1), st.integers(0, 2**62 - 1))
+def test_any_shape_and_seed(x: Tensor, cast: tuple[Format, int], seed: int, offset: int) -> None:
+    fmt, dim = cast
+    level = 0.37 if fmt.scale_rule == "given" else None
+    got = actual(x, fmt, dim, None if level is None else torch.tensor([level]), (seed, offset))
+    assert not differences(f"{fmt.spec} {x.shape} {x.dtype}", got, expected(x, fmt, dim, level, (seed, offset)))
+
+
+@PROPERTY
+@given(tensors, st.sampled_from([fmt for fmt in FORMATS if fmt.transform == "none" and fmt.rounding != "stochastic"]))
+def test_columnwise_is_rowwise_of_the_transpose(x: Tensor, fmt: Format) -> None:
+    if fmt.symmetric:
+        # A 2D tile is one tile in both orientations, so the 4-over-6 search adds up its errors as [M, K] has them.
+        return
+    column, row = actual(x, fmt, COLUMNWISE), actual(x.T, fmt, ROWWISE)
+    assert same(column.codes, row.codes.T)
+    assert same(column.scales, row.scales.T)
+    assert same(column.amax, row.amax)
+
+
+@PROPERTY
+@given(tensors, st.sampled_from([fmt for fmt in FORMATS if fmt.symmetric]))
+def test_one_cast_of_a_symmetric_format_serves_both(x: Tensor, fmt: Format) -> None:
+    level = (torch.tensor([2.0]),) if fmt.scale_rule == "given" else None
+    row, column = Quantizer(fmt).cast(x, level)
+    assert row is column
+    assert row is not None and row.serves(ROWWISE) and row.serves(COLUMNWISE)
+    alone = Quantizer(fmt, rowwise=False).cast(x, level)
+    assert alone.rowwise is None and alone.columnwise is not None
+    assert _equal(_fields(alone.columnwise), _fields(row))
+
+
+@PROPERTY
+@given(st.lists(st.tuples(tensors, casts), max_size=4))
+def test_many_tensors_in_one_call(batch: list[tuple[Tensor, tuple[Format, int]]]) -> None:
+    """Phases over a list equal one tensor at a time, in order."""
+    xs = [x for x, _ in batch]
+    quantizers = [quantizer(*cast) for _, cast in batch]
+    rngs = [torch.tensor([i, 7]) for i in range(len(batch))]
+    levels = [
+        (torch.tensor([1.5]),) if fmt.scale_rule == "given" else amaxes
+        for amaxes, (_, (fmt, _)) in zip(find_amaxes(xs, quantizers), batch, strict=True)
+    ]
+    together = cast_all(xs, quantizers, levels, rngs)
+    for x, q, level, rng, result in zip(xs, quantizers, levels, rngs, together, strict=True):
+        assert _equal(_fields(q.cast(x, level, rng).any), _fields(result.any))
+
+
+@PROPERTY
+@given(tensors, casts, st.integers(1, 3), st.integers(1, 3))
+def test_zero_padding_changes_nothing(x: Tensor, cast: tuple[Format, int], down: int, across: int) -> None:
+    """The codes and scales of the tensor are those of its zero-padded copy, cut: padding enters no amax."""
+    fmt, dim = cast
+    if fmt.rounding == "stochastic":  # its bits count elements, padded ones too
+        return
+    padded = torch.nn.functional.pad(x, (0, 2 * across, 0, 2 * down))
+    small, large = actual(x, fmt, dim), actual(padded, fmt, dim)
+    (own,), (wide,) = (q.amax(each) for q, each in ((quantizer(fmt, dim), x), (quantizer(fmt, dim), padded)))
+    if own is not None and wide is not None:
+        assert same(_numpy(own), _numpy(wide)[: own.shape[0]])
+    rows, columns = small.codes.shape
+    # An odd tail shares its byte with padding, whose codes are zero in both.
+    assert same(small.codes, large.codes[:rows, :columns])
+    if fmt.block:
+        assert same(small.scales, large.scales[: small.scales.shape[0], : small.scales.shape[1]])
+
+
+@PROPERTY
+@given(casts, shapes, st.sampled_from(DTYPES))
+def test_fakes_tell_shape_dtype_and_layout(
+    cast: tuple[Format, int], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    fmt, dim = cast
+    real = _run_ops(torch.randn(shape).to(dtype), fmt, dim)
+    with FakeTensorMode():
+        fake = _run_ops(torch.empty(shape, dtype=dtype), fmt, dim)
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.is_contiguous() and b.is_contiguous()
+
+
+def _run_ops(x: Tensor, fmt: Format, dim: int) -> list[Tensor]:
+    """All outputs of the three operations, one after the other."""
+    rng = quantize.draw_seed(x)
+    amaxes = quantize.amax([x], [fmt.spec], [dim])
+    level = torch.ones(1) if fmt.scale_rule == "given" else amaxes[0]
+    codes, scale_inv, measured = quantize.cast([x], [level], [rng], [fmt.spec], [dim], [False], None)
+    amax = amaxes[0] if fmt.scale_rule == "two_level" else None
+    values = quantize.dequantize(codes, scale_inv, amax, fmt.spec, dim, *x.shape, x.dtype)
+    return [rng, *amaxes, codes, scale_inv, measured, values]
+
+
+# ---- Layouts, devices, PyTorch's own checks --------------------------------------------------------------------------
+
+
+def _views(device: torch.device) -> dict[str, Tensor]:
+    base = torch.randn(96, 140, device=device).bfloat16()
+    return {
+        "transposed": base.T,
+        "columns of a wider matrix": base[:, 3:133],
+        "every second row and column": base[::2, ::2],
+        "offset rows": base[5:40],
+        "transposed part": base[1:50, 2:37].T,
+        "one row for all": base[:1].expand(40, -1),
+        "one column for all": base[:, :1].expand(-1, 40),
+    }
+
+
+@FOR_EACH_CAST
+def test_layout_of_the_input_is_no_matter(fmt: Format, dim: int, device: torch.device) -> None:
+    for label, x in _views(device).items():
+        assert not x.is_contiguous() or label == "offset rows"
+        got, want = actual(x, fmt, dim), actual(x.contiguous(), fmt, dim)
+        assert not differences(label, got, want)
+
+
+@FOR_EACH_CAST
+def test_leading_dims_are_flattened(fmt: Format, dim: int) -> None:
+    x = torch.randn(2, 3, 4, 20).bfloat16()
+    q, level = quantizer(fmt, dim), (torch.ones(1),) if fmt.scale_rule == "given" else None
+    rng = torch.tensor(SEED)
+    deep, flat = q.cast(x, level, rng).any, q.cast(x.view(24, 20), level, rng).any
+    assert deep.shape == flat.shape == (24, 20)
+    assert _equal(_fields(deep), _fields(flat))
+    assert q.cast(x[0, 0, 0], level, rng).any.shape == (1, 20)
+
+
+@FOR_EACH_CAST
+def test_operations_pass_opcheck(fmt: Format, dim: int, device: torch.device) -> None:
+    """Schema, fake, autograd registration; and with symbolic shapes for one format of each scale rule."""
+    x = torch.randn(18, 33, device=device).bfloat16()
+    rng = quantize.draw_seed(x)
+    level = torch.ones(1, device=device) if fmt.scale_rule == "given" else quantize.amax([x], [fmt.spec], [dim])[0]
+    codes, scale_inv, _ = quantize.cast([x], [level], [rng], [fmt.spec], [dim], [False], None)
+    amax = level if fmt.scale_rule == "two_level" else None
+    utils: Any = ("test_schema", "test_autograd_registration", "test_faketensor")
+    if fmt in (parse("e4m3/tensor/fp32"), parse("e4m3/1x32/e8m0"), parse("e2m1/1x16/two_level/hadamard16")):
+        utils = (*utils, "test_aot_dispatch_dynamic")
+    torch.library.opcheck(quantize.amax, ([x], [fmt.spec], [dim]), test_utils=utils)
+    for k_major in (False, not fmt.packed):
+        arguments = [x], [level], [rng], [fmt.spec], [dim], [k_major], None
+        torch.library.opcheck(quantize.cast, arguments, test_utils=utils)
+    torch.library.opcheck(
+        quantize.dequantize, (codes, scale_inv, amax, fmt.spec, dim, 18, 33, torch.bfloat16), test_utils=utils
+    )
+
+
+def test_draw_seed_follows_the_generator() -> None:
+    x = torch.empty(3)
+    torch.manual_seed(5)
+    first, second = quantize.draw_seed(x), quantize.draw_seed(x)
+    torch.manual_seed(5)
+    assert torch.equal(quantize.draw_seed(x), first)
+    assert not torch.equal(first, second)
+    torch.library.opcheck(quantize.draw_seed, (x,), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@FOR_EACH_DTYPE
+@FOR_EACH_CAST
+def test_gpu_gives_the_bytes_of_the_cpu(fmt: Format, dim: int, dtype: torch.dtype) -> None:
+    """At a size that fills a GPU, where kernels tile otherwise than at the oracle's sizes."""
+    x = _uneven((515, 771), dtype).to(dtype)
+    level = torch.tensor([0.37]) if fmt.scale_rule == "given" else None
+    on_gpu = actual(x.cuda(), fmt, dim, None if level is None else level.cuda())
+    on_cpu = actual(x, fmt, dim, level)
+    assert not differences("", on_gpu, on_cpu)
+    values = [_dequantize(on_cpu, fmt, dim, x.shape, dtype, torch.device(name)) for name in ("cpu", "cuda")]
+    assert same(*values)
+
+
+# ---- Mistakes --------------------------------------------------------------------------------------------------------
+
+CURRENT = Format("e4m3")
+
+
+def test_integers_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"torch\.int32.*cast it first"):
+        Quantizer(CURRENT)(torch.ones(4, 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("phase", ["amax", "cast"])
+def test_float64_is_a_value_error(phase: str) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64.*x\.float\(\)"):
+        getattr(Quantizer(CURRENT), phase)(torch.ones(4, 4, dtype=torch.float64))
+
+
+def test_no_dims_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"reshape it to \[1, 1\]"):
+        Quantizer(CURRENT)(torch.tensor(1.0))
+
+
+def test_delayed_scaling_without_a_scale_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"amaxes=\(scale,\)"):
+        Quantizer(Format("e4m3", scale_rule="given"))(torch.ones(4, 4))
+
+
+def test_rowwise_hadamard_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="columnwise casts only"):
+        Quantizer(Format("e2m1", 16, scale_rule="two_level", transform="hadamard16"))(torch.ones(16, 16))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"element": "e3m2"}, "e3m2"),
+        ({"block": 24}, "block is 24"),
+        ({"block": -1}, "block is -1"),
+        ({"amax_epsilon": -1e-3}, "amax_epsilon is -0.001"),
+        ({"scale_rule": "e8m0"}, "needs a block length"),
+        ({"tile": True}, "needs a block length"),
+        ({"block": 8, "transform": "hadamard16"}, "block=8"),
+        ({"block": 16, "tile": True, "transform": "hadamard16"}, "tile=True"),
+    ],
+)
+def test_impossible_formats_are_value_errors(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Format(**fields)
+
+
+def test_the_missing_orientation_is_a_value_error() -> None:
+    held = Quantizer(Format("e4m3", 128, scale_rule="pow2"), columnwise=False)(torch.ones(4, 4))
+    with pytest.raises(ValueError, match="columnwise=True"):
+        held.along(COLUMNWISE)
+
+
+# ---- Formats and quantizers as values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, IDENTITY], ids=lambda fmt: fmt.spec)
+def test_spec_names_the_format(fmt: Format) -> None:
+    assert parse(fmt.spec) == fmt
+    assert len({each.spec for each in FORMATS}) == len(FORMATS)
+
+
+@PROPERTY
+@given(st.floats(0, 1, allow_subnormal=True), st.floats(1, 448), st.booleans())
+def test_spec_keeps_every_number(eps: float, largest: float, per_row: bool) -> None:
+    for fmt in (
+        Format("e5m2", scale_rule="pow2", amax_epsilon=eps),
+        Format("e2m1", 16, scale_rule="two_level", block_scale_max=largest, amax_per_row=per_row),
+    ):
+        assert parse(fmt.spec) == fmt
+
+
+def _quantizers() -> list[Quantizer]:
+    nvfp4 = Format("e2m1", 16, scale_rule="two_level")
+    plain = [Quantizer(fmt) for fmt in FORMATS if fmt.transform == "none"]
+    return [*plain, Quantizer(nvfp4, replace(nvfp4, transform="hadamard16")), Quantizer.identity()]
+
+
+def test_values_hash_compare_and_pickle() -> None:
+    values = [*FORMATS, *_quantizers()]
+    assert len(set(values)) == len(values)
+    for value in values:
+        copy = pickle.loads(pickle.dumps(value))
+        assert copy == value and hash(copy) == hash(value) and {value: 1}[copy] == 1
+
+
+def test_values_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        CURRENT.block = 128  # type: ignore[misc]
+    q = Quantizer(CURRENT)
+    with pytest.raises(FrozenInstanceError):
+        q.rowwise = False  # type: ignore[misc]
+    assert q.with_usage(columnwise=False) == Quantizer(CURRENT, columnwise=False)
+    assert q == Quantizer(CURRENT) and q.with_usage() == q
+
+
+def test_hybrid_takes_one_format_from_each() -> None:
+    block, mx = Format("e4m3", 128, scale_rule="pow2"), Format("e4m3", 32, scale_rule="e8m0")
+    x = _random((33, 40), torch.bfloat16).bfloat16()
+    both = Quantizer.hybrid(rowwise_quantizer=Quantizer(block), columnwise_quantizer=Quantizer(mx))(x)
+    for operand, fmt, dim in ((both.rowwise, block, ROWWISE), (both.columnwise, mx, COLUMNWISE)):
+        assert operand is not None and operand.scale_inv is not None
+        got = Expected(_numpy(operand.codes), _numpy(operand.scale_inv), None)
+        assert not differences("", got, expected(x, fmt, dim))
+
+
+def test_columnwise_from_the_dequantized_rowwise() -> None:
+    block, mx = Format("e4m3", 128, scale_rule="fp32"), Format("e4m3", 32, scale_rule="e8m0")
+    x = _random((33, 40), torch.bfloat16).bfloat16()
+    first = expected(x, block, ROWWISE)
+    seen = torch.from_numpy(expected_values(first, block, ROWWISE, x.shape)).bfloat16()
+    for rowwise in (True, False):
+        q = Quantizer(block, mx, rowwise=rowwise, columnwise_source="rowwise_dequantized")
+        result = q(x)
+        assert (result.rowwise is not None) == rowwise
+        assert result.columnwise is not None and result.columnwise.scale_inv is not None
+        got = Expected(_numpy(result.columnwise.codes), _numpy(result.columnwise.scale_inv), None)
+        assert not differences("", got, expected(seen, mx, COLUMNWISE))
+
+
+def test_identity_keeps_the_values() -> None:
+    x = torch.randn(3, 5).bfloat16()
+    result = Quantizer.identity()(x)
+    assert result.rowwise is result.columnwise and torch.equal(result.dequantize(), x)

@@ -1,0 +1,277 @@
+"""The block casts in Triton against the reference, bit for bit: in the interpreter, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
+from minifloat.ops.quantize.job import Job, Target
+from minifloat.ops.tiles import Tile
+from tests import conftest
+from tests.helpers import triton_interpreter
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from minifloat.ops.launch import count_launches
+from minifloat.ops.quantize import blocks
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+POW2 = Format("e4m3", 128, scale_rule="pow2")
+FP32 = Format("e5m2", 128, scale_rule="fp32", amax_epsilon=1e-3)
+MX = Format("e4m3", 32, scale_rule="e8m0")
+FORMATS = [
+    *(POW2, replace(POW2, tile=True), replace(POW2, block=64, element="e5m2", amax_epsilon=1e-3)),
+    *(FP32, replace(FP32, element="e4m3", tile=True, amax_epsilon=0.0), replace(FP32, block=16)),
+    *(MX, replace(MX, tile=True), replace(MX, element="e5m2")),
+]
+SHAPES = [(1, 1), (1, 128), (128, 128), (64, 96), (129, 130), (0, 128), (128, 0)]
+FOR_EACH_FORMAT = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
+FOR_EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+INFINITIES, NANS = [torch.inf, -torch.inf], [torch.nan, -torch.nan]
+
+
+# ---- inputs ----
+
+
+def _with(values: list[float], x: Tensor) -> Tensor:
+    """``x`` with some of ``values`` at about one place in 200."""
+    chosen = torch.rand(x.shape) < 0.005
+    x[chosen] = torch.tensor(values).repeat(x.numel())[: int(chosen.sum())]
+    return x
+
+
+def _blank(x: Tensor, value: float) -> Tensor:
+    """``x`` with whole strips and a whole tile of ``value``."""
+    x[1::5], x[:, 1::5] = value, value
+    x[:128, 128:256] = value
+    return x
+
+
+DATA: dict[str, Callable[[tuple[int, int], torch.dtype], Tensor]] = {
+    "normal": lambda shape, dtype: torch.randn(shape),
+    "heavy_tailed": lambda shape, dtype: torch.randn(shape) * torch.exp(2.5 * torch.randn(shape)),
+    "tiny": lambda shape, dtype: torch.randn(shape) * 0.125 * torch.finfo(dtype).tiny,
+    "small": lambda shape, dtype: torch.randn(shape) * 2.0**-120 * 4.0 ** torch.randint(-3, 3, (shape[0], 1)),
+    "huge": lambda shape, dtype: (torch.rand(shape) * 0.5 + 0.5) * torch.finfo(dtype).max * torch.randn(shape).sign(),
+    "zeros": lambda shape, dtype: torch.zeros(shape) * torch.randn(shape).sign(),
+    "zero_blocks": lambda shape, dtype: _blank(torch.randn(shape), 0.0),
+    "infinite": lambda shape, dtype: _with(INFINITIES, torch.randn(shape)),
+    "nan": lambda shape, dtype: _with(NANS, torch.randn(shape)),
+    "nan_blocks": lambda shape, dtype: _blank(_with(NANS + INFINITIES, torch.randn(shape)), torch.nan),
+    # Amaxes next to MAX and its powers of two, where the scale changes: one step of the dtype around them.
+    "edges": lambda shape, dtype: (
+        torch.tensor([448.0, 57344.0, 1.0])[torch.randint(3, shape)] * (1 + torch.randint(-1, 2, shape) * 2.0**-7)
+    ),
+}
+
+
+# ---- comparison ----
+
+
+class Orientation(NamedTuple):
+    """Which casts of a matrix are wanted, and whether the columnwise codes are k_major."""
+
+    row: bool
+    column: bool
+    k_major: bool = True
+
+
+ROW, COLUMN, COLUMN_PLAIN = Orientation(True, False), Orientation(False, True), Orientation(False, True, False)
+BOTH, BOTH_PLAIN = Orientation(True, True), Orientation(True, True, False)
+FOR_EACH_ORIENTATION = pytest.mark.parametrize(
+    "orientation", [ROW, COLUMN, COLUMN_PLAIN, BOTH, BOTH_PLAIN], ids=["row", "column", "plain", "both", "both_plain"]
+)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, transposed: bool) -> Tensor:
+    tensor = torch.empty(tuple(reversed(shape)) if transposed else shape, dtype=dtype, device=device)
+    conftest.poison(tensor)
+    return tensor.t() if transposed else tensor
+
+
+def _target(x: Tensor, fmt: Format, dim: int, k_major: bool, level: Tensor | None = None) -> Target:
+    """Poisoned outputs; the scales of rows lie with the rows consecutive in memory."""
+    shape = tuple(x.shape)
+    codes = _empty(code_shape(fmt, dim, *shape), torch.uint8, x.device, k_major)
+    scales = _empty(scale_shape(fmt, dim, *shape), fmt.scale_dtype, x.device, dim == ROWWISE and not fmt.tile)
+    amax = _empty(amax_shape(fmt, dim, *shape), torch.float32, x.device, False)
+    return Target(fmt, dim, level, codes, scales, amax, k_major)
+
+
+def _job(x: Tensor, fmt: Format, orientation: Orientation, levels: bool = False) -> Job:
+    def target(dim: int, k_major: bool) -> Target:
+        return _target(x, fmt, dim, k_major, reference.amax(x, fmt, dim) * 1.5 if levels else None)
+
+    row = target(ROWWISE, False) if orientation.row else None
+    return Job(x, None, row, target(COLUMNWISE, orientation.k_major) if orientation.column else None)
+
+
+def _assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    if found.dtype == torch.float32:
+        found, expected = found.contiguous().view(torch.int32), expected.contiguous().view(torch.int32)
+    assert torch.equal(found, expected), f"{int((found != expected).sum())} of {found.numel()} differ"
+
+
+def _check(job: Job) -> None:
+    for target in job.targets:
+        expected = reference.cast(job.x, target.level, None, target.format, target.dim)
+        _assert_same(target.codes, expected.codes)
+        _assert_same(target.scale_inv, expected.scale_inv)
+
+
+def _cast(job: Job, choice: Tile | None = None, launches: int = 1) -> None:
+    with count_launches() as counter:
+        blocks.cast([job], None, choice)
+    assert counter == ({"cast_block_kernel": launches} if job.x.numel() else {})
+    _check(job)
+
+
+# ---- casts ----
+
+
+@FOR_EACH_FORMAT
+@FOR_EACH_ORIENTATION
+def test_cast(fmt: Format, orientation: Orientation, device: torch.device) -> None:
+    for i, shape in enumerate(SHAPES):
+        x = torch.randn(shape).to(DTYPES[i % 3])
+        _cast(_job(x.to(device), fmt, orientation))
+
+
+@FOR_EACH_FORMAT
+@pytest.mark.parametrize("data", DATA)
+def test_data(fmt: Format, data: str, device: torch.device) -> None:
+    dtype = DTYPES[(FORMATS.index(fmt) + list(DATA).index(data)) % 3]
+    _cast(_job(DATA[data]((40, 136), dtype).to(dtype).to(device), fmt, BOTH))
+
+
+@pytest.mark.parametrize("fmt", [POW2, FP32, MX, replace(MX, tile=True)], ids=lambda fmt: fmt.spec)
+@pytest.mark.parametrize("choice", blocks.CANDIDATES, ids=lambda tile: "x".join(map(str, tile)))
+def test_every_tile(fmt: Format, choice: Tile, device: torch.device) -> None:
+    x = torch.randn(130, 48).to(torch.bfloat16).to(device)
+    for orientation in (ROW, COLUMN, BOTH):
+        _cast(_job(x, fmt, orientation), choice)
+
+
+@FOR_EACH_FORMAT
+def test_given_amaxes(fmt: Format, device: torch.device) -> None:
+    x = DATA["nan_blocks"]((40, 136), torch.float32).to(device)
+    for orientation in (ROW, COLUMN, BOTH):
+        _cast(_job(x, fmt, orientation, levels=True))
+
+
+@pytest.mark.parametrize("fmt", [POW2, FP32, MX], ids=lambda fmt: fmt.spec)
+@FOR_EACH_DTYPE
+def test_given_amaxes_of_any_value(fmt: Format, dtype: torch.dtype, device: torch.device) -> None:
+    """An amax of every exponent, with mantissas around each place where a rule changes; zero, infinity, NaN."""
+    mantissas = torch.tensor([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
+    level = ((torch.arange(256)[:, None] << 23) + mantissas).int().view(torch.float32).reshape(-1, 1)
+    x = torch.randn(level.numel(), 3).to(dtype).to(device)
+    _cast(Job(x, None, _target(x, fmt, ROWWISE, False, level.to(device)), None), Tile(512, 128, 4))
+
+
+def test_orientations_that_differ(device: torch.device) -> None:
+    """In format, and in whether amaxes are given: two launches."""
+    x = torch.randn(130, 144).to(torch.bfloat16).to(device)
+    row = _target(x, POW2, ROWWISE, False)
+    hybrid = _target(x, replace(POW2, element="e5m2"), COLUMNWISE, True)
+    given = _target(x, POW2, COLUMNWISE, True, reference.amax(x, POW2, COLUMNWISE))
+    _cast(Job(x, None, row, hybrid), launches=2)
+    _cast(Job(x, None, row, given), launches=2)
+
+
+@pytest.mark.parametrize("fmt", [POW2, replace(MX, tile=True)], ids=lambda fmt: fmt.spec)
+def test_several_jobs(fmt: Format, device: torch.device) -> None:
+    shapes = [(130, 144), (0, 32), (1, 128), (16, 17), (128, 0), (64, 300)]
+    for count in (2, 6):
+        jobs = [_job(torch.randn(shape, device=device), fmt, BOTH) for shape in shapes[:count]]
+        with count_launches() as counter:
+            blocks.cast(jobs, None)
+        assert counter == {"cast_block_kernel": 1}
+        for job in jobs:
+            _check(job)
+
+
+def test_noop(device: torch.device) -> None:
+    job = _job(torch.randn(130, 144, device=device), POW2, BOTH)
+    blocks.cast([job], torch.ones(1, device=device))
+    for target in job.targets:
+        assert torch.all(target.codes == 0xFF) and torch.all(target.scale_inv.isnan())
+    blocks.cast([job], torch.zeros(1, device=device))
+    _check(job)
+
+
+@FOR_EACH_FORMAT
+def test_amax(fmt: Format, device: torch.device) -> None:
+    for shape, orientation in (((130, 136), BOTH), ((40, 136), ROW), ((136, 40), COLUMN), ((0, 128), BOTH)):
+        job = _job(DATA["nan_blocks"](shape, torch.float32).to(torch.bfloat16).to(device), fmt, orientation)
+        with count_launches() as counter:
+            blocks.amax([job])
+        assert counter == ({"cast_block_kernel": 1} if job.x.numel() else {})
+        for target in job.targets:
+            _assert_same(target.amax, reference.amax(job.x, fmt, target.dim))
+            assert torch.all(target.codes == 0xFF)
+
+
+# ---- larger, on a GPU ----
+
+
+@pytest.mark.gpu
+@FOR_EACH_FORMAT
+@FOR_EACH_DTYPE
+def test_large(fmt: Format, dtype: torch.dtype) -> None:
+    for shape in ((4096, 4096), (1000, 2056), (2049, 1111)):
+        x = DATA["nan_blocks"](shape, dtype).to(dtype).cuda()
+        for choice in blocks.CANDIDATES:
+            for orientation in (ROW, COLUMN, BOTH):
+                _cast(_job(x, fmt, orientation), choice)
+
+
+# ---- what the compiler makes of it ----
+
+
+@triton.jit
+def _floored_kernel(amaxes, exponents, MAX: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    exponent = blocks.floored_exponent(tl.load(amaxes + at), MAX, 0.0, 3.4028234663852886e38)
+    tl.store(exponents + at, exponent)
+
+
+@pytest.mark.parametrize("largest", [448.0, 57344.0])
+def test_floored_exponent(largest: float, device: torch.device) -> None:
+    """The exponent without a division is that with one, at random amaxes and next to the places where it changes."""
+    size = 1 << 20
+    bits = torch.randint(0, 0x7F800001, (size,), dtype=torch.int32)
+    bits[: size // 2] = (bits[: size // 2] & ~0x7FFFFF) + torch.randint(0x5FFFF8, 0x600008, (size // 2,)).int()
+    amaxes = bits.view(torch.float32).to(device)
+    exponents = torch.empty(size, dtype=torch.int32, device=device)
+    for part, found in zip(amaxes.split(1 << 14), exponents.split(1 << 14), strict=True):
+        _floored_kernel[(1,)](part, found, largest, 1 << 14)
+    fmt = Format("e4m3" if largest == 448 else "e5m2", 128, scale_rule="pow2")
+    expected, _ = reference._scale_fp32(amaxes, fmt, 3.4028234663852886e38)
+    assert torch.equal(exponents, expected.view(torch.int32) >> 23)
+
+
+@pytest.mark.parametrize("rule", ["pow2", "fp32", "e8m0"])
+def test_compiled(rule: str) -> None:
+    """Wide accesses, exact arithmetic, no spills."""
+    codes, scale = torch.uint8, torch.uint8 if rule == "e8m0" else torch.float32
+    tensors = [(t,) for t in (torch.bfloat16, torch.float32, codes, scale, torch.float32, codes, scale)]
+    constants = (1, True, True, True, False, 32 if rule == "e8m0" else 128, False)
+    compiled = triton_interpreter.compile_for(
+        blocks.cast_block_kernel, *tensors, torch.float32, *[(7,)] * 7,
+        *constants, "e4m3", 448.0, rule, 0.0, 3.3895313892515355e38, True, True, True, 128, 128,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
+    assert not any(word in compiled.ptx for word in (".ftz", "div.full", "fma.rn", "max.NaN", ".approx"))
+    assert compiled.spills == 0

@@ -1,0 +1,343 @@
+"""Amax and cast of lists of tensors on kernels, as a whole: the reference's bits, and what the fake promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.ops import quantize
+from minifloat.ops.launch import count_launches
+from minifloat.ops.quantize import gpu
+from tests.helpers import triton_interpreter  # noqa: F401
+
+E4M3, E5M2, GIVEN = Format("e4m3"), Format("e5m2", scale_rule="pow2"), Format("e4m3", scale_rule="given")
+MX, STRIPS = Format(block=32, scale_rule="e8m0"), Format(block=128, scale_rule="pow2")
+TILES = Format(block=128, tile=True, scale_rule="fp32", amax_epsilon=1e-3)
+NV, NV_TILES = Format("e2m1", 16, scale_rule="two_level"), Format("e2m1", 16, tile=True, scale_rule="two_level")
+NV_ROTATED = Format("e2m1", 16, scale_rule="two_level", transform="hadamard16")
+NV_STOCHASTIC = Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")
+NV_LINES = Format("e2m1", 16, scale_rule="two_level", amax_per_row=True)
+NV_SEARCH = Format("e2m1", 16, scale_rule="two_level", rounding="four_over_six_mse", block_scale_max=256.0)
+FORMATS = [E4M3, E5M2, GIVEN, MX, STRIPS, TILES, NV, NV_TILES, NV_ROTATED, NV_STOCHASTIC, NV_LINES, NV_SEARCH]
+WITHOUT_KERNEL = [
+    Format(block=2, scale_rule="fp32"),
+    Format(block=8, tile=True, scale_rule="e8m0"),
+    Format("e5m2", block=512, scale_rule="pow2"),
+    Format("e2m1", 32, scale_rule="two_level"),
+    Format("e4m3", block=32, scale_rule="e8m0", transform="hadamard16"),
+]
+
+BOTH = (ROWWISE, COLUMNWISE)
+Cast = tuple[Tensor, Format, int]
+"""A tensor, and what it is cast to along which dim."""
+
+
+def values(shape: tuple[int, int], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Heavy-tailed numbers with NaN, zeros and denormals among them."""
+    x = torch.randn(shape, device=device) * torch.randn(shape, device=device).exp()
+    flat = x.view(-1)
+    for place, special in enumerate((0.0, -0.0, torch.nan, 1e-40, -448.0)):
+        if place < flat.numel() - 2:
+            flat[place] = special
+    return x.to(dtype)
+
+
+def each_way(x: Tensor, fmt: Format, dims: Sequence[int] = BOTH) -> list[Cast]:
+    """Its casts along ``dims``; groups of tokens, that is columns, are all that is ever rotated."""
+    return [(x, fmt, dim) for dim in dims if dim == COLUMNWISE or fmt.transform == "none"]
+
+
+def level_of(x: Tensor, fmt: Format, dim: int) -> Tensor | None:
+    if fmt.scale_rule == "given":
+        return torch.tensor([3.7], device=x.device)
+    return quantize._amax([x.contiguous()], [fmt.spec], [dim])[0] if fmt.needs_amax else None
+
+
+def rng_of(x: Tensor, fmt: Format) -> Tensor | None:
+    stochastic = fmt.rounding == "stochastic"
+    return torch.tensor([5 + x.shape[0], 2**40 + 6], device=x.device) if stochastic else None
+
+
+def check(
+    casts: Sequence[Cast],
+    *,
+    levels: Sequence[Tensor | None] | None = None,
+    rngs: Sequence[Tensor | None] | None = None,
+    k_major: bool = True,
+    noop: Tensor | None = None,
+) -> dict[str, int]:
+    """Asserts that the kernels give what the reference gives, and returns what was launched for it."""
+    if not casts:
+        return {}
+    xs, formats, dims = (list(each) for each in zip(*casts, strict=True))
+    levels = [level_of(*cast) for cast in casts] if levels is None else levels
+    rngs = [rng_of(x, fmt) for x, fmt, _ in casts] if rngs is None else rngs
+    specs = [fmt.spec for fmt in formats]
+    transposed = [k_major and not fmt.packed for fmt in formats]
+    with count_launches() as launches:
+        actual = gpu.cast(xs, levels, rngs, specs, dims, transposed, noop)
+    plain = [None if level is None else level.float().contiguous() for level in levels]
+    expected = quantize._cast([x.contiguous() for x in xs], plain, rngs, specs, dims, transposed, None)
+    assert_same(actual, expected)
+    assert_promised(actual, quantize._fake_cast(xs, levels, rngs, specs, dims, transposed, noop))
+    return dict(launches)
+
+
+def check_amax(casts: Sequence[Cast]) -> dict[str, int]:
+    """The same of their amaxes."""
+    if not casts:
+        return {}
+    xs, formats, dims = (list(each) for each in zip(*casts, strict=True))
+    specs = [fmt.spec for fmt in formats]
+    with count_launches() as launches:
+        actual = gpu.amax(xs, specs, dims)
+    assert_same(actual, quantize._amax([x.contiguous() for x in xs], specs, dims))
+    assert_promised(actual, quantize._fake_amax(xs, specs, dims))
+    return dict(launches)
+
+
+def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+        assert strides(a) == strides(b)
+
+
+def assert_promised(actual: Sequence[Tensor], promised: Sequence[Tensor]) -> None:
+    """What a compiler relies on: metadata as the fake gives it, and memory of its own for each output."""
+    for a, b in zip(actual, promised, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and strides(a) == strides(b)
+    memory = [a.untyped_storage().data_ptr() for a in actual if a.numel()]
+    assert len(set(memory)) == len(memory)
+
+
+def strides(x: Tensor) -> list[int]:
+    """Those that say where an element is."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
+def test_every_format(fmt: Format, device: torch.device) -> None:
+    assert gpu.casts(fmt)
+    for shape, dims in (
+        ((16, 32), BOTH),
+        ((17, 33), BOTH),
+        ((1, 40), BOTH),
+        ((20, 1), BOTH),
+        ((16, 16), (ROWWISE,)),
+        ((16, 16), (COLUMNWISE,)),
+    ):
+        x = values(shape, device)
+        casts = each_way(x, fmt, dims)
+        levels = [level_of(*cast) for cast in casts]
+        if fmt.scale_rule != "two_level":
+            levels = levels[:1] * len(casts)  # one object: one pass
+        launches = check(casts, levels=levels, rngs=[rng_of(x, fmt)] * len(casts))
+        assert sum(launches.values()) == bool(casts)
+        if fmt.needs_amax:
+            check_amax(casts)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "passes"),
+    [
+        ((E4M3, ROWWISE), (E4M3, COLUMNWISE), 1),
+        ((E4M3, COLUMNWISE), (E4M3, ROWWISE), 2),
+        ((E4M3, ROWWISE), (E4M3, ROWWISE), 1),  # two jobs, alike
+        ((E4M3, ROWWISE), (E5M2, COLUMNWISE), 2),
+        ((E4M3, ROWWISE), (GIVEN, COLUMNWISE), 2),
+        ((MX, ROWWISE), (MX, COLUMNWISE), 1),
+        ((MX, ROWWISE), (STRIPS, COLUMNWISE), 2),
+        ((STRIPS, ROWWISE), (TILES, COLUMNWISE), 2),
+        ((MX, ROWWISE), (E4M3, COLUMNWISE), 2),
+        ((GIVEN, ROWWISE), (MX, COLUMNWISE), 2),
+        ((NV, ROWWISE), (NV_ROTATED, COLUMNWISE), 1),
+        ((NV_TILES, ROWWISE), (NV, COLUMNWISE), 1),
+        ((NV_LINES, ROWWISE), (NV_ROTATED, COLUMNWISE), 1),
+        ((NV, ROWWISE), (NV_STOCHASTIC, COLUMNWISE), 1),
+        ((NV_STOCHASTIC, ROWWISE), (NV, COLUMNWISE), 1),
+        ((MX, ROWWISE), (NV, COLUMNWISE), 2),
+    ],
+    ids=lambda part: "-".join(map(str, (part[0].spec, part[1]))) if isinstance(part, tuple) else None,
+)
+def test_which_casts_are_one_launch(
+    first: tuple[Format, int], second: tuple[Format, int], passes: int, device: torch.device
+) -> None:
+    x, y = values((17, 32), device), values((16, 16), device)
+    level = level_of(x, *first)
+    shared = first[0] == second[0]
+    levels = [level, level if shared else level_of(x, *second)]
+    rng = torch.tensor([1, 2], device=device)
+    rngs = [rng if fmt.rounding == "stochastic" else None for fmt, _ in (first, second)]
+    launches = check([(x, *first), (x, *second)], levels=levels, rngs=rngs)
+    assert sum(launches.values()) == passes
+    check([(y, *first), (x, *first), (x, *second), (y, *second), (x, *second)])
+
+
+@pytest.mark.parametrize("fmt", [GIVEN, E4M3, STRIPS, NV, NV_LINES], ids=lambda fmt: fmt.spec)
+def test_two_levels_for_one_tensor(fmt: Format, device: torch.device) -> None:
+    x = values((32, 48), device)
+    casts = [(x, fmt, ROWWISE), (x, fmt, COLUMNWISE)]
+    one, other = (quantize._amax([x], [fmt.spec], [dim])[0] + 1 for dim in (ROWWISE, COLUMNWISE))
+    for levels in ([one, other * 30], [one * 30, other], [one, None] if fmt == STRIPS else [one, other]):
+        check(casts, levels=levels)
+
+
+def test_two_seeds_for_one_tensor(device: torch.device) -> None:
+    x = values((32, 48), device)
+    one, other = torch.tensor([1, 2], device=device), torch.tensor([3, 4], device=device)
+    casts = [(x, NV_STOCHASTIC, ROWWISE), (x, NV_STOCHASTIC, COLUMNWISE)]
+    assert check(casts, rngs=[one, other]) == {"cast_nvfp4_kernel": 2}
+    assert check(casts, rngs=[one, one]) == {"cast_nvfp4_kernel": 1}
+    assert check([(x, NV, ROWWISE), casts[1]], rngs=[None, other]) == {"cast_nvfp4_kernel": 1}
+    assert check([casts[0], (x, NV, COLUMNWISE)], rngs=[one, None]) == {"cast_nvfp4_kernel": 1}
+
+
+def test_dtypes_and_formats_side_by_side(device: torch.device) -> None:
+    casts: list[Cast] = []
+    for i, fmt in enumerate(FORMATS):
+        x = values((16, 16 + i), device, (torch.bfloat16, torch.float32, torch.float16)[i % 3])
+        casts += [*each_way(x, fmt, (ROWWISE,)), (x, FORMATS[i - 1], COLUMNWISE)]
+    check(casts[::-1])
+    check_amax([cast for cast in casts if cast[1].needs_amax])
+
+
+@pytest.mark.parametrize("count", [3, 9, 17])
+def test_many_tensors(count: int, device: torch.device) -> None:
+    xs = [values((1 + i, 16), device) * (i + 1) for i in range(count)]
+    launches = -(-count // 8)
+    assert check_amax([(x, E4M3, ROWWISE) for x in xs]) == {"amax_kernel": launches}
+    for fmt in (GIVEN, MX, NV) if count < 8 else (GIVEN,):
+        casts = [(x, fmt, dim) for x in xs for dim in (ROWWISE, COLUMNWISE)]
+        levels = [level_of(x, fmt, ROWWISE) for x in xs for _ in range(2)]
+        if fmt == GIVEN:
+            levels[1::2] = levels[0::2]
+        assert list(check(casts, levels=levels).values()) == [launches]
+
+
+def test_amaxes_in_one_reading(device: torch.device) -> None:
+    x, y, z = values((33, 48), device), values((16, 32), device), values((16, 16), device, torch.float32)
+    both = [(x, NV, ROWWISE), (x, NV_ROTATED, COLUMNWISE)]
+    assert check_amax(both) == {"rotated_amax_kernel": 1}
+    assert check_amax([(y, NV, ROWWISE), *both, (y, E4M3, ROWWISE)]) == {"rotated_amax_kernel": 1, "amax_kernel": 1}
+    assert check_amax(both[::-1]) == {"rotated_amax_kernel": 1, "amax_kernel": 1}
+    assert check_amax([(x, NV, ROWWISE), (y, NV_ROTATED, COLUMNWISE), (z, E4M3, ROWWISE)]) == {
+        "rotated_amax_kernel": 1,
+        "amax_kernel": 2,  # one a dtype
+    }
+    assert check_amax([(x, NV_LINES, ROWWISE), *both[1:]]) == {"line_amax_kernel": 1, "rotated_amax_kernel": 1}
+    check_amax([cast for fmt in FORMATS if fmt != GIVEN for cast in each_way(x, fmt)])
+
+
+@pytest.mark.parametrize("fmt", WITHOUT_KERNEL, ids=lambda fmt: fmt.spec)
+def test_formats_without_a_kernel_are_the_references(fmt: Format, device: torch.device) -> None:
+    assert not gpu.casts(fmt)
+    x = values((33, 48), device)
+    for casts in (each_way(x, fmt), [(x, E4M3, ROWWISE), (x, fmt, COLUMNWISE)]):
+        xs, specs, dims = [x for x, _, _ in casts], [fmt.spec for _, fmt, _ in casts], [dim for _, _, dim in casts]
+        levels = [level_of(*cast) for cast in casts]
+        args: Any = xs, levels, [None] * len(xs), specs, dims, [False] * len(xs), None
+        with count_launches() as launches:
+            actual = quantize._cast_on_gpu(*args)
+            amaxes = quantize._amax_on_gpu(xs, specs, dims)
+        assert not launches
+        assert_same(actual, quantize._cast(*args))
+        assert_promised(actual, quantize._fake_cast(*args))
+        assert_same(amaxes, quantize._amax(xs, specs, dims))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
+def test_inputs_anywhere_in_memory(fmt: Format, device: torch.device) -> None:
+    wide = values((34, 48), device)
+    inputs = [
+        wide.flatten()[3 : 3 + 16 * 32].view(16, 32),  # not at a multiple of 16 bytes
+        wide[:33, :16].t(),
+        wide[::2, 1::3],
+        wide[:1, :16].expand(16, 16),
+    ]
+    for x in inputs:
+        check(each_way(x, fmt))
+        if fmt.needs_amax:
+            check_amax(each_way(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, GIVEN, MX, STRIPS, TILES, NV, NV_ROTATED, NV_LINES], ids=lambda fmt: fmt.spec)
+def test_levels_anywhere_in_memory(fmt: Format, device: torch.device) -> None:
+    x = values((32, 48), device)
+    for _, _, dim in each_way(x, fmt):
+        level = level_of(x, fmt, dim)
+        if level is None:
+            (level,) = quantize._amax([x], [fmt.spec], [dim])
+        spread = torch.zeros((*level.shape, 3), device=device)
+        spread[..., 1] = level
+        shifted = torch.zeros(level.numel() + 1, device=device)
+        shifted[1:] = level.flatten()
+        for each in (spread[..., 1], shifted[1:].view(level.shape), level.double()):
+            check([(x, fmt, dim)], levels=[each])
+
+
+def test_seeds_anywhere_in_memory(device: torch.device) -> None:
+    x = values((32, 48), device)
+    seeds = torch.arange(9, device=device)
+    for rng in (seeds[1:3], seeds[::4][:2], seeds.view(3, 3)[:2, 2]):
+        check([(x, NV_STOCHASTIC, ROWWISE), (x, NV_STOCHASTIC, COLUMNWISE)], rngs=[rng, rng])
+
+
+@pytest.mark.parametrize("k_major", [False, True], ids=["row-major", "k-major"])
+def test_layouts_in_memory(k_major: bool, device: torch.device) -> None:
+    for shape in ((32, 144), (17, 33), (1, 130), (130, 1)):
+        x = values(shape, device)
+        for fmt in (E4M3, GIVEN, MX, STRIPS, TILES):
+            check([(x, fmt, ROWWISE), (x, fmt, COLUMNWISE)], k_major=k_major)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)], ids=str)
+def test_nothing(shape: tuple[int, int], device: torch.device) -> None:
+    x, y = values(shape, device), values((16, 16), device)
+    for fmt in FORMATS:
+        check(each_way(x, fmt))
+        casts = [(x, fmt, COLUMNWISE), *each_way(y, fmt), (x, fmt, COLUMNWISE)]
+        check(casts)
+        if fmt.needs_amax:
+            check_amax(casts)
+
+
+def test_a_flag_of_zero_changes_nothing(device: torch.device) -> None:
+    x = values((16, 32), device)
+    noop = torch.zeros(1, device=device)
+    check([cast for fmt in FORMATS for cast in each_way(x, fmt)], noop=noop)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
+def test_the_reference_keeps_the_promise_of_the_fake(fmt: Format, device: torch.device) -> None:
+    """Whatever the layout of the input: compiled code relies on it, also where no kernel runs."""
+    for x in (values((32, 48), device), values((33, 17), device).t(), values((16, 20), device)[:, 1::2]):
+        for k_major in (False, True):
+            casts = each_way(x, fmt)
+            xs, _, dims = (list(each) for each in zip(*casts, strict=True))
+            levels, rngs = [level_of(*cast) for cast in casts], [rng_of(x, fmt)] * len(casts)
+            args: Any = xs, levels, rngs, [fmt.spec] * len(xs), dims, [k_major and not fmt.packed] * len(xs), None
+            made = quantize._cast(*args)
+            assert_promised(made, quantize._fake_cast(*args))
+            for dim, level, codes, scales in zip(dims, levels, made[0::3], made[1::3], strict=True):
+                back: Any = codes, scales, level, fmt.spec, dim, *x.shape, x.dtype
+                assert_promised([quantize._dequantize(*back)], [quantize._fake_dequantize(*back)])
+            assert_promised(quantize._amax(*args[:1], *args[3:5]), quantize._fake_amax(*args[:1], *args[3:5]))
+
+
+@pytest.mark.gpu
+def test_large() -> None:
+    device = torch.device("cuda")
+    x, y = values((4099, 1030), device), values((2048, 4096), device)
+    for fmt in FORMATS:
+        casts = each_way(x, fmt) + each_way(y, fmt)
+        check(casts)
+        if fmt.needs_amax:
+            check_amax(casts)

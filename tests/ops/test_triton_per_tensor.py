@@ -1,0 +1,163 @@
+"""The per-tensor kernels against their reference, bit for bit: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.ops import delayed
+from minifloat.ops.launch import count_launches, ready
+from minifloat.ops.quantize import empty_cast, per_tensor, reference
+from minifloat.ops.quantize.job import Job, Target
+from minifloat.ops.tiles import Tile
+from tests.helpers import triton_interpreter  # noqa: F401
+
+FORMATS = [
+    Format("e4m3"),
+    Format("e5m2", scale_rule="pow2"),
+    Format("e4m3", amax_epsilon=2.0),
+    Format("e5m2", scale_rule="given"),
+    Format("e4m3", scale_rule="given"),
+]
+SHAPES = [(1, 1), (16, 16), (33, 130), (130, 33), (0, 16), (16, 0)]
+
+
+def values(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Heavy-tailed numbers with everything that is not a plain number among them."""
+    x = torch.randn(shape, device=device) * torch.randn(shape, device=device).exp()
+    flat = x.view(-1)
+    for place, special in enumerate((0.0, -0.0, torch.nan, 1e-40, -448.0, 3e38)):
+        if place < flat.numel() - 2:
+            flat[place] = special
+    return x.to(dtype)
+
+
+def level_of(x: Tensor, fmt: Format) -> Tensor:
+    if fmt.scale_rule == "given":
+        return torch.tensor([3.7], device=x.device)
+    return reference.amax(x, fmt, ROWWISE)
+
+
+def job(x: Tensor, fmt: Format, row: bool, column: bool, k_major: bool = True) -> Job:
+    def target(dim: int) -> Target:
+        codes, scale = empty_cast(x, fmt, dim, k_major)
+        return Target(fmt, dim, level_of(x, fmt), codes.fill_(0xAB), scale.fill_(7), x.new_zeros(1).float(), k_major)
+
+    return Job(ready(x), None, target(ROWWISE) if row else None, target(COLUMNWISE) if column else None)
+
+
+def check(made: Job, x: Tensor, fmt: Format) -> None:
+    for target in made.targets:
+        expected = reference.cast(x, target.level, None, fmt, target.dim)
+        assert torch.equal(target.codes, expected.codes)
+        assert torch.equal(target.scale_inv.view(torch.int32), expected.scale_inv.view(torch.int32))
+        if fmt.scale_rule == "given":
+            assert torch.equal(target.amax, expected.amax)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)], ids=["row", "column", "both"])
+def test_cast_is_the_reference(
+    fmt: Format, shape: tuple[int, int], wanted: tuple[bool, bool], device: torch.device
+) -> None:
+    x = values(shape, torch.bfloat16, device)
+    made = job(x, fmt, *wanted)
+    with count_launches() as launches:
+        per_tensor.cast([made], None)
+    assert launches == {"cast_tensor_kernel": 1}
+    check(made, x, fmt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_and_row_major_columns(dtype: torch.dtype, device: torch.device) -> None:
+    x = values((40, 72), dtype, device)
+    made = job(x, FORMATS[0], False, True, k_major=False)
+    per_tensor.cast([made], None)
+    assert made.column is not None and made.column.codes.is_contiguous()
+    check(made, x, FORMATS[0])
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_several_matrices_in_one_launch(count: int, device: torch.device) -> None:
+    xs = [values((16 + 20 * i, 48), torch.bfloat16, device) * (i + 1) for i in range(count)]
+    jobs = [job(x, FORMATS[0], True, True) for x in xs]
+    amaxes = [torch.zeros(1, device=device) for _ in xs]
+    with count_launches() as launches:
+        per_tensor.amax([ready(x) for x in xs], amaxes)
+        per_tensor.cast(jobs, None)
+    assert launches == {"amax_kernel": 1, "cast_tensor_kernel": 1}
+    for x, made, amax in zip(xs, jobs, amaxes, strict=True):
+        check(made, x, FORMATS[0])
+        assert torch.equal(amax, reference.amax(x, FORMATS[0], ROWWISE))
+
+
+@pytest.mark.parametrize("size", [1, 7, 8192, 8200])
+def test_amax_drops_nan_and_keeps_infinity(size: int, device: torch.device) -> None:
+    x = torch.randn(1, size, device=device)
+    x[0, size // 2] = torch.nan
+    infinite = torch.where(torch.arange(size, device=device) == size - 1, -torch.inf, x)
+    amaxes = [torch.zeros(1, device=device) for _ in range(2)]
+    per_tensor.amax([x, infinite], amaxes)
+    assert torch.equal(amaxes[0], reference.amax(x, FORMATS[0], ROWWISE))
+    assert amaxes[1].item() == torch.inf
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_a_flag_on_the_device_leaves_everything_as_it_is(flag: float, device: torch.device) -> None:
+    x = values((32, 32), torch.bfloat16, device)
+    made = job(x, FORMATS[0], True, True)
+    per_tensor.cast([made], torch.tensor([flag], device=device))
+    if flag:
+        assert all((t.codes == 0xAB).all() and (t.scale_inv == 7).all() for t in made.targets)
+    else:
+        check(made, x, FORMATS[0])
+
+
+@pytest.mark.parametrize("tile", [Tile(32, 64, 4), Tile(64, 64, 4), Tile(128, 128, 8), Tile(16, 256, 4)], ids=str)
+def test_every_tile_gives_the_same_bits(tile: Tile, device: torch.device) -> None:
+    x = values((150, 272), torch.bfloat16, device)
+    made = job(x, FORMATS[3], True, True)
+    per_tensor.cast([made], None, tile)
+    check(made, x, FORMATS[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 8192), (4099, 1030)], ids=str)
+def test_large(shape: tuple[int, int]) -> None:
+    x = values(shape, torch.bfloat16, torch.device("cuda"))
+    for fmt in FORMATS:
+        made = job(x, fmt, True, True)
+        per_tensor.cast([made], None)
+        check(made, x, fmt)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("shape", [(4, 3), (16, 2), (1024, 3), (1, 3)], ids=str)
+def test_delayed_bookkeeping(shape: tuple[int, int], algorithm: str, device: torch.device) -> None:
+    from minifloat.ops.delayed import gpu
+    from minifloat.ops.delayed import reference as definition
+
+    rule = f"e4m3/margin=1/{algorithm}"
+    histories = [torch.rand(shape, device=device) for _ in range(3)]
+    histories[1][0] = torch.tensor([0.0, torch.inf, torch.nan][: shape[1]], device=device)
+    histories[0][0, 1] = torch.inf
+    histories[2][-1] = torch.tensor([torch.nan, torch.inf, 0.5][: shape[1]], device=device)
+    scales = [torch.rand(shape[1], device=device) for _ in range(3)]
+    amaxes = [torch.tensor([v], device=device) for v in (torch.inf, 0.3, torch.nan)]
+    expected = [(history.clone(), scale.clone()) for history, scale in zip(histories, scales, strict=True)]
+    definition.record(expected[0][0], [0, 1, 0], amaxes)
+    for history, scale in expected:
+        definition.update(history, scale, definition.Rule.parse(rule))
+    with count_launches() as launches:
+        gpu.record(histories[0], [0, 1, 0], amaxes)
+        gpu.update(histories, scales, [rule] * 3)
+    assert launches == {"record_kernel": 1, "update_kernel": 1}
+    for history, scale, (wanted, wanted_scale) in zip(histories, scales, expected, strict=True):
+        torch.testing.assert_close(history, wanted, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(scale, wanted_scale)
+    assert delayed.FLT_MAX == definition.FLT_MAX

@@ -1,0 +1,172 @@
+"""Quantized parameters under ``fully_shard``, with fp32 masters of each rank's rows, beside unsharded replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import minifloat
+from minifloat.optim import MasterWeights
+from minifloat.parallel.fsdp import fully_shard
+from minifloat.tensor import QuantizedTensor
+from tests.conftest import Pools
+from tests.helpers.fsdp_cases import MODELS, Case, mesh_of, quantized_lockstep, shard
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("linears", "current"),
+        Case("linears", "delayed", options=("autocast",)),
+        Case("aligned", "delayed", reshard=False),
+        Case("aligned", "block", "root"),
+        Case("aligned", "mxfp8", options=("preserve",)),
+        Case("aligned", "nvfp4", "nested"),
+        Case("fused", "nvfp4", "root"),
+        Case("transformer", "mxfp8"),
+    ],
+    ids=lambda case: "-".join(case[:3]),
+)
+def test_lockstep(worker_pool: Pools, case: Case) -> None:
+    assert worker_pool(2).run(quantized_lockstep, case, 3) == [""] * 2
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+def test_unaligned_and_empty_shards(worker_pool: Pools, recipe: str) -> None:
+    assert worker_pool(3).run(quantized_lockstep, Case("linears", recipe), 2) == [""] * 3
+
+
+def in_bf16(rank: int, size: int, case: Case, steps: int) -> str:
+    """The same in a model that is bf16 throughout, all of whose parameters have masters."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return quantized_lockstep(rank, size, case, steps)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_bf16(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(in_bf16, Case("fused", "mxfp8"), 2) == [""] * 2
+
+
+def ragged_blocks(rank: int, size: int) -> list[object]:
+    """A last shard of fewer rows than a unit, the written codes, and a weight that no recipe reads."""
+    torch.manual_seed(0)
+    with minifloat.quantized_model_init(recipe="mxfp8"):
+        model, plain = minifloat.Linear(24, 63), minifloat.Linear(24, 63)
+    values = torch.randn(63, 24)
+    for layer in (model, plain):
+        with torch.no_grad():
+            layer.weight.copy_(values)
+            layer.bias.zero_()
+    fully_shard(model, mesh=mesh_of(size))
+    optimizers = [MasterWeights(layer.parameters(), torch.optim.SGD, lr=0.5) for layer in (model, plain)]
+    found: list[object] = [model.weight._local_tensor.shape[0]]
+    for _ in range(2):
+        results = []
+        for layer in (model, plain):
+            x = torch.ones(3, 24, requires_grad=True)
+            y = layer(x)  # no recipe in force: the values, in backward too
+            y.square().sum().backward()
+            results += [y.detach(), x.grad]
+        found.append(torch.equal(results[0], results[2]) and torch.equal(results[1], results[3]))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    codes = plain.weight.detach()
+    assert isinstance(codes, QuantizedTensor) and isinstance(model.weight._local_tensor, QuantizedTensor)
+    mine = model.weight._local_tensor.operands.rowwise
+    theirs = codes.operands.rowwise
+    assert mine is not None and theirs is not None
+    rows = slice(32 * rank, min(32 * rank + 32, 63))
+    found.append(torch.equal(mine.codes, theirs.codes[rows]) and torch.equal(mine.scale_inv, theirs.scale_inv[rows]))
+    return found
+
+
+def test_ragged_blocks(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(ragged_blocks) == [[32, True, True, True], [31, True, True, True]]
+
+
+def written(rank: int, size: int) -> list[bool]:
+    """A plain optimizer writes the shards, and ranks agree on the one scale, whoever has the largest value."""
+    with minifloat.quantized_model_init(recipe="current"):
+        model = minifloat.Linear(8, 12, bias=False)
+    fully_shard(model, mesh=mesh_of(size))
+    local = model.weight._local_tensor
+    with torch.no_grad():
+        local.copy_(torch.full((6, 8), 3.0 + rank))
+        scales = [local.operands.rowwise.scale_inv.item()]
+        torch._foreach_mul_([model.weight], 2.0)
+        scales.append(local.operands.rowwise.scale_inv.item())
+    return [abs(scales[0] * 448 - 4.0) < 1e-5, abs(scales[1] * 448 - 8.0) < 1e-5]
+
+
+def test_amaxes_are_agreed_on(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(written) == [[True, True]] * 2
+
+
+def materialized(rank: int, size: int, recipe: str, quantized: bool) -> list[str]:
+    """Made on meta, sharded, given memory and start values; what differs from the model that was never sharded."""
+
+    def model() -> torch.nn.Module:
+        with minifloat.quantized_model_init(quantized, recipe=recipe):
+            return MODELS["fused"](recipe)
+
+    with torch.device("meta"):
+        sharded = model()
+    shard(sharded, Case("fused", recipe), mesh_of(size))
+    sharded.to_empty(device="cpu")
+    torch.manual_seed(5)
+    plain = model()
+    models: tuple[torch.nn.Module, ...] = (plain, sharded)
+    for each in models:
+        torch.manual_seed(6)
+        for layer in each.modules():
+            if isinstance(layer, (minifloat.Linear, torch.nn.LayerNorm)):
+                layer.reset_parameters()
+            elif isinstance(layer, minifloat.LayerNormLinear | minifloat.LayerNormMLP):
+                layer.norm.reset_parameters()
+    x = torch.randn(3, 24)
+    outputs = [each(x) for each in models]
+    return [] if torch.equal(*outputs) else [f"outputs differ by {(outputs[0] - outputs[1]).abs().max():.3g}"]
+
+
+@pytest.mark.parametrize(("recipe", "quantized"), [("mxfp8", True), ("nvfp4", False), ("delayed", True)])
+def test_materialized_from_meta(worker_pool: Pools, recipe: str, quantized: bool) -> None:
+    assert worker_pool(2).run(materialized, recipe, quantized) == [[]] * 2
+
+
+def restored(rank: int, size: int, recipe: str) -> list[str]:
+    """The state of the optimizer brings masters and codes back, where shards may be no whole blocks."""
+    models, optimizers = [], []
+    for _ in range(2):
+        with minifloat.quantized_model_init(recipe=recipe):
+            models.append(MODELS["linears"](recipe))
+        shard(models[-1], Case("linears", recipe), mesh_of(size))
+        optimizers.append(MasterWeights(models[-1].parameters(), torch.optim.AdamW, lr=0.1))
+    x = torch.randn(3, 24)
+    models[0](x).sum().backward()
+    optimizers[0].step()
+    for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        if not isinstance(mine._local_tensor, QuantizedTensor):
+            with torch.no_grad():
+                mine.copy_(theirs)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    outputs = [model(x) for model in models]
+    return [] if torch.equal(*outputs) else [f"outputs differ by {(outputs[0] - outputs[1]).abs().max():.3g}"]
+
+
+@pytest.mark.parametrize("recipe", ["block", "nvfp4"])
+def test_restored(worker_pool: Pools, recipe: str) -> None:
+    assert worker_pool(2).run(restored, recipe) == [[]] * 2
+
+
+def with_remainder(rank: int, size: int) -> None:
+    model = minifloat.Linear(8, 12, dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh_of(size))
+    MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1, master="bf16+remainder")
+
+
+def test_no_remainder(worker_pool: Pools) -> None:
+    with pytest.raises(ValueError, match=r"sharded parameters, as one of shape \(12, 8\) is: use master='fp32'"):
+        worker_pool(2).run(with_remainder)

@@ -1,0 +1,108 @@
+"""Command lines that are wrong: each ends at once, with an error that names the option and the way out."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.helpers.micro_training import write_texts
+
+WAY_OUT = re.compile(
+    r"choose|give |check |change |try |name |leave |get it with|start |--help|[Ii]nvalid value|is not (a valid|one of)"
+    "|No such option|Missing|requires|does not take"
+)
+"""What our errors say, and those of typer, which name the option and its type."""
+
+HUGE = 10**18
+
+VALUES = {
+    "train TEXT": {
+        "--steps": f"0 -1 {HUGE} 1.5 many nan", "--batch-size": f"0 -3 {HUGE} 10000000 x", "--accumulate": f"0 {HUGE}",
+        "--learning-rate": "0 -1 nan inf fast", "--seed": f"{10**30} x", "--save-every": "0 -1 x", "--keep": "0 -1 all",
+        "--layers": f"0 -1 {HUGE} 1000000000 10001 x", "--hidden": f"0 -16 {HUGE} 40 17", "--heads": f"0 -1 {HUGE} 3 x",
+        "--kv-heads": f"0 3 {HUGE} -2", "--mlp-hidden": f"0 100 {HUGE} -16", "--context": f"0 -1 {HUGE} x",
+        "--timeout": f"0 -1 nan inf {HUGE} soon", "--max-gap": "-1 nan x", "--max-gradient-gap": "-0.1 nan x",
+        "--tp": f"0 -1 2 {HUGE} x", "--recipe": "fp7 MXFP8 '' current,block none", "--model": "huge '' Tiny gpt2",
+        "--device": "tpu '' cuda:77 meta cuda:x cpu:1", "--tp-overlap": "all ''", "--token-dtype": "int8 float32",
+        "--tokenizer": "nowhere.json TEXT/a.txt TEXT", "--vocabulary": "9", "--against": "current",
+        "--out": "TEXT/a.txt TEXT/a.txt/b /proc/nothing", "--resume-from": "nowhere TEXT TEXT/a.txt",
+    },
+    "train TEXT/tokens.bin": {
+        "--vocabulary": f"2 {HUGE} x", "--vocabulary 70000 --token-dtype": "uint64",
+        "--vocabulary 70000 --tokenizer": "nowhere.json",
+    },
+    "study TEXT --model micro": {
+        "--recipes": "fp7 '' current,current", "--seeds": f"1 0 -1 x 1,1 {HUGE}", "--steps": f"0 {HUGE} x",
+        "--batch-size": f"0 {HUGE}", "--learning-rate": "0 nan", "--evaluations": f"0 {HUGE}", "--workers": f"0 {HUGE}",
+        "--minutes": "-1 nan x", "--max-gap": "-1 nan", "--max-gap-4bit": "nan", "--device": "tpu",
+        "--out": "TEXT/a.txt",
+    },
+    "study TEXT": {"--model": "huge ''"},
+    "generate TEXT": {"--tokens": "x", "--top-k": "x", "--temperature": "hot", "--seed": "x"},
+    "bench": {"--rounds": f"0 -1 {HUGE} x", "--only": "nothing", "--device": "tpu"},
+    "doctor": {"--device": "tpu ''"},
+}  # fmt: skip
+
+OTHERS = {
+    "train TEXT --against fp7": "fp7", "train TEXT --context 1000000": "context", "train nowhere": "nowhere",
+    "train TEXT --layers 9000 --hidden 65536 --heads 64": "--layers", "train TEXT/empty": "TEXT/empty",
+    "train TEXT/a.txt/b": "a.txt/b", "train TEXT/tokens.bin": "--vocabulary", "train TEXT --resume": "--out",
+    "train TEXT/tokens.bin TEXT/a.txt --vocabulary 70000": "one token file", "train TEXT --resume --out no": "--out",
+    "train TEXT --resume --resume-from nowhere": "--resume", "train TEXT --fsdp": "--fsdp", "train TEXT --x": "--x",
+    "train TEXT --steps": "--steps", "train TEXT --resume=yes": "--resume", "trian": "trian", "--quick": "--quick",
+    "generate": "CHECKPOINT", "generate nowhere": "nowhere", "generate TEXT/a.txt": "TEXT/a.txt", "doctor more": "more",
+    "study nowhere": "nowhere", "study TEXT/tokens.bin --model micro": "text files", "bench nothing": "nothing",
+}  # fmt: skip
+
+BAD = [
+    (f"{command} {option} {value}", option.split()[-1])
+    for command, options in VALUES.items()
+    for option, values in options.items()
+    for value in values.split()
+] + list(OTHERS.items())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with TEXT, two text files, an empty folder and a token file."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "TEXT" / "empty").mkdir(parents=True)
+    write_texts(folder / "TEXT")
+    (folder / "TEXT" / "tokens.bin").write_bytes(bytes(range(256)) * 1000)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(place)
+    before = sorted(place.rglob("*"))
+    yield
+    assert sorted(place.rglob("*")) == before, "a command that is refused leaves nothing behind"
+
+
+@functools.cache
+def application() -> Any:
+    from minifloat.tools.cli import build
+
+    return build()
+
+
+def run(line: str) -> tuple[int, str, BaseException | None]:
+    result = CliRunner().invoke(application(), shlex.split(line), env={"COLUMNS": "200", "TERM": "dumb"})
+    unexpected = None if isinstance(result.exception, SystemExit) else result.exception
+    return result.exit_code, " ".join(result.output.split()), unexpected
+
+
+@pytest.mark.parametrize("line, named", BAD)
+def test_it_names_the_option_and_the_way_out(line: str, named: str) -> None:
+    code, said, unexpected = run(line)
+    assert unexpected is None and code == 2, (code, said, unexpected)
+    assert named in said and WAY_OUT.search(said), said
+    assert "Traceback" not in said and len(said) < 900

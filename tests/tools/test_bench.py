@@ -1,0 +1,401 @@
+"""The benchmark: its gates, its rounds, its conclusions, what it writes, and the comparison of two revisions."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import minifloat
+from minifloat.tools.bench import against, gate, linear, peers, plots, registry, report, run, summary
+from minifloat.tools.bench.measure import COPY, MODES, Rounds, Timer, sm_clock
+from minifloat.tools.bench.registry import Call, Case, Contender, Outputs, Roofline, Row, UnavailableError
+from minifloat.tools.cli import bench as command
+from tests.helpers.micro_training import invoke
+
+CPU = torch.device("cpu")
+TINY = run.Options(rounds=3, tiny=True)
+QUICK = replace(TINY, rounds=2, quick=True)
+
+
+def contender(name: str, outputs: Callable[[], Outputs], bound: float = 0.1, **options: Any) -> Contender:
+    """One whose right answer is ones."""
+    return Contender(name, lambda: outputs, gate.against([torch.ones(8)]), bound, **options)
+
+
+def ones(factor: float = 1.0) -> Outputs:
+    return [torch.full((8,), factor)]
+
+
+def raises(error: Exception) -> Call:
+    raise error
+
+
+def made_up(*contenders: Contender, **options: Any) -> Row:
+    return Row("made up", "row", lambda device, tiny: Case(contenders, **options))
+
+
+def one(row: Row, options: run.Options = TINY) -> run.Result:
+    return run.run_row(row, Timer(CPU, tiny=True), options)
+
+
+# ---- gates ----
+
+
+@pytest.mark.parametrize("wrong", [1.2, math.nan, math.inf, 0.0])
+def test_a_wrong_contender_has_no_speed(wrong: float) -> None:
+    row = made_up(contender("right", ones), contender("wrong", partial(ones, wrong)), baselines=("right",))
+    result = one(row)
+    assert [entry.status for entry in result.entries] == ["ok", "wrong"]
+    assert set(result.rounds.seconds["sustained"]) == {COPY, "right"}
+    assert "WRONG (error" in result.problems[0] and "made up: row: wrong" in result.problems[0]
+    assert summary.as_dict(result)["contenders"][1]["median_seconds"] == {}
+
+
+def test_a_contender_that_breaks_down_or_is_missing_stays_in_the_report() -> None:
+    row = made_up(
+        replace(contender("broken", ones), setup=lambda: raises(RuntimeError("out of luck\nand more"))),
+        replace(contender("missing", ones), setup=lambda: raises(UnavailableError("not installed"))),
+        contender("compiled", ones, compiled=True),
+        contender("fine", ones),
+    )
+    result = one(row, QUICK)
+    assert [entry.status for entry in result.entries] == ["failed", "unavailable", "skipped", "ok"]
+    assert result.entries[0].message == "RuntimeError: out of luck"
+    assert result.problems == ["made up: row: broken: RuntimeError: out of luck"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    report.show(result, console)
+    text = console.export_text()
+    for said in ("failed: RuntimeError: out of luck", "not here: not installed", "skipped: --quick", "fine"):
+        assert said in text
+
+
+def test_a_nan_error_never_passes() -> None:
+    row = made_up(Contender("nan", lambda: ones, lambda _: math.nan, bound=math.inf))
+    assert one(row).entries[0].status == "wrong"
+
+
+def test_relative_error_is_the_largest_over_the_outputs() -> None:
+    a, b = torch.randn(30, 7), torch.randn(5)
+    assert gate.relative_error([a, b], [a, b]) == 0
+    assert gate.relative_error([a, b * 1.5], [a, b]) == pytest.approx(0.5)
+    assert gate.relative_error([a.t(), b], [a, b]) == math.inf
+    assert gate.relative_error([a], [a, b]) == math.inf
+
+
+def test_relative_error_of_many_elements_goes_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, noise = torch.randn(30, 7), torch.randn(30, 7)
+    whole = float((noise * 0.1).norm() / a.norm())
+    monkeypatch.setattr(gate, "CHUNK", 11)
+    assert gate.relative_error([a + noise * 0.1], [a]) == pytest.approx(whole, rel=1e-5)
+
+
+def test_differing_counts_bits() -> None:
+    x = torch.tensor([1.0, -0.0, math.nan, 4.0])
+    assert gate.differing([x], [x.clone()]) == 0
+    assert gate.differing([x], [torch.tensor([1.0, 0.0, math.nan, 4.0])]) == 0.25
+    assert gate.differing([x.to(torch.uint8)], [x]) == math.inf
+    assert gate.differing([x[:3]], [x]) == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_bounds_are_close_above_what_rounding_does(dtype: torch.dtype) -> None:
+    x = torch.rand(100_000) + 1.0  # over one binade, where the bound's step is the true one
+    error = gate.relative_error([x.to(dtype)], [x])
+    bound = gate.rounding({torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[dtype])
+    assert 0.5 * bound < error < bound
+
+
+# ---- rounds ----
+
+
+def test_contenders_take_turns_within_each_round() -> None:
+    seen: list[str] = []
+
+    def noted(name: str) -> Outputs:
+        seen.append(name)
+        return ones()
+
+    timer = Timer(CPU, tiny=True)
+    timer._count = lambda call: 1  # type: ignore[method-assign]
+    found = timer.run({"a": partial(noted, "a"), "b": partial(noted, "b")}, rounds=4)
+    assert seen == ["a", "b"] * 8  # four rounds sustained, then four in bursts
+    for mode in MODES:
+        assert {name: len(times) for name, times in found.seconds[mode].items()} == {COPY: 4, "a": 4, "b": 4}
+        assert found.clocks[mode] == [None] * 4
+
+
+def test_host_time_has_no_copy_and_no_bursts() -> None:
+    found = Timer(CPU, tiny=True).run({"a": ones}, rounds=2, host=True)
+    assert list(found.seconds) == ["sustained"]
+    assert list(found.seconds["sustained"]) == ["a"]
+
+
+def test_there_is_no_sm_clock_on_a_cpu() -> None:
+    assert sm_clock(CPU)() is None
+
+
+@pytest.mark.gpu
+def test_sm_clock_of_a_gpu() -> None:
+    clock = sm_clock(torch.device("cuda", 0))()
+    assert clock is None or 100 < clock < 4000
+
+
+# ---- conclusions ----
+
+
+def known(goals: dict[registry.Measure, float] | None = None) -> run.Result:
+    """Rounds in which the medians of times would give another ratio than the median of the ratios."""
+    times = {COPY: [1.0, 1.0, 1.0], "slow": [4.0, 8.0, 12.0], "base": [2.0, 6.0, 4.0], "own": [1.0, 2.0, 4.0]}
+    entries = [run.Entry(name, "ok") for name in ("slow", "base", "own")]
+    entries[1].peak, entries[2].peak = 200, 300
+    entries[2].roofline = Roofline(bytes=50.0, products="base")
+    entries[2].goals = goals or {}
+    case = Case((), ("slow", "base"), flops=4e12, memory_baseline="base")
+    return run.Result("suite", "row", case, entries, Rounds({"sustained": times}, {"sustained": [None] * 3}), 100)
+
+
+def test_ratios_are_medians_of_the_rounds_ratios_to_the_fastest_baseline() -> None:
+    result = known()
+    assert result.baseline == "base"
+    assert summary.ratio(result, "own") == 2.0  # of 2, 3 and 1
+    assert summary.ratio(result, "base") == 1.0
+    assert summary.ratio(result, "nobody") is None
+    assert summary.ratio(result, "own", "burst") is None
+
+
+def test_a_roofline_is_products_and_copied_bytes() -> None:
+    result = known()
+    # 50 bytes at 100 a second are half a second beside the products: 2.5 / 1, 6.5 / 2, 4.5 / 4
+    assert summary.fraction(result, result.entries[2]) == 2.5
+    assert summary.fraction(result, result.entries[1]) is None
+    result.entries[2].roofline = Roofline(50.0, products="was not timed")
+    assert summary.fraction(result, result.entries[2]) is None
+
+
+def test_speeds_and_goals() -> None:
+    result = known({"ratio": 1.9, "roofline": 2.6, "memory": 1.5, "microseconds": 1e6})
+    own = result.entries[2]
+    assert summary.rate(result, own) == (2.0, "TFLOP/s")
+    result.case = replace(result.case, flops=0.0)
+    assert summary.rate(result, own) == (25e-9, "GB/s")
+    assert [(v.measure, v.met) for v in summary.verdicts(result, own)] == [
+        ("ratio", True), ("roofline", False), ("memory", True), ("microseconds", False)
+    ]  # fmt: skip
+    own.peak = None
+    assert not summary.verdicts(result, own)[2].met  # what was not measured is not met
+
+
+def test_geometric_mean_over_the_rows_of_a_suite() -> None:
+    first, second = known(), known()
+    second.rounds.seconds["sustained"]["own"] = [0.25, 0.75, 0.5]
+    assert summary.mean_ratios([first, second], "suite")["own"] == pytest.approx(4.0)  # of 2 and 8
+    del second.rounds.seconds["sustained"]["own"]
+    assert "own" not in summary.mean_ratios([first, second], "suite")
+
+
+# ---- rows ----
+
+
+def test_rows_are_the_table() -> None:
+    assert [row.name for row in registry.choose(["linear"])] == [
+        "16384 x 4096 x 4096", "16384 x 28672 x 4096", "16384 x 4096 x 14336", "8192 x 8192 x 8192"
+    ]  # fmt: skip
+    titles = [registry.title(row) for row in registry.rows()]
+    assert len(set(titles)) == len(titles)
+    assert {row.suite for row in registry.rows()} == set(registry.SUITES)
+    assert [row.name for row in registry.choose(only="swiglu mlp")] == ["RMSNorm + SwiGLU MLP"]
+    with pytest.raises(ValueError, match="choose from linear, tokens, fused, casts, host"):
+        registry.choose(["speed"])
+    with pytest.raises(ValueError, match="matches no row"):
+        registry.choose(["host"], "nothing")
+
+
+def marked(row: Row) -> Any:
+    """Rows that differ from others in their sizes only are for the larger set of tests."""
+    large = (row.name.startswith("16384 x") and row.suite == "linear") or row.name.endswith("transformer layers")
+    large |= row.suite == "tokens" and not row.name.startswith("512 ")
+    return pytest.param(row, marks=[pytest.mark.slow] * large, id=registry.title(row))
+
+
+@pytest.mark.parametrize("row", [marked(row) for row in registry.rows()])
+def test_every_row_runs_on_a_cpu(row: Row) -> None:
+    result = run.run_row(row, Timer(CPU, tiny=True), replace(QUICK, rounds=1))
+    assert result.problems == []
+    ours = [entry for entry in result.entries if entry.name.startswith("minifloat") and "compiled" not in entry.name]
+    assert ours and all(entry.status == "ok" for entry in ours)
+    assert result.case.contenders == ()  # nothing holds on to the row's tensors
+    json.dumps(summary.as_dict(result), allow_nan=False)
+
+
+def test_data_are_random() -> None:
+    for tensor in linear.data(CPU, 64, 32, 16):
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.float().std() > 0.1 and tensor.unique().numel() > 50
+
+
+def test_a_linear_with_a_wrong_gradient_is_caught() -> None:
+    case = linear.build(16384, 4096, 4096, {}, CPU, True)
+    ours = next(each for each in case.contenders if each.name == "minifloat current")
+    outputs = list(ours.setup()())
+    assert ours.error(outputs) < ours.bound
+    y, dx, dw = outputs
+    for spoiled in ([y, dx * 1.25, dw], [y, dx, -dw], [y, dx.roll(1, 0), dw], [y * math.nan, dx, dw]):
+        assert not ours.error(spoiled) <= ours.bound
+
+
+def test_missing_peers_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str, device: str) -> Any:
+        raise UnavailableError(f"No module named {name!r}")
+
+    monkeypatch.setattr(peers, "_import", absent)
+    result = one(registry.choose(["host"])[0], QUICK)
+    theirs = {entry.name: entry for entry in result.entries if entry.name.startswith("TE")}
+    assert list(theirs) == ["TE delayed", "TE current", "TE block"]
+    assert all(entry.status == "unavailable" for entry in theirs.values())
+    assert result.problems == []
+
+
+def test_the_peers_of_a_gpu_are_not_tried_on_a_cpu() -> None:
+    with pytest.raises(UnavailableError):
+        peers.transformer_engine("Linear", "current", "cpu", 16, 16)
+
+
+@pytest.mark.slow
+def test_compiled_contenders() -> None:
+    result = one(registry.choose(["linear"], "8192 x 8192")[0])
+    compiled = [entry for entry in result.entries if entry.name.endswith("compiled") and "torchao" not in entry.name]
+    assert len(compiled) == 4 and all(entry.status == "ok" for entry in compiled)
+    assert set(result.rounds.seconds) == set(MODES)
+
+
+# ---- reports ----
+
+
+def test_the_command_writes_every_round(tmp_path: Path) -> None:
+    options = ("host", "--only", "forward + backward", "--quick", "--rounds", "2", "--device", "cpu")
+    code, output = invoke("bench", *options, "--out", tmp_path)
+    assert code == 0, output
+    assert output.count("CPU: shapes are divided, nothing here is a result") == 2
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.endswith("-cpu-bench-host.json")
+    assert path.with_name(f"{path.stem}-host.png").stat().st_size > 1000
+    content = json.loads(path.read_text())
+    assert content["rounds"] == 2 and content["tiny"] and content["versions"]["torch"] == torch.__version__
+    (row,) = content["rows"]
+    assert row["baseline"] == "torch bf16" and row["sm_clock_mhz"] == {"sustained": [None, None]}
+    base, ours = row["contenders"][:2]
+    rounds = base["round_seconds"]["sustained"], ours["round_seconds"]["sustained"]
+    ratios = [a / b for a, b in zip(*rounds, strict=True)]
+    assert ours["ratio"]["sustained"] == pytest.approx(sum(ratios) / 2)  # the median of two
+    assert ours["status"] == "ok" and 0 < ours["error"] <= ours["bound"]
+    assert invoke("bench", *options, "--out", tmp_path)[0] == 0
+    assert path.with_name(f"{path.stem}-2.json").exists()
+
+
+def test_the_command_fails_where_something_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = made_up(contender("right", ones), contender("wrong", partial(ones, math.nan)))
+    monkeypatch.setattr(command, "choose", lambda suites, only: [row])
+    code, output = invoke("bench", "--device", "cpu", "--rounds", "1", "--out", tmp_path)
+    assert code == 1 and "FAILED: made up: row: wrong: WRONG (error inf" in output
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["rows"][0]["contenders"][1]["error"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("speed",), "there is no suite"), (("--rounds", "0"), "at least 1"), (("--only", "nothing"), "matches no row")],
+)
+def test_mistakes_in_the_options(options: tuple[str, ...], said: str) -> None:
+    code, output = invoke("bench", "--device", "cpu", *options)
+    assert code == 2 and said in output
+
+
+def test_plots_over_an_axis_and_as_bars(tmp_path: Path) -> None:
+    results = [known() for _ in range(3)]
+    plots.draw(results, "bars", tmp_path / "bars.png")
+    for result, tokens in zip(results, (64, 256, 1024), strict=True):
+        result.case = replace(result.case, axis=("tokens", tokens))
+    del results[1].rounds.seconds["sustained"]["slow"]  # a gap in a curve
+    plots.draw(results, "curves", tmp_path / "curves.png")
+    results[0].rounds.seconds.clear()
+    plots.draw(results[:1], "nothing was timed", tmp_path / "nothing.png")
+    assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+# ---- revisions ----
+
+
+def process(seconds: float | None, status: str = "ok", message: str = "") -> list[dict[str, Any]]:
+    medians = {} if seconds is None else {"sustained": seconds}
+    entry = {"name": "ours", "status": status, "message": message, "median_seconds": medians}
+    return [{"suite": "suite", "row": "row", "contenders": [entry]}]
+
+
+def test_changes_are_medians_over_pairs_of_processes() -> None:
+    found = {"old": [process(2.0), process(9.0), process(4.0)], "new": [process(1.0), process(3.0), process(4.0)]}
+    assert against.changes(found) == [against.Change("suite: row", "ours", 4.0, 3.0, 2.0, "", "")]
+    found = {"old": [process(None, "failed", "no such option")], "new": [process(1.0)]}
+    assert against.changes(found) == [against.Change("suite: row", "ours", None, None, None, "no such option", "")]
+    found = {"old": [[]], "new": [process(None, "unavailable", "not installed")]}
+    assert against.changes(found) == [against.Change("suite: row", "ours", None, None, None, "", "")]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A git repository of this package, whose first commit has a Linear that is wrong by a factor."""
+    root = tmp_path / "repository"
+    shutil.copytree(Path(minifloat.__file__).parent, root / "minifloat", ignore=shutil.ignore_patterns("__pycache__"))
+    amp = root / "minifloat" / "functional" / "gemm.py"
+    right = amp.read_text()
+    git = ("git", "-C", str(root), "-c", "user.name=test", "-c", "user.email=test@example.org")
+    subprocess.run((*git, "init", "--quiet"), check=True)
+    for source in (right + "\n_wgrad = wgrad\n\n\ndef wgrad(*a, **k):\n    return 2 * _wgrad(*a, **k)\n", right):
+        amp.write_text(source)
+        subprocess.run((*git, "add", "."), check=True)
+        subprocess.run((*git, "commit", "--quiet", "-m", "a revision"), check=True)
+    return root
+
+
+def test_two_revisions_compared(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(against, "PASSES", 1)
+    job = against.Job(("host",), "forward + backward", "cpu", replace(QUICK, rounds=1))
+    changes = {change.contender: change for change in against.changes(against.compare(job, "HEAD~1", repository))}
+    assert changes["torch bf16"].ratio is not None
+    assert changes["minifloat current"].ratio is None
+    assert "WRONG" in changes["minifloat current"].old_problem and not changes["minifloat current"].new_problem
+    console = Console(width=200, record=True, file=io.StringIO())
+    report.show_changes(list(changes.values()), "HEAD~1", console)
+    assert "HEAD~1: WRONG" in console.export_text()
+    listed = subprocess.run(("git", "-C", str(repository), "worktree", "list"), capture_output=True, text=True)
+    assert len(listed.stdout.splitlines()) == 1  # the temporary one is gone
+
+
+def test_a_revision_that_does_not_exist(repository: Path) -> None:
+    job = against.Job(("host",), "", "cpu", QUICK)
+    with pytest.raises(ValueError, match="no-such-revision"):
+        against.compare(job, "no-such-revision", repository)
+
+
+def test_tensors_of_outputs_are_detached_for_the_gate() -> None:
+    leaf = torch.ones(8, requires_grad=True)
+    seen: list[Tensor] = []
+
+    def error(outputs: Outputs) -> float:
+        seen.extend(outputs)
+        return 0.0
+
+    one(made_up(Contender("graph", lambda: lambda: [leaf * 2], error, 0.0)))
+    assert seen and not any(tensor.requires_grad for tensor in seen)

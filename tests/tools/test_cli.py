@@ -1,0 +1,74 @@
+"""The command itself: how it is started, and what of it needs torch alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minifloat
+from minifloat.tools import cli
+from tests.helpers.micro_training import invoke
+
+ROOT = Path(__file__).parents[2]
+
+# A Python in which only torch, and what it brings along, can be found.
+WITHOUT = """
+import importlib.util, sys
+find, gone = importlib.util.find_spec, ("typer", "rich", "matplotlib", "safetensors", "click")
+importlib.util.find_spec = lambda name, *rest: None if name in gone else find(name, *rest)
+for name in gone:
+    sys.modules[name] = None
+from minifloat.tools.cli import main
+main()
+"""
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+
+
+def test_it_is_a_module_too() -> None:
+    done = python("-m", "minifloat", "--version")
+    assert (done.returncode, done.stdout) == (0, f"minifloat {minifloat.__version__}\n"), done.stderr
+
+
+def test_version() -> None:
+    assert invoke("--version") == (0, f"minifloat {minifloat.__version__}\n")
+
+
+def test_doctor_needs_torch_alone() -> None:
+    done = python("-c", WITHOUT, "doctor", "--device", "cpu")
+    assert done.returncode == 0 and "scaled product" in done.stdout and "rich" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, code, said",
+    [
+        (("--version",), 0, f"minifloat {minifloat.__version__}"),
+        (("doctor", "--device", "tpu"), 2, "--device: there is no device 'tpu'; choose auto"),
+        (("doctor", "--x"), 2, "--x"),
+        (("train",), 1, "needs typer, rich, matplotlib; get them with: pip install minifloat[train]"),
+    ],
+)
+def test_without_extras(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["minifloat", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    printed = "".join(capsys.readouterr())
+    assert said in printed + str(ended.value.code)
+    # What sys.exit makes a process's exit code of: a message is printed, and the code is 1.
+    assert code == (1 if isinstance(ended.value.code, str) else ended.value.code or 0)

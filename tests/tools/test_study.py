@@ -1,0 +1,676 @@
+"""The loss study: its statistics, its controls, its runs in child processes, and what it makes of their results."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from torch import nn
+
+from minifloat.functional import Gemm
+from minifloat.recipe import NAMES, named
+from minifloat.tools.cli import study as command
+from minifloat.tools.cli.out import claimed
+from minifloat.tools.train import data, study, study_report
+from minifloat.tools.train.loop import Metrics, Run
+from minifloat.tools.train.model import ModelConfig
+from minifloat.tools.train.study import Conditions, Job, Result
+from minifloat.tools.train.study_statistics import Outcome, interval, outcomes, p_value, student_t
+from tests.helpers.micro_training import CPU, MICRO, children, invoke
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Text with a structure that a micro model learns in a few steps."""
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog\ndef double(number):\n    return 2 * number\n" * 400)
+    return file
+
+
+def conditions(steps: int = 4, text_name: str = "text") -> Conditions:
+    return Conditions("micro", steps, 4, 1e-2, text_name, study.device_kind(CPU), evaluations=2, evaluation_batches=2)
+
+
+# ---- Statistics ----
+
+
+@pytest.mark.parametrize(
+    "freedom, t", [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (10, 2.2281), (30, 2.0423)]
+)
+def test_student_t_is_that_of_the_tables(freedom: int, t: float) -> None:
+    assert student_t(freedom) == pytest.approx(t, abs=5e-5)
+
+
+def test_student_t_of_another_confidence() -> None:
+    assert student_t(1, 0.5) == pytest.approx(1.0)  # the quartiles of Cauchy's distribution
+    assert student_t(2, 0.9) == pytest.approx(2.91999, abs=1e-5)
+    assert student_t(400) == pytest.approx(1.9659, abs=1e-4)
+    with pytest.raises(ValueError, match=r"0 degrees of freedom.*two seeds"):
+        student_t(0)
+
+
+def test_interval_is_numpy_with_the_t_of_the_tables() -> None:
+    values = [0.004, -0.001, 0.0035]
+    found = interval(values)
+    half = 4.302653 * np.std(values, ddof=1) / np.sqrt(3)
+    assert found.mean == pytest.approx(np.mean(values)) and found.half == pytest.approx(half, rel=1e-6)
+    assert (found.lower, found.upper) == (found.mean - found.half, found.mean + found.half)
+
+
+def test_p_value_by_hand() -> None:
+    controls = [(0.1, -0.2, 0.3), (-0.2, 0.1, 0.1)]
+    assert p_value((0.5, 0.6, -0.7), controls) == 1 / 27  # the farthest at every seed
+    assert p_value((-0.01, 0.01, 0.01), controls) == 1.0  # the nearest at every seed
+    # The farthest at two seeds and the nearest at the third, where either control would give more: 3 of 27.
+    assert p_value((0.5, 0.6, 0.01), controls) == 3 / 27
+    assert p_value((0.2,), [(0.2,), (-0.2,)]) == 1.0  # ties count as "at least"
+
+
+def test_p_value_is_the_share_that_numpy_counts() -> None:
+    generator = np.random.default_rng(0)
+    gaps = generator.normal(size=(4, 3))  # the recipe and three controls, three seeds
+    means = [np.mean([abs(gaps[who, seed]) for seed, who in enumerate(choice)]) for choice in
+             itertools.product(range(4), repeat=3)]  # fmt: skip
+    expected = np.mean(np.array(means) >= np.mean(np.abs(gaps[0])) - 1e-12)
+    assert p_value(tuple(gaps[0]), [tuple(row) for row in gaps[1:]]) == expected
+
+
+def test_p_value_is_fair() -> None:
+    """Of recipes that are no different from the controls, at most one in twenty is told apart."""
+    generator = np.random.default_rng(1)
+    draws = generator.normal(size=(2000, 3, 3))
+    rate = np.mean([p_value(tuple(d[0]), [tuple(d[1]), tuple(d[2])]) <= 0.05 for d in draws])
+    assert abs(rate - 1 / 27) < 4 * math.sqrt(1 / 27 / 2000)
+
+
+def test_gaps_are_relative_to_bf16_of_the_same_seed() -> None:
+    losses = {"bf16": [2.0, 1.0, 4.0], "fp32": [2.0, 1.001, 4.0], "current": [2.01, 1.0, 3.98]}
+    control, recipe = outcomes(losses, "bf16", ["fp32"], {"current": 0.02})
+    assert (control.name, control.limit, control.verdict) == ("fp32", None, "control")
+    assert recipe.gaps == pytest.approx((0.005, 0.0, -0.005))
+    assert recipe.absolute.mean == pytest.approx(0.01 / 3) and recipe.signed.mean == pytest.approx(0.0)
+    assert recipe.absolute.half == pytest.approx(4.302653 * 0.005 * math.sqrt(1 / 3) / math.sqrt(3), rel=1e-6)
+    assert recipe.smallest_p == 1 / 8
+
+
+def test_verdicts() -> None:
+    """Within the limit; over it but as the controls; over both; and seeds too few to tell excuse nothing."""
+    near = Outcome("r", (0.001, 0.0011, 0.0009), 0.005, 1 / 27, 1 / 27)
+    assert near.within and near.passed and near.problem is None and near.verdict == "passed: within the limit"
+    spread = Outcome("r", (0.001, 0.004, 0.009), 0.005, 2 / 27, 1 / 27, 0.005)
+    assert spread.absolute.mean < 0.005 and not spread.within  # the mean is: the interval decides
+    assert spread.passed and spread.verdict == "passed: not distinguishable from the controls"
+    far = replace(spread, p_value=1 / 27)
+    assert not far.passed and far.verdict == "FAILED" and "0.467%" in str(far.problem) and "p 0.037" in str(far.problem)
+    above = replace(spread, controls_upper=0.0046)
+    assert not above.passed and "p 0.074, upper end of their intervals 0.460%" in str(above.problem)
+    few = Outcome("r", (0.02, 0.03), 0.005, 1.0, 1 / 9, 1.0)
+    assert not few.passed and "too few seeds" in str(few.problem)
+    better = Outcome("r", (-0.02, -0.0201, -0.0199), 0.005, 1 / 27, 1 / 27)
+    assert not better.passed  # better than bf16 by more than the limit is as suspicious
+
+
+def test_one_small_gap_excuses_no_large_ones() -> None:
+    """The permutation test alone cannot tell gaps of 10 %, 10 % and 0.01 % from controls of 0.02 %."""
+    losses = {"bf16": [1.0] * 3, "a": [1.0002] * 3, "b": [0.9998, 1.00021, 1.0002], "current": [1.1, 1.1, 1.0001]}
+    *controls, recipe = outcomes(losses, "bf16", ["a", "b"], {"current": 0.005})
+    assert recipe.p_value is not None and recipe.p_value > 0.05
+    assert recipe.controls_upper == max(control.absolute.upper for control in controls)
+    assert not recipe.indistinct and not recipe.passed and recipe.verdict == "FAILED"
+    losses["current"] = [1.0002, 0.9998, 1.0002]
+    assert outcomes(losses, "bf16", ["a", "b"], {"current": 1e-5})[-1].indistinct
+
+
+# ---- Controls ----
+
+
+def gradients(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+def test_a_reversed_linear_is_the_same_linear_with_other_rounding() -> None:
+    plain, backward = nn.Linear(384, 130), study.ReversedLinear(384, 130)
+    backward.load_state_dict(plain.state_dict())
+    x, dy = torch.randn(7, 384), torch.randn(7, 130)
+    for a, b in zip(gradients(plain.double(), x.double(), dy.double()),
+                    gradients(backward.double(), x.double(), dy.double()), strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    plain, backward = plain.float(), backward.float()
+    plain.zero_grad(), backward.zero_grad()
+    (y, dx, *_), (y2, dx2, *_) = gradients(plain, x, dy), gradients(backward, x, dy)
+    assert not torch.equal(y, y2) and not torch.equal(dx, dx2)
+
+
+def test_the_reordered_model_is_the_same_model_with_other_rounding() -> None:
+    """Same initial weights; logits and gradients equal but for rounding, in wgrad's sums over the batch too."""
+    plain, other = (study.build(Job(name, 3), MICRO) for name in (study.BASELINE, study.REORDERED))
+    x = torch.randint(256, (4, MICRO.context))
+    dy = torch.randn(4, MICRO.context, 256)
+    for model in (plain, other):
+        model(x).backward(dy)
+    torch.testing.assert_close(plain(x), other(x), rtol=1e-4, atol=1e-4)
+    named_gradients = dict(other.named_parameters())
+    for name, parameter in plain.named_parameters():
+        twin = named_gradients[f"model.{name}"]
+        assert torch.equal(parameter, twin), name
+        assert parameter.grad is not None and twin.grad is not None
+        torch.testing.assert_close(parameter.grad, twin.grad, rtol=1e-3, atol=1e-3)
+    head, reordered_head = plain.get_parameter("head.weight").grad, other.get_parameter("model.head.weight").grad
+    assert head is not None and reordered_head is not None and not torch.equal(head, reordered_head)
+
+
+def test_jobs_are_pairs_of_every_seed_and_fp32_is_fp32() -> None:
+    wanted = study.jobs(["mxfp8"], [0, 5])
+    assert [(job.name, job.seed) for job in wanted] == [
+        (name, seed) for name in ("bf16", "bf16-reordered", "fp32", "mxfp8") for seed in (0, 5)
+    ]
+    configs = {job: conditions().config(job) for job in wanted}
+    assert {job.name for job in wanted if configs[job].dtype == torch.float32} == {"fp32"}
+    assert all(config.seed == job.seed and config.dtype in (torch.float32, torch.bfloat16)
+               for job, config in configs.items())  # fmt: skip
+
+
+def test_all_runs_of_a_seed_start_equal_and_see_the_same_batches(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = data.load([text], least=MICRO.context + 1)
+    firsts: dict[str, list[torch.Tensor]] = {}
+    build = study.build
+
+    def watched(job: Job, sizes: ModelConfig) -> nn.Module:
+        made = build(job, sizes)
+        weights = torch.cat([parameter.flatten() for parameter in made.parameters()])
+        firsts[job.name] = [weights.detach().clone()]
+        made.register_forward_pre_hook(lambda _, args: firsts[job.name].append(args[0]))
+        return made
+
+    monkeypatch.setattr(study, "build", watched)
+    results = [study.execute(job, conditions(2), corpus, CPU) for job in study.jobs(["current"], [1])]
+    assert all(result.error is None and len(result.run.history) == 2 for result in results)
+    assert {len(seen) for seen in firsts.values()} == {len(firsts["bf16"])} and len(firsts["bf16"]) > 3
+    for seen in firsts.values():
+        assert all(torch.equal(a, b) for a, b in zip(seen, firsts["bf16"], strict=True))
+    losses = {result.job.name: [metrics.loss for metrics in result.run.history] for result in results}
+    assert len({tuple(each) for each in losses.values()}) == 4  # and yet no two compute the same
+
+
+# ---- Results as files ----
+
+
+def made(job: Job, final: float, gemms: Counter[Gemm] | None = None, given: Conditions | None = None) -> Result:
+    """A made-up result of four steps that ends at the validation loss ``final``."""
+    given = given or conditions()
+    losses = [6.0, 5.0, 4.0, final]
+    history = tuple(
+        Metrics(i + 1, loss, 1.0, 1e-3, 0.1, 100.0, loss if i % 2 else None) for i, loss in enumerate(losses)
+    )
+    return Result(job, given, Run(job.name, history, expected(job) if gemms is None else gemms, 2**20, 1000))
+
+
+def expected(job: Job) -> Counter[Gemm]:
+    """The GEMMs that a run of four steps should execute."""
+    count = 4 * MICRO.linears
+    if job.name not in NAMES:
+        return Counter({Gemm("fprop", "identity", "identity", "torch"): count})
+    pairs = named(job.name).expected_gemms()
+    return Counter({Gemm(gemm, a, b, "reference"): count for gemm, (a, b) in pairs.items()})
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    job = Job("mxfp8", 7)
+    for result in (made(job, 2.0), replace(made(job, 2.0), error="step 3 has loss nan")):
+        study.write(result, job.file(tmp_path))
+        assert study.read(job.file(tmp_path)) == result
+    assert [path.name for path in tmp_path.iterdir()] == ["mxfp8-7.json"]
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Job("bf16", 0).file(tmp_path)
+    old = made(Job("bf16", 0), 2.0)
+    study.write(old, path)
+
+    def broken(values: object, file: object) -> None:
+        file.write('{"job"')  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(json, "dump", broken)
+    with pytest.raises(KeyboardInterrupt):
+        study.write(made(Job("bf16", 0), 3.0), path)
+    assert study.read(path) == old
+
+
+def test_results_of_other_conditions_are_refused(tmp_path: Path) -> None:
+    wanted = study.jobs(["current"], [0, 1])
+    study.write(made(wanted[0], 2.0), wanted[0].file(tmp_path))
+    assert list(study.finished(wanted, conditions(), tmp_path)) == [wanted[0]]
+    with pytest.raises(ValueError, match=r"bf16-0.json is of another study: steps was 4, is 5; choose another --out"):
+        study.finished(wanted, conditions(5), tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"job"', "[]", "{}", "[" * 9999, '{"job": {"name": "bf16"}}', "\udcff"])
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
+    path = Job("bf16", 0).file(tmp_path)
+    path.write_text(content, errors="surrogateescape")
+    with pytest.raises(ValueError, match=r"bf16-0.json is no result of a study \(.*\); delete it"):
+        study.finished([Job("bf16", 0)], conditions(), tmp_path)
+
+
+def test_a_loss_that_is_not_finite_is_a_result(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = data.load([text], least=MICRO.context + 1)
+    build = study.build
+
+    def poisoned(job: Job, sizes: ModelConfig) -> nn.Module:
+        made_model = build(job, sizes)
+        nn.init.constant_(made_model.get_parameter("head.weight"), math.nan)
+        return made_model
+
+    monkeypatch.setattr(study, "build", poisoned)
+    result = study.execute(Job("current", 0), conditions(), corpus, CPU)
+    assert result.error is not None and "step 1" in result.error and result.run.history == ()
+
+
+# ---- Processes ----
+
+
+def sleeper(seconds: float, code: int = 0) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-S", "-c", f"import time; time.sleep({seconds}); raise SystemExit({code})"]
+    )
+
+
+def test_jobs_run_side_by_side_and_every_end_is_told() -> None:
+    started: list[tuple[Job, int]] = []
+    codes: dict[Job, int] = {}
+    alive: list[subprocess.Popen[bytes]] = []
+    most = 0
+
+    def begin(job: Job, worker: int) -> subprocess.Popen[bytes]:
+        nonlocal most
+        started.append((job, worker))
+        alive.append(sleeper(0.1, job.seed % 2))
+        most = max(most, sum(process.poll() is None for process in alive))
+        return alive[-1]
+
+    wanted = [Job("x", seed) for seed in range(7)]
+    study.run_jobs(wanted, begin, 3, math.inf, lambda job, code, _: codes.update({job: code}))
+    assert [job for job, _ in started] == wanted and {worker for _, worker in started} == {0, 1, 2} and most <= 3
+    assert codes == {job: job.seed % 2 for job in wanted}
+
+
+def test_no_job_starts_after_the_deadline_and_the_running_ones_end() -> None:
+    now, ended = [0.0], []
+
+    def begin(job: Job, _: int) -> subprocess.Popen[bytes]:
+        now[0] += 1  # the only time that passes
+        return sleeper(0.1)
+
+    wanted = [Job("x", seed) for seed in range(4)]
+    study.run_jobs(wanted, begin, 3, 1.5, lambda job, *_: ended.append(job), lambda: now[0])
+    assert sorted(job.seed for job in ended) == [0, 1] and now == [2.0]
+    study.run_jobs(wanted, begin, 3, 1.5, lambda job, *_: ended.append(job), lambda: now[0])
+    assert len(ended) == 2
+
+
+def test_running_jobs_do_not_outlive_an_interrupted_study() -> None:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(job: Job, worker: int) -> subprocess.Popen[bytes]:
+        if worker == 1:
+            raise KeyboardInterrupt
+        processes.append(sleeper(60))
+        return processes[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        study.run_jobs([Job("x", 0), Job("x", 1)], begin, 2, math.inf, lambda *_: None)
+    assert [process.poll() for process in processes] == [-signal.SIGKILL]
+
+
+# ---- The command ----
+
+
+def micro_options(text: Path, out: Path, steps: int = 4) -> list[object]:
+    fixed = ("--model", "micro", "--batch-size", 4, "--seeds", 2, "--recipes", "current", "--device", "cpu")
+    return ["study", text, "--out", out, "--steps", steps, "--workers", 2, *fixed]
+
+
+def finish_in_this_process(
+    text: Path, folder: Path, names: set[str], steps: int = 4, seeds: tuple[int, ...] = (0, 1)
+) -> None:
+    """Puts the results of some runs where the command with `micro_options` looks for them."""
+    corpus = data.load([text], least=MICRO.context + 1)
+    rate, kind = 3e-3 * 128 / MICRO.dim, study.device_kind(CPU)
+    given = Conditions("micro", steps, 4, rate, corpus.fingerprint, kind, threads=command.threads_of_each(2))
+    folder.mkdir(parents=True, exist_ok=True)
+    for job in study.jobs(["current"], seeds):
+        if job.name in names:
+            study.write(study.execute(job, given, corpus, CPU), job.file(folder))
+
+
+def study_in_a_group_of_its_own(arguments: list[object]) -> None:
+    """What a child process does until it is killed, with the processes that it starts."""
+    os.setsid()
+    sys.argv = ["study", *map(str, arguments)]
+    typer.run(command.study)
+
+
+def test_a_study_that_was_killed_goes_on(text: Path, tmp_path: Path) -> None:
+    """SIGKILL of the whole process group while a run trains: what is finished stays, the rest is run, the report is."""
+    out = tmp_path / "out"
+    finish_in_this_process(text, out / "runs", {"bf16", "bf16-reordered", "fp32"})
+    finish_in_this_process(text, out / "runs", {"current"}, seeds=(1,))
+    early = {path.name: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
+    process = children().Process(target=study_in_a_group_of_its_own, args=(micro_options(text, out)[1:],))
+    process.start()
+    log = Job("current", 0).log(out / "runs")
+    while process.is_alive() and not (log.exists() and "step" in log.read_text()):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    for path in (out / "runs").glob("*.json"):
+        study.read(path)
+    (out / "runs" / "current-0.json.123.tmp").write_text('{"job"')  # as of a process that was killed while it wrote
+    status, output = invoke(*micro_options(text, out), "--max-gap", "inf")
+    assert status == 0, output
+    assert not list((out / "runs").glob("*.tmp"))
+    assert early == {name: (out / "runs" / name).stat().st_mtime_ns for name in early}
+    assert "runs are finished" in output and "GEMMs: current  wgrad" in output and "within the limit" in output
+    (report,) = out.glob("????-??-??-study-micro.md")
+    written = report.read_text()
+    linears = 2 * 4 * MICRO.linears  # seeds, steps
+    gemms = f"| current | wgrad | e5m2/tensor/fp32 | e4m3/tensor/fp32 | native | {linears} |"
+    images = f"{report.stem}-loss.png", f"{report.stem}-gap.png"
+    for part in ("**passed**", "t = 12.706", "| bf16-reordered |", gemms, *images):
+        assert part in written, part
+    values = json.loads(report.with_suffix(".json").read_text())
+    assert values["passed"] and len(values["runs"]) == 8 and len(values["runs"][0]["training"]) == 4
+    for kind in ("loss", "gap"):
+        assert report.with_name(f"{report.stem}-{kind}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_no_time_leaves_all_and_says_so(text: Path, tmp_path: Path) -> None:
+    code, output = invoke(*micro_options(text, tmp_path / "out"), "--minutes", 0)
+    assert code == command.INCOMPLETE == 3
+    assert "8 of 8 runs are left: bf16 with seed 0" in output and "same command again" in output
+
+
+def test_a_run_that_crashes_is_named_and_left(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashing(job: Job, *_: object) -> subprocess.Popen[bytes]:
+        job.log(tmp_path / "out" / "runs").write_text("out of memory")
+        return sleeper(0, 7)
+
+    monkeypatch.setattr(study, "start", crashing)
+    code, output = invoke(*micro_options(text, tmp_path / "out"))
+    assert code == 1 and "FAILED: current with seed 1 ended with code 7" in output and "out of memory" in output
+    assert "8 of 8 runs are left" in output
+
+
+def test_a_run_whose_study_is_gone_stops(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([100, 100, 100, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    with pytest.raises(SystemExit, match="is gone"):
+        study.work(task_of(Job("bf16", 0), 8, text, tmp_path))
+    assert not Job("bf16", 0).file(tmp_path).exists() and next(parents, None) is None
+
+
+def task_of(job: Job, steps: int, text: Path, folder: Path) -> dict[str, Any]:
+    """What `study.start` hands to a process."""
+    given = conditions(steps, data.load([text], least=1).fingerprint)
+    return {"job": vars(job), "conditions": vars(given), "paths": [str(text)], "folder": str(folder), "device": "cpu",
+            "threads": 1}  # fmt: skip
+
+
+def test_a_long_run_goes_on_from_its_last_checkpoint(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies after its first checkpoint ends with the losses of one that did not, and leaves none behind."""
+    monkeypatch.setattr(study, "SAVE_EVERY", 3)
+    job, steps = Job("current", 0), 8
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    study.work(task_of(job, steps, text, whole))
+    with monkeypatch.context() as patch:
+        parents = iter([1, 1, 1, 1, 1, 2])  # gone after the fifth step
+        patch.setattr(os, "getppid", lambda: next(parents))
+        with pytest.raises(SystemExit, match="is gone"):
+            study.work(task_of(job, steps, text, broken))
+    assert [path.name for path in job.saved(broken).iterdir()] == ["step-00000003"]
+    study.work(task_of(job, steps, text, broken))
+    a, b = study.read(job.file(whole)), study.read(job.file(broken))
+    assert [m.loss for m in a.run.history] == [m.loss for m in b.run.history] and len(a.run.history) == steps
+    assert a.validation() == b.validation() and a.run.gemms == b.run.gemms
+    assert not job.saved(whole).exists() and not job.saved(broken).exists()
+
+
+def test_a_changed_text_stops_a_run(text: Path, tmp_path: Path) -> None:
+    task = task_of(Job("bf16", 0), 2, text, tmp_path)
+    text.write_text(text.read_text() + "more")
+    with pytest.raises(ValueError, match="the text has changed"):
+        study.work(task)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--recipes", "current,fp7"), "there is no recipe 'fp7'; choose from delayed"),
+        (("--recipes", "current,current"), "names a recipe twice"),
+        (("--seeds", "1"), "--seeds 1 gives 1 different seeds; an interval needs at least 2"),
+        (("--seeds", "4,4"), "--seeds 4,4 gives 1 different seeds"),
+        (("--seeds", "many"), "give a number of seeds, as 3"),
+        (("--model", "huge"), "there is no model 'huge'"),
+        (("--workers", "0"), "--workers is 0; choose at least 1"),
+        (("--steps", "0"), "steps is 0; choose at least 1"),
+        (("--device", "tpu"), "there is no device 'tpu'"),
+        (("--learning-rate", "0"), "the learning rate is 0.0; choose a positive one"),
+        (("--seeds", f"0,{10**30}"), f"the seed is {10**30}; choose one of 64 bits"),
+        (("--seeds", str(10**30)), "the most are 1000; give seeds with commas"),
+        (("tokens.npy",), "tokens.npy is a packed token file, but a study reads text"),
+    ],
+)
+def test_mistakes_end_with_a_message(options: tuple[str, ...], message: str, text: Path, tmp_path: Path) -> None:
+    code, output = invoke("study", text, "--model", "micro", "--device", "cpu", "--out", tmp_path / "out", *options)
+    assert code == 2 and message in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_threads_of_a_cpu_are_conditions(text: Path, tmp_path: Path) -> None:
+    """They are the order of its sums."""
+    finish_in_this_process(text, tmp_path / "runs", {"bf16"})
+    changed = json.loads(Job("bf16", 0).file(tmp_path / "runs").read_text())
+    changed["conditions"]["threads"] = 77
+    Job("bf16", 0).file(tmp_path / "runs").write_text(json.dumps(changed))
+    code, output = invoke(*micro_options(text, tmp_path))
+    assert code == 2 and f"threads was 77, is {command.threads_of_each(2)}" in output
+
+
+def test_a_folder_of_another_process_is_refused(text: Path, tmp_path: Path) -> None:
+    with claimed(tmp_path / "out"):
+        code, output = invoke(*micro_options(text, tmp_path / "out"))
+    assert code == 2 and "another process trains in" in output and len(list((tmp_path / "out").iterdir())) == 1
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, output = invoke(*micro_options(text, out))
+        assert code == 2 and "cannot be written to" in output and output.count("\n") == 1
+
+
+def test_seeds_are_a_number_or_a_list() -> None:
+    assert command.chosen_seeds("3") == [0, 1, 2] and command.chosen_seeds("7,4") == [7, 4]
+
+
+def test_limits_are_by_the_bits_and_options_change_them(text: Path, tmp_path: Path) -> None:
+    def limits(**changed: object) -> dict[str, float]:
+        options = {"paths": [text], "recipes": ",".join(NAMES), "seeds": "2", "model": "micro", "steps": 1,
+                   "batch_size": 1, "learning_rate": None, "evaluations": 1, "device": "cpu", "workers": 1,
+                   "minutes": math.inf, "out": tmp_path, "limits": (command.MAX_GAP, command.MAX_GAP_4BIT)}  # fmt: skip
+        return command.make_plan(**(options | changed)).limits  # type: ignore[arg-type]
+
+    assert limits() == {name: 0.015 if name == "nvfp4" else 0.005 for name in NAMES}
+    assert limits(limits=(0.1, 0.2))["nvfp4"] == 0.2
+
+
+# ---- What it makes of results ----
+
+
+def conclude(tmp_path: Path, text: Path, finals: dict[str, list[float]], **changed: Result) -> tuple[bool, str, str]:
+    """Passed or not, what was printed, and the report, of made-up final losses by run name and seed."""
+    recipes = [name for name in finals if name in NAMES]
+    wanted = study.jobs(recipes, range(len(finals["bf16"])))
+    results = {job: made(job, finals[job.name][job.seed]) for job in wanted}
+    results |= {result.job: result for result in changed.values()}
+    plan = command.Study(
+        tuple(wanted), conditions(), (text,), (CPU,), 1, 1, math.inf, tmp_path, dict.fromkeys(recipes, 0.005)
+    )
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer, "echo", lambda line, err=False: lines.append(line))
+        passed = command.conclude(plan, results)
+    reports = [path.read_text() for path in tmp_path.glob("*-study-micro.md")]
+    return passed, "\n".join(lines), reports[0] if reports else ""
+
+
+FINALS = {"bf16": [2.0, 2.0, 2.0], "bf16-reordered": [2.001, 2.0, 1.999], "fp32": [2.0, 1.998, 2.002]}
+
+
+def test_a_gap_within_the_limit_passes(text: Path, tmp_path: Path) -> None:
+    passed, output, report = conclude(tmp_path, text, FINALS | {"mxfp8": [2.004, 2.005, 2.006]})
+    assert passed and "mxfp8: mean of the absolute gap 0.250%" in output and "passed: within the limit" in output
+    interval_of_both = "0.250% | 0.126% to 0.374% | +0.250% | +0.126% to +0.374%"  # 0.05 % * 4.303 / sqrt(3) each way
+    assert f"| mxfp8 | {interval_of_both} | +0.200%, +0.250%, +0.300% | 0.50% | 0.037 |" in report
+    assert "t = 4.303" in report
+
+
+def test_a_gap_that_the_controls_have_too_passes(text: Path, tmp_path: Path) -> None:
+    noisy = FINALS | {"fp32": [2.04, 1.96, 2.05]}
+    passed, output, _ = conclude(tmp_path, text, noisy | {"mxfp8": [2.03, 2.05, 1.96]})
+    assert passed and "not distinguishable from the controls" in output
+
+
+def test_a_gap_that_is_too_large_fails(text: Path, tmp_path: Path) -> None:
+    passed, output, report = conclude(
+        tmp_path, text, FINALS | {"current": [2.001, 2.002, 2.0], "mxfp8": [2.02, 2.03, 2.02]}
+    )
+    assert not passed and "**FAILED**" in report and "| FAILED |" in report
+    assert "FAILED: mxfp8: the mean absolute gap to bf16 is 1.167%" in output and "FAILED: current" not in output
+
+
+@pytest.mark.parametrize(
+    "job, wrong, message",
+    [
+        (Job("mxfp8", 1), Counter(), "seed 1: mxfp8: 0 wgrad GEMMs ran as e4m3/1x32/e8m0"),
+        (Job("mxfp8", 0), expected(Job("current", 0)), "seed 0: mxfp8: 56 fprop GEMMs ran as e4m3/tensor/fp32"),
+        (Job("bf16", 2), expected(Job("current", 0)), "seed 2: bf16 ran quantized GEMMs"),
+        (Job("fp32", 2), expected(Job("nvfp4", 0)), "seed 2: fp32 ran quantized GEMMs"),
+    ],
+)
+def test_wrong_gemms_fail(text: Path, tmp_path: Path, job: Job, wrong: Counter[Gemm], message: str) -> None:
+    passed, output, report = conclude(tmp_path, text, FINALS | {"mxfp8": [2.0, 2.0, 2.0]}, wrong=made(job, 2.0, wrong))
+    assert not passed and message in output and message in report
+
+
+def test_a_recipe_that_broke_down_fails_and_has_a_row(text: Path, tmp_path: Path) -> None:
+    finals = FINALS | {"current": [2.001, 2.002, 2.0], "mxfp8": [2.0, 2.0, 2.0]}
+    passed, output, report = conclude(tmp_path, text, finals, broken=broken(Job("mxfp8", 1)))
+    assert not passed and "FAILED: seed 1: mxfp8: step 3 has loss nan" in output
+    assert "**FAILED**" in report and "step 3 has loss nan" in report
+    assert (
+        "| current | 0.050% |" in report and "| mxfp8 |  |  |  |  |  |  |  | broke down at step 3 (seed 1) |" in report
+    )
+    values = json.loads(next(tmp_path.glob("*-study-micro.json")).read_text())
+    assert not values["passed"] and values["broken"] == {"mxfp8": "broke down at step 3 (seed 1)"}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32"])
+def test_a_baseline_or_control_that_broke_down_fails_with_a_report(text: Path, tmp_path: Path, name: str) -> None:
+    """The report of an earlier study that passed does not stay; only bf16 leaves nothing to compare with."""
+    finals = FINALS | {"current": [2.001, 2.002, 2.0]}
+    assert conclude(tmp_path, text, finals)[0]
+    passed, output, report = conclude(tmp_path, text, finals, broken=broken(Job(name, 0)))
+    assert not passed and f"FAILED: seed 0: {name}: step 3 has loss nan" in output
+    assert "**FAILED**" in report and "**passed**" not in report and f"| {name} |  |" in report
+    assert ("| current | 0.050% |" in report) == (name == "fp32")
+    assert not json.loads(next(tmp_path.glob("*-study-micro.json")).read_text())["passed"]
+
+
+def broken(job: Job) -> Result:
+    """A made-up result whose third step was not finite."""
+    result = made(job, 2.0)
+    run = replace(result.run, history=result.run.history[:2], gemms=Counter())
+    return replace(result, run=run, error=f"{job.name}: step 3 has loss nan")
+
+
+def test_gaps_over_the_steps() -> None:
+    wanted = study.jobs(["mxfp8"], [0, 1])
+    results = {job: made(job, 2.0 if job.name == "bf16" else 2.1 + 0.1 * job.seed) for job in wanted}
+    gaps = study_report.gaps_by_step(results)
+    assert set(gaps) == {"bf16-reordered", "fp32", "mxfp8"}
+    assert gaps["mxfp8"][2] == [0.0, 0.0] and gaps["mxfp8"][4] == pytest.approx([0.05, 0.1])
+
+
+# ---- The larger set ----
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_tiny_study_of_all_recipes(tmp_path: Path) -> None:
+    """All recipes on some of the standard library's sources: short runs, so wide limits, and all end within them."""
+    sources = [data.standard_library() / f"{name}.py" for name in ("argparse", "inspect", "tarfile", "typing")]
+    fixed = ("--model", "tiny", "--steps", 20, "--batch-size", 8, "--evaluations", 2, "--workers", 2, "--device", "cpu")
+    code, output = invoke("study", *sources, *fixed, "--out", tmp_path, "--max-gap", 0.03, "--max-gap-4bit", 0.06)
+    assert code == 0, output
+    values = json.loads(next(tmp_path.glob("*-study-tiny.json")).read_text())
+    found = {outcome["name"]: outcome for outcome in values["outcomes"]}
+    assert set(found) == {"bf16-reordered", "fp32", *NAMES} and len(values["runs"]) == 24
+    assert found["bf16-reordered"]["absolute"]["mean"] < 0.02
+    assert all(run["validation"]["20"] < run["validation"]["10"] for run in values["runs"])
+
+
+@pytest.mark.slow
+def test_a_scale_off_by_two_fails_the_study(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same runs, once as they should be and once with a wrong scale: only the second is told from the controls."""
+    from minifloat.ops import matmul
+
+    corpus, steps = data.load([text], least=MICRO.context + 1), 30
+    given = conditions(steps)
+    losses = {name: [study.execute(Job(name, seed), given, corpus, CPU).run.validation_loss for seed in range(3)]
+              for name in ("bf16", *study.CONTROLS, "current")}  # fmt: skip
+    multiply = matmul.scaled_mm
+
+    def broken(gemm: str, *rest: object) -> torch.Tensor:
+        arguments = [gemm, *rest]
+        if gemm in ("fprop", "dgrad"):  # the weight's scale
+            arguments[9] = arguments[9] * 2.0  # type: ignore[operator]
+        return multiply(*arguments)
+
+    monkeypatch.setattr(matmul, "scaled_mm", broken)
+    losses["broken"] = [
+        study.execute(Job("current", seed), given, corpus, CPU).run.validation_loss for seed in range(3)
+    ]
+    found = {o.name: o for o in outcomes(losses, "bf16", study.CONTROLS, {"current": 0.1, "broken": 0.1})}
+    assert found["current"].passed, found
+    assert not found["broken"].passed, found

@@ -1,0 +1,442 @@
+"""The main job: the text, the model, the loop, the checks and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minifloat import Linear
+from minifloat.functional import Gemm
+from minifloat.ops import matmul
+from minifloat.recipe import NAMES, named
+from minifloat.tools.cli.out import LOCK, claimed
+from minifloat.tools.cli.train_job import MAX_GAP, MAX_GRADIENT_GAP
+from minifloat.tools.train import data, report
+from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
+from minifloat.tools.train.model import MODELS, Transformer, rope_tables, rotate
+from tests.helpers.micro_training import CPU, MICRO, invoke, micro_model, write_texts
+
+EXPECTED = {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e4m3"), "wgrad": ("e5m2", "e4m3")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Text with a structure that a micro model learns in a few steps, in two files, beside files to be skipped."""
+    write_texts(tmp_path)
+    (tmp_path / "image.bin").write_bytes(b"\x89\0\0\0" * 100)
+    for skipped in (".git", "__pycache__", "tests"):
+        (tmp_path / skipped).mkdir()
+        (tmp_path / skipped / "c.txt").write_text("skipped")
+    return tmp_path
+
+
+@pytest.fixture
+def corpus(folder: Path) -> data.Corpus:
+    return data.load([folder], least=MICRO.context + 1)
+
+
+def micro_run(corpus: data.Corpus, recipe: str | None = None, steps: int = 12, device: torch.device = CPU) -> Run:
+    config = TrainConfig(steps, batch_size=4, learning_rate=1e-2, evaluations=3, evaluation_batches=2)
+    return train(recipe or "bf16", micro_model(recipe), MICRO.context, corpus, config, device)
+
+
+def made_run(name: str, norms: list[float], validation: float, gemms: Counter[Gemm] | None = None) -> Run:
+    steps = [Metrics(i + 1, 5.5 - i, norm, 1e-3, 0.1, 100.0) for i, norm in enumerate(norms)]
+    steps[-1] = replace(steps[-1], validation_loss=validation)
+    return Run(name, tuple(steps), gemms or Counter(), 3 * report.MIB, 1000)
+
+
+# Text
+
+
+def test_load_is_sorted_and_skips_binaries_and_hidden_folders(folder: Path) -> None:
+    corpus = data.load([folder], least=1)
+    again = data.load([folder], least=1)
+    assert torch.equal(corpus.train, again.train) and torch.equal(corpus.validation, again.validation)
+    assert bytes(corpus.train[:10].tolist()) == b"def double"  # a.txt comes first, however the disk lists them
+    sizes = [(folder / name).stat().st_size for name in ("a.txt", "b.txt")]
+    assert len(corpus.train) + len(corpus.validation) == sum(sizes) + 1
+
+
+def test_split_is_disjoint_and_whole() -> None:
+    text = bytes(range(256)) * 1000
+    train_text, held_out = data.split(torch.tensor(list(text), dtype=torch.uint8))
+    chunk = len(text) // data.HELD_OUT_EVERY
+    assert bytes(held_out.tolist()) == text[-chunk:]
+    assert bytes(train_text.tolist()) == text[:-chunk]
+    long = torch.zeros(data.CHUNK * 20 + 100, dtype=torch.uint8)
+    long[data.CHUNK * 19 : data.CHUNK * 20] = 1
+    long_train, long_held_out = data.split(long)
+    assert long_held_out.unique().tolist() == [1] and long_train.unique().tolist() == [0]
+    assert (len(long_train), len(long_held_out)) == (data.CHUNK * 19 + 100, data.CHUNK)
+
+
+@pytest.mark.parametrize("size", [1, 19, 21, 39, 100, 2011])
+def test_split_of_any_size_loses_no_byte(size: int) -> None:
+    train_text, held_out = data.split(torch.ones(size, dtype=torch.uint8))
+    assert len(train_text) + len(held_out) == size and (len(held_out) > 0) == (size >= 20)
+
+
+def test_batches_repeat_with_the_seed_and_targets_follow_inputs() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    first, again, other = (data.Batches(text, 8, 16, seed) for seed in (1, 1, 2))
+    for _ in range(3):
+        inputs, targets = next(first)
+        assert torch.equal(inputs, next(again)[0])
+        assert not torch.equal(inputs, next(other)[0])
+        assert torch.equal(inputs + 1, targets) and inputs.shape == (8, 16) and inputs.dtype == torch.int64
+
+
+def test_batches_of_the_shortest_text() -> None:
+    text = torch.arange(17, dtype=torch.uint8)
+    inputs, targets = next(data.Batches(text, 2, 16, 0))
+    assert torch.equal(inputs, torch.arange(16).expand(2, 16)) and int(targets[0, -1]) == 16
+    assert len(data.fixed_batches(text, 2, 16, 3)) == 1
+
+
+def test_fixed_batches_do_not_overlap() -> None:
+    text = torch.arange(250, dtype=torch.uint8)
+    starts = torch.cat([inputs[:, 0] for inputs, _ in data.fixed_batches(text, 4, 16, 100)])
+    assert len(starts) == 249 // 16 and starts[0] == 0 and starts[-1] == 233
+    assert int(starts.diff().min()) >= 16
+
+
+def test_unigram_entropy_by_hand() -> None:
+    train_text = torch.tensor([0] * 511 + [1] * 255, dtype=torch.uint8)  # with one more of each: 512, 256, 254 times 1
+    held_out = torch.tensor([0, 0, 1, 7], dtype=torch.uint8)
+    total = 512 + 256 + 254
+    expected = -(2 * math.log(512 / total) + math.log(256 / total) + math.log(1 / total)) / 4
+    assert data.unigram_entropy(train_text, held_out) == pytest.approx(expected, rel=1e-12)
+
+
+def test_default_text_is_the_standard_library() -> None:
+    files = [file.relative_to(data.standard_library()) for file in data.text_files(data.standard_library())]
+    assert Path("dataclasses.py") in files and Path("json/decoder.py") in files
+    assert not any({"test", "site-packages"} & set(file.parts) for file in files)
+
+
+def test_text_errors_name_the_number_and_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither a file nor a folder; check its spelling"):
+        data.load([tmp_path / "missing"], least=1)
+    with pytest.raises(ValueError, match=r"0 files.*name files"):
+        data.load([tmp_path], least=1)
+    (tmp_path / "short.txt").write_text("x" * 100)
+    with pytest.raises(ValueError, match=r"100 bytes .* 95 .* 5 .* needs 65 .* shorter context"):
+        data.load([tmp_path], least=65)
+
+
+# Model
+
+
+def test_parameter_counts() -> None:
+    dim, kv, hidden = MICRO.dim, MICRO.kv_heads * MICRO.head_dim, MICRO.hidden
+    block = 2 * dim * dim + 2 * dim * kv + 3 * dim * hidden + 2 * dim
+    expected = MICRO.layers * block + 2 * 256 * dim + dim
+    assert sum(p.numel() for p in micro_model().parameters()) == expected
+    with torch.device("meta"):
+        base = Transformer(MODELS["base"], partial(nn.Linear, bias=False))  # the meta device makes no numbers
+    assert sum(p.numel() for p in base.parameters()) >= 100_000_000
+
+
+def test_the_factory_makes_all_linears_but_the_head() -> None:
+    made = [name for name, module in micro_model().named_modules() if isinstance(module, Linear)]
+    assert len(made) == MICRO.linears and "head" not in made
+
+
+def test_logits_are_causal(device: torch.device) -> None:
+    model = micro_model().to(device)
+    text = torch.randint(256, (2, MICRO.context), device=device)
+    changed = text.clone()
+    changed[:, 40] = (text[:, 40] + 1) % 256
+    logits, other = model(text), model(changed)
+    assert logits.shape == (2, MICRO.context, 256)
+    assert torch.equal(logits[:, :40], other[:, :40])
+    assert (logits[:, 40:] != other[:, 40:]).any(-1).all()
+
+
+def test_a_shorter_sequence_runs_and_a_longer_one_is_refused() -> None:
+    model = micro_model()
+    assert model(torch.zeros(1, 7, dtype=torch.int64)).shape == (1, 7, 256)
+    with pytest.raises(ValueError, match="65 tokens in a sequence exceed the model's context of 64"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
+
+
+def test_rope_depends_on_the_distance_alone() -> None:
+    cos, sin = (table.double() for table in rope_tables(64, 16, 10_000.0))
+    q, k = torch.randn(2, 16, dtype=torch.float64)
+    turned_q, turned_k = (rotate(x.expand(64, 16), cos, sin).double() for x in (q, k))
+    scores = turned_q @ turned_k.T  # [64, 64]
+    # rotate computes in fp32: products of 16 terms, each of two roundings, of entries up to |q| |k|
+    bound = 64 * torch.finfo(torch.float32).eps * float(q.norm() * k.norm())
+    for distance in (-5, 0, 1, 30):
+        diagonal = scores.diagonal(distance)
+        assert float(diagonal.max() - diagonal.min()) < bound
+    assert torch.equal(turned_q[0], q.float().double())  # position 0 is not turned
+
+
+@pytest.mark.parametrize("change", [{"dim": 40}, {"hidden": 100}, {"kv_heads": 3}, {"heads": 3}])
+def test_sizes_that_no_format_can_block_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"change|choose"):
+        replace(MICRO, **change)
+
+
+def test_twins_start_equal_and_the_seed_decides() -> None:
+    plain, quantized, other = micro_model(), micro_model("current"), micro_model(seed=1)
+    for (name, a), (_, b) in zip(plain.named_parameters(), quantized.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert not torch.equal(plain.embedding.weight, other.embedding.weight)
+
+
+# Loop
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_training_lowers_the_loss_and_repeats(corpus: data.Corpus, recipe: str | None) -> None:
+    first, again = (micro_run(corpus, recipe) for _ in range(2))
+    assert [m.loss for m in first.history] == [m.loss for m in again.history]
+    assert first.validation_loss == again.validation_loss
+    assert first.history[-1].loss < first.history[0].loss - 1
+    assert [m.step for m in first.history if m.validation_loss is not None] == [4, 8, 12]
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu(corpus: data.Corpus) -> None:
+    run = micro_run(corpus, "current", device=torch.device("cuda"))
+    assert run.history[-1].loss < run.history[0].loss - 1 and run.peak_bytes
+
+
+def test_twins_see_the_same_batches(corpus: data.Corpus) -> None:
+    seen: list[list[torch.Tensor]] = []
+    for recipe in (None, "current"):
+        model = micro_model(recipe)
+        inputs: list[torch.Tensor] = []
+        model.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
+        train("x", model, MICRO.context, corpus, TrainConfig(2, batch_size=2, evaluation_batches=1), CPU)
+        seen.append(inputs)
+    assert len(seen[0]) == 4  # two steps and, since every step of two is evaluated, two evaluations
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_a_loss_that_is_not_finite_stops_at_its_step(corpus: data.Corpus) -> None:
+    model = micro_model()
+
+    def poison(metrics: Metrics) -> None:
+        if metrics.step == 2:
+            nn.init.constant_(model.head.weight, math.nan)
+
+    with pytest.raises(FloatingPointError, match="bf16: step 3 has loss nan"):
+        train("bf16", model, MICRO.context, corpus, TrainConfig(5, batch_size=2), CPU, poison)
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    config = TrainConfig(100, learning_rate=1.0)
+    rates = [config.rate(step) for step in range(1, 101)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and rates[-1] == pytest.approx(0.1)
+    assert rates == sorted(rates[:10]) + sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize("change", [{"steps": 0}, {"steps": 1, "batch_size": 0}, {"steps": 1, "learning_rate": -1.0}])
+def test_impossible_training_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="choose"):
+        TrainConfig(**change)
+
+
+# Checks
+
+
+def counts(**changed: Counter[Gemm]) -> Counter[Gemm]:
+    right = {gemm: Counter({Gemm(gemm, a, b, "reference"): 6}) for gemm, (a, b) in EXPECTED.items()}
+    return sum((right | changed).values(), Counter())
+
+
+def test_gemm_check_accepts_what_the_recipe_promises() -> None:
+    assert report.check_gemms("current", counts(), EXPECTED, each=6) == []
+    mixed = Counter({Gemm("fprop", "e4m3", "e4m3", "native"): 4, Gemm("fprop", "e4m3", "e4m3", "reference"): 2})
+    assert report.check_gemms("current", counts(fprop=mixed), EXPECTED, each=6) == []
+
+
+@pytest.mark.parametrize(
+    "wgrad, message",
+    [
+        (Counter({Gemm("wgrad", "bfloat16", "bfloat16", "torch"): 6}), "6 wgrad GEMMs ran as bfloat16 x bfloat16"),
+        (Counter({Gemm("wgrad", "e4m3", "e4m3", "reference"): 6}), "6 wgrad GEMMs ran as e4m3 x e4m3"),
+        (Counter(), "0 wgrad GEMMs ran as e5m2 x e4m3 instead of 6"),
+        (Counter({Gemm("wgrad", "e5m2", "e4m3", "reference"): 5}), "5 wgrad GEMMs ran as e5m2 x e4m3 instead of 6"),
+    ],
+)
+def test_gemm_check_names_what_ran_otherwise(wgrad: Counter[Gemm], message: str) -> None:
+    problems = report.check_gemms("current", counts(wgrad=wgrad), EXPECTED, each=6)
+    assert any(message in problem for problem in problems) and all("wgrad" in problem for problem in problems)
+
+
+def test_runs_are_compared_relative_to_the_twin() -> None:
+    comparison = report.compare(made_run("current", [5.0, 3.0], 2.2), made_run("bf16", [4.0, 4.0], 2.0))
+    assert comparison.gap == pytest.approx(0.2)
+    assert comparison.relative_gap == pytest.approx(0.1)
+    assert comparison.gradient_gap == pytest.approx(0.25)
+    assert report.check_loss("current", comparison, 0.11, 0.26) == []
+    assert "+10.00% off" in report.check_loss("current", comparison, 0.09, 0.26)[0]
+    assert "25.00% off" in report.check_loss("current", comparison, 0.11, 0.24)[0]
+    assert report.check_loss("current", comparison, math.inf, math.inf) == []
+    broken = replace(comparison, gap=math.nan, relative_gap=math.nan, gradient_gap=math.nan)
+    assert len(report.check_loss("current", broken, 0.11, 0.26)) == 2
+
+
+def test_report_has_every_field() -> None:
+    runs = [made_run("current", [1.0, 1.0], 2.2, counts()), made_run("bf16", [1.0, 1.0], 2.0)]
+    text = report.render(runs, {"device": "cpu"}, 3.25, report.compare(*runs), ["current: 6 wgrad GEMMs ran as x"])
+    for part in (
+        "FAILED",
+        "- device: cpu",
+        "loss.png",
+        "| current | 5.5000 | 4.5000 | 2.2000 | 100 | 3 MiB |",
+        "Unigram entropy of the held-out text: 3.2500",
+        "+0.2000 nats/byte (+10.00%)",
+        "| current | dgrad | e5m2 | e4m3 | reference | 6 |",
+    ):
+        assert part in text, part
+    assert "**passed**" in report.render(runs[1:], {}, 3.25, None, [])
+
+
+# Command
+
+
+def micro_command(folder: Path, out: Path, *more: object) -> tuple[int, str]:
+    fixed = ("--model", "micro", "--steps", 20, "--batch-size", 4, "--device", "cpu", "--against", "bf16")
+    return invoke("train", folder, "--out", out, *fixed, *more)
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name != "current")) for name in NAMES]
+)
+def test_train_command(folder: Path, tmp_path: Path, recipe: str) -> None:
+    out = tmp_path / "out"
+    code, output = micro_command(folder, out, "--recipe", recipe)
+    assert code == 0, output
+    assert f"validation loss of {recipe} - bf16 = " in output and "unigram entropy" in output
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["run"], line["step"]) for line in lines] == [(r, s) for r in (recipe, "bf16") for s in range(1, 21)]
+    assert all(math.isfinite(line["loss"]) and line["tokens_per_second"] > 0 for line in lines)
+    assert lines[-1]["validation_loss"] < lines[-21 + 2]["loss"]
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    text = (out / "report.md").read_text()
+    assert "**passed**" in text and f"| {recipe} | wgrad |" in text and "| bf16 | fprop |" in text
+
+
+# which scale argument of which GEMM belongs to a tensor: 2 is operand a's, 9 is operand b's
+SCALE_ARGUMENTS = {
+    "input": {"fprop": 2, "wgrad": 9},
+    "weight": {"fprop": 9, "dgrad": 9},
+    "grad_output": {"dgrad": 2, "wgrad": 2},
+}
+
+
+def break_scale(monkeypatch: pytest.MonkeyPatch, tensor: str, factor: float) -> None:
+    """Multiplies one tensor's dequantization scale by `factor` in every GEMM that reads it."""
+    multiply = matmul.scaled_mm
+
+    def broken(gemm: str, *rest: Any) -> torch.Tensor:
+        arguments = [gemm, *rest]
+        if gemm in SCALE_ARGUMENTS[tensor]:
+            arguments[SCALE_ARGUMENTS[tensor][gemm]] = arguments[SCALE_ARGUMENTS[tensor][gemm]] * factor
+        return multiply(*arguments)
+
+    monkeypatch.setattr(matmul, "scaled_mm", broken)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("tensor", list(SCALE_ARGUMENTS))
+def test_any_scale_off_by_two_fails_the_loss_check(
+    corpus: data.Corpus, monkeypatch: pytest.MonkeyPatch, tensor: str, factor: float
+) -> None:
+    twin, right = micro_run(corpus), micro_run(corpus, "current")
+    break_scale(monkeypatch, tensor, factor)
+    wrong = micro_run(corpus, "current")
+    assert report.check_loss("current", report.compare(right, twin), MAX_GAP, MAX_GRADIENT_GAP) == []
+    assert report.check_loss("current", report.compare(wrong, twin), MAX_GAP, MAX_GRADIENT_GAP) != []
+
+
+def test_a_scale_off_by_two_fails_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_scale(monkeypatch, "weight", 2.0)
+    code, output = micro_command(folder, tmp_path / "out")
+    assert code == 1 and "FAILED: current: the" in output
+    assert "**FAILED**" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_gemm_that_ran_unquantized_fails_the_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = type(named("current"))
+    monkeypatch.setattr(recipe, "expected_gemms", lambda _: EXPECTED | {"wgrad": ("mxfp8", "mxfp8")})
+    code, output = micro_command(folder, tmp_path / "out", "--recipe", "current")
+    assert code == 1 and "wgrad GEMMs ran as" in output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--recipe", "fp7"), "there is no recipe 'fp7'; choose from"),
+        (("--recipe", "bf16", "--against", "bf16"), "with itself"),
+        (("--model", "huge"), "there is no model 'huge'; choose from"),
+        (("--steps", "0"), "steps is 0; choose at least 1"),
+        (("--device", "tpu"), "there is no device 'tpu'; choose auto"),
+        (("--device", "cuda:77"), "PyTorch sees"),
+        (("--learning-rate", "0"), "the learning rate is 0.0; choose a positive one"),
+        (("--seed", str(10**30)), f"the seed is {10**30}; choose one of 64 bits"),
+        (("nowhere",), "nowhere is neither a file nor a folder"),
+    ],
+)
+def test_mistakes_end_with_a_message(arguments: tuple[str, ...], message: str, folder: Path) -> None:
+    code, output = invoke("train", *(() if arguments == ("nowhere",) else (folder,)), *arguments)
+    assert code == 2 and message in output
+
+
+def test_a_folder_that_cannot_be_used_ends_with_a_message(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for out in (file, file / "below"):
+        code, output = micro_command(folder, out)
+        assert code == 2 and f"--out {out} cannot be written to" in output and output.count("\n") == 1
+    assert file.read_bytes() == b""
+
+
+def test_a_folder_of_another_process_is_refused_until_that_one_dies(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL gives the folder back, though a child of the killed process goes on."""
+    out = tmp_path / "out"
+    code = (
+        "import subprocess, sys, time; from pathlib import Path; from minifloat.tools.cli.out import claimed\n"
+        "with claimed(Path(sys.argv[1])):\n"
+        "    print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        try:
+            status, output = micro_command(folder, out)
+            assert status == 2 and f"another process trains in {out} (pid {other.pid}); wait for its end" in output
+            assert [path.name for path in out.iterdir()] == [LOCK]
+            other.kill()
+            other.wait()
+            with claimed(out):
+                os.kill(child, 0)  # it is there
+        finally:
+            other.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+def test_doctor_says_what_runs_where() -> None:
+    code, output = invoke("doctor", "--device", "cpu")
+    assert code == 0 and torch.__version__ in output and "backend" in output and "scaled product" in output
