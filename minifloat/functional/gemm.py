@@ -81,11 +81,15 @@ def _multiply(
         )
     if a.scale_inv is None or b.scale_inv is None:
         return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
-    return matmul.multiply(
-        gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
-        b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
-        out_dtype, bias, fast, "",
-    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return matmul.scaled_mm(
+            gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
+            b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
+            out_dtype, bias, fast, "",
+        )  # fmt: skip
+    device = a.codes.device
+    product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, device)
+    return product(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast)
 
 
 def _high_precision(

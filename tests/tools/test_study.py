@@ -659,15 +659,15 @@ def test_a_scale_off_by_two_fails_the_study(text: Path, tmp_path: Path, monkeypa
     given = conditions(steps)
     losses = {name: [study.execute(Job(name, seed), given, corpus, CPU).run.validation_loss for seed in range(3)]
               for name in ("bf16", *study.CONTROLS, "current")}  # fmt: skip
-    multiply = matmul.scaled_mm
+    multiply = matmul.Product.run
 
-    def broken(gemm: str, *rest: object) -> torch.Tensor:
-        arguments = [gemm, *rest]
-        if gemm in ("fprop", "dgrad"):  # the weight's scale
-            arguments[9] = arguments[9] * 2.0  # type: ignore[operator]
-        return multiply(*arguments)
+    def broken(self: matmul.Product, *args: Any) -> torch.Tensor:
+        arguments = list(args)
+        if self.gemm in ("fprop", "dgrad"):  # the weight's scale
+            arguments[5] = arguments[5] * 2.0
+        return multiply(self, *arguments)
 
-    monkeypatch.setattr(matmul, "scaled_mm", broken)
+    monkeypatch.setattr(matmul.Product, "run", broken)
     losses["broken"] = [
         study.execute(Job("current", seed), given, corpus, CPU).run.validation_loss for seed in range(3)
     ]

@@ -338,23 +338,23 @@ def test_train_command(folder: Path, tmp_path: Path, recipe: str) -> None:
 
 # which scale argument of which GEMM belongs to a tensor: 2 is operand a's, 9 is operand b's
 SCALE_ARGUMENTS = {
-    "input": {"fprop": 2, "wgrad": 9},
-    "weight": {"fprop": 9, "dgrad": 9},
-    "grad_output": {"dgrad": 2, "wgrad": 2},
+    "input": {"fprop": 1, "wgrad": 5},
+    "weight": {"fprop": 5, "dgrad": 5},
+    "grad_output": {"dgrad": 1, "wgrad": 1},
 }
 
 
 def break_scale(monkeypatch: pytest.MonkeyPatch, tensor: str, factor: float) -> None:
     """Multiplies one tensor's dequantization scale by `factor` in every GEMM that reads it."""
-    multiply = matmul.scaled_mm
+    multiply = matmul.Product.run
 
-    def broken(gemm: str, *rest: Any) -> torch.Tensor:
-        arguments = [gemm, *rest]
-        if gemm in SCALE_ARGUMENTS[tensor]:
-            arguments[SCALE_ARGUMENTS[tensor][gemm]] = arguments[SCALE_ARGUMENTS[tensor][gemm]] * factor
-        return multiply(*arguments)
+    def broken(self: matmul.Product, *args: Any) -> torch.Tensor:
+        arguments = list(args)
+        if self.gemm in SCALE_ARGUMENTS[tensor]:
+            arguments[SCALE_ARGUMENTS[tensor][self.gemm]] = arguments[SCALE_ARGUMENTS[tensor][self.gemm]] * factor
+        return multiply(self, *arguments)
 
-    monkeypatch.setattr(matmul, "scaled_mm", broken)
+    monkeypatch.setattr(matmul.Product, "run", broken)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])

@@ -1,18 +1,19 @@
-"""The scaled product of two operands, as one ``torch.library`` operation, and a count of what ran."""
+"""The scaled product of two operands: prepared once for each kind, one ``torch.library`` operation, a count."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat import capability
 from minifloat.formats import Format, parse
-from minifloat.ops.library import directly, register
+from minifloat.ops.library import register
 from minifloat.ops.matmul import emulated, native, reference
 
 
@@ -50,7 +51,7 @@ def record(gemm: str, a: str, b: str, backend: str) -> None:
 
 
 class _Matrix(NamedTuple):
-    """An operand as the operation receives it; ``along`` is the dim that is contracted, ``outer`` the other's size."""
+    """An operand as it is multiplied; ``along`` is the dim that is contracted, ``outer`` the other's size."""
 
     codes: Tensor
     scale_inv: Tensor
@@ -61,24 +62,80 @@ class _Matrix(NamedTuple):
     outer: int
 
 
-def _scaled_mm(
-    gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_spec: str, a_dim: int, a_along: int, m: int,
-    b: Tensor, b_scale: Tensor, b_amax: Tensor | None, b_spec: str, b_dim: int, b_along: int, n: int,
-    out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, backend: str,
-) -> Tensor:  # fmt: skip
-    left = _Matrix(a, a_scale, a_amax, parse(a_spec), a_dim, a_along, m)
-    right = _Matrix(b, b_scale, b_amax, parse(b_spec), b_dim, b_along, n)
-    chosen = backend or capability.backend(left.format, right.format, a.device)
-    record(gemm, a_spec, b_spec, chosen)
-    if a.numel() == 0 or b.numel() == 0:
-        return _finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
-    if chosen == "reference":
-        return _finish(_reference(left, right), bias, out_dtype)
-    if chosen == "emulated":
-        return _emulated(left, right, out_dtype, bias)
-    if left.format.block == 0:
-        return _native_per_tensor(left, right, out_dtype, bias, fast_accum)
-    return _native_block(left, right, out_dtype, bias)
+MOST_PRODUCTS = 1024
+"""Kinds of GEMMs that are kept: recipes that change at each step must not fill the memory."""
+
+
+class Product:
+    """One kind of GEMM, prepared: [m, n] = a b^T of operands of two formats, each contracted along one of its dims.
+
+    Args:
+        gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+        a, b: ``Format.spec`` of the operands, the dim that each was cast along, and the dim that is contracted.
+        backend: of the capability table.
+    """
+
+    def __init__(self, gemm: str, a: tuple[str, int, int], b: tuple[str, int, int], backend: str) -> None:
+        self.gemm, self.a, self.b, self.backend = gemm, a, b, backend
+        self._a, self._b = (parse(a[0]), *a[1:]), (parse(b[0]), *b[1:])
+        self._backend = _reference
+        if backend == "emulated":
+            self._backend = _emulated
+        elif backend == "native":
+            self._backend = _native_block if self._a[0].block else _native_per_tensor
+
+    def __call__(
+        self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
+        b: Tensor, b_scale: Tensor, b_amax: Tensor | None, n: int,
+        out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """[m, n] in ``out_dtype``; ``bias`` [n] is added in fp32.
+
+        An operation where autograd, a dispatch mode or a compiler are to see one, else :meth:`run`.
+        """
+        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
+            return scaled_mm(
+                self.gemm, a, a_scale, a_amax, *self.a, m, b, b_scale, b_amax, *self.b, n,
+                out_dtype, bias, fast_accum, self.backend,
+            )  # fmt: skip
+        with torch._C._DisableAutocast():
+            return self.run(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum)
+
+    def run(
+        self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
+        b: Tensor, b_scale: Tensor, b_amax: Tensor | None, n: int,
+        out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The same past the dispatcher, where no graph, autocast or dispatch mode is active.
+
+        ``out``: where to, contiguous [m, n] of ``out_dtype``, if the backend can; returned if it did.
+        """
+        if _counters:
+            record(self.gemm, self.a[0], self.b[0], self.backend)
+        if not a.numel() or not b.numel():
+            return _finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
+        left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
+        return self._backend(left, right, out_dtype, bias, fast_accum, out)
+
+
+new = tuple.__new__  # a NamedTuple without a call of its Python constructor
+
+
+@lru_cache(MOST_PRODUCTS)
+def product(
+    gemm: str,
+    a: str,
+    a_dim: int,
+    a_along: int,
+    b: str,
+    b_dim: int,
+    b_along: int,
+    device: torch.device,
+    backend: str = "",
+) -> Product:
+    """The GEMM of such operands on a device; ``backend`` "" lets the capability table choose."""
+    chosen = backend or capability.backend(parse(a), parse(b), device)
+    return Product(gemm, (a, a_dim, a_along), (b, b_dim, b_along), chosen)
 
 
 def _finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -86,14 +143,19 @@ def _finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Ten
     return (product if bias is None else product + bias.to(out_dtype).float()).to(out_dtype).contiguous()
 
 
-def _reference(a: _Matrix, b: _Matrix) -> Tensor:
+def _reference(
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+) -> Tensor:
     segment = min(a.format.segment, b.format.segment)
     left, right = reference.spread(*a, segment=segment), reference.spread(*b, segment=segment)
     split = (a.format.element == "e5m2", b.format.element == "e5m2")
-    return reference.scaled_product(left, right, segment, split) * reference.tensor_factor(left, right)
+    product = reference.scaled_product(left, right, segment, split) * reference.tensor_factor(left, right)
+    return _finish(product, bias, out_dtype)
 
 
-def _emulated(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def _emulated(
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+) -> Tensor:
     if a.codes.is_cuda and capability.kernels(a.codes.get_device())[0]:
         from minifloat.ops.matmul import spread
 
@@ -104,9 +166,14 @@ def _emulated(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | Non
     return _finish(emulated.product(left, right) * reference.tensor_factor(left, right), bias, out_dtype)
 
 
-def _native_per_tensor(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
+def _native_per_tensor(
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+) -> Tensor:
     align = (16, 16) if a.codes.is_cuda else (1, 1)
-    left, right = (native.k_major(x.codes, x.format, x.along, align) for x in (a, b))
+    left = native.k_major(a.codes, a.format, a.along, align)
+    right = native.k_major(b.codes, b.format, b.along, align)
+    if bias is None and left.shape[0] == a.outer and right.shape[0] == b.outer:
+        return native.per_tensor(left, a.scale_inv, right, b.scale_inv, out_dtype, None, fast_accum, out)
     # The epilogue adds a bias of the output's dtype to an output of 16 bits, so long as no padding widened it.
     fuses = bias is not None and out_dtype != torch.float32 and right.shape[0] == b.outer
     if bias is None or fuses:
@@ -124,7 +191,9 @@ def _cut(product: Tensor, a: _Matrix, b: _Matrix) -> Tensor:
     return product[: a.outer, : b.outer].contiguous()
 
 
-def _native_block(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def _native_block(
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+) -> Tensor:
     direct = bias is None and out_dtype != torch.float16  # else in fp32, to round once
     left, right = (
         (
@@ -136,6 +205,15 @@ def _native_block(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor |
     )
     product = _cut(native.block128(*left, *right, out_dtype if direct else torch.float32), a, b)
     return product if direct else _finish(product, bias, out_dtype)
+
+
+def _scaled_mm(
+    gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_spec: str, a_dim: int, a_along: int, m: int,
+    b: Tensor, b_scale: Tensor, b_amax: Tensor | None, b_spec: str, b_dim: int, b_along: int, n: int,
+    out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, backend: str,
+) -> Tensor:  # fmt: skip
+    prepared = product(gemm, a_spec, a_dim, a_along, b_spec, b_dim, b_along, a.device, backend)
+    return prepared.run(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum)
 
 
 def _fake_scaled_mm(
@@ -155,11 +233,3 @@ scaled_mm = register(
     _fake_scaled_mm,
 )
 """[m, n] = a b^T with both operands contracted along ``*_along``; ``backend`` "" lets the capability table choose."""
-
-
-def multiply(gemm: str, a: Tensor, *rest: Any) -> Tensor:
-    """:data:`scaled_mm`, past the dispatcher where nobody listens to it."""
-    if directly(a):
-        with torch._C._DisableAutocast():
-            return _scaled_mm(gemm, a, *rest)
-    return scaled_mm(gemm, a, *rest)

@@ -31,9 +31,16 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
 
 
 def per_tensor(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``a`` [m, k] times ``b`` [n, k] transposed, one scale each.
+    """``a`` [m, k] times ``b`` [n, k] transposed, one scale each; a GPU writes it to ``out``, if that is given.
 
     On a CPU the codes are multiplied as fp64, whose sums of E4M3 products are exact: the result depends neither on the
     number of threads nor on how a product is split. ``torch._scaled_mm`` takes hundreds of times as long there, where
@@ -43,7 +50,7 @@ def per_tensor(
         product = (a.double() @ b.double().t()).float() * (a_scale * b_scale)
         return (product if bias is None else product + bias.float()).to(out_dtype)
     result: Tensor = torch._scaled_mm(
-        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast
+        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, out=out
     )
     return result
 
