@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minifloat import tensor_ops
 from minifloat.arguments import shown
+from minifloat.comm.group import Group, group_of_name
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import DTYPES, Amaxes, Quantizer, as_matrix
@@ -235,12 +236,10 @@ class QuantizedTensor(torch.Tensor):
     @property
     def amax_group(self) -> dist.ProcessGroup | None:
         """The ranks that it reduces its amax with."""
-        return None if self._group is None else tensor_ops.group_of_name(self._group)
+        return None if self._group is None else group_of_name(self._group)
 
     @amax_group.setter
     def amax_group(self, group: dist.ProcessGroup | None) -> None:
-        from minifloat.comm.group import Group  # whose package imports this module
-
         self._group = None if group is None else Group.of(group).name
 
     @property

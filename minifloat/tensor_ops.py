@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minifloat.comm.group import Group
+from minifloat.comm.sharded_cast import reduce_amaxes
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
@@ -91,39 +93,16 @@ def cast(
     levels = list(amaxes)
     unknown = [i for i, known in enumerate(amaxes) if known is None]
     found = find_amaxes([xs[i] for i in unknown], [quantizers[i] for i in unknown])
-    agreed = _reduced(found, [quantizers[i] for i in unknown], [groups[i] for i in unknown])
-    for i, own in zip(unknown, agreed, strict=True):
-        given = [fmt.scale_rule == "given" for fmt, _ in quantizers[i].casts]
-        levels[i] = tuple(scales[i] if wants else level for wants, level in zip(given, own, strict=True))
+    by_group: dict[dist.ProcessGroup | None, list[int]] = {}
+    for i in unknown:
+        by_group.setdefault(groups[i], []).append(i)
+    own = dict(zip(unknown, found, strict=True))
+    for group, those in by_group.items():
+        reduced = reduce_amaxes([own[i] for i in those], [quantizers[i] for i in those], Group.of(group))
+        for i, known in zip(those, reduced, strict=True):
+            given = [fmt.scale_rule == "given" for fmt, _ in quantizers[i].casts]
+            levels[i] = tuple(scales[i] if wants else level for wants, level in zip(given, known, strict=True))
     return cast_all(xs, quantizers, levels, noop_flag=noop_flag)
-
-
-def _reduced(
-    amaxes: Sequence[Amaxes], quantizers: Sequence[Quantizer], groups: Sequence[dist.ProcessGroup | None]
-) -> list[Amaxes]:
-    """The largest of every rank's amaxes, in one all-reduce a group; those of single rows are a rank's own."""
-    result = [list(each) for each in amaxes]
-    pending: dict[dist.ProcessGroup, list[tuple[int, int, Tensor]]] = {}
-    for i, (quantizer, group) in enumerate(zip(quantizers, groups, strict=True)):
-        for j, ((fmt, dim), amax) in enumerate(zip(quantizer.casts, amaxes[i], strict=True)):
-            if group is not None and amax is not None and not (fmt.amax_per_row and dim == ROWWISE):
-                pending.setdefault(group, []).append((i, j, amax))
-    for group, entries in pending.items():
-        from torch.distributed import _functional_collectives as collectives  # slow to import, and seldom needed
-
-        own = [amax for _, _, amax in entries]
-        reduced = collectives.wait_tensor(collectives.all_reduce(torch.cat(own), "max", group))
-        for (i, j, _), amax in zip(entries, reduced.split([amax.numel() for amax in own]), strict=True):
-            result[i][j] = amax
-    return [tuple(each) for each in result]
-
-
-def group_of_name(name: str) -> dist.ProcessGroup:
-    """The process group that has this name on every rank."""
-    from torch.distributed import distributed_c10d
-
-    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-    return group
 
 
 # ---- rows ----

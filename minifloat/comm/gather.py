@@ -8,12 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minifloat import capability
-from minifloat.comm.cache import kept
 from minifloat.comm.checks import Check, check_sharded
 from minifloat.comm.collectives import Pending, start_all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.library import directly
 
@@ -89,7 +88,7 @@ def _start(
     for plan, target in zip(plans, targets, strict=True):
         for dim, operand in plan.operands.items():
             into = None if target is None else _checked_target(operand, target.along(dim), shards)
-            for field, rows in _moved(operand.format, operand.dim, shards):
+            for field, rows in shards.gathered(operand.format, operand.dim):
                 x, place = getattr(operand, field), getattr(into, field, None)
                 check_sharded("gather", x, rows, group, check)
                 xs.append(x)
@@ -123,17 +122,6 @@ def _plan(part: Quantized, dims: Sequence[int]) -> _Plan:
     return plan
 
 
-@kept
-def _moved(fmt: Format, dim: int, shards: ShardMap) -> tuple[tuple[str, ShardMap], ...]:
-    """The fields of an operand that are gathered, and the rows that each rank has of them; others are equal on all."""
-    moved = [("codes", shards.codes(fmt, dim))]
-    if fmt.quantized and fmt.block:
-        moved.append(("scale_inv", shards.scales(fmt, dim)))
-    if fmt.amax_per_row and dim == ROWWISE:
-        moved.append(("amax", shards))
-    return tuple(moved)
-
-
 def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Operand:
     shape = shards.total, operand.shape[1]
     if (target.format, target.shape, target.dtype) != (operand.format, shape, operand.dtype):
@@ -145,7 +133,7 @@ def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Oper
 
 
 def _whole(own: Operand, gathered: Iterator[Tensor], shards: ShardMap) -> Operand:
-    made = {field: next(gathered) for field, _ in _moved(own.format, own.dim, shards)}
+    made = {field: next(gathered) for field, _ in shards.gathered(own.format, own.dim)}
     scale_inv, amax = made.get("scale_inv", own.scale_inv), made.get("amax", own.amax)
     return Operand(made["codes"], scale_inv, amax, own.format, own.dim, (shards.total, own.shape[1]), own.dtype)
 

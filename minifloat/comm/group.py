@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.tensor_ops import group_of_name
-
 
 class Group(NamedTuple):
     """A process group by name, so that it can be hashed, pickled and traced. One of a single rank never communicates.
@@ -51,3 +49,9 @@ class Group(NamedTuple):
     def process_group(self) -> dist.ProcessGroup:
         """PyTorch's object of this name."""
         return group_of_name(self.name)
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The process group that has this name on every rank."""
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return group

@@ -5,13 +5,41 @@ Pure arithmetic on row counts, which all ranks know on the host: every rank find
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, ParamSpec, TypeVar
 
-from minifloat.comm.cache import kept
+import torch
+
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.quantize import code_shape, scale_shape
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_CACHED = 1024
+"""Cached results of each function: row counts that never repeat must not fill the memory."""
+
+_caches: dict[Callable[..., Any], Callable[..., Any]] = {}  # not in closures, which Dynamo looks into
+
+
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """``functools.lru_cache`` outside of compiled code, which computes the value while it is traced.
+
+    What follows from row counts and formats takes longer to compute than a small tensor to send.
+    """
+    _caches[function] = functools.lru_cache(MAX_CACHED)(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        result: T = _caches[function](*args, **kwargs)
+        return result
+
+    return call
 
 
 def unit_rows(fmt: Format, dim: int) -> int:
@@ -23,26 +51,6 @@ def unit_rows(fmt: Format, dim: int) -> int:
     if fmt.transform == "hadamard16":
         rows = max(rows, 16)
     return max(rows, 2) if fmt.packed and dim == COLUMNWISE else rows
-
-
-def moves_rows(fmt: Format) -> bool:
-    """The rows of a unit that straddles ranks go to one of them before the cast.
-
-    Where codes are single bytes of unrotated elements they stay where they are: agreeing on amaxes is enough.
-    """
-    return fmt.packed or fmt.transform != "none"
-
-
-class Pieces(NamedTuple):
-    """A rank's rows, counted from its first one, as three ranges that meet.
-
-    Up to ``head`` they belong to a unit that began on an earlier rank; from there to ``tail`` are whole units; the
-    rest begins a unit that later ranks continue.
-    """
-
-    head: int
-    tail: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class ShardMap:
 
     # ---- units ----
 
-    @kept
+    @cached
     def whole_units(self, unit: int) -> ShardMap:
         """The rows that belong to each rank if units of ``unit`` rows stay whole."""
         ends = [min(end + -end % unit, self.total) for end in accumulate(self.rows)]
@@ -108,33 +116,21 @@ class ShardMap:
         """The rank of ``row`` of the whole."""
         return next(rank for rank in range(self.size) if row < self.end(rank))
 
-    def pieces(self, rank: int, unit: int) -> Pieces:
-        """How units of ``unit`` rows cut the rows of ``rank``."""
-        first, end = self.first(rank), self.end(rank)
-        head = min(first + -first % unit, end)
-        tail = end if end == self.total else max(head, end - end % unit)
-        return Pieces(head - first, tail - first, end - first)
-
-    @kept
-    def straddling(self, rank: int, unit: int) -> tuple[int | None, int | None]:
-        """The numbers of the units of ``unit`` rows that the head and the tail of ``rank`` are part of, if any."""
-        first, cut = self.first(rank), self.pieces(rank, unit)
-        return first // unit if cut.head else None, (first + cut.tail) // unit if cut.end > cut.tail else None
-
-    @kept
+    @cached
     def sent(self, unit: int) -> tuple[tuple[int, ...], ...]:
         """``[from][to]``: rows of straddling units that each rank sends to their owners, less than a unit a rank."""
         table = [[0] * self.size for _ in self.rows]
         for rank in range(self.size):
-            if head := self.pieces(rank, unit).head:
-                table[rank][self.owner(self.first(rank) // unit * unit)] = head
+            first, end = self.first(rank), self.end(rank)
+            if head := min(first + -first % unit, end) - first:
+                table[rank][self.owner(first // unit * unit)] = head
         return tuple([tuple(line) for line in table])
 
     # ---- what each rank holds of the quantized whole ----
 
     def sources(self, fmt: Format, dim: int) -> ShardMap:
-        """The rows that each rank casts: its own, or, where straddling units move, those of the units it owns."""
-        return self.whole_units(unit_rows(fmt, dim)) if moves_rows(fmt) else self
+        """The rows that each rank casts: those of the units that it owns."""
+        return self.whole_units(unit_rows(fmt, dim))
 
     def codes(self, fmt: Format, dim: int) -> ShardMap:
         """Rows of the codes that each rank holds."""
@@ -144,10 +140,19 @@ class ShardMap:
         """Rows of the grid of scales that each rank holds; for one scale for the whole tensor none is sharded."""
         if not fmt.quantized or fmt.block == 0:
             return ShardMap((0,) * self.size)
-        owned = self.whole_units(unit_rows(fmt, dim))
-        return ShardMap(tuple([scale_shape(fmt, dim, rows, 1)[0] for rows in owned.rows]))
+        return ShardMap(tuple([scale_shape(fmt, dim, rows, 1)[0] for rows in self.sources(fmt, dim).rows]))
 
-    # ---- bytes on the wire ----
+    @cached
+    def gathered(self, fmt: Format, dim: int) -> tuple[tuple[str, ShardMap], ...]:
+        """The fields of an operand that are all-gathered, and the rows that each rank has; others are equal on all."""
+        fields = [("codes", self.codes(fmt, dim))]
+        if fmt.quantized and fmt.block:
+            fields.append(("scale_inv", self.scales(fmt, dim)))
+        if fmt.amax_per_row and dim == ROWWISE:
+            fields.append(("amax", self))
+        return tuple(fields)
+
+    # ---- communication volume ----
 
     def gather_bytes(self, fmt: Format, dim: int, cols: int, itemsize: int = 2) -> int:
         """Bytes that every rank sends when this orientation of the whole [M, cols] is gathered.
@@ -162,13 +167,9 @@ class ShardMap:
         return count + 4 * self.largest * (fmt.amax_per_row and dim == ROWWISE)
 
     def agreement_bytes(self, fmt: Format, dim: int, cols: int, itemsize: int, rank: int) -> int:
-        """Bytes that ``rank`` sends before its cast: amaxes to reduce, amaxes or rows of straddling units."""
+        """Bytes that ``rank`` sends before its cast: amaxes to reduce, rows of straddling units."""
         unit = unit_rows(fmt, dim)
-        count = 0
+        count = 0 if self.aligned(unit) else sum(self.sent(unit)[rank]) * cols * itemsize
         if fmt.needs_amax and not (fmt.amax_per_row and dim == ROWWISE):
             count += 4 * (cols if fmt.amax_per_row else 1)
-        if self.aligned(unit):
-            return count
-        if moves_rows(fmt):
-            return count + sum(self.sent(unit)[rank]) * cols * itemsize
-        return count + 2 * scale_shape(fmt, dim, 1, cols)[1] * itemsize
+        return count

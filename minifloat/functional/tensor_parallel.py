@@ -17,10 +17,10 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.gather import start_gather
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.comm.sharded_cast import prepare_shard
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.gathered import Gathered, GatheredByProduct, multiplied, only
 from minifloat.functional.gemm import Product
+from minifloat.functional.prepare_shard import prepare_shard
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
@@ -216,8 +216,12 @@ class TensorParallel:
 
     def _start_summed(self, product: Product, a: Quantized) -> Pending[Tensor]:
         """The sum of the ranks' products, whose addends may travel while it is computed."""
-        if self._carries(a.any) and symmetric_memory.multiplies(product, a.any):
-            return done(symmetric_memory.multiply_and_sum(product, a.any, self.group))
+        gemm, _, out_dtype, fast_accum, bias = product
+        if self._carries(a.any) and symmetric_memory.multiplies(a.any, w := product.operand, bias, out_dtype):
+            summed = symmetric_memory.multiply_and_sum(
+                gemm, a.any, w, self.group, out_dtype=out_dtype, fast_accum=fast_accum
+            )
+            return done(summed)
         return self._start_sum(product.of(a))
 
     def _start_sum(self, x: Tensor) -> Pending[Tensor]:

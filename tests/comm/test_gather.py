@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifloat.comm import gather
+from minifloat.comm.gather import gather
 from minifloat.distributed import Group, ShardMap, start_gather
 from minifloat.operand import Quantized
 from tests.conftest import Pools

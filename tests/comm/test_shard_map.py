@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minifloat.comm import cache as memo
-from minifloat.comm.shard_map import moves_rows, unit_rows
+from minifloat.comm.shard_map import MAX_CACHED, cached, unit_rows
 from minifloat.distributed import Group, ShardMap
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, parse
 from minifloat.ops.quantize import code_shape, scale_shape
@@ -51,28 +50,6 @@ def test_units_belong_to_the_rank_of_their_first_row(shards: ShardMap, unit: int
     assert all(sum(line) < unit for line in table)
 
 
-@given(shards=maps, unit=units)
-@settings(max_examples=200, deadline=None)
-def test_pieces_meet_at_units_that_straddle(shards: ShardMap, unit: int) -> None:
-    held = owners(shards)
-    ranks_of = {n: set(held[n * unit : (n + 1) * unit]) for n in range(-(-shards.total // unit))}
-    for rank in range(shards.size):
-        first, cut = shards.first(rank), shards.pieces(rank, unit)
-        assert 0 <= cut.head <= cut.tail <= cut.end == shards.rows[rank]
-        assert shards.end(rank) == first + cut.end
-        assert all(ranks_of[row // unit] == {rank} for row in range(first + cut.head, first + cut.tail))
-        head, tail = shards.straddling(rank, unit)
-        assert (head is None) == (cut.head == 0) and (tail is None) == (cut.tail == cut.end)
-        for number, begin, end in ((head, 0, cut.head), (tail, cut.tail, cut.end)):
-            if number is not None:
-                assert {row // unit for row in range(first + begin, first + end)} == {number}
-                assert len(ranks_of[number]) > 1
-        if tail is not None:
-            assert held[tail * unit] == rank and (first + cut.tail) % unit == 0
-        if head is not None:
-            assert held[head * unit] < rank
-
-
 @pytest.mark.parametrize(("fmt", "dim"), CASTS, ids=lambda value: getattr(value, "spec", str(value)))
 @given(shards=maps)
 @settings(max_examples=50, deadline=None)
@@ -84,7 +61,7 @@ def test_codes_and_scales_add_up(fmt: Format, dim: int, shards: ShardMap) -> Non
     else:
         assert shards.scales(fmt, dim).total == 0
     sources = shards.sources(fmt, dim)
-    assert sources == (shards.whole_units(unit_rows(fmt, dim)) if moves_rows(fmt) else shards)
+    assert sources == shards.whole_units(unit_rows(fmt, dim))
 
 
 def test_an_example() -> None:
@@ -94,9 +71,8 @@ def test_an_example() -> None:
     assert ShardMap((3, 7, 5)).largest == 7
     assert [shards.first(rank) for rank in range(3)] == [0, 130, 130]
     assert shards.whole_units(128).rows == (200, 0, 0)
-    assert shards.pieces(0, 128) == (0, 128, 130) and shards.pieces(2, 128) == (70, 70, 70)
-    assert shards.straddling(0, 128) == (None, 1) and shards.straddling(2, 128) == (1, None)
-    assert shards.scales(STRIPS, COLUMNWISE).rows == (2, 0, 0) and shards.codes(STRIPS, COLUMNWISE).rows == (130, 0, 70)
+    assert shards.sent(128) == ((0, 0, 0), (0, 0, 0), (70, 0, 0))
+    assert shards.scales(STRIPS, COLUMNWISE).rows == (2, 0, 0) and shards.codes(STRIPS, COLUMNWISE).rows == (200, 0, 0)
     assert shards.whole_units(16).rows == (144, 0, 56) and shards.sent(16) == ((0, 0, 0), (0, 0, 0), (14, 0, 0))
     assert shards.codes(NVFP4, COLUMNWISE).rows == (72, 0, 28) and shards.scales(NVFP4, COLUMNWISE).rows == (9, 0, 4)
     assert shards.codes(ROTATED, COLUMNWISE).rows == (72, 0, 32)
@@ -108,15 +84,15 @@ def test_bytes_on_the_wire() -> None:
     shards = ShardMap((130, 0, 70))
     assert shards.gather_bytes(Format(), ROWWISE, 48) == 130 * 48
     assert shards.gather_bytes(STRIPS, ROWWISE, 200) == 130 * 200 + 130 * 2 * 4
-    assert shards.gather_bytes(STRIPS, COLUMNWISE, 200) == 130 * 200 + 2 * 200 * 4
+    assert shards.gather_bytes(STRIPS, COLUMNWISE, 200) == 200 * 200 + 2 * 200 * 4
     assert shards.gather_bytes(NVFP4, COLUMNWISE, 48) == 72 * 48 + 9 * 48
     assert shards.gather_bytes(PER_ROW, ROWWISE, 48) == 130 * (24 + 3 + 4)
     assert shards.gather_bytes(IDENTITY, ROWWISE, 48, 4) == 130 * 48 * 4
     assert shards.agreement_bytes(Format(), ROWWISE, 48, 2, 0) == 4
     assert shards.agreement_bytes(Format(scale_rule="given"), ROWWISE, 48, 2, 0) == 0
     assert shards.agreement_bytes(STRIPS, ROWWISE, 48, 2, 0) == 0
-    assert shards.agreement_bytes(STRIPS, COLUMNWISE, 48, 2, 0) == 2 * 48 * 2
-    assert shards.agreement_bytes(TILES, ROWWISE, 200, 2, 0) == 2 * 2 * 2
+    assert [shards.agreement_bytes(STRIPS, COLUMNWISE, 48, 2, rank) for rank in range(3)] == [0, 0, 70 * 48 * 2]
+    assert shards.agreement_bytes(TILES, ROWWISE, 200, 2, 2) == 70 * 200 * 2
     assert [shards.agreement_bytes(ROTATED, COLUMNWISE, 48, 2, rank) for rank in range(3)] == [4, 4, 4 + 14 * 48 * 2]
     assert shards.agreement_bytes(PER_ROW, ROWWISE, 48, 2, 2) == 0
     assert ShardMap.even(128, 2).agreement_bytes(STRIPS, COLUMNWISE, 48, 2, 0) == 0
@@ -127,9 +103,6 @@ def test_units_of_formats() -> None:
     assert unit_rows(TILES, ROWWISE) == unit_rows(STRIPS, COLUMNWISE) == 128
     assert unit_rows(NVFP4, COLUMNWISE) == unit_rows(ROTATED, COLUMNWISE) == 16
     assert unit_rows(parse("e4m3/tensor/fp32/hadamard16"), COLUMNWISE) == 16
-    assert [moves_rows(fmt) for fmt in (Format(), STRIPS, TILES, NVFP4, ROTATED, IDENTITY)] == [
-        False, False, False, True, True, False,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", [(), (3, -1)])
@@ -144,19 +117,19 @@ def test_group_of_one() -> None:
     assert hash(ShardMap((1, 2))) == hash(ShardMap((1, 2))) and ShardMap.even(3, 2) == ShardMap((3, 3))
 
 
-def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal arguments are computed once, of those used lately; and by a compiler, which looks inside, every time."""
     asked: list[ShardMap] = []
 
-    @memo.kept
+    @cached
     def total(shards: ShardMap) -> int:
         asked.append(shards)
         return shards.total
 
     assert [total(ShardMap((1, 2))), total(ShardMap((1, 2))), total(ShardMap((4,)))] == [3, 3, 4] and len(asked) == 2
-    for rows in range(memo.MOST_KEPT):
+    for rows in range(MAX_CACHED):
         total(ShardMap((rows, 0)))
     total(ShardMap((1, 2)))
-    assert len(asked) == memo.MOST_KEPT + 3, "what was not asked for again has made room"
+    assert len(asked) == MAX_CACHED + 3, "what was not asked for again has made room"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert total(ShardMap((1, 2))) == 3 and len(asked) == memo.MOST_KEPT + 4
+    assert total(ShardMap((1, 2))) == 3 and len(asked) == MAX_CACHED + 4

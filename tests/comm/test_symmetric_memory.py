@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from minifloat import capability
 from minifloat.comm import symmetric_memory
+from minifloat.comm.group import group_of_name
 from minifloat.distributed import Group, ShardMap, parallelize, set_overlap
 from minifloat.formats import IDENTITY, ROWWISE, Format
 from minifloat.functional import count_gemms
@@ -31,7 +32,6 @@ from minifloat.nn import LayerNormMLP
 from minifloat.operand import Operand
 from minifloat.ops.matmul import native
 from minifloat.recipe import DelayedScaling, Recipe, named
-from minifloat.tensor_ops import group_of_name
 from tests.conftest import Pools
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.tensor_parallel_cases import Case, Results

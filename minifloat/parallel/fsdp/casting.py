@@ -11,17 +11,14 @@ from torch import Tensor
 
 from minifloat import delayed
 from minifloat.autocast import current
-from minifloat.comm.amax_sync import rows_owned
-from minifloat.comm.collectives import max_of_all
 from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap, moves_rows, unit_rows
-from minifloat.comm.sharded_cast import casts_alone, quantize_shard
+from minifloat.comm.shard_map import ShardMap, unit_rows
+from minifloat.comm.sharded_cast import owned_rows, quantize_shard, reduce_amaxes
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.plan import FORWARD_SLOTS
 from minifloat.nn.sharding import check_scales_agree
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp.rows import QuantizedRows
-from minifloat.parallel.fsdp.unsharded import travelling
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor
@@ -38,14 +35,12 @@ class Cast(NamedTuple):
         quantizer: of both orientations, or of one.
         unit: rows that lie together.
         straddling: for each parameter, whether such units straddle ranks, and their rows move.
-        shared: which of its amaxes all ranks have in common.
         lengths: of each operand, by spec and dim, and by the names of its tensors: the rows that are each parameter's.
     """
 
     quantizer: Quantizer
     unit: int
     straddling: tuple[bool, ...]
-    shared: tuple[int, ...]
     lengths: dict[tuple[str, int], dict[str, list[int]]]
 
     @staticmethod
@@ -53,13 +48,9 @@ class Cast(NamedTuple):
         unit = max(unit_rows(fmt, dim) for fmt, dim in quantizer.casts)
         lengths = {}
         for fmt, dim in quantizer.casts:
-            maps = [travelling(fmt, dim, each) for each in shards]
+            maps = [dict(each.gathered(fmt, dim)) for each in shards]
             lengths[fmt.spec, dim] = {name: [each[name].rows[rank] for each in maps] for name in maps[0]}
-        shared = [
-            i for i, (fmt, dim) in enumerate(quantizer.casts)
-            if fmt.needs_amax and not (fmt.amax_per_row and dim == ROWWISE)
-        ]  # fmt: skip
-        return Cast(quantizer, unit, tuple(not each.aligned(unit) for each in shards), tuple(shared), lengths)
+        return Cast(quantizer, unit, tuple(not each.aligned(unit) for each in shards), lengths)
 
 
 class Casting(NamedTuple):
@@ -78,27 +69,20 @@ class Casting(NamedTuple):
 
     @staticmethod
     def of(quantizer: Quantizer, shards: Sequence[ShardMap], rank: int) -> Casting | None:
-        """None where the parts of several parameters are not those of casting the whole, or not to be had one by one.
+        """None where the parts of several parameters are not those of casting the whole, or cannot be separated.
 
-        That is where a unit of rows (:func:`~minifloat.comm.shard_map.unit_rows`) lies in two parameters, or
-        where parameters have a scale in common and units of theirs straddle ranks in a format that leaves them there.
+        That is where a unit of rows (:func:`~minifloat.comm.shard_map.unit_rows`) lies in two parameters.
         """
         formats = {quantizer.row_format, quantizer.format(COLUMNWISE)}
         plain = not quantizer.chained and all(fmt.rounding != "stochastic" for fmt in formats)
         units = [unit_rows(fmt, dim) for fmt, dim in quantizer.casts]
-        several = len(shards) > 1
-        if several and (not plain or any(each.total % unit for each in shards[:-1] for unit in units)):
+        if len(shards) > 1 and (not plain or any(each.total % unit for each in shards[:-1] for unit in units)):
             return None
         casts: tuple[Quantizer, ...] = ()
-        if all(casts_alone(quantizer, each) for each in shards):
+        if plain and (len(units) == 1 or all(each.aligned(unit) for each in shards for unit in units)):
             casts = (quantizer,)
-        elif plain and all(
-            moves_rows(fmt) or each.aligned(unit_rows(fmt, dim)) for fmt, dim in quantizer.casts for each in shards
-        ):
-            single = quantizer.with_usage(columnwise=False), quantizer.with_usage(rowwise=False)
-            casts = (quantizer,) if len(quantizer.casts) == 1 else single
-        elif several and any(fmt.needs_amax or fmt.scale_rule == "given" for fmt in formats):
-            return None
+        elif plain:
+            casts = quantizer.with_usage(columnwise=False), quantizer.with_usage(rowwise=False)
         made = tuple(Cast.of(each, shards, rank) for each in casts)
         return Casting(quantizer, made, tuple(each.rows[rank] for each in shards))
 
@@ -113,10 +97,7 @@ class Casting(NamedTuple):
         known: dict[int, Tensor] = {}
         for cast in self.casts:
             if cast.unit not in known:
-                rows = [
-                    rows_owned(each.rows, cast.unit, each.shards, each.group) if straddles else each.rows
-                    for each, straddles in zip(parameters, cast.straddling, strict=True)
-                ]
+                rows = [owned_rows(each.rows, cast.unit, each.shards, each.group) for each in parameters]
                 known[cast.unit] = rows[0] if len(rows) == 1 else torch.cat(rows)
         return [known[cast.unit] for cast in self.casts]
 
@@ -232,7 +213,7 @@ def _cast_together(weights: Sequence[ShardedWeight], group: Group, columnwise: b
         casts += casting.casts
         xs += casting.sources(weight.parameters)
     quantizers = [cast.quantizer for cast in casts]
-    levels = _agreed(find_amaxes(xs, quantizers), casts, group)
+    levels = reduce_amaxes(find_amaxes(xs, quantizers), quantizers, group)
     scales = _delayed_scales(owners)
     for i, weight in enumerate(owners):
         if weight.casting(columnwise).repeatable:
@@ -243,16 +224,6 @@ def _cast_together(weights: Sequence[ShardedWeight], group: Group, columnwise: b
     for weight in weights:
         casting = weight.casting(columnwise)
         weight.parts = casting.parts([next(results) for _ in casting.casts])
-
-
-def _agreed(amaxes: Sequence[Amaxes], casts: Sequence[Cast], group: Group) -> list[Amaxes]:
-    """The largest over the ranks of all matrices' amaxes, in one all-reduce; those of single rows are a rank's own."""
-    places = [(i, j) for i, cast in enumerate(casts) for j in cast.shared]
-    result = [list(levels) for levels in amaxes]
-    own = [level for i, j in places if (level := result[i][j]) is not None]
-    for (i, j), amax in zip(places, max_of_all(own, group), strict=True):
-        result[i][j] = amax
-    return [tuple(levels) for levels in result]
 
 
 # ---- delayed scaling ----

@@ -9,24 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.comm.cache import kept
 from minifloat.comm.collectives import as_bytes, start_transfers
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp import pytorch
-
-
-@kept
-def travelling(fmt: Format, dim: int, shards: ShardMap) -> dict[str, ShardMap]:
-    """The tensors of an operand that are gathered, by name, and the rows that each rank has of them."""
-    rows = {"codes": shards.codes(fmt, dim)}
-    if fmt.quantized and fmt.block:
-        rows["scale_inv"] = shards.scales(fmt, dim)
-    if fmt.amax_per_row and dim == ROWWISE:
-        rows["amax"] = shards
-    return rows
 
 
 class Wire(NamedTuple):
@@ -104,7 +92,7 @@ class _Half(NamedTuple):
     def of(parts: Sequence[Operand], shards: Sequence[ShardMap]) -> _Half:
         """``parts``: this rank's, one a parameter; ``shards``: the rows of each parameter."""
         part, cols = parts[0], parts[0].shape[1]
-        maps = [travelling(part.format, part.dim, each) for each in shards]
+        maps = [dict(each.gathered(part.format, part.dim)) for each in shards]
         whole: dict[str, Tensor] = {}
         wires: list[list[Wire]] = [[] for _ in shards]
         for name in maps[0]:
