@@ -55,11 +55,12 @@ test-all: lint ## the larger set: slow and GPU tests too; the report goes to tes
 	  $(PYTEST) -q -m "" --junitxml $(RESULT).xml $(PYTEST_ARGS); \
 	} 2>&1 | tee $(RESULT).txt
 
-lint: $(VENV)/.installed-test ## ruff, mypy, and ASCII in every source file
+lint: $(VENV)/.installed-test ## ruff, mypy, layers of imports, and ASCII in every source file
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	! LC_ALL=C grep -rn --include='*.py' --exclude-dir='.?*' '[^[:print:][:space:]]' .
 	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/.installed-test ## let ruff fix and format the sources
 	$(BIN)/python -m ruff check --fix

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -30,8 +30,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, restore_contexts, surrounding_contexts
 from minifloat.backward_pass import BackwardPass, running
-from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.recipe import Recipe
+
+P_co = TypeVar("P_co", covariant=True)
 
 
 class Step(NamedTuple):
@@ -68,7 +69,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.parallel: dict[Any, TensorParallel] = {}
+        self.parallel: dict[Any, Any] = {}
         self.contexts: list[autocast] = surrounding_contexts()
         self._recomputation: object = None
         self._position = 0
@@ -243,17 +244,24 @@ def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, l
     return Pass(None, grad or bool(regions), grad, outer)
 
 
-def parallel_of(module: Any) -> TensorParallel:
+class _Sharded(Protocol[P_co]):
+    """A module that is split over ranks; ``_parallel`` says how it communicates."""
+
+    @property
+    def _parallel(self) -> P_co: ...
+
+
+def parallel_of(module: _Sharded[P_co]) -> P_co:
     """How a sharded module communicates in this forward: in a recomputation, as it did in the forward.
 
     ``set_tensor_parallel_group`` may have been called since.
     """
-    own: TensorParallel = module._parallel
+    own = module._parallel
     if torch.compiler.is_compiling():
         return own
     hooked, regions, rerun = _surroundings(torch.is_grad_enabled() and _graph_task() == -1)
     playing = _playing(hooked, rerun)
-    found = own if playing is None else playing.tape.parallel.get(module, own)
+    found: P_co = own if playing is None else playing.tape.parallel.get(module, own)
     for tape in (*_local.recording, *hooked.recording, *regions):
         tape.parallel.setdefault(module, found)
     return found

@@ -11,7 +11,7 @@ import socket
 from functools import cache
 from importlib import import_module
 from itertools import permutations
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,17 +21,19 @@ from torch import Tensor
 from minifloat import capability
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.formats import IDENTITY, ROWWISE
-from minifloat.functional.gemm import Product
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.operand import Operand
 from minifloat.ops import matmul
 from minifloat.ops.matmul import native
 
 ALIGNMENT = 16  # codes: what cuBLASLt's FP8 product wants of K and N
 
+Gemm = Literal["fprop", "dgrad"]
+"""Which product: of X and the rowwise W [N, K], or of dY and the columnwise one."""
+
 
 def carries(a: Operand, shards: ShardMap, group: Group) -> bool:
-    """Rows of ``a``, or of its product, may travel this way: one scale or none, equal shares, GPUs that reach others.
+    """Rows of ``a``, or of its product, may go this way: one scale or none, equal shares, GPUs that reach others.
 
     A collective the first time that a group gets so far; every rank finds the same. Compiled graphs have functional
     collectives instead.
@@ -47,15 +49,14 @@ def carries(a: Operand, shards: ShardMap, group: Group) -> bool:
     )
 
 
-def multiplies(product: Product, a: Operand) -> bool:
-    """PyTorch has this product of ``a`` on symmetric memory, with the rounding that ours has."""
-    b = product.w.along(product.along)
-    if not capability.symmetric_memory(a.format, b.format, a.codes.device)[0] or 0 in (*a.shape, *b.shape):
+def multiplies(a: Operand, w: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """PyTorch has this product on symmetric memory, with the rounding that ours has."""
+    if not capability.symmetric_memory(a.format, w.format, a.codes.device)[0] or 0 in (*a.shape, *w.shape):
         return False
     if not a.format.quantized:
-        return product.bias is None and a.codes.dtype == product.out_dtype  # a bias would be added after rounding
-    fits = all(width % ALIGNMENT == 0 for width in b.shape)
-    return fits and (product.bias is None or product.out_dtype != torch.float32)  # which the epilogue cannot add
+        return bias is None and a.codes.dtype == out_dtype  # a bias would be added after rounding
+    fits = all(width % ALIGNMENT == 0 for width in w.shape)
+    return fits and (bias is None or out_dtype != torch.float32)  # which the epilogue cannot add
 
 
 _reachable: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
@@ -86,48 +87,60 @@ def _reaches(places: list[tuple[str, int]]) -> bool:
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in permutations(devices, 2))
 
 
-def gather_and_multiply(product: Product, part: Operand, group: Group) -> tuple[Tensor, Operand]:
+def gather_and_multiply(
+    gemm: Gemm,
+    part: Operand,
+    w: Operand,
+    group: Group,
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> tuple[Tensor, Operand]:
     """The product of all ranks' rows, and these.
 
     Args:
         part: this rank's rows [M / p, K], rowwise.
+        w: W [N, K] as ``gemm`` reads it.
+        bias, out_dtype, fast_accum: as of :func:`~minifloat.functional.gemm.fprop`.
 
     Returns:
         [M, N], and the gathered operand [M, K], rowwise in memory.
     """
-    b, right = _begin(product, part)
+    right = _right(gemm, part, w, out_dtype)
     if part.scale_inv is None:
         # Without the gathered A few rows would go through multicast, where a host has that.
         whole, (y,) = operations().fused_all_gather_matmul(_left(part), [right], 0, group.name, return_A=True)
     else:
-        bias = None if product.bias is None else product.bias.to(product.out_dtype)
         whole, (y,) = operations().fused_all_gather_scaled_matmul(
-            _left(part), [right], part.scale_inv, [b.scale_inv], 0, group.name,
-            [bias], [None], [product.out_dtype], [product.fast_accum],
+            _left(part), [right], part.scale_inv, [w.scale_inv], 0, group.name,
+            [None if bias is None else bias.to(out_dtype)], [None], [out_dtype], [fast_accum],
         )  # fmt: skip
     shape = whole.shape[0], part.shape[1]
     return y, part._replace(codes=whole.view(part.codes.dtype), dim=ROWWISE, shape=shape)
 
 
-def multiply_and_sum(product: Product, a: Operand, group: Group) -> Tensor:
-    """This rank's rows of the sum of the ranks' products.
+def multiply_and_sum(
+    gemm: Gemm, a: Operand, w: Operand, group: Group, *, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """This rank's rows of the sum of the ranks' products, which has no bias: that is added to the sum, once.
 
-    A product is rounded to ``product.out_dtype`` as it travels; their sum is in fp32 and rounded once.
+    A product is rounded to ``out_dtype`` before it is sent; their sum is in fp32 and rounded once.
 
     Args:
         a: [M, K], rowwise.
+        w: W [N, K] as ``gemm`` reads it.
 
     Returns:
         [M / p, N].
     """
-    assert product.bias is None, "a bias is added to the sum, once"
-    b, right = _begin(product, a)
+    right = _right(gemm, a, w, out_dtype)
     if a.scale_inv is None:
         result = operations().fused_matmul_reduce_scatter(_left(a), right, "sum", 0, group.name)
     else:
         result = operations().fused_scaled_matmul_reduce_scatter(
-            _left(a), right, a.scale_inv, b.scale_inv, "sum", 0, 0, group.name, [a.shape[0], right.shape[1]],
-            out_dtype=product.out_dtype, use_fast_accum=product.fast_accum,
+            _left(a), right, a.scale_inv, w.scale_inv, "sum", 0, 0, group.name, [a.shape[0], right.shape[1]],
+            out_dtype=out_dtype, use_fast_accum=fast_accum,
         )  # fmt: skip
     summed: Tensor = result
     return summed
@@ -140,14 +153,14 @@ def operations() -> Any:
     return torch.ops.symm_mem
 
 
-def _begin(product: Product, a: Operand) -> tuple[Operand, Tensor]:
-    """Counts the product; its right operand, and that as [contracted, outer], the contracted dim consecutive if FP8."""
-    b = product.w.along(product.along)
-    matmul.record(product.gemm, a.format.spec, b.format.spec, "symmetric memory")
-    if b.scale_inv is None:
-        values = b.dequantize(product.out_dtype)
-        return b, values.t() if product.along == ROWWISE else values
-    return b, native.k_major(b.codes, b.format, product.along, (ALIGNMENT, ALIGNMENT)).t()
+def _right(gemm: Gemm, a: Operand, w: Operand, out_dtype: torch.dtype) -> Tensor:
+    """W as [contracted, outer], the contracted dim consecutive if FP8; counts the product."""
+    matmul.record(gemm, a.format.spec, w.format.spec, "symmetric memory")
+    along = ROWWISE if gemm == "fprop" else COLUMNWISE
+    if w.scale_inv is None:
+        values = w.dequantize(out_dtype)
+        return values.t() if along == ROWWISE else values
+    return native.k_major(w.codes, w.format, along, (ALIGNMENT, ALIGNMENT)).t()
 
 
 def _left(a: Operand) -> Tensor:

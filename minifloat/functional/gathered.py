@@ -62,8 +62,11 @@ class GatheredByProduct(Gathered):
     def multiplied(self, product: Product) -> Tensor:
         part, self._part = self._part, None
         assert part is not None
-        if symmetric_memory.multiplies(product, part):
-            y, whole = symmetric_memory.gather_and_multiply(product, part, self._group)
+        w, bias, out_dtype = product.operand, product.bias, product.out_dtype
+        if symmetric_memory.multiplies(part, w, bias, out_dtype):
+            y, whole = symmetric_memory.gather_and_multiply(
+                product.gemm, part, w, self._group, bias=bias, out_dtype=out_dtype, fast_accum=product.fast_accum
+            )
             if self._serves_both:
                 self._here[COLUMNWISE] = whole
             return y

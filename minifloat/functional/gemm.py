@@ -54,6 +54,11 @@ class Product(NamedTuple):
         """The dim of W that is contracted."""
         return ROWWISE if self.gemm == "fprop" else COLUMNWISE
 
+    @property
+    def operand(self) -> Operand:
+        """W as the product reads it."""
+        return self.w.along(self.along)
+
     def of(self, a: Quantized) -> Tensor:
         """Y [M, N] of X [M, K], or dX [M, K] of dY [M, N]."""
         if self.gemm == "fprop":

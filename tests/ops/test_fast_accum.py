@@ -14,7 +14,6 @@ from minifloat import LayerNormLinear, LayerNormMLP, Linear, autocast, capabilit
 from minifloat.comm import symmetric_memory
 from minifloat.comm.group import Group
 from minifloat.formats import ROWWISE, Format
-from minifloat.functional.gemm import Product
 from minifloat.functional.plan import linear_plan
 from minifloat.ops import matmul
 from minifloat.ops.matmul import native
@@ -131,9 +130,10 @@ def test_symmetric_memory(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     operations = SimpleNamespace(fused_all_gather_scaled_matmul=gathers, fused_scaled_matmul_reduce_scatter=sums)
     monkeypatch.setattr(symmetric_memory, "operations", lambda: operations)
     x, w = (Quantizer(Format("e4m3"))(torch.randn(rows, WIDTH)) for rows in (TOKENS, OUT))
-    product, group = Product("fprop", w, torch.float32, fast), Group("alone", 1, 0)
-    symmetric_memory.gather_and_multiply(product, x.along(ROWWISE), group)
-    symmetric_memory.multiply_and_sum(product, x.along(ROWWISE), group)
+    operands, group = (x.along(ROWWISE), w.along(ROWWISE)), Group("alone", 1, 0)
+    options: dict[str, Any] = {"out_dtype": torch.float32, "fast_accum": fast}
+    symmetric_memory.gather_and_multiply("fprop", *operands, group, bias=None, **options)
+    symmetric_memory.multiply_and_sum("fprop", *operands, group, **options)
     assert found == [[fast], fast]
 
 
