@@ -49,6 +49,9 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], str]:
     smallest = min(256, options.hidden)  # the default leaves smaller layers alone
     print(minifloat.convert(model, options.recipe, minifloat.DefaultFilter(model, smallest=smallest)))
 
+    checkpoints = {"use_reentrant": False, "context_fn": minifloat.checkpoint_context_fn}  # exact under every recipe
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
+
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20]
     tokens = torch.tensor(tokenizer.encode("\n".join(file.read_text() for file in files)))
     rows = tokens[: len(tokens) // options.context * options.context].view(-1, options.context)
@@ -57,7 +60,6 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], str]:
         max_steps=options.steps,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        gradient_checkpointing=True,
         learning_rate=1e-3,
         bf16=torch.cuda.is_available(),
         logging_steps=min(10, options.steps),

@@ -209,7 +209,6 @@ class Use:
         backward: whether there will be a backward that records its own.
         context: the innermost ``autocast``; None outside of any, where the module is a region of its own.
         scale: what a recomputation reads in place of the forward scales, which have moved on.
-        outer: the backward that the forward itself runs in, of which its own backward then is a part.
     """
 
     def __init__(
@@ -220,11 +219,9 @@ class Use:
         backward: bool,
         context: autocast | None,
         scale: Tensor | None = None,
-        outer: BackwardPass | None = None,
     ) -> None:
         forward, backward_history = states[0].history(recipe, True), states[1].history(recipe, False)
         self.states = states
-        self.outer = outer
         self.histories = forward if scale is None else forward._replace(scale=scale), backward_history
         self.records = records, backward
         self.region = None if context is None else context.region
@@ -260,7 +257,7 @@ class Use:
         waiting = _waiting.get(state)
         if waiting is not None and not (self.shared and waiting.region is self.region):
             waiting.backward.finish(early=True)
-        backward = running() if self.outer is None else self.outer.or_running()
+        backward = running()
         if backward is not None:
             state.newest.carried |= not self.first
             backward.on_failure.append(state.newest_restorer() if state.newest.carried else state.forget_newest)
@@ -275,7 +272,7 @@ class Use:
         if torch.compiler.is_compiling():
             self._update()
             return
-        backward = running() if self.outer is None else self.outer.or_running()
+        backward = running()
         if backward is None:
             self._update()
             return

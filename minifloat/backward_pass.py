@@ -12,14 +12,10 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class BackwardPass:
-    """One run of the autograd engine: what its nodes leave to do at its end, and what to do if it never gets there.
-
-    A backward inside of it, of what a reentrant checkpoint has recomputed, leaves its work to it.
-    """
+    """One run of the autograd engine: what its nodes leave to do at its end, and what to do if it never gets there."""
 
     def __init__(self, task: int) -> None:
         self.task = task
-        self.ended = False
         self.at_end: list[Callable[[bool], None]] = []
         self.on_failure: list[Callable[[], None]] = []
 
@@ -31,14 +27,9 @@ class BackwardPass:
 
     def fail(self) -> None:
         """Drops what is left to do and undoes what was done, the latest first."""
-        self.ended = True
         undo, self.on_failure, self.at_end = self.on_failure, [], []
         for each in reversed(undo):
             each()
-
-    def or_running(self) -> BackwardPass | None:
-        """This one; once it has ended, the one that the calling node runs in."""
-        return running() if self.ended else self
 
 
 class _End:
@@ -51,7 +42,6 @@ class _End:
         backward = self.backward
         assert backward is not None
         backward.finish()
-        backward.ended = True
         self.backward, backward.on_failure = None, []
 
     def __del__(self) -> None:

@@ -1,27 +1,24 @@
 """Activation checkpointing: a forward that backward runs a second time computes what the first one did.
 
-Every linear says what it is about to compute under (:func:`follow`). Inside a checkpointed region that is written to a
-:class:`Tape`; a recomputation plays the tape back, so that a delayed scale which has moved on since is the old one, and
-amaxes that were recorded are not recorded again. :func:`checkpoint` brings the surrounding ``autocast`` back too. Under
-plain ``torch.utils.checkpoint`` nobody does: layers with a recipe of their own need no help, others raise.
+Inside of :func:`checkpoint`, or of PyTorch's checkpoint with :func:`checkpoint_context_fn`, every linear records on a
+:class:`Tape` under which recipe it runs (:func:`replayed_scale`), and every sharded module how it communicates
+(:func:`parallel_of`). A recomputation runs under the ``autocast`` of the forward and reads the tape: delayed scales
+that have moved on since are the old ones, and amaxes are recorded once.
 
-Which region of PyTorch's own checkpoint a linear is in, PyTorch does not say: ``_frame_of`` and ``_reentrant_regions``
-look for it where PyTorch keeps it, and a test holds them to that.
+Without a tape a forward with gradients inside of a backward is taken for a recomputation. It is exact for a layer with
+its own recipe, but for delayed scaling. What cannot be known then raises: see ``_check_untaped``.
 
 A compiled graph recomputes operations and not modules: nothing here reaches it.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
-from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,88 +26,100 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, restore_contexts, surrounding_contexts
-from minifloat.backward_pass import BackwardPass, running
 from minifloat.recipe import Recipe
 
-P_co = TypeVar("P_co", covariant=True)
+_USE = "use minifloat.checkpoint, or pass it context_fn=minifloat.checkpoint_context_fn"
+_graph_task = torch._C._current_graph_task_id
+
+
+class Layer(Protocol):
+    """A linear: ``_ran_under`` has the first two recipes that it may have run a checkpoint's first forward under."""
+
+    _ran_under: tuple[Recipe | None, ...]
+
+    @property
+    def _label(self) -> str: ...
+
+
+class Parallel(Protocol):
+    """How a sharded module communicates; ``regrouped``: maybe over another group than in an earlier forward."""
+
+    @property
+    def regrouped(self) -> bool: ...
+
+
+P_co = TypeVar("P_co", bound=Parallel, covariant=True)
+
+
+class Sharded(Protocol[P_co]):
+    """A module that is split over ranks."""
+
+    @property
+    def _parallel(self) -> P_co: ...
 
 
 class Step(NamedTuple):
-    """What one linear of a checkpointed region computed under.
-
-    ``scale``: delayed scaling's forward scales by then, fp32 [slots]; else None.
-    """
+    """What one linear of a checkpointed region ran under; ``scale``: delayed scaling's, fp32 [slots], by then."""
 
     recipe: Recipe | None
     scale: Tensor | None
 
 
-class Pass(NamedTuple):
-    """What a forward is to delayed scaling.
-
-    Args:
-        scale: the forward scales to read, fp32 [slots]; None: the layer's own, as they are now.
-        forward: its amaxes are recorded.
-        backward: those of its backward are.
-        outer: the backward that it runs in, where a reentrant checkpoint recomputes it for a backward inside of that.
-    """
-
-    scale: Tensor | None
-    forward: bool
-    backward: bool
-    outer: BackwardPass | None = None
-
-
 class Tape:
-    """The steps of one checkpointed region in their order, and the ``autocast`` contexts around it.
+    """The steps of one checkpointed region in their order, and what surrounds it.
 
-    ``parallel``: how its sharded modules communicate.
+    ``parallel``: how its sharded modules communicate. ``untaped``: it is inside of a checkpoint of PyTorch that has no
+    tape, whose recomputation would make this one anew.
     """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.parallel: dict[Any, Any] = {}
         self.contexts: list[autocast] = surrounding_contexts()
-        self._recomputation: object = None
-        self._position = 0
-
-    def next(self, recomputation: object) -> Step | None:
-        """The next step of this recomputation, a new one starting over; None after the last."""
-        if self._recomputation != recomputation:
-            self._recomputation, self._position = recomputation, 0
-        self._position += 1
-        return self.steps[self._position - 1] if self._position <= len(self.steps) else None
+        self.untaped = _in_untaped_checkpoint()
 
 
-_ORDINARY = Pass(None, True, True)
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_graph_task = torch._C._current_graph_task_id
+class _Forward(AbstractContextManager[None]):
+    """The first forward of a region in this thread, which writes ``tape``."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def __enter__(self) -> None:
+        self.hook = _hook()
+        _local.regions.append(self)
+        _count_regions(1)
+
+    def __exit__(self, *error: object) -> None:
+        _count_regions(-1)
+        _local.regions.pop()
 
 
-class _Playing(NamedTuple):
-    """A tape that a recomputation plays."""
+class _Recomputation(_Forward):
+    """A recomputation, which reads ``tape``; entered anew for each backward of a graph that is retained."""
 
-    tape: Tape
-    recomputation: object
+    def __enter__(self) -> None:
+        self.outside = restore_contexts(self.tape.contexts)
+        self.steps = iter(self.tape.steps)
+        super().__enter__()
 
-    def next(self) -> Step | None:
-        return self.tape.next(self.recomputation)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        restore_contexts(self.outside)
 
 
 class _Local(threading.local):
-    """Of this thread: the tapes that are written to, and what is played, innermost last."""
+    """The regions that this thread is inside of, innermost last."""
 
     def __init__(self) -> None:
-        self.recording: list[Tape] = []
-        self.playing: list[_Playing] = []
+        self.regions: list[_Forward] = []
 
 
 _local = _Local()
 _inside = False
-"""Some thread is inside of a checkpoint that is recorded or replayed here; a bool, for compiled code to guard."""
+"""Some thread is inside of a region; a bool, for compiled code to guard."""
 _regions = 0
 _lock = threading.Lock()
-_plain: WeakKeyDictionary[Any, Tape] = WeakKeyDictionary()  # by the frame of torch's own checkpoint
 
 
 @checked
@@ -129,7 +138,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
     Raises:
         ValueError: ``use_reentrant=True``, or a ``context_fn``, of which there can be one.
-        RuntimeError: a layer with delayed scaling is being compiled inside, with ``fullgraph=True``.
+        RuntimeError: a layer with delayed scaling is being compiled inside, with ``fullgraph=True``; or is inside of a
+            ``torch.utils.checkpoint`` around this one, without ``context_fn=minifloat.checkpoint_context_fn``.
     """
     if use_reentrant:
         raise ValueError("minifloat.checkpoint is the non-reentrant form only; leave out use_reentrant=True")
@@ -139,10 +149,148 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
             "enters yours and those of minifloat.checkpoint_context_fn()"
         )
     if not torch.compiler.is_compiling():
-        return torch_checkpoint.checkpoint(
-            function, *args, use_reentrant=False, context_fn=checkpoint_context_fn, **kwargs
-        )
+        kwargs["context_fn"] = checkpoint_context_fn
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)``: makes it exact, too."""
+    tape = Tape()
+    return _Forward(tape), _Recomputation(tape)
+
+
+# ---- what modules ask in forward ----
+
+
+def replayed_scale(layer: Layer, recipe: Recipe | None, scale: Tensor | None) -> Tensor | None:
+    """Called by each linear in each eager forward: the delayed scales that the forward of this recomputation read.
+
+    Args:
+        layer: the linear.
+        recipe: the recipe in force.
+        scale: delayed scaling's forward scales as they are now, fp32 [slots].
+
+    Returns:
+        fp32 [slots], to be read in place of ``scale``, with no amax recorded; None: go on as usual.
+
+    Raises:
+        RuntimeError: a recomputation that cannot be what the forward was.
+    """
+    if not _inside and _graph_task() == -1 and torch.is_grad_enabled() and _hook() is None:
+        return None
+    replay, tapes = _surroundings()
+    step = None if replay is None else next(replay.steps, None)
+    if step is None:
+        _check_untaped(layer, recipe, scale)
+    elif step.recipe != recipe:
+        raise _different(layer, step.recipe, recipe)
+    if tapes:
+        step = step or Step(recipe, None if scale is None else scale.clone())
+        for tape in tapes:
+            tape.steps.append(step)
+    return None if step is None or replay is None else step.scale
+
+
+def recomputes() -> bool:
+    """This forward may be a recomputation, which calibration does not count."""
+    return not torch.compiler.is_compiling() and (_graph_task() != -1 or _surroundings()[0] is not None)
+
+
+def parallel_of(module: Sharded[P_co]) -> P_co:
+    """How a sharded module communicates in this forward: in a recomputation, as it did in the forward.
+
+    Raises:
+        RuntimeError: a recomputation without a tape, of a module that ``set_tensor_parallel_group`` has been called of.
+    """
+    own = module._parallel
+    if torch.compiler.is_compiling() or (not _inside and _graph_task() == -1):
+        return own
+    replay, tapes = _surroundings()
+    if replay is None and own.regrouped and _graph_task() != -1 and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{getattr(module, '_label', type(module).__name__)}: set_tensor_parallel_group was called, and a "
+            f"torch.utils.checkpoint without a tape does not know the group of its forward; {_USE}"
+        )
+    found: P_co = own if replay is None else replay.tape.parallel.get(module, own)
+    for tape in tapes:
+        tape.parallel.setdefault(module, found)
+    return found
+
+
+def hooks_read() -> bool:
+    """Hooks read now what autograd saves, as those of ``save_on_cpu`` do; those of a checkpoint do not."""
+    return _hook() is not None and not _in_checkpoint()
+
+
+def _surroundings() -> tuple[_Recomputation | None, list[Tape]]:
+    """The innermost recomputation with a tape, None outside of any, and the tapes that are written inside of it."""
+    tapes: list[Tape] = []
+    for region in reversed(_local.regions):
+        if isinstance(region, _Recomputation):
+            return region, tapes
+        tapes.append(region.tape)
+    return None, tapes
+
+
+def _check_untaped(layer: Layer, recipe: Recipe | None, scale: Tensor | None) -> None:
+    """Raises in a recomputation without a tape, whose recipe or delayed scales may be other than in its forward.
+
+    A forward without gradients may be that of a reentrant checkpoint, one under hooks that of the other: recipes of
+    both are remembered. Delayed scaling raises as soon as PyTorch's checkpoint is seen.
+    """
+    grad, in_backward = torch.is_grad_enabled(), _graph_task() != -1
+    if in_backward and grad:
+        for before in layer._ran_under:
+            if before != recipe:
+                raise _different(layer, before, recipe)
+    elif recipe not in layer._ran_under:
+        layer._ran_under = (*layer._ran_under[:1], recipe)
+    if scale is not None and grad and (in_backward or _in_untaped_checkpoint()):
+        raise RuntimeError(
+            f"{layer._label} has delayed scaling and runs {'inside of a backward' if in_backward else 'in'} "
+            f"{'(' * in_backward}torch.utils.checkpoint{')' * in_backward}, which does not bring the scales of its "
+            f"forward back; {_USE}"
+        )
+
+
+def _different(layer: Layer, first: Recipe | None, now: Recipe | None) -> RuntimeError:
+    return RuntimeError(
+        f"{layer._label} ran under {_name(first)} and is recomputed under {_name(now)}: torch.utils.checkpoint does "
+        f"not bring autocast back; {_USE}"
+    )
+
+
+def _hook() -> Any:
+    """What the innermost saved-tensor hooks call with a tensor; None without any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def _in_checkpoint() -> bool:
+    """The innermost saved-tensor hooks are those of PyTorch's checkpoint without reentrance."""
+    return getattr(_hook(), "__module__", None) == torch_checkpoint.__name__
+
+
+def _in_untaped_checkpoint() -> bool:
+    """The innermost hooks are those of a checkpoint that has no tape, or the innermost region is inside of one."""
+    region = _local.regions[-1] if _local.regions else None
+    if region is None:
+        return _in_checkpoint()
+    return region.tape.untaped or (_in_checkpoint() and _hook() is not region.hook)
+
+
+def _count_regions(number: int) -> None:
+    global _inside, _regions
+    with _lock:
+        _regions += number
+        _inside = _regions > 0
+
+
+def _name(recipe: Recipe | None) -> str:
+    return "no recipe" if recipe is None else type(recipe).__name__
+
+
+# ---- compiled code ----
 
 
 def refuse_compiled(label: str) -> None:
@@ -195,241 +343,4 @@ def _traces_checkpoint() -> bool:
         if "checkpoint" in str(tracer.source_target):
             return True
         tracer = tracer.parent
-    hooked = _hooked()
-    return bool(_local.recording or _local.playing or hooked.recording or hooked.playing)
-
-
-def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)``: makes it exact, too."""
-    tape = Tape()
-    return _record(tape, _hooked()), _Replay(tape)
-
-
-def follow(recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, label: str) -> Pass:
-    """Called by each linear in each eager forward: notes what it computes under, and says what it did if it is again.
-
-    Args:
-        recipe: the recipe in force.
-        scale: delayed scaling's forward scales, fp32 [slots].
-        before: the recipe of the linear's latest forward.
-        label: what errors call the linear.
-
-    Raises:
-        RuntimeError: a recomputation that cannot be what the forward was.
-    """
-    grad = torch.is_grad_enabled()
-    in_backward = _graph_task() != -1
-    if grad and not in_backward and _top_hooks(True) is None and not _local.recording and not _local.playing:
-        return _ORDINARY
-    hooked, regions, rerun = _surroundings(grad and not in_backward)
-    playing = _playing(hooked, rerun)
-    step = None if playing is None else playing.next()
-    if step is not None and step.recipe != recipe:
-        raise _different(step.recipe, recipe, label)
-    if step is None and in_backward:
-        _check_unknown(recipe, scale, before, hooked.hooks, label)
-    if scale is not None and any(tape.contexts for tape in regions):
-        raise RuntimeError(
-            f"{label} has delayed scaling in a reentrant checkpoint inside autocast, enabled or not: the recomputation "
-            "would record its amaxes elsewhere; use minifloat.checkpoint"
-        )
-    tapes = [*_local.recording, *hooked.recording, *regions]
-    if tapes:
-        noted = step or Step(recipe, None if scale is None else scale.clone())
-        for tape in tapes:
-            tape.steps.append(noted)
-    outer = _outer_pass() if in_backward and scale is not None and playing is rerun else None
-    if step is not None:
-        return Pass(step.scale, False, grad and playing is rerun, outer)
-    return Pass(None, grad or bool(regions), grad, outer)
-
-
-class _Sharded(Protocol[P_co]):
-    """A module that is split over ranks; ``_parallel`` says how it communicates."""
-
-    @property
-    def _parallel(self) -> P_co: ...
-
-
-def parallel_of(module: _Sharded[P_co]) -> P_co:
-    """How a sharded module communicates in this forward: in a recomputation, as it did in the forward.
-
-    ``set_tensor_parallel_group`` may have been called since.
-    """
-    own = module._parallel
-    if torch.compiler.is_compiling():
-        return own
-    hooked, regions, rerun = _surroundings(torch.is_grad_enabled() and _graph_task() == -1)
-    playing = _playing(hooked, rerun)
-    found: P_co = own if playing is None else playing.tape.parallel.get(module, own)
-    for tape in (*_local.recording, *hooked.recording, *regions):
-        tape.parallel.setdefault(module, found)
-    return found
-
-
-def _check_unknown(
-    recipe: Recipe | None, scale: Tensor | None, before: Recipe | None, hidden: bool, label: str
-) -> None:
-    """A forward inside backward that no tape knows: a checkpoint of somebody's own, or one that other hooks hide."""
-    if before is not None and recipe != before and torch.is_grad_enabled():  # as it is in every recomputation
-        raise _different(before, recipe, label)
-    if hidden and scale is not None:
-        raise RuntimeError(
-            f"{label} has delayed scaling inside torch.utils.checkpoint with another one, or other saved-tensor hooks, "
-            "inside of it: the recomputation cannot know the scales of the forward; use minifloat.checkpoint"
-        )
-
-
-def _different(first: Recipe | None, now: Recipe | None, label: str) -> RuntimeError:
-    return RuntimeError(
-        f"{label} ran under {_name(first)} and is recomputed under {_name(now)}: torch.utils.checkpoint does not bring "
-        "autocast back; use minifloat.checkpoint, or pass it context_fn=minifloat.checkpoint_context_fn"
-    )
-
-
-# ---- which checkpoint a forward is in: what PyTorch knows and does not say ----
-
-
-def _surroundings(ordinary: bool) -> tuple[_Hooked, list[Tape], _Playing | None]:
-    """What saved-tensor hooks tell, and :func:`_reentrant`.
-
-    Without gradients (or in backward: not ``ordinary``) this may be the first forward of a reentrant checkpoint, whose
-    every linear has its step.
-    """
-    return _hooked(), *(([], None) if ordinary else _reentrant())
-
-
-def _playing(hooked: _Hooked, rerun: _Playing | None) -> _Playing | None:
-    """The recomputation that this forward belongs to."""
-    return _local.playing[-1] if _local.playing else hooked.playing or rerun
-
-
-class _Hooked(NamedTuple):
-    """What the innermost saved-tensor hooks tell of PyTorch's checkpoint without reentrance."""
-
-    hooks: bool
-    recording: tuple[Tape, ...] = ()
-    playing: _Playing | None = None
-
-
-def _hooked() -> _Hooked:
-    hooks = _top_hooks(True)
-    if hooks is None:
-        return _Hooked(False)
-    frame, again = _frame_of(hooks[0])
-    if frame is None:
-        return _Hooked(True)
-    if not again:
-        return _Hooked(True, recording=(_plain.setdefault(frame, Tape()),))
-    return _Hooked(True, playing=_Playing(_plain[frame], hooks[0]) if frame in _plain else None)
-
-
-def hooks_read() -> bool:
-    """Hooks read now what autograd saves, as those of ``save_on_cpu`` do; those of a checkpoint do not."""
-    hooks = _top_hooks(True)
-    return hooks is not None and _frame_of(hooks[0])[0] is None
-
-
-def _frame_of(hook: Any, depth: int = 2) -> tuple[Any, bool]:
-    """The frame of torch's checkpoint that saved tensors go to, and whether it is being recomputed.
-
-    The hooks of a forward hold their frame, those of a recomputation a weak reference to it; newer versions of PyTorch
-    wrap the latter once more. Other hooks hold neither.
-    """
-    for cell in getattr(hook, "__closure__", None) or ():
-        held = cell.cell_contents
-        if isinstance(held, ReferenceType) and isinstance(held(), torch_checkpoint._CheckpointFrame):
-            return held(), True
-        if isinstance(held, torch_checkpoint._CheckpointFrame):
-            return held, False
-        if depth and callable(held):
-            frame, again = _frame_of(held, depth - 1)
-            if frame is not None:
-                return frame, again
-    return None, False
-
-
-def _reentrant() -> tuple[list[Tape], _Playing | None]:
-    """The tapes of reentrant checkpoints whose first forward this is, and what the innermost recomputation plays.
-
-    That first forward runs without gradients like any evaluation: only the stack tells them apart. It is none if no
-    backward can follow.
-    """
-    tapes: list[Tape] = []
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None:
-        if caller.f_code is _REENTRANT_FORWARD:
-            ctx = caller.f_locals["ctx"]
-            if ctx.next_functions:
-                tapes.append(ctx.__dict__.setdefault("_minifloat_tape", Tape()))
-        elif caller.f_code is _REENTRANT_BACKWARD:
-            tape = caller.f_locals["ctx"].__dict__.get("_minifloat_tape")
-            return tapes, None if tape is None else _Playing(tape, _graph_task())
-        caller = caller.f_back
-    return tapes, None
-
-
-def _outer_pass() -> BackwardPass | None:
-    """The backward that the outermost reentrant checkpoint recomputes in, which those inside of it are a part of."""
-    outermost: Any = None
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None:
-        if caller.f_code is _REENTRANT_BACKWARD:
-            outermost = caller.f_locals["ctx"].__dict__
-        caller = caller.f_back
-    if outermost is None:
-        return running()
-    known: BackwardPass | None = outermost.get("_minifloat_pass")
-    if known is None or known.ended:
-        known = outermost["_minifloat_pass"] = running()
-    return known
-
-
-_REENTRANT_FORWARD = torch_checkpoint.CheckpointFunction.forward.__code__
-_REENTRANT_BACKWARD = torch_checkpoint.CheckpointFunction.backward.__code__
-
-
-# ---- contexts of minifloat's own ----
-
-
-@contextmanager
-def _record(tape: Tape, around: _Hooked) -> Iterator[None]:
-    """Writes ``tape``, and what a checkpoint of PyTorch around this one would write or play: our hooks hide its own."""
-    tapes, playing = [*around.recording, tape], [around.playing] if around.playing else []
-    _local.recording += tapes
-    _local.playing += playing
-    _count_regions(1)
-    try:
-        yield
-    finally:
-        _count_regions(-1)
-        del _local.recording[len(_local.recording) - len(tapes) :]
-        del _local.playing[len(_local.playing) - len(playing) :]
-
-
-def _count_regions(number: int) -> None:
-    global _inside, _regions
-    with _lock:
-        _regions += number
-        _inside = _regions > 0
-
-
-class _Replay(AbstractContextManager[None]):
-    """Entered once for each recomputation, of which there are several where the graph is retained."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def __enter__(self) -> None:
-        self.outside = restore_contexts(self.tape.contexts)
-        _local.playing.append(_Playing(self.tape, object()))
-        _count_regions(1)
-
-    def __exit__(self, *error: object) -> None:
-        _count_regions(-1)
-        _local.playing.pop()
-        restore_contexts(self.outside)
-
-
-def _name(recipe: Recipe | None) -> str:
-    return "no recipe" if recipe is None else type(recipe).__name__
+    return bool(_local.regions) or _in_checkpoint()

@@ -58,9 +58,9 @@ def ours(function: Way, *args: Any, **kwargs: Any) -> Any:
     return minifloat.checkpoint(function, *args, **kwargs)
 
 
-def with_contexts(function: Way, *args: Any) -> Any:
+def with_contexts(function: Way, *args: Any, **kwargs: Any) -> Any:
     context_fn = minifloat.checkpoint_context_fn
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
 
 def plain(function: Way, *args: Any, **kwargs: Any) -> Any:
@@ -166,20 +166,19 @@ def assert_same(expected: list[Any], found: list[Any]) -> None:
 
 
 ORDERS = ["f0 f1 b0 b1 f2 b2", "f0 f1 b1 b0 f2 b2"]
+EXACT = [(name, way) for name in RECIPES for way in (plain, reentrant, ours) if name != "delayed" or way is ours]
 
 
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("way", [plain, reentrant, ours])
-@pytest.mark.parametrize("name", ["delayed", "stochastic"])
+@pytest.mark.parametrize(("name", "way"), [each for each in EXACT if each[0] in ("delayed", "stochastic")])
 def test_own_recipe(name: str, way: Way, order: str, uses: int) -> None:
-    """PyTorch's own checkpoint is exact for layers that have their recipe, with microbatches in flight as well."""
+    """PyTorch's own checkpoint too is exact for layers that have their recipe, but for delayed scaling."""
     first, second = twins(RECIPES[name], own=True, uses=uses)
     assert_same(train(first, without, order=order), train(second, way, order=order))
 
 
-@pytest.mark.parametrize("way", [plain, reentrant, ours])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "way"), EXACT)
 def test_threaded_backward_of_own_recipes(name: str, way: Way) -> None:
     first, second = twins(RECIPES[name], own=True)
     assert_same(train(first, without, backward=in_thread), train(second, way, backward=in_thread))
@@ -214,8 +213,7 @@ def step_inside(model: nn.Sequential, way: Way, recipe: Recipe) -> list[Any]:
     return [*results, *(p.grad for p in model.parameters()), *model.buffers()]
 
 
-@pytest.mark.parametrize("way", [ours, plain])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "way"), [each for each in EXACT if each[1] is not reentrant])
 def test_backward_inside_of_autocast(name: str, way: Way) -> None:
     first, second = twins(RECIPES[name], own=False)
     assert_same(step_inside(first, without, RECIPES[name]), step_inside(second, way, RECIPES[name]))
@@ -235,20 +233,7 @@ def test_recomputation_outside_of_autocast_raises(name: str, way: Way) -> None:
     other = "mxfp8" if name == "current" else "current"
     with autocast(recipe=other), pytest.raises(RuntimeError, match=r"ran under .* is recomputed under"):
         y.sum().backward()
-    assert not recompute._local.recording and not recompute._local.playing
-
-
-def test_delayed_scaling_outside_of_autocast_raises() -> None:
-    model, _ = twins(RECIPES["delayed"], own=False)
-    with autocast(recipe=RECIPES["delayed"]):
-        y = run_model(model, batch(0), plain)
-    with pytest.raises(RuntimeError, match=r"minifloat\.checkpoint"):
-        y.sum().backward()
-    with (
-        autocast(recipe=RECIPES["delayed"]),
-        pytest.raises(RuntimeError, match=r"reentrant.*use minifloat\.checkpoint"),
-    ):
-        run_model(model, batch(0), reentrant)
+    assert not recompute._local.regions and not recompute._inside
 
 
 # ---- nested ----
@@ -266,11 +251,11 @@ def nested(outer: Way, inner: Way) -> Way:
     return way
 
 
-PAIRS = [(ours, ours), (ours, plain), (plain, ours), (ours, reentrant), (reentrant, reentrant), (plain, with_contexts)]
+UNTAPED = [(ours, plain), (plain, ours), (ours, reentrant), (reentrant, reentrant), (plain, with_contexts)]
+NESTED = [("delayed", ours, ours), ("stochastic", ours, ours), *(("stochastic", *pair) for pair in UNTAPED)]
 
 
-@pytest.mark.parametrize(("outer", "inner"), PAIRS)
-@pytest.mark.parametrize("name", ["delayed", "stochastic"])
+@pytest.mark.parametrize(("name", "outer", "inner"), NESTED)
 def test_nested_own(name: str, outer: Way, inner: Way) -> None:
     first, second = twins(RECIPES[name], own=True)
     assert_same(train(first, without, order=ORDERS[1]), train(second, nested(outer, inner), order=ORDERS[1]))
@@ -284,13 +269,8 @@ def test_nested_autocast(name: str) -> None:
 
 
 def test_nested_plain() -> None:
-    """Exact without state; with delayed scaling it raises and says what to use."""
     first, second = twins(RECIPES["nvfp4"], own=True)
     assert_same(train(first, without), train(second, nested(plain, plain)))
-    model, _ = twins(RECIPES["delayed"], own=True)
-    y = run_model(model, batch(0), nested(plain, plain))
-    with pytest.raises(RuntimeError, match=r"Linear '\w+' has delayed scaling .*use minifloat\.checkpoint"):
-        y.sum().backward()
 
 
 # ---- options, and what counts once ----
@@ -299,7 +279,7 @@ def test_nested_plain() -> None:
 @pytest.mark.parametrize(
     "options", [{"early_stop": False}, {"determinism_check": "none"}, {"preserve_rng_state": False}]
 )
-@pytest.mark.parametrize("checkpoint", [ours, plain])
+@pytest.mark.parametrize("checkpoint", [ours, with_contexts])
 def test_options(checkpoint: Way, options: dict[str, Any]) -> None:
     first, second = twins(RECIPES["delayed"], own=True, uses=2)
     found = train(second, lambda f, x: checkpoint(f, x, **options), order=ORDERS[0])
@@ -315,7 +295,7 @@ def test_other_arguments() -> None:
         minifloat.checkpoint(layer, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("way", [plain, ours, reentrant])
+@pytest.mark.parametrize("way", [ours, with_contexts])
 def test_two_backwards(way: Way) -> None:
     """A retained graph is recomputed for each backward, with the same scales."""
     results: list[list[Any]] = []
@@ -332,7 +312,7 @@ def test_two_backwards(way: Way) -> None:
 def test_saved_tensors_read_outside_of_backward() -> None:
     """PyTorch recomputes for a look at grad_fn's saved tensors too, as often as somebody looks."""
     results: list[list[Any]] = []
-    for model, way in zip(twins(RECIPES["delayed"], own=True), (without, plain), strict=True):
+    for model, way in zip(twins(RECIPES["delayed"], own=True), (without, ours), strict=True):
         for _ in range(2):
             x = batch(0)
             y = run_model(model, x, way)
@@ -425,8 +405,14 @@ def test_save_on_cpu(name: str) -> None:
         assert_same(expected, train(twins(RECIPES[name], own=False)[0], way, around, ORDERS[1]))
 
 
-@pytest.mark.parametrize("way", [offloaded_outside(plain), offloaded_outside(reentrant), offloaded_inside(plain)])
-@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+OFFLOADED = {"plain": offloaded_outside(plain), "reentrant": offloaded_outside(reentrant)}
+OFFLOADED_INSIDE = offloaded_inside(plain)  # where nothing is recomputed
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, way) for name in ("stochastic", "nvfp4") for way in OFFLOADED.values()), ("delayed", OFFLOADED_INSIDE)],
+)
 def test_save_on_cpu_and_the_checkpoint_of_torch(name: str, way: Way) -> None:
     first, second = twins(RECIPES[name], own=True)
     assert_same(train(first, without, order=ORDERS[1]), train(second, way, order=ORDERS[1]))
@@ -444,55 +430,61 @@ def test_every_saved_tensor_passes_the_hooks(name: str) -> None:
     assert_same(train(first, without), train(second, way))
 
 
-# ---- what PyTorch does not promise ----
+# ---- recomputations without a tape ----
 
 
-def test_pytorch_keeps_its_frames_where_we_look() -> None:
-    """If this fails, a new PyTorch keeps the frame of a checkpoint elsewhere: ``recompute._frame_of`` has to follow."""
+WAYS_WITHOUT_TAPE = {
+    "plain": plain,
+    "reentrant": reentrant,
+    **{f"{outer.__name__}-{inner.__name__}": nested(outer, inner) for outer, inner in [*UNTAPED, (reentrant, ours)]},
+    **{f"offloaded {name}": way for name, way in OFFLOADED.items()},
+}
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("way", WAYS_WITHOUT_TAPE.values(), ids=WAYS_WITHOUT_TAPE)
+def test_delayed_scaling_without_a_tape_raises(way: Way, own: bool) -> None:
+    """The scales of the forward are not known: in forward where PyTorch's checkpoint is seen, else in backward."""
+    model, _ = twins(RECIPES["delayed"], own)
+    with contextlib.nullcontext() if own else autocast(recipe=RECIPES["delayed"]):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"Linear '\w+' has delayed scaling .*use minifloat\.checkpoint"):
+                run_model(model, batch(0), way).sum().backward()
+    assert not recompute._local.regions and not recompute._inside
+
+
+def test_hooks_of_pytorchs_checkpoint_are_known() -> None:
+    """If this fails, a new PyTorch makes the hooks of its checkpoint elsewhere: see ``recompute._in_checkpoint``."""
     seen: list[tuple[bool, bool]] = []
 
     def look(x: Tensor) -> Tensor:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        frame, again = recompute._frame_of(hooks[0])
-        seen.append((isinstance(frame, torch_checkpoint._CheckpointFrame), again))
+        seen.append((recompute._in_checkpoint(), recompute.hooks_read()))
         return x.sin() * 2
 
     plain(look, batch(0)).sum().backward()
-    assert seen == [(True, False), (True, True)]
-    with torch.autograd.graph.save_on_cpu():
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        assert recompute._frame_of(hooks[0]) == (None, False)
-
-
-def test_pytorch_keeps_its_reentrant_state_where_we_look() -> None:
-    """The same of the reentrant checkpoint: ``recompute._reentrant``."""
-    seen: list[tuple[int, bool]] = []
-
-    def look(x: Tensor) -> Tensor:
-        tapes, playing = recompute._reentrant()
-        seen.append((len(tapes), playing is not None))
-        return x.sin() * 2
-
-    reentrant(look, batch(0)).sum().backward()
-    with torch.no_grad():
-        reentrant(look, batch(0))
-    assert seen == [(1, False), (0, True), (0, False)]
+    ours(look, batch(0)).sum().backward()
+    assert seen == [(True, False)] * 4
+    seen.clear()
+    offloaded(look, batch(0))
+    look(batch(0))
+    assert seen == [(False, True), (False, False)]
 
 
 def test_a_layer_in_a_hook_of_backward() -> None:
-    """A forward inside of backward that recomputes nothing is an ordinary one."""
-    layer, other = Linear(IN, IN, recipe="delayed"), Linear(IN, IN, recipe="delayed")
-    expected = copy.deepcopy(other)
-    y = layer(batch(0))
+    """A forward with gradients inside of a backward is an ordinary one, but of delayed scaling, which raises."""
+    layer, other, delayed = (Linear(IN, IN, recipe=recipe) for recipe in ("current", "current", "delayed"))
+    seen: list[Tensor] = []
 
     def hook(grad: Tensor) -> None:
         with torch.enable_grad():
-            other(grad)
+            seen.append(other(grad))
+            with pytest.raises(RuntimeError, match=r"runs inside of a backward .*use minifloat\.checkpoint"):
+                delayed(grad)
 
+    y = layer(batch(0))
     y.register_hook(hook)
     y.sum().backward()
-    expected(torch.ones(7, IN))
-    assert_same(list(expected.buffers()), list(other.buffers()))
+    assert torch.equal(seen[0], other(torch.ones(7, IN)))
 
 
 # ---- torch.compile ----
@@ -529,7 +521,7 @@ def test_compiled(name: str, own: bool, inside: bool) -> None:
     ("form", "way"), [("module", ours), ("module", plain), ("closure", plain), ("method", ours), ("deep", plain)]
 )
 def test_compiled_checkpoint_of_delayed_scaling_is_refused(form: str, way: Way) -> None:
-    """The graph would recompute with the scales of the next step. Without fullgraph it is run uncompiled, and exact."""
+    """The graph would recompute with the scales of the next step. Without fullgraph it is run uncompiled."""
     model, expected = twins(RECIPES["delayed"], own=True)
     block = model[0]
     functions = {
@@ -544,9 +536,14 @@ def test_compiled_checkpoint_of_delayed_scaling_is_refused(form: str, way: Way) 
 
     with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(batch(0))
+    compiled = torch.compile(step, backend="aot_eager")
+    if way is plain:
+        with pytest.raises(RuntimeError, match=r"use minifloat\.checkpoint"):
+            compiled(batch(0))
+        return
     for number in range(2):
         x, same = batch(number), batch(number)
-        torch.compile(step, backend="aot_eager")(x).square().sum().backward()
+        compiled(x).square().sum().backward()
         expected[0](same).square().sum().backward()
         assert torch.equal(x.grad, same.grad)
     assert_same(list(expected[0].buffers()), list(block.buffers()))
@@ -560,7 +557,12 @@ def test_checkpoint_of_compiled_delayed_scaling_is_refused(way: Way) -> None:
     with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
         way(torch.compile(model[0], fullgraph=True, backend="aot_eager"), batch(0))
     x, same = batch(0), batch(0)
-    way(torch.compile(model[0], backend="aot_eager"), x).square().sum().backward()
+    compiled = torch.compile(model[0], backend="aot_eager")
+    if way is plain:
+        with pytest.raises(RuntimeError, match=r"use minifloat\.checkpoint"):
+            way(compiled, x)
+        return
+    way(compiled, x).square().sum().backward()
     expected[0](same).square().sum().backward()
     assert torch.equal(x.grad, same.grad)
 
@@ -631,10 +633,22 @@ def test_evaluation_inside_a_backward_hook_is_no_recomputation() -> None:
     assert torch.equal(seen[0], torch.nn.functional.linear(x.detach(), layer.weight, layer.bias))
 
 
-def test_reentrant_checkpoint_of_layers_with_different_recipes() -> None:
+def test_checkpoint_of_layers_with_different_recipes() -> None:
     """Each linear of the recomputation reads its own step, also where only some have delayed scaling or any recipe."""
     torch.manual_seed(0)
-    recipes = ("current", "delayed", "none", "delayed")
+    model = nn.Sequential(*(Linear(IN, IN, recipe=recipe) for recipe in ("current", "delayed", "none", "delayed")))
+    expected = copy.deepcopy(model)
+    for step in range(3):
+        x, same = batch(step), batch(step)
+        ours(model, x).square().sum().backward()
+        expected(same).square().sum().backward()
+        assert torch.equal(x.grad, same.grad)
+    assert_same(list(model.state_dict().values()), list(expected.state_dict().values()))
+
+
+def test_reentrant_checkpoint_of_layers_with_different_recipes() -> None:
+    torch.manual_seed(0)
+    recipes = ("current", "block", "none", "mxfp8")
     model = nn.Sequential(*(minifloat.Linear(IN, IN, recipe=recipe) for recipe in recipes))
     expected = copy.deepcopy(model)
     for step in range(3):
@@ -657,12 +671,12 @@ def test_an_evaluation_in_between_hides_no_other_precision() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_backward_of_reentrant_checkpoints_leaves_no_trace(depth: int) -> None:
-    """The backward inside ends well, the one around it fails; after it the next step is exact."""
+def test_a_failed_backward_of_checkpoints_leaves_no_trace(depth: int) -> None:
+    """After a backward that fails at its end the next step is exact."""
     first, second = twins(RECIPES["delayed"], own=True)
 
     def deep(x: Tensor) -> Tensor:
-        return reentrant(lambda x: reentrant(second, x), x) if depth == 2 else reentrant(second, x)  # type: ignore[no-any-return]
+        return ours(lambda x: ours(second, x), x) if depth == 2 else ours(second, x)  # type: ignore[no-any-return]
 
     x = batch(0)
     first(x)

@@ -67,6 +67,11 @@ class TensorParallel:
     lengths: tuple[int, ...] = ()
     shards: ShardMap | None = None
     check: Check = False
+    regrouped: bool = False
+
+    def over(self, group: Group) -> TensorParallel:
+        """The same over other ranks."""
+        return replace(self, group=group, regrouped=True)
 
     def of_call(
         self, shape: Sequence[int], lengths: Sequence[int] | None, label: str, dtype: torch.dtype | None = None

@@ -146,7 +146,7 @@ class VocabParallelEmbedding(nn.Embedding):
         group, old = Group.of(tp_group), self._parallel.group
         if group.size != old.size:
             raise ValueError(f"{self._label}: its table is cut for {old.size} ranks, not for a group of {group.size}")
-        self._parallel = replace(self._parallel, group=group)
+        self._parallel = self._parallel.over(group)
 
     @property
     def _label(self) -> str:

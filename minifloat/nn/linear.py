@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -149,16 +148,16 @@ class Linear(LinearCalls):
         parallel = self._parallel if self._parallel.mode is None else parallel_of(self)
         parallel = parallel.of_call(x.shape, rows_per_rank, self._label, x.dtype)
         self._check_input(x)
-        recipe, run = self._recipe_in_force(), None
+        recipe = self._recipe_in_force()
         if recipe is None:
-            run = self._calibrate(x)
+            self._calibrate(x)
             if parallel.mode is not None:
                 self._check_dtype(x)
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
                 return self._high_precision(x)
             recipe = _UNQUANTIZED  # PyTorch's own linear cannot do what is asked
         dtype = self._compute_dtype(x)
-        started = self._start(recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, run, parallel)
+        started = self._start(recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, parallel)
         plan, call, ready, weight, bias = started
         source, x = x, x.to(dtype)
         quantizer = call.input_quantizer(plan, x)
@@ -187,7 +186,7 @@ class Linear(LinearCalls):
                 f"{self._label}: its parameters are for tp_size={self._parallel.group.size}, not for a group of "
                 f"{group.size} ranks; make a new layer with tp_group"
             )
-        self._parallel = replace(self._parallel, group=group)
+        self._parallel = self._parallel.over(group)
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.

@@ -53,22 +53,20 @@ class LinearCalls(LinearState):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-        run: recompute.Pass | None = None,
         parallel: TensorParallel = UNSHARDED,
         recompute_x: bool = False,
     ) -> Started:
         """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be.
 
-        ``run``: what the forward is to delayed scaling, where the caller has asked already; ``parallel``: the layer's,
-        with the rows of this call; ``recompute_x``: :attr:`LinearCall.remakes_x`, where that may be.
+        ``parallel``: the layer's, with the rows of this call; ``recompute_x``: :attr:`LinearCall.remakes_x`, where that
+        may be.
         """
         plan = self._plan(recipe)
-        run = self._run(plan) if run is None else run
         weight, bias = self._weight_matrix(), None if self.return_bias else self._bias_vector()
         if weight.dtype not in DTYPES:
             raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
         call = self._call(
-            plan, run, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad, parallel, recompute_x
+            plan, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad, parallel, recompute_x
         )
         if plan.delayed is not None and call.use is not None and parallel.sequence_parallel:
             why = f"{self._label}: sequence_parallel=True gathers tensors"
@@ -103,7 +101,6 @@ class LinearCalls(LinearState):
     def _call(
         self,
         plan: LinearPlan,
-        run: recompute.Pass,
         dtype: torch.dtype,
         needs_x: bool,
         weight: Tensor,
@@ -137,7 +134,7 @@ class LinearCalls(LinearState):
             needs_b=needs_b,
             dtype=dtype,
             parallel=parallel,
-            use=self._use(plan, run, needs_x or needs_w or needs_b),
+            use=self._use(plan, needs_x or needs_w or needs_b),
             remakes_x=recompute_x and needs_x and needs_w and not (plan.backward_override or parallel.gathers_input),
             quantize_output=fp8_output,
             quantize_grad_input=fp8_grad,
@@ -146,42 +143,39 @@ class LinearCalls(LinearState):
             wgrad_tasks=self._wgrad_tasks if self.delay_wgrad_compute else None,
         )
 
-    def _run(self, plan: LinearPlan | None) -> recompute.Pass:
-        """What a forward is to the delayed scaling of ``plan``; to be asked once in each."""
+    def _replayed_scale(self, plan: LinearPlan | None) -> Tensor | None:
+        """Delayed scales that a recomputation reads in place of the layer's; to be asked once in each forward."""
         scale = None if plan is None or plan.delayed is None else self.forward_scaling.scale
         if scale is not None and scale.is_meta:
             self._check_on_meta()
-        return self._follow(self._recipe_in_force(), scale)
+        if not torch.compiler.is_compiling():
+            return recompute.replayed_scale(self, self._recipe_in_force(), scale)
+        if scale is not None:
+            recompute.refuse_compiled(self._label)
+        return None
 
     def _check_on_meta(self) -> None:
         """Raises if delayed scaling's buffers have no memory and the weight has."""
         device = getattr(self, self._weight_names[0]).device
-        if device.type != "meta":
+        if self.forward_scaling.scale.is_meta and device.type != "meta":
             raise ValueError(
                 f"{self._label}: the buffers of delayed scaling are on meta and the weight is on {device}; call "
                 f"model.to_empty(device={str(device)!r}) before the weights are written, or load them with "
                 "load_state_dict, which resets what a checkpoint lacks"
             )
 
-    def _use(self, plan: LinearPlan, run: recompute.Pass, backward: bool) -> Use | None:
-        """Where delayed scaling keeps its state; in a recomputation, what it was in the forward."""
+    def _use(self, plan: LinearPlan, backward: bool) -> Use | None:
+        """Where delayed scaling keeps its state; a recomputation records nothing."""
+        replayed = self._replayed_scale(plan)
         if plan.delayed is None:
             return None
-        states = self.forward_scaling, self.backward_scaling
-        return Use(states, plan.delayed, run.forward, run.backward and backward, current(), run.scale, run.outer)
-
-    def _follow(self, recipe: Recipe | None, scale: Tensor | None) -> recompute.Pass:
-        if torch.compiler.is_compiling():
-            if scale is not None:
-                recompute.refuse_compiled(self._label)
-            grad = torch.is_grad_enabled()
-            return recompute.Pass(None, grad, grad)
-        run = recompute.follow(recipe, scale, self._ran_under, self._label)
-        self._ran_under = recipe
-        return run
+        states, first = (self.forward_scaling, self.backward_scaling), replayed is None
+        records = torch.is_grad_enabled() and first
+        return Use(states, plan.delayed, records, backward and first, current(), replayed)
 
     def _high_precision(self, x: Tensor) -> Any:
         self._check_dtype(x)
+        self._replayed_scale(None)
         weight, bias = self._weight_matrix(), self._bias_vector()
         if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
             weight.gatherer.fetch_for(_VALUES, self._label)
@@ -199,17 +193,17 @@ class LinearCalls(LinearState):
                 "both; convert one to the dtype of the other, or use torch.autocast or a recipe"
             )
 
-    def _calibrate(self, x: Tensor) -> recompute.Pass:
+    def _calibrate(self, x: Tensor) -> None:
         """Where ``autocast`` calibrates delayed scaling: records what is about to be computed in high precision."""
         context = current()
-        calibrates = context is not None and context.calibrating and self.recipe is None
-        plan = self._plan(context.recipe) if calibrates and context is not None else None
-        run = self._run(plan)
-        if plan is not None and plan.delayed is not None and run.scale is None:
+        if context is None or not context.calibrating or self.recipe is not None or recompute.recomputes():
+            return
+        plan = self._plan(context.recipe)
+        if plan.delayed is not None:
+            self._check_on_meta()
             states = self.forward_scaling, self.backward_scaling
             use = Use(states, plan.delayed, True, False, context)
             calibrate([x.detach(), self._weight_matrix().detach()], ["input", "weight"], use)
-        return run
 
     def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
         """Raises if X or W is not finite, or later, in backward, if the gradient of Y is not."""

@@ -44,7 +44,7 @@ class LinearState(LinearParameters):
     _weight_cache: CachedWeight | None
     _latest_plan: tuple[Recipe, LinearPlan] | None
     _custom_plans: list[tuple[Recipe, LinearPlan]]
-    _ran_under: Recipe | None
+    _ran_under: tuple[Recipe | None, ...]
     _weight_margin: int
     _preserves_initial: bool  # quantized weights keep the values that they start with
 
@@ -100,7 +100,7 @@ class LinearState(LinearParameters):
             "_weight_cache": None,
             "_latest_plan": None,
             "_custom_plans": [],
-            "_ran_under": None,
+            "_ran_under": (),
             "_weight_margin": 0,
             "_preserves_initial": False,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -233,7 +232,7 @@ class MultiheadAttention(LayerOfLinears):
         for part in self.children():
             if isinstance(part, (Linear, LayerNormLinear)):
                 part.set_tensor_parallel_group(tp_group)
-        self._parallel = replace(self._parallel, group=Group.of(tp_group))
+        self._parallel = self._parallel.over(Group.of(tp_group))
 
     def forward(
         self,

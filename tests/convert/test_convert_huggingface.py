@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -218,12 +219,15 @@ def test_saved_and_loaded_by_the_hub_format(tmp_path: object) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-def test_gradient_checkpointing() -> None:
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("current", {}), ("delayed", {"context_fn": minifloat.checkpoint_context_fn})]
+)
+def test_gradient_checkpointing(recipe: str, options: dict[str, Any]) -> None:
     """Hugging Face's own activation checkpointing gives the same gradients, bit for bit."""
     model = llama()
-    small_too(model, "current")
+    small_too(model, recipe)
     twin = copy.deepcopy(model)
-    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})
     for each in (model, twin):
         each.train()
         each(input_ids=IDS, labels=IDS).loss.backward()
