@@ -1,0 +1,155 @@
+"""What runs: files, functions and Python calls of a forward and of a backward.
+
+    python benchmarks/path.py [linear] [--json OUT]    a table of the cases whose name contains it
+    python benchmarks/path.py --trace linear           every call of the first such case, indented, with file and line
+
+A call is a Python frame that is entered: a function, an element that a generator gives, before Python 3.12 also a
+comprehension; functions of C and this file's do not count. ``files`` and ``functions`` are minifloat's own, ``calls``
+all: minifloat's, PyTorch's and others (the standard library, generated methods), of which ``in operations`` are
+entered by PyTorch's dispatcher, on a CPU the references. Each pass is the fourth, on a CPU, in bf16. A backward runs in
+the thread that calls it; new threads are counted too. Sharded cases run on two gloo ranks; the first is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import minifloat
+from minifloat import LayerNormMLP, Linear, distributed
+
+PLACES = {"minifloat": Path(minifloat.__file__).parent, "torch": Path(torch.__file__).parent}
+BF16 = torch.bfloat16
+
+
+class Call(NamedTuple):
+    """A frame; ``below`` an operation of PyTorch, its ``place`` a key of ``PLACES`` or others."""
+
+    depth: int
+    below: bool
+    place: str
+    file: str
+    function: str
+    line: int
+
+
+def column() -> nn.Module:
+    parallel = partial(Linear, 64, 128, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD)
+    return parallel(dtype=BF16, recipe="current")
+
+
+def two_sharded() -> nn.Module:
+    model = nn.Sequential(*[Linear(64, 64, dtype=BF16, recipe="current") for _ in range(2)])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model, model):
+        distributed.fully_shard(part, mesh=mesh)
+    return model
+
+
+RECIPES = ("current", "delayed", "block", "mxfp8", "nvfp4")
+CASES: dict[str, Any] = {f"linear {recipe}": partial(Linear, 64, 64, dtype=BF16, recipe=recipe) for recipe in RECIPES}
+CASES |= {"MLP current": partial(LayerNormMLP, 64, 64, dtype=BF16, recipe="current")}
+CASES |= {"torch linear": partial(nn.Linear, 64, 64, dtype=BF16)}
+SHARDED = {"column sequence-parallel current": column, "fully_shard of two linears current": two_sharded}
+
+
+def calls_of(function: Callable[[], Any]) -> tuple[list[Call], Any]:
+    """The frames that ``function`` enters, in order, and what it returns."""
+    found: list[Call] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or (path := frame.f_code.co_filename) == __file__:
+            return
+        depth, below, caller = 0, False, frame.f_back
+        while caller is not None and caller.f_code.co_filename != __file__:
+            depth, below = depth + 1, below or caller.f_code.co_filename == torch._ops.__file__
+            caller = caller.f_back
+        place = next((name for name, folder in PLACES.items() if path.startswith(f"{folder}{os.sep}")), "others")
+        file = os.path.relpath(path, PLACES[place].parent) if place in PLACES else path
+        found.append(Call(depth, below, place, file, frame.f_code.co_qualname, frame.f_code.co_firstlineno))
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return found, result
+
+
+def passes(make: Callable[[], nn.Module]) -> dict[str, list[Call]]:
+    """The calls of the fourth forward and backward."""
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(32, 64, dtype=BF16, requires_grad=True)
+    for _ in range(4):
+        forward, y = calls_of(lambda: module(x))
+        backward, _ = calls_of(partial(y.backward, torch.ones_like(y)))
+        module.zero_grad()
+        x.grad = None
+    return {"forward": forward, "backward": backward}
+
+
+def counts(calls: list[Call]) -> dict[str, int]:
+    functions = {call[3:] for call in calls if call.place == "minifloat"}
+    found = {"files": len({file for file, *_ in functions}), "functions": len(functions), "calls": len(calls)}
+    found |= {place: sum(call.place == place for call in calls) for place in (*PLACES, "others")}
+    return found | {"in operations": sum(call.below for call in calls)}
+
+
+def on_rank(rank: int, names: list[str], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=rank)
+    Path(folder, f"{rank}.json").write_text(json.dumps({name: passes(SHARDED[name]) for name in names}))
+    dist.barrier()
+    os._exit(0)  # destroying a gloo group that FSDP has used aborts now and then
+
+
+def measure(names: list[str]) -> dict[str, list[Call]]:
+    """The calls of each pass of the named cases."""
+    found = {name: passes(CASES[name]) for name in names if name in CASES}
+    if sharded := [name for name in names if name in SHARDED]:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(on_rank, (sharded, folder), nprocs=2)  # type: ignore[no-untyped-call]
+            found |= json.loads(Path(folder, "0.json").read_text())
+    return {f"{name}, {key}": [Call(*call) for call in calls] for name in found for key, calls in found[name].items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="?", default="")
+    parser.add_argument("--trace", metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [name for name in (*CASES, *SHARDED) if (options.trace or options.only) in name]
+    found = measure(names[:1] if options.trace else names)
+    for name, calls in found.items() if options.trace else ():
+        print(name, *(f"{'  ' * each.depth}{each.function}  {each.file}:{each.line}" for each in calls), sep="\n")
+    table = {name: counts(calls) for name, calls in found.items()}
+    print(f"Python {platform.python_version()}, torch {torch.__version__}")
+    for name, row in table.items():
+        print(f"{name:45}" + "".join(f"{number:6} {column:9}" for column, number in row.items()).rstrip())
+    if options.json:
+        options.json.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
