@@ -11,7 +11,7 @@ import torch
 
 import minifloat
 from minifloat import formats, quantizer
-from minifloat.functional.plan import LinearPlan
+from minifloat.functional.plan import LinearConfig
 from minifloat.quantizer import Quantizer
 
 # What these are of there is a handful of in a process: devices, kernels, booleans, nothing.
@@ -47,7 +47,7 @@ def test_a_recipe_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def alive() -> Counter[type]:
         gc.collect()
         return Counter(
-            type(each) for each in gc.get_objects() if issubclass(type(each), (LinearPlan, minifloat.Recipe))
+            type(each) for each in gc.get_objects() if issubclass(type(each), (LinearConfig, minifloat.Recipe))
         )
 
     for i in range(10):

@@ -21,7 +21,7 @@ from minifloat import recipe as recipes
 from minifloat.autocast import autocast
 from minifloat.formats import COLUMNWISE, IDENTITY, Format, parse
 from minifloat.functional import count_gemms
-from minifloat.functional.plan import linear_plan
+from minifloat.functional.plan import linear_config
 from minifloat.nn import Linear
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
@@ -631,7 +631,7 @@ def test_formats_of_each_role(recipe: Recipe, expected: dict[str, Formats]) -> N
 @pytest.mark.parametrize(("recipe", "expected"), TABLES, ids=lambda value: str(value)[:60])
 def test_plan_has_the_formats_of_each_role(recipe: Recipe, expected: dict[str, Formats]) -> None:
     """A layer's plan takes them over; only delayed scaling brings histories."""
-    plan = linear_plan(recipe)
+    plan = linear_config(recipe)
     assert {kind: _formats(getattr(plan, kind)) for kind in SLOTS} == expected
     assert plan.delayed == (recipe if isinstance(recipe, DelayedScaling) else None)
 
@@ -650,7 +650,7 @@ def test_plan_has_the_formats_of_each_role(recipe: Recipe, expected: dict[str, F
 )
 def test_accumulators(recipe: Recipe, fast: tuple[bool, bool, bool]) -> None:
     """The recipe's own choice, else forward fast and backward with a split accumulator."""
-    plan = linear_plan(recipe)
+    plan = linear_config(recipe)
     assert (plan.fast_fprop, plan.fast_dgrad, plan.fast_wgrad) == fast
 
 
@@ -843,7 +843,7 @@ def test_equal_requests_share_one_history() -> None:
         return DelayedScalingRequest(amax_history_len=4, margin=1) if wants else Quantizer(Format())
 
     layer = Linear(16, 16, recipe=CustomRecipe(factory))
-    assert layer._plan(layer.recipe).delayed == DelayedScaling(amax_history_len=4, margin=1)  # type: ignore[arg-type]
+    assert layer._config(layer.recipe).delayed == DelayedScaling(amax_history_len=4, margin=1)  # type: ignore[arg-type]
     _step(layer)
     forward, backward = layer.forward_scaling, layer.backward_scaling
     assert forward.amax_history.shape == (4, 3) and backward.amax_history.shape == (4, 2)

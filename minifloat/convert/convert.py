@@ -168,7 +168,7 @@ def _quantize_weights(
     for named, init in inits.items():  # all plans first: a factory that fails must find the weights as they were
         if init is not None and named.module not in obstacles:
             assert isinstance(named.module, LinearState)
-            named.module._plan(init.recipe)
+            named.module._config(init.recipe)
     for (_, module), init in inits.items():
         if init is not None and module not in obstacles:
             assert isinstance(module, LinearState)
@@ -253,13 +253,13 @@ def _apply(named: Named, decision: _Decision, histories: Histories) -> None:
 
 
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
-    plans = ("_recipe", "_latest_plan", "_custom_plans")  # a plan of delayed scaling relies on the histories
+    plans = ("_recipe", "_latest_config", "_custom_configs")  # a plan of delayed scaling relies on the histories
     values = {key: module.__dict__[key] for key in plans}
     module.__dict__[_BEFORE] = Before(type(module), None, values, (), tuple(module._modules))
     module._modules.update(histories)
     module.recipe = recipe
     if isinstance(recipe, Recipe):
-        module._plan(recipe)
+        module._config(recipe)
 
 
 def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, name: str, histories: Histories) -> None:
@@ -274,7 +274,7 @@ def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, nam
     now[_BEFORE] = Before(kind, given, values, added, tuple(module._modules))
     module._modules.update(histories)
     if isinstance(module.recipe, Recipe):
-        module._plan(module.recipe)
+        module._config(module.recipe)
 
 
 def _restore(module: nn.Module) -> None:

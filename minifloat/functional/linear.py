@@ -1,31 +1,132 @@
-"""The autograd function of a linear layer: Y = X W^T + b on quantized operands, its gradients likewise."""
+"""A linear layer, Y = X W^T + b, on quantized operands: its plan, its autograd function, and the steps of both.
+
+A layer's calls differ in recipe, parallelism, options and in which gradients are needed. All of that is decided once,
+in :func:`make_plan`: a :class:`LinearPlan` names one callable for each step, and the autograd function calls them in
+their order. Fused modules (``layernorm_linear.py``, ``layernorm_mlp.py``) put the same steps together in their own way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from minifloat.autocast import Use
 from minifloat.comm.collectives import Pending
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm, shared_cast
-from minifloat.functional.call import Kept, LinearCall, Operands, Ready
 from minifloat.functional.gathered import Gathered, only
 from minifloat.functional.gemm import Product
-from minifloat.functional.outputs import as_output
-from minifloat.functional.plan import LinearPlan
+from minifloat.functional.outputs import as_output, first_order, guarded
+from minifloat.functional.plan import LinearConfig
 from minifloat.functional.quantize import cast_with, delayed_scale, quantize, quantize_part, reuse
-from minifloat.functional.weight_gradient import weight_gradient
+from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
+from minifloat.functional.weight_gradient import Sink, into_main_grad, left_for_later, to_autograd
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
 
 _UNQUANTIZED = Quantizer.identity()
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """What a call asks of a linear, beside its recipe.
+
+    Args:
+        dtype: of the activations: what the output and both gradients are computed to.
+        needs_x, needs_w, needs_b: whether input, weight and bias need gradients.
+        parallel: how the linear is split over ranks, with the rows of the call.
+        input_is_quantized: X comes quantized and is its own original: nothing else is kept of it.
+        recompute_x: backward recomputes the operand of X that wgrad reads, from what the norm or activation that
+            computed X saves. Only where dX is needed, backward is quantized, and no rank gathers X.
+        quantize_output, quantize_grad_input: return those as :class:`QuantizedTensor`.
+        main_grad: dW is added to ``weight.main_grad``; no gradient is returned for it.
+        overwrite_main_grad: in the first microbatch of a step it replaces what is there, once after each time that
+            ``weight.main_grad_is_old`` was set.
+        wgrad_tasks: the list to which backward appends the computation of dW, in lieu of computing it.
+    """
+
+    dtype: torch.dtype
+    needs_x: bool
+    needs_w: bool
+    needs_b: bool
+    parallel: TensorParallel = UNSHARDED
+    input_is_quantized: bool = False
+    recompute_x: bool = False
+    quantize_output: bool = False
+    quantize_grad_input: bool = False
+    main_grad: bool = False
+    overwrite_main_grad: bool = False
+    wgrad_tasks: list[Callable[[], None]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPlan:
+    """The steps of one linear, in the order in which forward and backward take them.
+
+    Args:
+        config: how each tensor is quantized.
+        options: of the calls under this plan.
+        x_quantizer, w_quantizer, dy_quantizer: in the orientations that the GEMMs read and backward saves.
+        saves_value: backward reads X itself, or casts it again.
+        shares_x: the operands of X serve siblings: they are the same, and do not live as long as the graph.
+        recompute_x: as of the options, where that may be.
+        quantize_inputs: (call, X, W, ...) -> X for fprop, W, and this rank's X; gathers X where ranks split its rows.
+        fprop: (X, W, b) -> Y [M, N], summed over the ranks.
+        save_x, save_w: (value, operands) -> the operand that backward reads.
+        quantize_dy: (dY, use, amaxes if known) -> its operands, gathered where ranks split its rows.
+        load_x: (operand, delayed scale) -> what wgrad reads of X, gathered likewise.
+        dgrad: (dY, W) -> dX [M, K]; ``reduce_dx`` ends its sum over the ranks, which goes on during wgrad.
+        wgrad: (dY, X, dtype) -> dW [N, K].
+        accumulate_dw: (weight, a function that computes dW) -> what autograd gets.
+        bias_gradient: dY -> db [N]; ``reduce_db`` likewise.
+    """
+
+    config: LinearConfig
+    options: LinearOptions
+    x_quantizer: Quantizer
+    w_quantizer: Quantizer
+    dy_quantizer: Quantizer
+    saves_value: bool
+    shares_x: bool
+    recompute_x: bool
+    quantize_inputs: Callable[..., tuple[Any, Quantized, Quantized]]
+    fprop: Callable[[Any, Quantized, Tensor | None], Tensor]
+    save_x: Callable[[Tensor | None, Quantized], Operand | None]
+    save_w: Callable[[Tensor, Quantized], Operand | None]
+    quantize_dy: Callable[..., Any]
+    load_x: Callable[[Operand, Tensor | None], Any]
+    dgrad: Callable[[Any, Operand], Any]
+    reduce_dx: Callable[[Any], Tensor]
+    wgrad: Callable[[Any, Any, torch.dtype], Tensor]
+    accumulate_dw: Sink
+    bias_gradient: Callable[[Tensor], Any]
+    reduce_db: Callable[[Any], Tensor | None]
+
+    @property
+    def writes_to_weight(self) -> bool:
+        """Backward writes to the parameter by itself and needs it with its Python attributes."""
+        return self.options.main_grad or self.options.wgrad_tasks is not None
+
+
+class Call:
+    """What differs between calls under one plan.
+
+    Args:
+        use: where delayed scaling reads its scales and records its amaxes.
+        x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
+        shares_x: forward leaves the operands of X here, for siblings to come; not in a compiled graph.
+    """
+
+    __slots__ = ("shares_x", "use", "w", "x")
+
+    def __init__(self, use: Use | None, x: Quantized | None, w: Quantized | None, shares_x: bool = False) -> None:
+        self.use, self.x, self.w, self.shares_x = use, x, w, shares_x
 
 
 class LinearFunction(torch.autograd.Function):
@@ -42,250 +143,196 @@ class LinearFunction(torch.autograd.Function):
     fprop Y = X W^T + b; dgrad dX = dY W; wgrad dW = dY^T X; db = the sum of dY over the M rows. Saved are the
     columnwise X and W, the very codes of the rowwise ones where a format is symmetric; nothing that no gradient needs
     is saved or computed. Of a linear that is split over ranks these are the shapes of what a rank multiplies;
-    :class:`~minifloat.functional.tensor_parallel.TensorParallel` has those of what comes and goes.
+    :class:`~minifloat.functional.tensor_parallel.TensorParallel` has those of its inputs and outputs.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: LinearPlan, call: LinearCall, ready: Ready, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, plan: LinearPlan, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
-        x_scale = delayed_scale(call.use, "input", keep=True) if call.keeps_input(plan, x) else None
-        operands = quantize_operands(plan, call, ready, x, weight, x_scale)
-        y, kept = multiply(plan, call, operands, x, weight, bias, x_scale)
-        ctx.plan, ctx.call, ctx.layouts, ctx.x_shape = plan, call, kept.layouts, x.shape
-        ctx.weight = call.needs_parameter(weight)
-        ctx.save_for_backward(*kept.tensors)
-        return quantize_output(plan, call, as_output(y, call.parallel.output_shape(x.shape, weight.shape[0])))
+        x_scale = delayed_scale(call.use, "input", keep=True) if plan.saves_value else None
+        x_operands, w_operands, own_x = plan.quantize_inputs(call, x, weight, x_scale)
+        if call.shares_x:
+            call.x = own_x
+        y = plan.fprop(x_operands, w_operands, bias)
+        ctx.plan, ctx.use, ctx.x_shape = plan, call.use, x.shape
+        ctx.weight = weight if plan.writes_to_weight else None
+        tensors, ctx.layouts = pack(plan.save_x(x, own_x), plan.save_w(weight, w_operands))
+        ctx.save_for_backward(*tensors, x_scale)
+        y = as_output(y, plan.options.parallel.output_shape(x.shape, weight.shape[0]))
+        return quantize_output(plan, y, call.use) if plan.options.quantize_output else y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan: LinearPlan = ctx.plan
-        call: LinearCall = ctx.call
-        kept = Kept.of(ctx.layouts, ctx.saved_tensors)
-        db = bias_gradient(call, dy)
-        dx, dw = gradients(plan, call, kept, grad_operands(plan, call, dy), ctx.weight)
+        *tensors, x_scale = ctx.saved_tensors
+        x, w = unpack(ctx.layouts, tensors)
+        db = plan.bias_gradient(dy)
+        dx, dw = gradients(plan, plan.quantize_dy(dy, ctx.use), x, w, x_scale, ctx.weight)
         if dx is not None:
             dx = as_output(dx, ctx.x_shape)
-            dx = _quantized(dx, plan.grad_input, "grad_input", call.use) if call.quantize_grad_input else dx
-        if call.use is not None:
-            call.use.backward_finished()
-        return None, None, None, dx, dw, db.wait()
-
-
-# ---- the parts of a linear, which fused modules put together in their own way ----
-
-
-def _as_cast(operands: Quantized) -> Quantized:
-    return operands
-
-
-def quantize_operands(
-    plan: LinearPlan,
-    call: LinearCall,
-    ready: Ready,
-    x: Tensor | None,
-    weight: Tensor,
-    x_scale: Tensor | None = None,
-    x_amaxes: Amaxes | None = None,
-    label: Callable[[Quantized], Quantized] = _as_cast,
-) -> Operands:
-    """X and W in the orientations that forward and backward read, those that are not ready in one launch a phase.
-
-    ``x``: None if it is ready; ``x_amaxes``: what its cast needs to know of it, if that is known; ``label``: what is
-    done to operands that were cast from it.
-    """
-    if call.parallel.gathers_input:
-        return _quantize_and_gather(plan, call, ready, x, weight, x_scale, x_amaxes, label)
-    x_operands, w_operands = ready.x, ready.w
-    missing = []
-    if x_operands is None:
-        assert x is not None
-        missing.append(("input", x, call.input_quantizer(plan, x), x_amaxes))
-    if w_operands is None:
-        missing.append(("weight", weight, weight_quantizer(plan, call.needs_x), None))
-    if missing:
-        kinds, tensors, quantizers, amaxes = zip(*missing, strict=True)
-        made = quantize(tensors, quantizers, kinds, call.use, x_scale, amaxes=amaxes)
-        x_operands = label(made[0]) if x_operands is None else x_operands
-        w_operands = made[-1] if w_operands is None else w_operands
-    assert x_operands is not None and w_operands is not None
-    if not torch.compiler.is_compiling():
-        ready.x = x_operands
-    return Operands(x_operands, w_operands, x_operands)
-
-
-def _quantize_and_gather(
-    plan: LinearPlan,
-    call: LinearCall,
-    ready: Ready,
-    x: Tensor | None,
-    weight: Tensor,
-    x_scale: Tensor | None,
-    x_amaxes: Amaxes | None,
-    label: Callable[[Quantized], Quantized],
-) -> Operands:
-    """The same where X is gathered, which goes on while the weight is cast."""
-    part, w = ready.x, ready.w
-    if part is None:
-        assert x is not None
-        quantizer = call.input_quantizer(plan, x)
-        part = label(quantize_part(x, quantizer, "input", call.use, call.parallel, x_scale, x_amaxes))
-    gathered = shared_cast.gathered(part) or call.parallel.gather(part, rowwise=True)
-    if w is None:
-        w = quantize([weight], [weight_quantizer(plan, call.needs_x)], ["weight"], call.use)[0]
-    if not torch.compiler.is_compiling():
-        ready.x = part
-    return Operands(shared_cast.offer(part, gathered), w, part)
-
-
-def multiply(
-    plan: LinearPlan,
-    call: LinearCall,
-    operands: Operands,
-    x: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor | None = None,
-) -> tuple[Tensor, Kept]:
-    """fprop, Y [M, N], and what backward will need; ``x`` and ``weight`` are what the operands were cast from.
-
-    ``x`` may be None where backward does not read it, see :meth:`LinearCall.reads_value`.
-    """
-    x_operands, w, x_part = operands
-    y = call.parallel.output(Product("fprop", w, call.dtype, plan.fast_fprop), x_operands, bias)
-    cast_later = call.remakes_x or call.keeps_input(plan, x)
-    kept_x, kept_w = _kept_input(plan, call, x, x_part), _kept_weight(plan, call, weight, w)
-    return y, Kept(kept_x, kept_w, x_scale if cast_later else None)
+            if plan.options.quantize_grad_input:
+                dx = as_quantized_tensor(dx, plan.config.grad_input, "grad_input", ctx.use)
+        if ctx.use is not None:
+            ctx.use.backward_finished()
+        return None, None, dx, dw, plan.reduce_db(db)
 
 
 def gradients(
-    plan: LinearPlan, call: LinearCall, kept: Kept, dy: Quantized | Gathered, weight: Tensor | None
+    plan: LinearPlan, dy: Any, x: Operand | None, w: Operand | None, x_scale: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``weight`` is the parameter that has main_grad.
 
-    What is gathered for wgrad travels during dgrad, and dX is summed over the ranks during wgrad.
+    What is gathered for wgrad is gathered during dgrad, and dX is summed over the ranks during wgrad.
     """
     dx = dw = None
-    x = _input_for_wgrad(plan, call, kept) if call.needs_w else None
-    if call.needs_x:
-        product = Product("dgrad", _for_backward(plan, kept.w), call.dtype, plan.fast_dgrad)
-        wgrad_follows = call.needs_w and call.wgrad_tasks is None
-        dx = call.parallel.start_grad_input(product, dy, wgrad_follows)
-    if x is not None:
-        dw = weight_gradient(call, weight, partial(_wgrad, plan, only(dy, COLUMNWISE), x))
-    return None if dx is None else dx.wait(), dw
+    loaded = None if x is None else plan.load_x(x, x_scale)
+    if w is not None:
+        dx = plan.dgrad(dy, w)
+    if loaded is not None:
+        dw = plan.accumulate_dw(weight, partial(plan.wgrad, only(dy, COLUMNWISE), loaded))
+    return None if dx is None else plan.reduce_dx(dx), dw
 
 
-def _wgrad(plan: LinearPlan, dy: Quantized, x: Quantized | Gathered, dtype: torch.dtype) -> Tensor:
-    operand = x.along(_kept_along(plan))
-    return gemm.wgrad(dy, _for_backward(plan, operand), out_dtype=dtype, fast_accum=plan.fast_wgrad)
+# ---- what backward saves ----
 
 
-def quantize_output(plan: LinearPlan, call: LinearCall, y: Tensor) -> Tensor:
-    """Y as the next layer takes it, if the call asks for that."""
-    return _quantized(y, plan.output, "output", call.use) if call.quantize_output else y
+def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:
+    """The tensors of operands, for ``save_for_backward``, where autograd's hooks see them, and all else of them.
+
+    An amax that a cast measured is left out; no GEMM reads it.
+    """
+    tensors: list[Tensor | None] = []
+    layouts: list[Any] = []
+    for operand in operands:
+        if operand is None:
+            tensors += None, None, None
+            layouts.append(None)
+        else:
+            amax = operand.amax if operand.format.scale_rule == "two_level" else None
+            tensors += operand.codes, operand.scale_inv, amax
+            layouts.append(operand[3:])
+    return tensors, layouts
 
 
-def column_sum(dy: Tensor) -> Tensor:
-    """The gradient of a bias, [N]: dY summed over its rows."""
-    return as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
+def unpack(layouts: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Operand | None]:
+    """The operands that :func:`pack` was given."""
+    operands: list[Operand | None] = []
+    compiling = torch.compiler.is_compiling()
+    for i, layout in enumerate(layouts):
+        codes, scale_inv, amax = tensors[3 * i : 3 * i + 3]
+        if layout is None or codes is None:
+            operands.append(None)
+            continue
+        if not compiling:  # a read of memory that FSDP2 has freed would end the process
+            assert not codes.numel() or codes.untyped_storage().nbytes(), "saved codes were freed before backward"
+        operands.append(Operand(codes, scale_inv, amax, *layout))
+    return operands
 
 
-def bias_gradient(call: LinearCall, dy: Tensor) -> Pending[Tensor | None]:
-    """db [N] if it is needed, on its way where it is a sum over ranks."""
-    return call.parallel.start_reduce_bias_gradient(column_sum(dy) if call.needs_b else None)
+def _nothing(*_: Any) -> None:
+    return None
 
 
-def weight_quantizer(plan: LinearPlan, needs_x: bool) -> Quantizer:
-    """How the weight of a call is quantized: columnwise too where dgrad will read it."""
-    return plan.weight.with_usage(columnwise=needs_x and plan.backward_override is None)
+def _itself(x: Any) -> Any:
+    return x
 
 
-# ---- what backward keeps ----
-
-
-def _kept_input(plan: LinearPlan, call: LinearCall, x: Tensor | None, operands: Quantized) -> Operand | None:
-    if not call.needs_w or call.remakes_x:
+def _save_value(x: Tensor | None, operands: Quantized) -> Operand | None:
+    """The value, which the caller may change before backward; None where it was never computed."""
+    if x is None:
         return None
-    if plan.backward_override == "dequantized":
-        return operands.along(ROWWISE)
-    if plan.backward_override == "high_precision" or call.keeps_input(plan, x):
-        return None if x is None else _as_is(x)
-    return operands.along(COLUMNWISE)
+    operand = unquantized(x)
+    return operand._replace(codes=guarded(operand.codes))
 
 
-def _kept_weight(plan: LinearPlan, call: LinearCall, weight: Tensor, operands: Quantized) -> Operand | None:
-    if not call.needs_x:
-        return None
-    if plan.backward_override == "high_precision":
-        return _as_is(weight)
-    return operands.along(_kept_along(plan))
+def _save_weight_value(weight: Tensor, operands: Quantized) -> Operand:
+    return unquantized(weight)
 
 
-def _as_is(x: Tensor) -> Operand:
+def _save_along(dim: int, x: Tensor | None, operands: Quantized) -> Operand:
+    return operands.along(dim)
+
+
+def unquantized(x: Tensor) -> Operand:
+    """The values of ``x`` [..., K] as an operand."""
     matrix = as_matrix(x.dequantize() if isinstance(x, QuantizedTensor) else x)
     return Operand(matrix, None, None, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), matrix.dtype)
 
 
-# ---- backward ----
+# ---- forward ----
 
 
-def grad_quantizer(plan: LinearPlan, call: LinearCall) -> Quantizer:
-    """How dY is quantized: in the orientations that the wanted gradients read."""
-    if plan.backward_override is not None:
-        return _UNQUANTIZED
-    return plan.grad_output.with_usage(rowwise=call.needs_x, columnwise=call.needs_w)
+def _quantize_inputs(
+    quantizers: tuple[Quantizer, Quantizer],
+    call: Call,
+    x: Tensor | None,
+    weight: Tensor,
+    x_scale: Tensor | None = None,
+    x_amaxes: Amaxes | None = None,
+    label: Callable[[Quantized], Quantized] | None = None,
+) -> tuple[Quantized, Quantized, Quantized]:
+    """X and W in the orientations that forward and backward read, those that do not exist yet in one launch a phase.
+
+    ``x``: None if its operands exist; ``x_scale``, ``x_amaxes``: what its cast needs to know, if that is known;
+    ``label``: what is done to operands that are cast from it.
+    """
+    x_operands, w_operands = call.x, call.w
+    if x_operands is None:
+        assert x is not None
+        given = None if x_amaxes is None else (x_amaxes, None)  # the weight's own are found
+        if w_operands is None:
+            x_operands, w_operands = quantize((x, weight), quantizers, _INPUTS, call.use, x_scale, amaxes=given)
+        else:
+            (x_operands,) = quantize(
+                (x,), quantizers[:1], _INPUTS[:1], call.use, x_scale, amaxes=None if given is None else given[:1]
+            )
+        x_operands = x_operands if label is None else label(x_operands)
+    elif w_operands is None:
+        (w_operands,) = quantize((weight,), quantizers[1:], _INPUTS[1:], call.use)
+    assert w_operands is not None
+    return x_operands, w_operands, x_operands
 
 
-def grad_operands(plan: LinearPlan, call: LinearCall, dy: Tensor) -> Quantized | Gathered:
-    """dY as the GEMMs of the wanted gradients read it, on its way where it is gathered."""
-    if not call.parallel.gathers_grad_output:
-        return own_grad_operands(plan, call, dy)
-    if plan.backward_override is not None:
-        part = Quantized(_as_is(dy), None)
-    else:
-        part = quantize_part(dy, grad_quantizer(plan, call), "grad_output", call.use, call.parallel)
-    return call.parallel.gather(part, rowwise=call.needs_x, columnwise=call.needs_w)
+_INPUTS = ("input", "weight")
 
 
-def own_grad_operands(plan: LinearPlan, call: LinearCall, dy: Tensor, amaxes: Amaxes | None = None) -> Quantized:
-    """The same where this rank has all of dY that it reads; ``amaxes`` as of :func:`quantize`."""
-    if plan.backward_override is not None:
-        return Quantized(_as_is(dy), None)
-    quantizer = grad_quantizer(plan, call)
-    ready = reuse(dy, quantizer)
-    return ready or quantize([dy], [quantizer], ["grad_output"], call.use, amaxes=[amaxes])[0]
+def _quantize_and_gather(
+    quantizers: tuple[Quantizer, Quantizer],
+    parallel: TensorParallel,
+    call: Call,
+    x: Tensor | None,
+    weight: Tensor,
+    x_scale: Tensor | None = None,
+    x_amaxes: Amaxes | None = None,
+    label: Callable[[Quantized], Quantized] | None = None,
+) -> tuple[Any, Quantized, Quantized]:
+    """The same where X is gathered, which goes on while the weight is cast."""
+    part, w = call.x, call.w
+    if part is None:
+        assert x is not None
+        part = quantize_part(x, quantizers[0], "input", call.use, parallel, x_scale, x_amaxes)
+        part = part if label is None else label(part)
+    gathered = shared_cast.gathered(part) or parallel.gather(part, rowwise=True)
+    if w is None:
+        (w,) = quantize((weight,), quantizers[1:], _INPUTS[1:], call.use)
+    return shared_cast.offer(part, gathered), w, part
 
 
-def _for_backward(plan: LinearPlan, kept: Operand | None) -> Quantized:
-    assert kept is not None
-    if plan.backward_override == "dequantized":
-        return Quantized(_as_is(kept.dequantize()), None)
-    return Quantized(kept, None) if kept.dim == ROWWISE else Quantized(None, kept)
+def _fprop(dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None) -> Tensor:
+    return gemm.fprop(x, w, bias, out_dtype=dtype, fast_accum=fast)
 
 
-def _input_for_wgrad(plan: LinearPlan, call: LinearCall, kept: Kept) -> Quantized | Gathered:
-    """X as it was kept, on its way where it is gathered; cast now if that is the original, and not recorded again."""
-    operand = kept.x
-    assert operand is not None
-    part = Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
-    if plan.backward_override is None and plan.input.format(COLUMNWISE).quantized and not operand.format.quantized:
-        cast = call.parallel.quantize_shard if call.parallel.gathers_input else cast_with
-        part = cast(operand.codes, plan.input.with_usage(rowwise=False), kept.x_scale)
-    if not call.parallel.gathers_input:
-        return part
-    by_rows = _kept_along(plan) == ROWWISE
-    return call.parallel.gather(part, rowwise=by_rows, columnwise=not by_rows, multiplied=False)
+def _sharded_fprop(parallel: TensorParallel, dtype: torch.dtype, fast: bool, x: Any, w: Quantized, bias: Any) -> Tensor:
+    return parallel.output(Product("fprop", w, dtype, fast), x, bias)
 
 
-def _kept_along(plan: LinearPlan) -> int:
-    """The orientation of X and W that backward starts from."""
-    return ROWWISE if plan.backward_override == "dequantized" else COLUMNWISE
+def quantize_output(plan: LinearPlan, y: Tensor, use: Use | None) -> Tensor:
+    """Y as the next layer takes it."""
+    return as_quantized_tensor(y, plan.config.output, "output", use)
 
 
-def _quantized(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None) -> Tensor:
+def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None) -> Tensor:
     """``x`` as a tensor that the next layer takes as it is."""
     if not quantizer.quantized:
         return x
@@ -293,4 +340,168 @@ def _quantized(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None) -> T
     scale = delayed_scale(use, kind)
     return QuantizedTensor.from_operands(
         operands, quantizer, x.shape, x.dtype, scale=None if scale is None else scale.clone()
+    )
+
+
+# ---- backward ----
+
+
+def _quantize_dy(quantizer: Quantizer, dy: Tensor, use: Use | None, amaxes: Amaxes | None = None) -> Quantized:
+    if isinstance(dy, QuantizedTensor):
+        existing = reuse(dy, quantizer)
+        if existing is not None:
+            return existing
+    return quantize((dy,), (quantizer,), _DY, use, amaxes=None if amaxes is None else (amaxes,))[0]
+
+
+_DY = ("grad_output",)
+
+
+def _unquantized_dy(dy: Tensor, use: Use | None, amaxes: Amaxes | None = None) -> Quantized:
+    return Quantized(unquantized(dy), None)
+
+
+def _gather_dy(plan_options: LinearOptions, quantizer: Quantizer | None, dy: Tensor, use: Use | None) -> Gathered:
+    parallel = plan_options.parallel
+    if quantizer is None:
+        part = Quantized(unquantized(dy), None)
+    else:
+        part = quantize_part(dy, quantizer, "grad_output", use, parallel)
+    return parallel.gather(part, rowwise=plan_options.needs_x, columnwise=plan_options.needs_w)
+
+
+def _one_orientation(operand: Operand) -> Quantized:
+    return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
+
+
+def _dequantized(operand: Operand) -> Quantized:
+    return Quantized(unquantized(operand.dequantize()), None)
+
+
+def _load_x(operand: Operand, scale: Tensor | None) -> Quantized:
+    return _one_orientation(operand)
+
+
+def _cast_value(
+    cast: Callable[..., Quantized], quantizer: Quantizer, value: Operand, scale: Tensor | None
+) -> Quantized:
+    """X was saved in high precision: cast now, and not recorded again."""
+    return cast(value.codes, quantizer, scale)
+
+
+def _gather_x(
+    parallel: TensorParallel, by_rows: bool, load: Callable[..., Quantized], operand: Operand, scale: Tensor | None
+) -> Gathered:
+    return parallel.gather(load(operand, scale), rowwise=by_rows, columnwise=not by_rows, multiplied=False)
+
+
+def _dgrad(
+    load: Callable[[Operand], Quantized], dtype: torch.dtype, fast: bool, dy: Quantized | Gathered, w: Operand
+) -> Tensor:
+    return gemm.dgrad(only(dy, ROWWISE), load(w), out_dtype=dtype, fast_accum=fast)
+
+
+def _sharded_dgrad(
+    options: LinearOptions, load: Callable[[Operand], Quantized], fast: bool, dy: Quantized | Gathered, w: Operand
+) -> Pending[Tensor]:
+    wgrad_follows = options.needs_w and options.wgrad_tasks is None
+    return options.parallel.start_grad_input(Product("dgrad", load(w), options.dtype, fast), dy, wgrad_follows)
+
+
+def _wgrad(
+    along: int,
+    load: Callable[[Operand], Quantized],
+    fast: bool,
+    dy: Quantized,
+    x: Quantized | Gathered,
+    dtype: torch.dtype,
+) -> Tensor:
+    return gemm.wgrad(dy, load(x.along(along)), out_dtype=dtype, fast_accum=fast)
+
+
+def column_sum(dy: Tensor) -> Tensor:
+    """The gradient of a bias, [N]: dY summed over its rows."""
+    return as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
+
+
+def _reduced_column_sum(parallel: TensorParallel, dy: Tensor) -> Pending[Tensor | None]:
+    return parallel.start_reduce_bias_gradient(column_sum(dy))
+
+
+# ---- the plan ----
+
+
+def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
+    """Chooses the step functions; every branch on recipe, parallelism or option of a linear is here."""
+    override, parallel = config.backward_override, options.parallel
+    needs_x, needs_w = options.needs_x, options.needs_w
+    gathers_x, gathers_dy = parallel.gathers_input, parallel.gathers_grad_output
+    reads_value = needs_w and (config.save_original_input or override == "high_precision")
+    saves_value = reads_value and not options.input_is_quantized
+    recompute_x = options.recompute_x and needs_x and needs_w and override is None and not gathers_x
+    x_quantizer = config.input.with_usage(
+        columnwise=needs_w and override is None and not saves_value and not recompute_x
+    )
+    w_quantizer = config.weight.with_usage(columnwise=needs_x and override is None)
+    quantizers = x_quantizer, w_quantizer
+    along = ROWWISE if override == "dequantized" else COLUMNWISE  # the orientation of X and W that backward reads
+    load: Callable[[Operand], Quantized] = _dequantized if override == "dequantized" else _one_orientation
+
+    save_x: Callable[..., Operand | None] = partial(_save_along, along)
+    load_x: Callable[..., Any] = _load_x
+    if override == "high_precision" or (saves_value and override is None):
+        save_x = _save_value
+    if saves_value and override is None and config.input.format(COLUMNWISE).quantized:
+        cast = parallel.quantize_shard if gathers_x else cast_with
+        load_x = partial(_cast_value, cast, config.input.with_usage(rowwise=False))
+    if gathers_x:
+        load_x = partial(_gather_x, parallel, along == ROWWISE, load_x)
+
+    dy_quantizer = config.grad_output.with_usage(rowwise=needs_x, columnwise=needs_w) if override is None else None
+    quantize_dy: Callable[..., Any] = _unquantized_dy if dy_quantizer is None else partial(_quantize_dy, dy_quantizer)
+    if gathers_dy:
+        quantize_dy = partial(_gather_dy, options, dy_quantizer)
+
+    sink: Sink = partial(to_autograd, options.dtype)
+    if options.main_grad:
+        sink = partial(into_main_grad, options.overwrite_main_grad)
+    if options.wgrad_tasks is not None:
+        sink = partial(left_for_later, options.wgrad_tasks, sink)
+
+    sharded = parallel.mode is not None
+    return LinearPlan(
+        config,
+        options,
+        x_quantizer,
+        w_quantizer,
+        dy_quantizer or _UNQUANTIZED,
+        saves_value,
+        not saves_value and shared_cast.is_shared(x_quantizer),
+        recompute_x,
+        quantize_inputs=partial(_quantize_and_gather, quantizers, parallel)
+        if gathers_x
+        else partial(_quantize_inputs, quantizers),
+        fprop=partial(_sharded_fprop, parallel, options.dtype, config.fast_fprop)
+        if sharded
+        else partial(_fprop, options.dtype, config.fast_fprop),
+        save_x=_nothing if not needs_w or recompute_x else save_x,
+        save_w=_nothing
+        if not needs_x
+        else _save_weight_value
+        if override == "high_precision"
+        else partial(_save_along, along),
+        quantize_dy=quantize_dy,
+        load_x=load_x,
+        dgrad=partial(_sharded_dgrad, options, load, config.fast_dgrad)
+        if sharded
+        else partial(_dgrad, load, options.dtype, config.fast_dgrad),
+        reduce_dx=Pending.wait if sharded else _itself,
+        wgrad=partial(_wgrad, along, load, config.fast_wgrad),
+        accumulate_dw=sink,
+        bias_gradient=_nothing
+        if not options.needs_b
+        else partial(_reduced_column_sum, parallel)
+        if sharded
+        else column_sum,
+        reduce_db=Pending.wait if sharded and options.needs_b else _itself,
     )

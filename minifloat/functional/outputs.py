@@ -1,13 +1,34 @@
-"""What autograd functions return, and what they save of tensors that others hold."""
+"""What autograd functions share: how they are called, what they return, what they save of tensors that others hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` of eager code, past what ``torch.func`` needs: ten Python calls each time."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``once_differentiable``, whose six Python calls are made under ``create_graph=True`` alone."""
+    differentiated = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        return (differentiated if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
 
 
 def as_output(y: Tensor, shape: Sequence[int]) -> Tensor:
@@ -16,6 +37,8 @@ def as_output(y: Tensor, shape: Sequence[int]) -> Tensor:
     The result has a version counter of its own, so that nothing else that backward reads may share its memory: what
     backward reads of an output is saved as that output.
     """
+    if not torch.compiler.is_compiling() and y.shape == shape and y.is_contiguous() and not y._is_view():
+        return y
     result: Tensor = _unsafe_view(y.contiguous(), shape)
     return result
 
@@ -31,4 +54,4 @@ def guarded(x: Tensor) -> Tensor:
     return x.detach() if x._is_view() else x  # a node that saves a view of its own output is never freed
 
 
-__all__ = ["as_output", "guarded"]
+__all__ = ["apply_eager", "as_output", "first_order", "guarded"]

@@ -1,4 +1,4 @@
-"""What a linear layer does under a recipe, decided once: a frozen plan of quantizers and options."""
+"""How a recipe quantizes the tensors of one linear layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKWARD_SLOTS = ("grad_output", "grad_input")
 
 
 @dataclass(frozen=True)
-class LinearPlan:
+class LinearConfig:
     """One linear layer under one recipe.
 
     Args:
@@ -36,8 +36,8 @@ class LinearPlan:
     save_original_input: bool
 
 
-def linear_plan(recipe: Recipe, name: str = "", save_original_input: bool = False) -> LinearPlan:
-    """The plan of a layer called ``name``. A custom recipe's factory is called here, once a role.
+def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = False) -> LinearConfig:
+    """That of a layer called ``name``. A custom recipe's factory is called here, once a role.
 
     Raises:
         ValueError: a custom recipe asks for delayed scaling with different parameters in one layer.
@@ -54,7 +54,7 @@ def linear_plan(recipe: Recipe, name: str = "", save_original_input: bool = Fals
                 f"{delayed} and {wanted}; they share one history, so they must agree"
             )
         delayed = wanted or delayed
-    return LinearPlan(
+    return LinearConfig(
         **quantizers,
         delayed=delayed,
         fast_fprop=not recipe.fp8_gemm_fprop.use_split_accumulator,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minifloat.autocast import Use
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Quantized
 from minifloat.ops import delayed
@@ -33,14 +33,16 @@ def quantize(
     measured is recorded there. ``amaxes``: those of each tensor, None where they are still to be found.
     """
     xs = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in xs]
-    scales = [delayed_scale(use, kind) for kind in kinds]
-    if input_scale is not None:
-        scales[kinds.index("input")] = input_scale
+    scales = None
+    if use is not None:
+        scales = [delayed_scale(use, kind) for kind in kinds]
+        if input_scale is not None:
+            scales[kinds.index("input")] = input_scale
     if torch.compiler.is_compiling():  # each by itself: siblings' casts of one input are common subexpressions then
-        known = amaxes or [None] * len(xs)
+        known, given = amaxes or [None] * len(xs), scales or [None] * len(xs)
         results = [
             cast_with(x, quantizer, scale, levels, gemm_ready=gemm_ready)
-            for x, quantizer, scale, levels in zip(xs, quantizers, scales, known, strict=True)
+            for x, quantizer, scale, levels in zip(xs, quantizers, given, known, strict=True)
         ]
     else:
         results = cast_all(xs, quantizers, amaxes, scales=scales, gemm_ready=gemm_ready)
@@ -130,15 +132,15 @@ def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:
     return x.operands
 
 
-def pairs_with(w: Quantized, plan: LinearPlan, dgrad: bool) -> bool:
+def pairs_with(w: Quantized, config: LinearConfig, dgrad: bool) -> bool:
     """The GEMMs of a layer take this weight, whatever its recipe would make of it, on every device.
 
     Codes of equal width, scales that span equally many elements, no rotation: everything else would be computed at the
     speed of the reference where a fresh cast has a GEMM.
     """
-    others = [(ROWWISE, plan.input.format(ROWWISE))]
-    if dgrad and plan.backward_override is None:
-        others.append((COLUMNWISE, plan.grad_output.format(ROWWISE)))
+    others = [(ROWWISE, config.input.format(ROWWISE))]
+    if dgrad and config.backward_override is None:
+        others.append((COLUMNWISE, config.grad_output.format(ROWWISE)))
     for dim, other in others:
         held = [o.format for o in w if o is not None and o.serves(dim)]
         if not any(

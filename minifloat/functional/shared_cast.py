@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class _Latest(NamedTuple):
     ranks: Ranks | None
     capturing: bool  # into a CUDA graph: such operands have values in a replay only, others are constants to it
     operands: Quantized
-    readers: WeakSet[nn.Module]  # not their ids, which others have later, on some ranks and not on others
+    readers: list[nn.Module]  # not their ids, which other modules have later, on some ranks and not on others
 
 
 class _Slot:
@@ -43,6 +43,11 @@ class _Slot:
         self.latest: _Latest | None = None
         self.scopes = 0
         self.whole: tuple[Quantized, Quantized] | None = None  # a part and what was gathered of it, inside of a scope
+
+    def forget(self, source: ReferenceType[Tensor]) -> None:
+        """Called when the input is freed."""
+        if self.latest is not None and self.latest.source is source:
+            self.latest = None
 
 
 class _Local(threading.local):
@@ -98,20 +103,19 @@ def find(
 ) -> Quantized | None:
     """The operands that another layer just made of this very ``x``, cast to ``dtype`` first, if they are the same.
 
-    ``ranks``: where X is gathered: they are this rank's part. All ranks find the same, since they run the same.
+    ``ranks``: where X is gathered: they are this rank's part. All ranks find the same, since they run the same. For
+    eager code alone: in a compiled graph casts of one tensor are common subexpressions.
 
     A layer that comes a second time is no sibling but a new call: ``x`` may be a buffer that was filled anew in a way
     that PyTorch does not count.
     """
-    if torch.compiler.is_compiling():
-        return None
     latest = _local.slot.latest
     if latest is None or latest.source() is not x or x.is_inference() or reader in latest.readers:
         return None
     same = latest.version == x._version and latest.dtype == dtype and latest.quantizer == quantizer
     if not same or latest.ranks != ranks or latest.capturing != _capturing(x):
         return None
-    latest.readers.add(reader)
+    latest.readers.append(reader)
     return latest.operands
 
 
@@ -123,28 +127,23 @@ def keep(
     reader: nn.Module,
     ranks: Ranks | None = None,
 ) -> None:
-    """Offers operands of ``x`` to the next layers, until ``x`` is gone or another tensor is quantized.
+    """Offers operands of ``x`` to the next layers, until ``x`` is freed or another tensor is quantized.
 
-    Not where a sibling's would differ: each has its own delayed scale and draws its own random bits. A compiled graph
-    needs no help: casts of the same tensor are common subexpressions there.
+    ``quantizer``: one whose casts siblings would repeat bit for bit (:func:`is_shared`). Eager code alone, as
+    :func:`find`.
     """
-    if torch.compiler.is_compiling() or operands is None or isinstance(x, QuantizedTensor) or x.is_inference():
-        return
-    if not quantizer.quantized:
-        return  # the operand is X itself, which would live as long
-    if any(fmt.scale_rule == "given" or fmt.rounding == "stochastic" for fmt, _ in quantizer.casts):
-        return
     slot = _local.slot
-    if slot.latest is not None and slot.latest.operands is operands:
-        return  # they were found here
+    if operands is None or isinstance(x, QuantizedTensor) or x.is_inference():
+        return
+    if slot.latest is None or slot.latest.operands is not operands:  # else they were found here
+        capturing = x.is_cuda and _capturing(x)
+        slot.latest = _Latest(ref(x, slot.forget), x._version, dtype, quantizer, ranks, capturing, operands, [reader])
 
-    def forget(dead: ReferenceType[Tensor]) -> None:
-        if slot.latest is not None and slot.latest.source is dead:
-            slot.latest = None
 
-    source = ref(x, forget)
-    readers = WeakSet([reader])
-    slot.latest = _Latest(source, x._version, dtype, quantizer, ranks, _capturing(x), operands, readers)
+def is_shared(quantizer: Quantizer) -> bool:
+    """Siblings would make the same operands: they are quantized, and neither by a layer's own scale nor at random."""
+    formats = [fmt for fmt, _ in quantizer.casts]
+    return quantizer.quantized and all(f.scale_rule != "given" and f.rounding != "stochastic" for f in formats)
 
 
 def _capturing(x: Tensor) -> bool:

@@ -172,16 +172,16 @@ class LayerNormLinear(LayerOfLinears):
         check_meta(x, self, self.norm._parameters.get("weight"))
         dtype = self.linear._compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
-        started = self.linear._start(
+        plan, call, weight, bias = self.linear._prepare(
             recipe, dtype, needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
             parallel=parallel, recompute_x=self.recompute_norm,
         )  # fmt: skip
         norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
         y, *beside = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
-            norm, started.plan, started.call, started.ready,
-            x.to(dtype), residual, gamma, beta, started.weight, started.bias,
-        )  # fmt: skip
-        started.finish()
+            norm, plan, call, x.to(dtype), residual, gamma, beta, weight, bias
+        )
+        if call.use is not None:
+            call.use.forward_finished()
         n, stream = norm.beside(beside)
         return y, n, x if stream is None else stream
 

@@ -207,21 +207,21 @@ class LayerNormMLP(LayerOfLinears):
         dtype = self.fc1._compute_dtype(x)
         gamma, beta = self.norm.weight, self.norm.bias
         needs_x = needs_gradient(x, residual, gamma, beta)
-        first = self.fc1._start(
+        plan1, call1, w1, b1 = self.fc1._prepare(
             recipes[0], dtype, needs_x, is_first_microbatch, parallel=column, recompute_x=self.recompute_norm
         )
-        needs_hidden = needs_x or needs_gradient(first.weight, first.bias)
-        second = self.fc2._start(
+        needs_hidden = needs_x or needs_gradient(w1, b1)
+        plan2, call2, w2, b2 = self.fc2._prepare(
             recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row, recompute_x=self.recompute_activation
         )
         norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
-        mlp = MLPCall(norm, self.activation, first.plan, first.call, second.plan, second.call)
+        mlp = MLPCall(norm, self.activation, plan1, plan2)
         y, *beside = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
-            mlp, first.ready, second.ready, x.to(dtype), residual, gamma, beta,
-            first.weight, first.bias, second.weight, second.bias,
-        )  # fmt: skip
-        first.finish()
-        second.finish()
+            mlp, call1, call2, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2
+        )
+        for call in (call1, call2):
+            if call.use is not None:
+                call.use.forward_finished()
         n, stream = norm.beside(beside)
         return y, n, x if stream is None else stream
 

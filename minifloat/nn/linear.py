@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
 from minifloat.functional.linear import LinearFunction
+from minifloat.functional.outputs import apply_eager
 from minifloat.functional.quantize import reuse
 from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor
@@ -23,6 +25,7 @@ from minifloat.nn.sharding import tensor_parallel
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, QuantizerRole, Recipe, RecipeLike
 from minifloat.recompute import parallel_of
+from minifloat.tensor import QuantizedTensor
 
 
 def _identity(role: QuantizerRole) -> Quantizer:
@@ -120,7 +123,7 @@ class Linear(LinearCalls):
         self._quantize_weights(parameter_init())
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
-            self._plan(self.recipe)
+            self._config(self.recipe)
 
     def forward(
         self,
@@ -144,9 +147,10 @@ class Linear(LinearCalls):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
-        check_tensor(x, self)
-        parallel = self._parallel if self._parallel.mode is None else parallel_of(self)
-        parallel = parallel.of_call(x.shape, rows_per_rank, self._label, x.dtype)
+        parallel = self._parallel
+        if parallel.mode is not None or rows_per_rank is not None:
+            check_tensor(x, self)
+            parallel = parallel_of(self).of_call(x.shape, rows_per_rank, self._label, x.dtype)
         self._check_input(x)
         recipe = self._recipe_in_force()
         if recipe is None:
@@ -157,18 +161,26 @@ class Linear(LinearCalls):
                 return self._high_precision(x)
             recipe = _UNQUANTIZED  # PyTorch's own linear cannot do what is asked
         dtype = self._compute_dtype(x)
-        started = self._start(recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, parallel)
-        plan, call, ready, weight, bias = started
-        source, x = x, x.to(dtype)
-        quantizer = call.input_quantizer(plan, x)
+        plan, call, weight, bias = self._prepare(
+            recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, parallel,
+            input_is_quantized=isinstance(x, QuantizedTensor),
+        )  # fmt: skip
+        source, x, quantizer = x, x.to(dtype), plan.x_quantizer
         ranks = (parallel.group, parallel.shards) if parallel.gathers_input else None
-        ready.x = reuse(x, quantizer) if ranks is None else None
-        if ready.x is None:
-            ready.x = shared_cast.find(source, dtype, quantizer, self, ranks)
-        y: Tensor = LinearFunction.apply(plan, call, ready, x, weight, bias)  # type: ignore[no-untyped-call]
-        if not call.keeps_input(plan, x):  # else X lives as long as the graph, and its operands would with it
-            shared_cast.keep(source, dtype, quantizer, ready.x, self, ranks)
-        started.finish()
+        if ranks is None and isinstance(x, QuantizedTensor):
+            call.x = reuse(x, quantizer)
+        eager = not torch.compiler.is_compiling()
+        shares = eager and plan.shares_x and call.x is None
+        if shares:
+            call.x, call.shares_x = shared_cast.find(source, dtype, quantizer, self, ranks), True
+        if eager:
+            y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
+        else:
+            y = LinearFunction.apply(plan, call, x, weight, bias)  # type: ignore[no-untyped-call]
+        if shares:
+            shared_cast.keep(source, dtype, quantizer, call.x, self, ranks)
+        if call.use is not None:
+            call.use.forward_finished()
         if finite.active:
             self._check_finite(x, y)
         return (y, self._returned_bias(parallel)) if self.return_bias else y

@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifloat import finite, recompute
 from minifloat.autocast import Use, checks_finite, current
 from minifloat.comm.ddp_forward import check_reduced
-from minifloat.functional.amp import autocast_dtype, autocast_enabled
-from minifloat.functional.call import LinearCall, Ready
-from minifloat.functional.plan import LinearPlan
+from minifloat.functional.amp import autocast_enabled
+from minifloat.functional.linear import Call, LinearOptions, LinearPlan, make_plan
+from minifloat.functional.plan import LinearConfig
 from minifloat.functional.quantize import calibrate
 from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
-from minifloat.nn.inputs import check_meta
+from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.sharding import check_scales_agree
 from minifloat.ops import matmul
 from minifloat.quantizer import DTYPES, Quantizer
-from minifloat.recipe import Recipe
+from minifloat.recipe import DelayedScaling, Recipe
 from minifloat.tensor import QuantizedTensor
 
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
+_MOST_PLANS = 64  # of a layer; those of calls whose rows per rank never repeat must not fill the memory
 
 
-class Started(NamedTuple):
-    """One call of a linear that is about to run: what an autograd function takes."""
-
-    plan: LinearPlan
-    call: LinearCall
-    ready: Ready
-    weight: Tensor
-    bias: Tensor | None
-
-    def finish(self) -> None:
-        """To be called after the forward."""
-        if self.call.use is not None:
-            self.call.use.forward_finished()
+Prepared = tuple[LinearPlan, Call, Tensor, Tensor | None]
+"""A call of a linear that is about to run, for its autograd function: plan, call, weight and bias."""
 
 
 class LinearCalls(LinearState):
     """How a call of a :class:`~minifloat.Linear` begins, whoever runs it: the layer itself or a fused module."""
 
-    def _start(
+    def _prepare(
         self,
         recipe: Recipe,
         dtype: torch.dtype,
@@ -55,23 +45,61 @@ class LinearCalls(LinearState):
         fp8_grad: bool = False,
         parallel: TensorParallel = UNSHARDED,
         recompute_x: bool = False,
-    ) -> Started:
+        input_is_quantized: bool = False,
+    ) -> Prepared:
         """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be.
 
-        ``parallel``: the layer's, with the rows of this call; ``recompute_x``: :attr:`LinearCall.remakes_x`, where that
-        may be.
+        ``parallel``: the layer's, with the rows of this call; the others as of :class:`LinearOptions`.
         """
-        plan = self._plan(recipe)
-        weight, bias = self._weight_matrix(), None if self.return_bias else self._bias_vector()
+        latest, compiling = self._latest_config, torch.compiler.is_compiling()
+        config = latest[1] if latest is not None and latest[0] is recipe else self._config(recipe)
+        replayed = self._replayed_scale(config, compiling)
+        weight, bias = self._weight_and_bias()
+        grad = torch.is_grad_enabled()
+        needs_x = grad and needs_x
+        needs_w = grad and weight.requires_grad
+        needs_b = grad and bias is not None and bias.requires_grad
+        main_grad = needs_w and self.fuse_wgrad_accumulation
+        if needs_w and (main_grad or self.delay_wgrad_compute):
+            self._check_own_gradients(weight, main_grad)
+        if self.fuse_wgrad_accumulation and is_first_microbatch and torch._C._current_graph_task_id() == -1:
+            # Not inside of backward: a checkpoint's recomputation is no other microbatch.
+            weight.main_grad_is_old = True  # type: ignore[attr-defined]
+        options = (
+            dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x, fp8_output, fp8_grad,
+            main_grad, is_first_microbatch is True, self._wgrad_tasks if self.delay_wgrad_compute else None,
+        )  # fmt: skip
+        key = (weight.dtype, *options[:-1], options[-1] is None)
+        plan = None if compiling else self._plans.get(key)
+        if plan is None:
+            plan = self._new_plan(config, weight, options)
+            if not compiling:
+                self._plans[key] = plan
+        use = None if config.delayed is None else self._use(config.delayed, replayed, needs_x or needs_w or needs_b)
+        if use is not None and config.delayed is not None and parallel.sequence_parallel:
+            why = f"{self._label}: sequence_parallel=True gathers tensors"
+            check_scales_agree(why, parallel.group, config.delayed, use.group)
+        cast_now = type(weight) is nn.Parameter and is_first_microbatch is None
+        w = None if cast_now else self._weight_operands(plan, use, weight, is_first_microbatch)
+        return plan, Call(use, None, w), weight, bias
+
+    def _new_plan(self, config: LinearConfig, weight: Tensor, options: tuple[Any, ...]) -> LinearPlan:
         if weight.dtype not in DTYPES:
             raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
-        call = self._call(
-            plan, dtype, needs_x, weight, bias, is_first_microbatch, fp8_output, fp8_grad, parallel, recompute_x
-        )
-        if plan.delayed is not None and call.use is not None and parallel.sequence_parallel:
-            why = f"{self._label}: sequence_parallel=True gathers tensors"
-            check_scales_agree(why, parallel.group, plan.delayed, call.use.group)
-        return Started(plan, call, Ready(w=self._ready_weight(plan, call, weight, is_first_microbatch)), weight, bias)
+        if len(self._plans) >= _MOST_PLANS and not torch.compiler.is_compiling():
+            self._plans.clear()
+        return make_plan(config, LinearOptions(*options))
+
+    def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
+        """Raises where backward is to write the gradient of the weight by itself and cannot."""
+        check_reduced(self._label, weight)
+        if main_grad and getattr(weight, "main_grad", None) is None:
+            raise ValueError(f"{self._label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
+        if main_grad and weight.main_grad.is_meta and not weight.is_meta:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{self._label}: weight.main_grad is on the meta device, where gradients are lost; make it on "
+                f"{weight.device}"
+            )
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype of the activations: of X, or of ``torch.autocast`` where that is on.
@@ -84,7 +112,10 @@ class LinearCalls(LinearState):
                 f"{self._label}: cannot quantize {x.dtype} input and {self._weight_matrix().dtype} weight; "
                 "use bf16, fp16 or fp32, as x.float()"
             )
-        return autocast_dtype(x)
+        device = x.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return x.dtype
 
     def _recipe_in_force(self) -> Recipe | None:
         """The layer's own recipe, else that of ``autocast``, else None."""
@@ -98,57 +129,12 @@ class LinearCalls(LinearState):
         bias = self._bias_vector()
         return parallel.replicated(bias) if bias is not None and parallel.mode == "row" else bias
 
-    def _call(
-        self,
-        plan: LinearPlan,
-        dtype: torch.dtype,
-        needs_x: bool,
-        weight: Tensor,
-        bias: Tensor | None,
-        is_first_microbatch: bool | None,
-        fp8_output: bool,
-        fp8_grad: bool,
-        parallel: TensorParallel,
-        recompute_x: bool,
-    ) -> LinearCall:
-        grad = torch.is_grad_enabled()
-        needs_x = grad and needs_x
-        needs_w = grad and weight.requires_grad
-        needs_b = grad and bias is not None and bias.requires_grad
-        main_grad = needs_w and self.fuse_wgrad_accumulation
-        if main_grad or (needs_w and self.delay_wgrad_compute):
-            check_reduced(self._label, weight)
-        if main_grad and getattr(weight, "main_grad", None) is None:
-            raise ValueError(f"{self._label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
-        if main_grad and weight.main_grad.is_meta and not weight.is_meta:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"{self._label}: weight.main_grad is on the meta device, where gradients are lost; make it on "
-                f"{weight.device}"
-            )
-        if self.fuse_wgrad_accumulation and is_first_microbatch and torch._C._current_graph_task_id() == -1:
-            # Not inside of backward: a checkpoint's recomputation is no other microbatch.
-            weight.main_grad_is_old = True  # type: ignore[attr-defined]
-        return LinearCall(
-            needs_x=needs_x,
-            needs_w=needs_w,
-            needs_b=needs_b,
-            dtype=dtype,
-            parallel=parallel,
-            use=self._use(plan, needs_x or needs_w or needs_b),
-            remakes_x=recompute_x and needs_x and needs_w and not (plan.backward_override or parallel.gathers_input),
-            quantize_output=fp8_output,
-            quantize_grad_input=fp8_grad,
-            main_grad=main_grad,
-            overwrite_main_grad=is_first_microbatch is True,
-            wgrad_tasks=self._wgrad_tasks if self.delay_wgrad_compute else None,
-        )
-
-    def _replayed_scale(self, plan: LinearPlan | None) -> Tensor | None:
+    def _replayed_scale(self, config: LinearConfig | None, compiling: bool) -> Tensor | None:
         """Delayed scales that a recomputation reads in place of the layer's; to be asked once in each forward."""
-        scale = None if plan is None or plan.delayed is None else self.forward_scaling.scale
+        scale = None if config is None or config.delayed is None else self.forward_scaling.scale
         if scale is not None and scale.is_meta:
             self._check_on_meta()
-        if not torch.compiler.is_compiling():
+        if not compiling:
             return recompute.replayed_scale(self, self._recipe_in_force(), scale)
         if scale is not None:
             recompute.refuse_compiled(self._label)
@@ -164,18 +150,15 @@ class LinearCalls(LinearState):
                 "load_state_dict, which resets what a checkpoint lacks"
             )
 
-    def _use(self, plan: LinearPlan, backward: bool) -> Use | None:
+    def _use(self, recipe: DelayedScaling, replayed: Tensor | None, backward: bool) -> Use:
         """Where delayed scaling keeps its state; a recomputation records nothing."""
-        replayed = self._replayed_scale(plan)
-        if plan.delayed is None:
-            return None
         states, first = (self.forward_scaling, self.backward_scaling), replayed is None
         records = torch.is_grad_enabled() and first
-        return Use(states, plan.delayed, records, backward and first, current(), replayed)
+        return Use(states, recipe, records, backward and first, current(), replayed)
 
     def _high_precision(self, x: Tensor) -> Any:
         self._check_dtype(x)
-        self._replayed_scale(None)
+        self._replayed_scale(None, torch.compiler.is_compiling())
         weight, bias = self._weight_matrix(), self._bias_vector()
         if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
             weight.gatherer.fetch_for(_VALUES, self._label)
@@ -198,11 +181,11 @@ class LinearCalls(LinearState):
         context = current()
         if context is None or not context.calibrating or self.recipe is not None or recompute.recomputes():
             return
-        plan = self._plan(context.recipe)
-        if plan.delayed is not None:
+        config = self._config(context.recipe)
+        if config.delayed is not None:
             self._check_on_meta()
             states = self.forward_scaling, self.backward_scaling
-            use = Use(states, plan.delayed, True, False, context)
+            use = Use(states, config.delayed, True, False, context)
             calibrate([x.detach(), self._weight_matrix().detach()], ["input", "weight"], use)
 
     def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
@@ -216,8 +199,12 @@ class LinearCalls(LinearState):
             finite.watch_gradient(self._label, y)
 
     def _check_input(self, x: Tensor) -> None:
-        """Raises if X is not floating point, does not end in ``in_features``, or the weight has no values for it."""
-        check_meta(x, self, next(iter(self._parameters.values()), None))
+        """Raises if X is no dense floating-point tensor [..., in_features], or the weight has no values for it."""
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
+            check_tensor(x, self)
+        weight = self._parameters.get("weight")
+        if weight is None or weight.is_meta:
+            check_meta(x, self, next(iter(self._parameters.values()), None))
         if not x.is_floating_point():
             raise TypeError(f"{self._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
         if x.dim() == 0 or x.shape[-1] != self.in_features:

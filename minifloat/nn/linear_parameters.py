@@ -21,6 +21,7 @@ class LinearParameters(nn.Linear):
     name: str
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
+    return_bias: bool
     parameters_split: dict[str, int] | None
     init_method: InitMethod | None
     parallel_mode: Mode | None
@@ -44,6 +45,13 @@ class LinearParameters(nn.Linear):
             return torch.cat(parts)
         joined: Tensor = _Joined.apply(whole, *parts)  # type: ignore[no-untyped-call]
         return joined
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """W, and b where forward adds it. Straight from the parameters: nn.Module's ``__getattr__`` takes longer."""
+        weight = self._parameters.get("weight")
+        if weight is None or self.parameters_split is not None:
+            return self._weight_matrix(), None if self.return_bias else self._bias_vector()
+        return weight, None if self.return_bias else self._parameters.get("bias")
 
     def _gathered_weight(self) -> QuantizedTensor | None:
         """W where FSDP2 has gathered ``parameters_split`` as codes of the whole; its gradients are nobody's."""

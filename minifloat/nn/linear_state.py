@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from minifloat.arguments import check_value
 from minifloat.autocast import Use
 from minifloat.comm.ddp_forward import check_synchronized
-from minifloat.functional.call import LinearCall
-from minifloat.functional.linear import weight_quantizer
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, linear_plan
+from minifloat.functional.linear import LinearPlan
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED
 from minifloat.nn import parameters
@@ -27,7 +26,7 @@ from minifloat.recipe import CustomRecipe, DelayedScaling, OwnRecipe, Recipe, Re
 from minifloat.tensor import QuantizedTensor
 
 _HISTORIES = ("forward_scaling", "backward_scaling")
-_PLANS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
+_CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
 class LinearState(LinearParameters):
@@ -42,8 +41,9 @@ class LinearState(LinearParameters):
     _wgrad_tasks: list[Callable[[], None]]
     _wgrad_hooks: list[Callable[[], None]]
     _weight_cache: CachedWeight | None
-    _latest_plan: tuple[Recipe, LinearPlan] | None
-    _custom_plans: list[tuple[Recipe, LinearPlan]]
+    _latest_config: tuple[Recipe, LinearConfig] | None
+    _custom_configs: list[tuple[Recipe, LinearConfig]]
+    _plans: dict[Any, LinearPlan]  # under the latest config
     _ran_under: tuple[Recipe | None, ...]
     _weight_margin: int
     _preserves_initial: bool  # quantized weights keep the values that they start with
@@ -98,37 +98,41 @@ class LinearState(LinearParameters):
             "_wgrad_tasks": [],
             "_wgrad_hooks": [],
             "_weight_cache": None,
-            "_latest_plan": None,
-            "_custom_plans": [],
+            "_latest_config": None,
+            "_custom_configs": [],
+            "_plans": {},
             "_ran_under": (),
             "_weight_margin": 0,
             "_preserves_initial": False,
         }
         self.__dict__.update(state)  # nn.Module.__init__ may not have run yet
 
-    # ---- plans ----
+    # ---- recipes ----
 
-    def _plan(self, recipe: Recipe) -> LinearPlan:
-        """What the layer does under ``recipe``: decided at its first use, and kept."""
-        if self._latest_plan is None or self._latest_plan[0] is not recipe:
-            make = self._custom_plan if isinstance(recipe, CustomRecipe) else self._new_plan
-            self._latest_plan = recipe, make(recipe)
-        return self._latest_plan[1]
+    def _config(self, recipe: Recipe) -> LinearConfig:
+        """How ``recipe`` quantizes the layer's tensors: asked at its first use, and kept."""
+        latest = self._latest_config
+        if latest is None or latest[0] is not recipe:
+            make = self._custom_config if isinstance(recipe, CustomRecipe) else self._new_config
+            latest = self._latest_config = recipe, make(recipe)
+            if not torch.compiler.is_compiling():
+                self._plans = {}
+        return latest[1]
 
-    def _custom_plan(self, recipe: Recipe) -> LinearPlan:
-        """Recipes may take turns, and a factory is asked once: the plans of the latest few are kept."""
-        for known, plan in self._custom_plans:
+    def _custom_config(self, recipe: Recipe) -> LinearConfig:
+        """Recipes may take turns, and a factory is asked once: the configs of the latest few are kept."""
+        for known, config in self._custom_configs:
             if known is recipe:
-                return plan
-        plan = self._new_plan(recipe)
-        self._custom_plans = [*self._custom_plans[1 - _PLANS_KEPT :], (recipe, plan)]
-        return plan
+                return config
+        config = self._new_config(recipe)
+        self._custom_configs = [*self._custom_configs[1 - _CONFIGS_KEPT :], (recipe, config)]
+        return config
 
-    def _new_plan(self, recipe: Recipe) -> LinearPlan:
-        plan = linear_plan(recipe, self.name, self.save_original_input)
-        if plan.delayed is not None:
-            self._make_histories(plan.delayed)
-        return plan
+    def _new_config(self, recipe: Recipe) -> LinearConfig:
+        config = linear_config(recipe, self.name, self.save_original_input)
+        if config.delayed is not None:
+            self._make_histories(config.delayed)
+        return config
 
     # ---- the start ----
 
@@ -154,13 +158,13 @@ class LinearState(LinearParameters):
         """Replaces the weights by quantized parameters as ``init`` says; None: keeps them in high precision."""
         if init is None or self.recipe == "none":
             return
-        plan = self._plan(init.recipe)
-        if not plan.weight.quantized:
+        config = self._config(init.recipe)
+        if not config.weight.quantized:
             return
-        self._weight_margin = 0 if plan.delayed is None else plan.delayed.margin
+        self._weight_margin = 0 if config.delayed is None else config.delayed.margin
         self._preserves_initial = init.preserve_high_precision_init_val
         for name in self._weight_names:
-            weight = self._quantized_weight(getattr(self, name), plan.weight, self._preserves_initial)
+            weight = self._quantized_weight(getattr(self, name), config.weight, self._preserves_initial)
             self.register_parameter(name, weight)
 
     def _quantized_weight(self, values: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
@@ -203,11 +207,11 @@ class LinearState(LinearParameters):
 
     # ---- the weight of a call ----
 
-    def _ready_weight(
-        self, plan: LinearPlan, call: LinearCall, weight: Tensor, is_first_microbatch: bool | None
+    def _weight_operands(
+        self, plan: LinearPlan, use: Use | None, weight: Tensor, is_first_microbatch: bool | None
     ) -> Quantized | None:
-        """The operands of the weight that a call need not make: its own, or those kept for several microbatches."""
-        quantizer = weight_quantizer(plan, call.needs_x)
+        """Operands of the weight that exist: its own, or those cached for several microbatches; None: cast it."""
+        quantizer = plan.w_quantizer
         if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
             weight = weight if (whole := self._gathered_weight()) is None else whole
         if isinstance(weight, QuantizedTensor):
@@ -215,10 +219,11 @@ class LinearState(LinearParameters):
             if weight.gatherer is not None and not torch.compiler.is_compiling():
                 weight.gatherer.fetch_for(quantizer, self._label)
             ready = reuse(weight, quantizer)
-            if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan, call.needs_x):
-                ready = weight.operands
+            if ready is None and weight.holds_own_matrix:
+                fits = pairs_with(weight.operands, plan.config, plan.options.needs_x)
+                ready = weight.operands if fits else None
             if ready is not None:
-                self._follow_own_scale(weight, call.use, ready)
+                self._follow_own_scale(weight, use, ready)
                 return ready
         if is_first_microbatch is None or not self._keeps_weight:
             return None
@@ -226,7 +231,7 @@ class LinearState(LinearParameters):
         cached = self._weight_cache
         if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
             return cached.operands
-        operands = quantize([weight.detach()], [quantizer], ["weight"], call.use)[0]
+        operands = quantize([weight.detach()], [quantizer], ["weight"], use)[0]
         self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
         return operands
 
@@ -260,7 +265,7 @@ class LinearState(LinearParameters):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
-        return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": []}
+        return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": [], "_plans": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -23,5 +23,5 @@ def prepare(model: nn.Module, recipe: RecipeLike) -> nn.Module:
     chosen = as_recipe(recipe)
     for module in model.modules():
         if isinstance(module, Linear) and module.recipe is None:
-            module._plan(chosen)
+            module._config(chosen)
     return model

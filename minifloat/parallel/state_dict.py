@@ -86,7 +86,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 def _check_histories(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        plan = module._latest_plan[1] if isinstance(module, Linear) and module._latest_plan is not None else None
+        plan = module._latest_config[1] if isinstance(module, Linear) and module._latest_config is not None else None
         if plan is None or plan.delayed is None or plan.delayed.reduce_amax or module._parallel.group.size == 1:
             continue
         raise ValueError(

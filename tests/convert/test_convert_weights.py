@@ -79,7 +79,7 @@ def test_inside_of_quantized_model_init() -> None:
 
 
 def named_weight(recipe: str) -> Quantizer:
-    return Linear(32, 32)._plan(named(recipe)).weight
+    return Linear(32, 32)._config(named(recipe)).weight
 
 
 def test_of_a_linear_of_the_models_own() -> None:
@@ -266,4 +266,4 @@ def test_recipes_that_take_turns_leave_nothing_behind() -> None:
             torch.manual_seed(1)
             assert torch.equal(y, values(x))
     assert model.base.weight is weight and list(model.state_dict()) == state
-    assert model.base._weight_cache is None and not model.base._custom_plans
+    assert model.base._weight_cache is None and not model.base._custom_configs

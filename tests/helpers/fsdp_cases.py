@@ -384,7 +384,7 @@ def gathered_bytes(model: nn.Module) -> list[str]:
 
     def look(module: Any, args: Any) -> None:
         name = next(name for name, each in model.named_modules() if each is module)
-        expected = cast_all([whole[f"{name}.weight"]], [module._plan(module.recipe).weight])[0]
+        expected = cast_all([whole[f"{name}.weight"]], [module._config(module.recipe).weight])[0]
         found = module.weight.operands.rowwise
         same = torch.equal(found.codes, expected.rowwise.codes)
         wrong.extend([name] * (not same or not torch.equal(found.scale_inv, expected.rowwise.scale_inv)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import minifloat
-from minifloat.functional.call import Kept
+from minifloat.functional import layernorm_linear, layernorm_mlp, linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp import sharded_weights
@@ -99,21 +99,27 @@ class Reads:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around forwards and backwards."""
-        ready_weight, kept_of = LinearState._ready_weight, Kept.of
+        weight_operands, unpack = LinearState._weight_operands, linear.unpack
 
         def ready(layer: Any, *call: Any) -> Quantized | None:
-            found = ready_weight(layer, *call)
+            found = weight_operands(layer, *call)
             if layer in self._twins:
                 self._forward(layer, found)
             return found
 
-        def of(*saved: Any) -> Kept:
-            kept = kept_of(*saved)
-            if kept.w is not None:
-                self._backward(kept.w)
-            return kept
+        def unpacked(*saved: Any) -> list[Operand | None]:
+            operands = unpack(*saved)
+            for w in operands[1::2]:
+                if w is not None:
+                    self._backward(w)
+            return operands
 
-        with mock.patch.object(LinearState, "_ready_weight", ready), mock.patch.object(Kept, "of", of):
+        with (
+            mock.patch.object(LinearState, "_weight_operands", ready),
+            mock.patch.object(linear, "unpack", unpacked),
+            mock.patch.object(layernorm_linear, "unpack", unpacked),
+            mock.patch.object(layernorm_mlp, "unpack", unpacked),
+        ):
             yield
 
     def _forward(self, layer: Any, found: Quantized | None) -> None:
@@ -153,7 +159,7 @@ class Reads:
 def quantized_whole(layer: minifloat.Linear) -> Quantized:
     """Both orientations of an unsharded layer's weight: its own codes, or a cast of its values."""
     assert isinstance(layer.recipe, Recipe)
-    weight, plan = layer._weight_matrix().detach(), layer._plan(layer.recipe)
+    weight, plan = layer._weight_matrix().detach(), layer._config(layer.recipe)
     if isinstance(weight, QuantizedTensor):
         return weight.operands
     scale = None if plan.delayed is None else layer.forward_scaling.scale[1:2]

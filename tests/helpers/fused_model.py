@@ -21,7 +21,7 @@ from minifloat import delayed
 from minifloat.autocast import autocast
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import gemm
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, linear_plan
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.functional.produced import Activation, Norm
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
@@ -65,10 +65,10 @@ class LinearModel:
 
     def __init__(self, layer: Linear, recipe: Recipe, checks: Checks) -> None:
         self.layer, self.checks = layer, checks
-        self.plan = linear_plan(recipe, layer.name)
+        self.plan = linear_config(recipe, layer.name)
         self.histories: list[delayed.History] = []
         if self.plan.delayed is not None:
-            layer._plan(recipe)
+            layer._config(recipe)
             for state, forward in ((layer.forward_scaling, True), (layer.backward_scaling, False)):
                 rule = delayed.rule(self.plan.delayed, forward)
                 history = delayed.History(state.scale.clone(), state.amax_history.clone(), self.plan.delayed, rule)

@@ -199,7 +199,7 @@ def wire(recipe: str, kind: str, rank: int, size: int, device: str) -> str:
     for _ in range(2):
         with all_gathers() as sent:
             loss(model(torch.randn(4, sizes[0], device=device, requires_grad=True))).backward()
-    quantizer, expected, most = model[0]._plan(model[0].recipe).weight, [], MOST_OF_BF16.get(recipe, 0.52)
+    quantizer, expected, most = model[0]._config(model[0].recipe).weight, [], MOST_OF_BF16.get(recipe, 0.52)
     for dim, order in ((ROWWISE, 1), (COLUMNWISE, -1)):
         along = ROWWISE if quantizer.format(dim).symmetric else dim
         for k, n in list(pairwise(sizes))[::order]:
@@ -216,14 +216,14 @@ def wire(recipe: str, kind: str, rank: int, size: int, device: str) -> str:
 @contextmanager
 def operands_read() -> Iterator[list[Operand]]:
     """Operands of weights that layers find ready, of both orientations."""
-    original, found = LinearState._ready_weight, []
+    original, found = LinearState._weight_operands, []
 
     def ready(*call: Any) -> Any:
         result = original(*call)
         found.extend(operand for operand in result or () if operand is not None)
         return result
 
-    with mock.patch.object(LinearState, "_ready_weight", ready):
+    with mock.patch.object(LinearState, "_weight_operands", ready):
         yield found
 
 

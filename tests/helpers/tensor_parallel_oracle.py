@@ -41,7 +41,7 @@ from torch import Tensor
 from minifloat import delayed, nn
 from minifloat.formats import IDENTITY, ROWWISE
 from minifloat.functional import gemm
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, linear_plan
+from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.functional.produced import Activation, Norm
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.activation import activation_backward, activation_forward
@@ -158,7 +158,7 @@ class Linear:
         parts: Sequence[int] | None = None,
     ) -> None:
         self.mode, self.group = mode, group
-        self.plan = linear_plan(NO_RECIPE if recipe is None else recipe, name)
+        self.plan = linear_config(NO_RECIPE if recipe is None else recipe, name)
         ranks, dim = range(group.size), 0 if mode == "column" else 1
         self.weights = [shard(weight.detach(), rank, group.size, dim, parts) for rank in ranks]
         self.biases: list[Tensor | None] = [None] * group.size

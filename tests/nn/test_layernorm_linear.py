@@ -287,7 +287,7 @@ def test_gradient_of_one_output(recipe: Recipe, uses: str) -> None:
     other = apart(module)
     x, dy = case.batch()
     for each in (module, other):
-        each.linear._plan(recipe)
+        each.linear._config(recipe)
         each.leaf = x.clone().requires_grad_()
         with autocast(recipe=recipe):
             y, n = each(each.leaf)

@@ -387,7 +387,7 @@ def test_quantized_output_meets_the_next_linear(recipe: Recipe) -> None:
     """``fp8_output`` gives the operands that the next linear would make; backward goes through both."""
     case = Case()
     module, following = case.module(), Linear(33, 8)
-    following._plan(recipe)
+    following._config(recipe)
     other, after = copy.deepcopy(module), copy.deepcopy(following)
     x, _ = case.batch()
     results = []

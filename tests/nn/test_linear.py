@@ -27,7 +27,7 @@ from minifloat.autocast import autocast
 from minifloat.convert import convert
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.gemm import wgrad
-from minifloat.functional.plan import LinearPlan, linear_plan
+from minifloat.functional.plan import LinearConfig, linear_config
 from minifloat.nn import Linear, prepare, quantized_model_init
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.matmul import count_gemms
@@ -142,7 +142,7 @@ RECIPES: dict[str, Recipe] = {
     "custom delayed weight": CustomRecipe(delayed_weight),
 }
 NAMED = {"delayed": DELAYED} | {name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")}
-STATELESS = {name: recipe for name, recipe in RECIPES.items() if linear_plan(recipe).delayed is None}
+STATELESS = {name: recipe for name, recipe in RECIPES.items() if linear_config(recipe).delayed is None}
 
 
 def for_each(recipes: dict[str, Recipe]) -> pytest.MarkDecorator:
@@ -152,7 +152,7 @@ def for_each(recipes: dict[str, Recipe]) -> pytest.MarkDecorator:
 
 def stochastic(recipe: Recipe) -> bool:
     """Gradients round at random."""
-    return linear_plan(recipe).grad_output.row_format.rounding == "stochastic"
+    return linear_config(recipe).grad_output.row_format.rounding == "stochastic"
 
 
 # ---- One step, and its model ----------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def step(
     return Step(y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad)
 
 
-def scales_of(layer: Linear, plan: LinearPlan) -> dict[str, Tensor]:
+def scales_of(layer: Linear, plan: LinearConfig) -> dict[str, Tensor]:
     """Delayed scaling's scales as they are now, by role; empty for other recipes."""
     if plan.delayed is None:
         return {}
@@ -254,7 +254,13 @@ class Expected(NamedTuple):
 
 
 def expect(
-    layer: Linear, plan: LinearPlan, x: Tensor, dy: Tensor, scales: dict[str, Tensor], dtype: torch.dtype, seed: int = 1
+    layer: Linear,
+    plan: LinearConfig,
+    x: Tensor,
+    dy: Tensor,
+    scales: dict[str, Tensor],
+    dtype: torch.dtype,
+    seed: int = 1,
 ) -> Expected:
     """The model of a step: the same casts, exact products. ``x`` and ``dy`` are in the dtype that is computed in."""
     x, dy, w = x.reshape(-1, layer.in_features), dy.reshape(-1, layer.out_features), layer.weight.detach()
@@ -314,7 +320,7 @@ def test_gradients(case: Case, recipe: Recipe) -> None:
     which may round its bias on the way.
     """
     layer = case.layer()
-    plan = layer._plan(recipe)
+    plan = layer._config(recipe)
     for scale in (1.0, 4.0, 0.25) if plan.delayed is not None else (1.0,):
         x, dy = batch(case, scale)
         scales = scales_of(layer, plan)
@@ -337,7 +343,7 @@ def test_backward_override(case: Case, override: Any, recipe: Recipe) -> None:
     with count_gemms() as counts:
         result = step(layer, x, dy, recipe)
     assert {gemm.gemm for gemm in counts if gemm.a == gemm.b == "identity"} == {"dgrad", "wgrad"}
-    assert_step(result, expect(layer, layer._plan(recipe), x, dy, {}, case.dtype), case.dtype)
+    assert_step(result, expect(layer, layer._config(recipe), x, dy, {}, case.dtype), case.dtype)
 
 
 # ---- Exact data -----------------------------------------------------------------------------------------------------
@@ -368,7 +374,7 @@ def exact_data(shape: tuple[int, int], quantizer: Quantizer, along_rows: bool) -
 def test_exact_data(M: int, K: int, N: int, dtype: torch.dtype, recipe: Recipe) -> None:
     """Data that each format represents exactly gives what ``nn.Linear`` gives in float64, rounded once."""
     layer = Linear(K, N)
-    plan = layer._plan(recipe)
+    plan = layer._config(recipe)
     x, dy = exact_data((M, K), plan.input, True), exact_data((M, N), plan.grad_output, True)
     with torch.no_grad():
         layer.weight.copy_(exact_data((N, K), plan.weight, False))
@@ -413,7 +419,7 @@ def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
     layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
     full = copy.deepcopy(layer)
     reference = step(full, x, dy, recipe)
-    plan = layer._plan(recipe)
+    plan = layer._config(recipe)
     layer.weight.requires_grad_("w" in wanted)
     layer.bias.requires_grad_("b" in wanted)
     x.requires_grad_("x" in wanted)
@@ -444,7 +450,7 @@ def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
 def test_without_gradients_and_in_eval(recipe: Recipe) -> None:
     """Under ``no_grad`` one GEMM runs and nothing is recorded; ``eval`` changes nothing. The output is the same."""
     layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
-    layer._plan(recipe)
+    layer._config(recipe)
     state = copy.deepcopy(layer.state_dict())
     with count_gemms() as counts, torch.no_grad(), autocast(recipe=recipe):
         y = layer(x.requires_grad_())
@@ -502,7 +508,7 @@ def test_save_original_input_casts_with_the_scale_of_its_forward() -> None:
 
 def fp32_wgrad(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, seed: int = 1) -> Tensor:
     """dW of one microbatch in fp32."""
-    plan = linear_plan(recipe)
+    plan = linear_config(recipe)
     xq = operands_of(x, plan.input, torch.ones(1))
     torch.manual_seed(seed)
     dyq = operands_of(dy, plan.grad_output, torch.ones(1))
@@ -645,7 +651,7 @@ def test_backward_dw_of_a_layer_that_does_not_delay() -> None:
 def weight_casts(layer: Linear, recipe: Recipe, first: bool | None) -> tuple[int, Tensor]:
     """Casts of the weight in one step, and its output. The input is not counted: its gradient is not wanted here."""
     x = torch.ones(8, layer.in_features).requires_grad_()
-    plan = layer._plan(recipe)
+    plan = layer._config(recipe)
     specs = {fmt.spec for fmt, _ in plan.weight.casts}
     with Casts() as casts, autocast(recipe=recipe):
         y = layer(x, is_first_microbatch=first)
@@ -658,7 +664,7 @@ def weight_casts(layer: Linear, recipe: Recipe, first: bool | None) -> tuple[int
 def test_microbatches(recipe: Recipe) -> None:
     """True casts the weight, False reuses it so long as the parameter is the same, None casts and keeps nothing."""
     layer = Linear(48, 40)
-    casts = len(layer._plan(recipe).weight.casts)
+    casts = len(layer._config(recipe).weight.casts)
 
     def run(first: bool | None) -> tuple[int, Tensor]:
         return weight_casts(layer, recipe, first)
@@ -787,7 +793,7 @@ def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
     if keeps == "dequantized":
         recipe = replace(recipe, backward_override="dequantized")  # type: ignore[type-var]
     layer = Linear(K, N, save_original_input=keeps == "original")
-    layer._plan(recipe)
+    layer._config(recipe)
     layer.weight.requires_grad_(keeps not in ("weight", "nothing"))
     leaf = torch.randn(M, K, dtype=BF16, requires_grad=keeps not in ("input", "nothing"))
     with Storages() as storages:
@@ -838,7 +844,7 @@ def trained(recipe: Recipe, **kwargs: Any) -> Linear:
 @for_each(RECIPES)
 def test_state_dict_keys(recipe: Recipe) -> None:
     """Keys are those of ``nn.Linear``, and the histories' under delayed scaling, before and after training."""
-    extra = HISTORY_KEYS if linear_plan(recipe).delayed is not None else set()
+    extra = HISTORY_KEYS if linear_config(recipe).delayed is not None else set()
     assert set(Linear(4, 6).state_dict()) == {"weight", "bias"}
     assert set(Linear(4, 6, recipe=recipe).state_dict()) == {"weight", "bias"} | extra
     assert set(prepare(Linear(4, 6), recipe).state_dict()) == {"weight", "bias"} | extra
@@ -1277,7 +1283,7 @@ def test_quantized_between_two_layers(dtype: torch.dtype, recipe: Recipe) -> Non
 def test_quantized_output_is_the_cast_of_the_output(recipe: Recipe) -> None:
     """The operands of a quantized output are the cast of the plain output, in both orientations, 3-D inputs too."""
     layer, x = Linear(48, 40), torch.randn(2, 16, 48, dtype=BF16)
-    plan = layer._plan(recipe)
+    plan = layer._config(recipe)
     with autocast(recipe=recipe):
         y, plain = layer(x, fp8_output=True), layer(x)
     assert isinstance(y, QuantizedTensor) and y.shape == plain.shape and y.dtype == plain.dtype
@@ -1370,7 +1376,7 @@ def test_quantized_gradient_of_a_leaf_accumulates(recipe: Recipe) -> None:
 def test_quantized_weight(recipe: Recipe) -> None:
     """A weight that is quantized already gives the bits of a layer that casts it, and is not cast again."""
     layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
-    plan, twin = layer._plan(recipe), copy.deepcopy(layer)
+    plan, twin = layer._config(recipe), copy.deepcopy(layer)
     twin.weight = nn.Parameter(quantize(layer.weight.detach(), plan.weight))
     plain = step(layer, x, dy, recipe)
     with Casts() as casts:

@@ -67,7 +67,7 @@ def scale_of(values: Tensor, margin: int = 0) -> Tensor:
 
 
 def cast(values: Tensor, recipe: Recipe, scale: Tensor | None = None) -> QuantizedTensor:
-    quantizer = Linear(values.shape[1], values.shape[0])._plan(recipe).weight
+    quantizer = Linear(values.shape[1], values.shape[0])._config(recipe).weight
     given = quantizer.row_format.scale_rule == "given"
     return quantize(values, quantizer, scale=(scale_of(values) if scale is None else scale) if given else None)
 
@@ -121,7 +121,7 @@ def test_initial_values(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(values(layer.weight), cast(twin.weight, RECIPES[name]).dequantize())
     assert torch.equal(layer.bias, twin.bias) and type(layer.bias) is nn.Parameter
     assert qweight(layer).dtype == dtype and layer.weight.requires_grad
-    plan = layer._plan(RECIPES[name])
+    plan = layer._config(RECIPES[name])
     assert qweight(layer).quantizer.row_format == plan.weight.row_format
     assert qweight(layer).get_high_precision_init_val() is None
 
@@ -202,7 +202,7 @@ def test_under_its_recipe(name: str) -> None:
     recipe = RECIPES[name]
     layer, twin = quantized_linear(recipe), plain_linear()
     if name == "delayed":
-        twin._plan(recipe)
+        twin._config(recipe)
         twin.forward_scaling.scale[1:2] = scale_of(twin.weight)
     assert_same(step(layer, autocast(recipe=recipe)), step(twin, autocast(recipe=recipe)))
 
@@ -216,7 +216,7 @@ def test_under_another_recipe(name: str, other: str) -> None:
     with count_gemms() as gemms:
         found = step(layer, autocast(recipe=recipe))
     formats = {g.gemm: g.b for g in gemms}
-    own, wanted = (layer._plan(r).weight for r in (RECIPES[name], recipe))
+    own, wanted = (layer._config(r).weight for r in (RECIPES[name], recipe))
     pairs = name == other or {name, other} == {"delayed", "current"}
     used = own if pairs else wanted
     assert formats["fprop"] == used.row_format.spec
@@ -229,7 +229,7 @@ def test_under_another_recipe(name: str, other: str) -> None:
     if pairs:
         twin.weight = nn.Parameter(cast(plain_linear().weight, RECIPES[name]))
     elif other == "delayed":
-        twin._plan(recipe)
+        twin._config(recipe)
     assert_same(found, step(twin, autocast(recipe=recipe)))
 
 
@@ -308,7 +308,7 @@ def test_parameters_split(name: str, bias: bool) -> None:
         with torch.no_grad():
             twin.weight.copy_(torch.cat([values(layer.query_weight), values(layer.rest_weight)]))
         if name == "delayed":
-            twin._plan(recipe)
+            twin._config(recipe)
             twin.forward_scaling.scale.copy_(initial_scale(recipe, twin))
         with autocast(recipe=recipe) if around.__class__ is autocast else nullcontext():
             z = twin(x)
@@ -671,7 +671,7 @@ def test_copies(name: str, how: str) -> None:
     layer = quantized_linear(RECIPES[name], own=name != "custom")
     if how == "pickle" and name == "custom":
         layer.recipe = None
-        layer._latest_plan, layer._custom_plans = None, []
+        layer._latest_config, layer._custom_configs = None, []
     before = values(layer.weight).clone()
     twin = COPIES[how](layer)
     assert isinstance(twin.weight, QuantizedTensor) and isinstance(twin.weight, nn.Parameter)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat.autocast import autocast
-from minifloat.functional.plan import linear_plan
+from minifloat.functional.plan import linear_config
 from minifloat.nn import Linear, quantized_model_init
 from minifloat.recipe import DelayedScaling, Recipe, named
 from minifloat.recompute import checkpoint
@@ -85,7 +85,7 @@ def test_start_values(worker_pool: Pools, kind: str, options: dict[str, Any], re
         for rank in range(2):
             own = shard(value, rank, 2, dim, parts) if sharded else value
             if recipe is not None and own.dim() == 2:
-                own = quantize(own, linear_plan(named(recipe)).weight).dequantize()
+                own = quantize(own, linear_config(named(recipe)).weight).dequantize()
             assert torch.equal(ranks[rank][name][0], own), name
         assert not sharded or (stride == len(parts) and sum(parts) == value.shape[dim])
         assert sharded or (dim, stride, parts) in ((-1, 1, ()), (None, None, None))
@@ -236,7 +236,7 @@ def quantized_output(case: Case, module: nn.Module, ordinary: Any) -> None:
     extra = {} if case.rows_per_rank is None else {"rows_per_rank": case.rows_per_rank}
     with autocast(recipe=case.recipe):
         y = module(xs[dist.get_rank()], fp8_output=True, **extra)
-    quantizer = linear_plan(case.recipe).output
+    quantizer = linear_config(case.recipe).output
     plain = ordinary()["y"]
     assert torch.equal(values(y), quantizer(plain).dequantize().reshape(plain.shape) if quantizer.quantized else plain)
 
@@ -266,7 +266,7 @@ def test_options(worker_pool: Pools, option: Any, kind: str, recipe: Recipe | No
 def _quantized_input(rank: int, size: int, case: Case) -> None:
     assert case.recipe is not None
     xs, dys = case.shares(*case.batch(0))
-    x = quantize(xs[rank], linear_plan(case.recipe).input)
+    x = quantize(xs[rank], linear_config(case.recipe).input)
     extra = {} if case.rows_per_rank is None else {"rows_per_rank": case.rows_per_rank}
     results = []
     for given in (x, x.dequantize()):

@@ -14,7 +14,7 @@ from minifloat import LayerNormLinear, LayerNormMLP, Linear, autocast, capabilit
 from minifloat.comm import symmetric_memory
 from minifloat.comm.group import Group
 from minifloat.formats import ROWWISE, Format
-from minifloat.functional.plan import linear_plan
+from minifloat.functional.plan import linear_config
 from minifloat.ops import matmul
 from minifloat.ops.matmul import native
 from minifloat.quantizer import Quantizer
@@ -157,5 +157,5 @@ OTHERS: dict[str, tuple[Recipe, Accumulation]] = {
 def test_plan(name: str) -> None:
     """Of the recipes that no library multiplies on a CPU as well."""
     recipe, expected = (RECIPES | OTHERS)[name]
-    plan = linear_plan(recipe)
+    plan = linear_config(recipe)
     assert {gemm: getattr(plan, f"fast_{gemm}") for gemm in DEFAULT} == expected

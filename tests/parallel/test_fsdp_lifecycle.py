@@ -64,7 +64,7 @@ def wire(rank: int, size: int, recipe: str) -> list[tuple[int, int, int]]:
     step(model, rank)
     recorded.sent.clear()
     step(model, rank)
-    quantizer = model[0]._plan(model[0].recipe).weight
+    quantizer = model[0]._config(model[0].recipe).weight
     expected = []
     for dim, order in ((ROWWISE, 1), (COLUMNWISE, -1)):
         along = ROWWISE if quantizer.format(dim).symmetric else dim

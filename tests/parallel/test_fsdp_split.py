@@ -89,7 +89,7 @@ def compared(rank: int, size: int, recipe: Any, rows: dict[str, int]) -> list[st
         layer.b_weight[0] = 9.0  # the largest, of one rank
     values = torch.cat([parameter.detach() for parameter in layer.parameters()])
     scale = layer.forward_scaling.scale[1:2].clone() if recipe == "delayed" else None
-    expected = cast_all([values], [layer._plan(layer.recipe).weight], scales=[scale])[0]
+    expected = cast_all([values], [layer._config(layer.recipe).weight], scales=[scale])[0]
     fully_shard(layer, mesh=mesh_of(size))
     wrong = ["not as codes"] * (list(sharded_weights(layer)) != [f"{name}_weight" for name in rows])
     layer.unshard()

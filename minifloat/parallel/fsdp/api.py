@@ -126,7 +126,7 @@ def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
         if layer.recipe is None and chosen is not None:
             layer.recipe = chosen
         if isinstance(layer.recipe, Recipe):
-            layer._plan(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
+            layer._config(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
 
 
 def _hook(weight: ShardedWeight | None) -> None:
@@ -148,16 +148,16 @@ def _of_high_precision(layer: Linear, params: Sequence[Any], group: Any) -> Shar
         return None
     if any(weight.numel() == 0 or weight.dtype not in DTYPES or weight.dtype != weights[0].dtype for weight in weights):
         return None
-    plan = layer._plan(layer.recipe)
-    if plan.backward_override == "high_precision":
+    config = layer._config(layer.recipe)
+    if config.backward_override == "high_precision":
         return None
-    if not (plan.weight.row_format.quantized and plan.weight.format(COLUMNWISE).quantized):
+    if not (config.weight.row_format.quantized and config.weight.format(COLUMNWISE).quantized):
         return None
-    quantizer = plan.weight.with_usage(rowwise=True, columnwise=plan.backward_override is None)
+    quantizer = config.weight.with_usage(rowwise=True, columnwise=config.backward_override is None)
     shards, ranks = zip(*[pytorch.shards_of(param) for param in params], strict=True)
     if Casting.of(quantizer, shards, ranks[0].rank) is None:
         return None
-    return ShardedWeight(layer, quantizer, plan.delayed, params, group)
+    return ShardedWeight(layer, quantizer, config.delayed, params, group)
 
 
 def _of_quantized(
