@@ -81,9 +81,10 @@ def supports(a: Format, b: Format, device: torch.device) -> Support:
     """Whether the native scaled matmul multiplies these operands on ``device``, and why or why not."""
     per_tensor = a.block == b.block == 0 and a.quantized and b.quantized
     check: Callable[[Format, Format, torch.device], Support]
-    if per_tensor and not (a.packed or b.packed):
+    converts = a.encoding.dtype is not None and b.encoding.dtype is not None
+    if per_tensor and converts:
         check = _per_tensor
-    elif a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"} and not (a.packed or b.packed):
+    elif converts and a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"}:
         check = _block128
     else:
         capability, _ = _device_facts(device)
@@ -96,7 +97,7 @@ def emulates(a: Format, b: Format, device: torch.device) -> Support:
 
     Not on a CPU, where the reference stays: its results are the definition, to the bit.
     """
-    if any(fmt.block and fmt.scale_rule == "fp32" for fmt in (a, b)):
+    if any(fmt.block and fmt.scaling.own and not fmt.scaling.power_of_two for fmt in (a, b)):
         return False, "block scales that are no powers of two do not fit bf16"
     capability, _ = _device_facts(device)
     if capability >= (8, 0):
@@ -149,7 +150,7 @@ def k_major(fmt: Format) -> bool:
     So the FP8 tensor cores of sm_89 and sm_90 want it. A CPU takes any strides, and the emulated product writes its
     operands out anyway.
     """
-    return fmt.quantized and not fmt.packed and fmt.block in (0, 128)
+    return fmt.encoding.dtype is not None and fmt.block in (0, 128)
 
 
 def backend(a: Format, b: Format, device: torch.device) -> str:

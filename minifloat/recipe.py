@@ -225,7 +225,7 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        rule: formats.ScaleRule = "pow2" if self.use_power_2_scales else "fp32"
+        rule = "pow2" if self.use_power_2_scales else "fp32"
         element = self.fp8_format.element(role)
         return Quantizer(formats.Format(element, scale_rule=rule, amax_epsilon=self.amax_epsilon))
 
@@ -276,7 +276,7 @@ class Float8BlockScaling(Recipe):
             dim = self.grad_block_scaling_dim
         else:
             dim = self.w_block_scaling_dim if role.tensor_type == "weight" else self.x_block_scaling_dim
-        rule: formats.ScaleRule = "fp32" if self.use_f32_scales else "pow2"
+        rule = "fp32" if self.use_f32_scales else "pow2"
         element = self.fp8_format.element(role)
         return Quantizer(formats.Format(element, 128, dim == 2, scale_rule=rule, amax_epsilon=self.amax_epsilon))
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from minifloat import Format, Quantizer, arguments, formats
-from minifloat.ops.quantize import reference
+from minifloat import Format, Quantizer, formats
 from minifloat.recipe import NAMES
 from tests.conftest import Pools
 from tests.helpers.distributed_pool import torchrun_environment
@@ -83,15 +82,11 @@ def test_code_for_ranks_in_documents(block: Block, tmp_path: Path, worker_pool: 
 
 
 def test_a_new_scale_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/architecture.md: a function, a line in the registry, a name; casts, products and compilers follow."""
-    code = next(block.code for block in BLOCKS["docs/architecture.md"] if "_scale_headroom" in block.code)
-    defined: dict[str, Any] = {}
-    exec(compile(code, "document", "exec"), defined)
-    names = Literal[(*get_args(formats.ScaleRule), "headroom")]  # type: ignore[valid-type]
-    monkeypatch.setattr(formats, "ScaleRule", names)
-    monkeypatch.setattr(arguments, "_known", {})  # annotations that were read before
-    monkeypatch.setitem(reference._SCALE_RULES, "headroom", defined["_scale_headroom"])
-    fmt = Format("e4m3", block=64, scale_rule="headroom")  # type: ignore[arg-type]
+    """docs/architecture.md: an object that is made known by its name; casts, products and compilers follow."""
+    code = next(block.code for block in BLOCKS["docs/architecture.md"] if "class Headroom" in block.code)
+    monkeypatch.setitem(formats.SCALE_RULES, "headroom", None)  # type: ignore[arg-type]  # which restores the registry
+    exec(compile(code, "document", "exec"), {"__name__": "document"})
+    fmt = Format("e4m3", block=64, scale_rule="headroom")
     assert formats.parse(fmt.spec) == fmt
     operand = Quantizer(fmt)(torch.tensor([[3.0, -1.5]])).rowwise
     assert operand is not None and operand.codes.tolist() == [[0x76, 0xEE]]  # 224 and -112

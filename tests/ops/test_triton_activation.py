@@ -19,7 +19,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat.formats import COLUMNWISE, ROWWISE, parse
+from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, parse
 from minifloat.functional.activation import activate
 from minifloat.functional.produced import Activation
 from minifloat.ops import activation
@@ -229,12 +229,12 @@ def test_compiled_for_sm_90(name: str) -> None:
     u8 = torch.uint8
     for value, kind in ((True, "activation"), (False, "activation_columnwise")):
         tile, target = fused.TILES[kind], BF16 if value else u8
-        constants = (*formula, value, True, True, "e4m3", True, True, True, tile.rows, tile.cols)
+        constants = (*formula, value, True, True, ELEMENTS["e4m3"], True, True, True, tile.rows, tile.cols)
         tensors = (BF16, target, target, FP32, FP32, FP32)
         check_compiled(fused.activation_kernel, tensors, constants, tile.warps)
     for value, kind in ((True, "activation_backward_bias"), (False, "activation_backward_columnwise")):
         tile, target = fused.TILES[kind], BF16 if value else u8
-        constants = (*formula, value, True, True, "e5m2", True, True, True, True, tile.rows, tile.cols)
+        constants = (*formula, value, True, True, ELEMENTS["e5m2"], True, True, True, True, tile.rows, tile.cols)
         tensors = (BF16, BF16, target, target, FP32, FP32, FP32, FP32)
         check_compiled(fused.activation_backward_kernel, tensors, constants, tile.warps)
 

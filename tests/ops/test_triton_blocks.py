@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
 from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile
@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from minifloat.formats import device as device_functions
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import blocks
 
@@ -242,7 +243,7 @@ def test_large(fmt: Format, dtype: torch.dtype) -> None:
 @triton.jit
 def _floored_kernel(amaxes, exponents, MAX: tl.constexpr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
-    exponent = blocks.floored_exponent(tl.load(amaxes + at), MAX, 0.0, 3.4028234663852886e38)
+    exponent = device_functions.floored_exponent(tl.load(amaxes + at), MAX, 0.0, 3.4028234663852886e38)
     tl.store(exponents + at, exponent)
 
 
@@ -257,7 +258,7 @@ def test_floored_exponent(largest: float, device: torch.device) -> None:
     for part, found in zip(amaxes.split(1 << 14), exponents.split(1 << 14), strict=True):
         _floored_kernel[(1,)](part, found, largest, 1 << 14)
     fmt = Format("e4m3" if largest == 448 else "e5m2", 128, scale_rule="pow2")
-    expected, _ = reference._scale_fp32(amaxes, fmt, 3.4028234663852886e38)
+    expected, _ = fmt.scaling.scale(amaxes, fmt, 3.4028234663852886e38)
     assert torch.equal(exponents, expected.view(torch.int32) >> 23)
 
 
@@ -269,7 +270,7 @@ def test_compiled(rule: str) -> None:
     constants = (1, True, True, True, False, 32 if rule == "e8m0" else 128, False)
     compiled = triton_interpreter.compile_for(
         blocks.cast_block_kernel, *tensors, torch.float32, *[(7,)] * 7,
-        *constants, "e4m3", 448.0, rule, 0.0, 3.3895313892515355e38, True, True, True, 128, 128,
+        *constants, ELEMENTS["e4m3"], 448.0, SCALE_RULES[rule], 0.0, 3.3895313892515355e38, True, True, True, 128, 128,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx

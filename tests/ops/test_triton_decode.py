@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import emulated, native
 from minifloat.ops.matmul.reference import Values, tensor_factor
@@ -300,7 +300,8 @@ def test_transpose_bytes(device: torch.device) -> None:
 def test_decode_compiles_to_wide_accesses(out: torch.dtype, level: str, k_major: bool) -> None:
     compiled = compile_for(
         decode_kernel, torch.uint8, torch.uint8, torch.float32, out, *[7] * 9,
-        k_major, False, True, True, "e4m3", False, 32, 1, "e8m0", level, 1.0, 0, TILE.rows, TILE.cols,
+        k_major, False, True, True, ELEMENTS["e4m3"], False, 32, 1, SCALE_RULES["e8m0"], level, 1.0, 0,
+        TILE.rows, TILE.cols,
         num_warps=TILE.warps, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
@@ -313,7 +314,8 @@ def test_e2m1_compiles_to_wide_accesses(packed_m: bool, signs: int) -> None:
     block = (16, 1) if packed_m else (1, 16)
     compiled = compile_for(
         decode_kernel, torch.uint8, torch.uint8, torch.float32, torch.bfloat16, *[7] * 9,
-        False, False, False, True, "e2m1", packed_m, *block, "e4m3", "amax", 1 / 2688, signs, TILE.rows, TILE.cols,
+        False, False, False, True, ELEMENTS["e2m1"], packed_m, *block,
+        SCALE_RULES["two_level"], "amax", 1 / 2688, signs, TILE.rows, TILE.cols,
         num_warps=TILE.warps, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
@@ -342,5 +344,7 @@ def test_epilogue_compiles_without_contraction() -> None:
 @pytest.mark.parametrize("scale", ["e8m0", "fp32"])
 def test_largest_scale_compiles(scale: str) -> None:
     dtype = torch.uint8 if scale == "e8m0" else torch.float32
-    compiled = compile_for(largest_scale_kernel, dtype, torch.float32, *[7] * 4, scale, 1, 16, 128, num_warps=4)
+    compiled = compile_for(
+        largest_scale_kernel, dtype, torch.float32, *[7] * 4, SCALE_RULES[scale], 1, 16, 128, num_warps=4
+    )
     assert compiled.spills == 0 and ".ftz" not in compiled.ptx

@@ -20,15 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import parse
+from minifloat.formats.device import reciprocal
 from minifloat.ops.activation import out_columns
 from minifloat.ops.activation.device import gated_gradients, gated_value, pointwise
 from minifloat.ops.activation.reference import CLAMPED, GATES, empty_codes, gated
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.device import (
-    cast_fp8,
     corner,
     extent,
-    reciprocal,
     record_max,
     single_bytes,
     store_codes,
@@ -67,7 +66,7 @@ def store_cast(
     ROW: tl.constexpr, COLUMN: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """Codes of a tile of the N columns that begin at ``first`` of a matrix that is ``width`` wide."""
-    codes = cast_fp8(values * scale, ELEMENT)
+    codes = ELEMENT.kernels.encode(values * scale, ELEMENT)
     if COLUMN:
         codes = single_bytes(codes, M)
     if ROW:
@@ -189,7 +188,7 @@ def cast(
     scale_inv, amax = torch.empty_like(scale), _amax(x, True)
     choice = choice or TILES["activation_columnwise" if columnwise else "activation"]
     constants = (
-        *formula(name, parameters), False, rowwise, columnwise, parse(format).element, True,
+        *formula(name, parameters), False, rowwise, columnwise, parse(format).encoding, True,
         *tile_constants(shape, choice),
     )  # fmt: skip
     # At least one program, even without elements: it stores the scale.
@@ -243,7 +242,7 @@ def backward_cast(
     choice = choice or TILES["activation_backward" + kind]
     partial = partial_sums(x, with_bias, choice)
     constants = (
-        *formula(name, parameters), False, rowwise, columnwise, parse(format).element, True, with_bias,
+        *formula(name, parameters), False, rowwise, columnwise, parse(format).encoding, True, with_bias,
         *tile_constants(dy.shape, choice),
     )  # fmt: skip
     tensors = dy, x, row, column, scale, scale_inv, amax, partial

@@ -148,7 +148,7 @@ def _reference(
 ) -> Tensor:
     segment = min(a.format.segment, b.format.segment)
     left, right = reference.spread(*a, segment=segment), reference.spread(*b, segment=segment)
-    split = (a.format.element == "e5m2", b.format.element == "e5m2")
+    split = a.format.encoding.split, b.format.encoding.split
     product = reference.scaled_product(left, right, segment, split) * reference.tensor_factor(left, right)
     return _finish(product, bias, out_dtype)
 

@@ -1,6 +1,6 @@
 """The scaled product on bf16 tensor cores, for formats that no library multiplies on this device.
 
-bf16 holds every code value of E4M3, E5M2 and E2M1, and it holds them times a power of two or times an E4M3 block scale
+bf16 holds every code value of 4, 6 and 8 bits, and it holds them times a power of two or times an E4M3 block scale
 (E2M1: six bits of mantissa at most). So the operands are written out as bf16 without error, the products of two of them
 are exact in fp32, the tensor cores sum those in fp32, and what scales the whole contraction is one fp32 factor that is
 multiplied in last. From the reference this differs by the order and the roundings of fp32 sums alone.
@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.formats import ELEMENTS, ROWWISE, Format
+from minifloat.formats import ROWWISE, Format
 from minifloat.ops.matmul.reference import Values, contracted_length
-from minifloat.ops.quantize.reference import _blocks, _unblock, decode, e8m0_value, look_up
+from minifloat.ops.quantize.reference import _blocks, _unblock, decode
 
 
 def product(a: Values, b: Values) -> Tensor:
@@ -46,9 +46,9 @@ def spread(
     if fmt.block:
         if fmt.scale_rule == "two_level":
             assert amax is not None
-            scales, factor, divisor = look_up(scale_inv, "e4m3"), amax, 6.0 * fmt.block_scale_max
+            scales, factor, divisor = fmt.scaling.values(scale_inv), amax, 6.0 * fmt.block_scale_max
         else:
-            grid = e8m0_value(scale_inv) if fmt.scale_rule == "e8m0" else scale_inv
+            grid = fmt.scaling.values(scale_inv)
             largest = grid.amax(along, keepdim=True)
             scales = grid / largest  # powers of two: exact, but for what is below 2^-149
             factor = largest.reshape(-1).repeat_interleave(fmt.scale_block(dim)[0 if along == ROWWISE else 1])[:outer]
@@ -59,6 +59,6 @@ def spread(
 
 def _bf16(codes: Tensor, fmt: Format, dim: int, shape: torch.Size) -> Tensor:
     """The [M, K] values of codes, not scaled."""
-    dtype = ELEMENTS[fmt.element].dtype
+    dtype = fmt.encoding.dtype
     # On a GPU PyTorch's conversion is one pass, a table several.
     return decode(codes, fmt, dim, shape, torch.bfloat16) if dtype is None else codes.view(dtype).bfloat16()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
-from minifloat.ops.quantize.reference import decode, e8m0_value, look_up
+from minifloat.ops.quantize.reference import decode
 
 
 class Values(NamedTuple):
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 def scaled_product(a: Values, b: Values, segment: int, split: tuple[bool, bool]) -> Tensor:
-    """fp32 [m, n]: ``a`` [m, k] times ``b`` [n, k] transposed. ``split`` says which of the two has E5M2 elements."""
+    """fp32 [m, n]: ``a`` [m, k] times ``b`` [n, k] transposed. ``split``: ``Element.split`` of the two."""
     rows, cols = a.codes.shape[0], b.codes.shape[0]
     depth = min(a.codes.shape[1], b.codes.shape[1])  # a packed operand may end with a zero code that the other lacks
     total = a.codes.new_zeros(rows, cols, dtype=torch.float32)
@@ -110,11 +110,11 @@ def spread(
         rows, cols = fmt.scale_block(dim)
         if fmt.scale_rule == "two_level":
             assert amax is not None
-            block_scales = look_up(scale_inv, "e4m3").repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+            block_scales = fmt.scaling.values(scale_inv).repeat_interleave(rows, 0).repeat_interleave(cols, 1)
             values = values * block_scales[: shape[0], : shape[1]].double()
             factor, divisor = amax, 6.0 * fmt.block_scale_max
         else:
-            grid = e8m0_value(scale_inv) if fmt.scale_rule == "e8m0" else scale_inv
+            grid = fmt.scaling.values(scale_inv)
             grid = grid if along == ROWWISE else grid.t()
             outer_block = rows if along == ROWWISE else cols
             scales = grid.repeat_interleave(outer_block, 0)[:outer].repeat_interleave(fmt.block // segment, 1)

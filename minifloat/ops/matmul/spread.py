@@ -13,7 +13,7 @@ from torch import Tensor
 from minifloat.formats import ROWWISE, Format
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.matmul.reference import Values, contracted_length
-from minifloat.ops.quantize.decode import Factors, at_16_bytes, decode, e8m0_value, scale_type
+from minifloat.ops.quantize.decode import Factors, at_16_bytes, decode
 from minifloat.ops.quantize.device import extent
 from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import Tile
@@ -27,7 +27,7 @@ FINISH = Tile(16, 256, 4)
 @triton.jit
 def largest_scale_kernel(
     scales, largest, outer, blocks, outer_stride, block_stride,
-    SCALE: tl.constexpr, OUTER_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    RULE: tl.constexpr, OUTER_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The largest scale of each row (or column), for each of the elements that share it; scales are not negative."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -36,14 +36,10 @@ def largest_scale_kernel(
     for first in range(0, blocks, COLS):
         k = first + tl.arange(0, COLS)
         inside = (m[:, None] < outer) & (k[None, :] < blocks)
-        scale = tl.load(row + k[None, :].to(tl.int64) * block_stride, mask=inside, other=0)
-        if SCALE == "fp32":  # bits of floats of at least 0 are in the order of the floats, and NaN is above infinity
-            found = tl.maximum(found, tl.where(scale == scale, scale.to(tl.int32, bitcast=True), 0x7FC00000))
-        else:
-            found = tl.maximum(found, scale.to(tl.int32))
-    found = tl.max(found, axis=1)
-    value = e8m0_value(found) if SCALE == "e8m0" else found.to(tl.float32, bitcast=True)
-    tl.store(largest + m, value, mask=m < outer)
+        scale = RULE.kernels.value(tl.load(row + k[None, :].to(tl.int64) * block_stride, mask=inside, other=0))
+        # Bits of floats of at least 0 are in the order of the floats, and NaN is above infinity.
+        found = tl.maximum(found, tl.where(scale == scale, scale.to(tl.int32, bitcast=True), 0x7FC00000))
+    tl.store(largest + m, tl.max(found, axis=1).to(tl.float32, bitcast=True), mask=m < outer)
 
 
 @triton.jit
@@ -86,18 +82,18 @@ def spread(
     length = contracted_length(codes, fmt, dim, along)
     shape = (outer, length) if along == ROWWISE else (length, outer)
     factor, divisor = scale_inv, 1.0
-    scale, level, strides = "none", "none", (0, 0)
+    rule, level, strides = None, "none", (0, 0)
     if fmt.scale_rule == "two_level":
         assert amax is not None
-        factor, divisor, scale = amax, 6.0 * fmt.block_scale_max, "e4m3"
+        factor, divisor, rule = amax, 6.0 * fmt.block_scale_max, fmt.scaling
     elif fmt.block:
-        scale, level = scale_type(fmt), "largest"
+        rule, level = fmt.scaling, "largest"
         factor, strides = _largest(scale_inv, fmt, dim, along, outer)
     if codes.stride(1) == 1 or fmt.packed:
         values = torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
     else:
         values = torch.empty(shape[::-1], dtype=torch.bfloat16, device=codes.device).t()
-    decode(codes, fmt, dim, Factors(scale, scale_inv, level, factor, strides, 1.0, 0), values)
+    decode(codes, fmt, dim, Factors(rule, scale_inv, level, factor, strides, 1.0, 0), values)
     return Values(values if along == ROWWISE else values.t(), None, factor, divisor)
 
 
@@ -110,7 +106,7 @@ def _largest(scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -
         triton.cdiv(outer, LARGEST.rows),
         (grid, largest),
         (outer, grid.shape[1], *grid.stride()),
-        (scale_type(fmt), step, LARGEST.rows, LARGEST.cols),
+        (fmt.scaling, step, LARGEST.rows, LARGEST.cols),
         LARGEST.warps,
     )
     return largest, (step, 0) if along == ROWWISE else (0, step)

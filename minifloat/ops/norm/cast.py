@@ -15,17 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats.device import reciprocal
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.norm.device import normalize
 from minifloat.ops.norm.statistics import statistics
 from minifloat.ops.norm.tile import NormTile
 from minifloat.ops.quantize import empty_cast
 from minifloat.ops.quantize.device import (
-    cast_fp8,
     corner,
     extent,
     load_tile,
-    reciprocal,
     record_max,
     single_bytes,
     store_codes,
@@ -50,7 +49,7 @@ def norm_cast_kernel(
     level = tl.load(scale)
     values = load_tile(x, m, k, M, K)
     y = normalize(values, row_mean, row_rsigma, gamma, beta, k, K, CENTERED, HAS_BETA, ZERO_CENTERED)
-    codes = cast_fp8(y * level, ELEMENT)
+    codes = ELEMENT.kernels.encode(y * level, ELEMENT)
     if COLUMN:
         codes = single_bytes(codes, M)
     if ROW:
@@ -120,7 +119,7 @@ def norm_cast(
         ),
         (rows, width),
         (
-            normalization == "LayerNorm", beta is not None, zero_centered, rowwise, columnwise, fmt.element,
+            normalization == "LayerNorm", beta is not None, zero_centered, rowwise, columnwise, fmt.encoding,
             rows % 16 == 0, width % 16 == 0, choice.rows, choice.cols,
         ),
         choice.warps,

@@ -142,8 +142,7 @@ class BlockCast(NamedTuple):
 
 def casts_blocks(fmt: Format) -> bool:
     """The cast of a block needs nothing but the block, and there are kernels for it."""
-    plain = not fmt.packed and fmt.transform == "none" and fmt.scale_rule in ("fp32", "pow2", "e8m0")
-    return plain and 16 <= fmt.block <= 256
+    return fmt.scaling.own and fmt.transform == "none" and 16 <= fmt.block <= 256
 
 
 def block_cast(y: Tensor, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool) -> BlockCast:

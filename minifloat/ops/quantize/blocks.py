@@ -13,19 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import Format
+from minifloat.formats import Format, ScaleRule
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.device import (
-    cast_fp8,
     corner,
     extent,
     load_tile,
     pick,
-    reciprocal,
-    scale_from_amax,
     single_bytes,
     skips,
     store_codes,
+    store_packed,
 )
 from minifloat.ops.quantize.job import Job, Programs, Target, aligned, input_max
 from minifloat.ops.tiles import Tile, tile
@@ -34,55 +32,6 @@ CANDIDATES = (Tile(32, 128, 1), Tile(32, 128, 2), Tile(32, 64, 1), Tile(64, 128,
 """Tiles worth timing. One that does not hold whole blocks is enlarged to do, and its warps with it."""
 MOST_WARPS = 32
 """Of a program: 1024 threads."""
-
-
-@triton.jit
-def power_of_two(exponent):
-    """2^(exponent - 127) in fp32 for 0 <= exponent < 255; 0 gives the denormal 2^-127."""
-    return tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def e8m0_from_float(x):
-    """The exponent byte, as int32, of the smallest power of two that is at least ``x`` >= 0; infinity 254, NaN 255."""
-    bits = x.to(tl.int32, bitcast=True)
-    raised = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
-    return tl.where(x != x, 255, tl.where(bits <= 0x400000, 0, raised))
-
-
-@triton.jit
-def floored_exponent(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """The exponent field of numerics 0.3 with powers of two: of ``MAX / amax`` rounded down to one.
-
-    Needs no division: the difference of the bits of two floats has, above the mantissa, the exponent of their quotient.
-    A quotient just below a power of two does not round up to it, since FP8's ``MAX`` is 1.75 times a power of two:
-    those next to 1 are 1 and 1 - 1.14 * 2^-24.
-    """
-    if EPSILON > 0:
-        amax = tl.where(amax < EPSILON, EPSILON, amax)
-    bits = amax.to(tl.int32, bitcast=True)
-    max_bits = tl.full(amax.shape, MAX, tl.float32).to(tl.int32, bitcast=True)
-    largest_bits = tl.full(amax.shape, LARGEST, tl.float32).to(tl.int32, bitcast=True)
-    exponent = 127 + ((max_bits - bits) >> 23)
-    exponent = tl.where(exponent > 254, largest_bits >> 23, exponent)
-    return tl.where((bits == 0) | (bits >= 0x7F800000), 127, exponent)
-
-
-@triton.jit
-def multiplier_and_scale(amax, RULE: tl.constexpr, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """What the elements of a block are multiplied by, and what is stored of it; numerics 0.3 and 1.4."""
-    if RULE == "e8m0":
-        code = e8m0_from_float(amax * (1.0 / MAX))
-        multiplier = tl.where(code == 255, float("nan"), power_of_two(254 - code))
-        scale = code.to(tl.uint8)
-    elif RULE == "pow2":
-        exponent = floored_exponent(amax, MAX, EPSILON, LARGEST)
-        multiplier = power_of_two(exponent)
-        scale = power_of_two(254 - exponent)
-    else:
-        multiplier = scale_from_amax(amax, MAX, False, EPSILON, LARGEST)
-        scale = reciprocal(multiplier)
-    return multiplier, scale
 
 
 @triton.jit
@@ -99,7 +48,7 @@ def cast_blocks(
     ROWS: tl.constexpr, COLS: tl.constexpr, GIVEN: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of fp32 ``values``, and the grid of its scales; for the rule "amax" that of its amaxes."""
+    """Codes of a tile of fp32 ``values``, and the grid of its scales; without a RULE that of its amaxes."""
     BLOCK_M: tl.constexpr = values.shape[0]
     BLOCK_K: tl.constexpr = values.shape[1]
     blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS))
@@ -108,12 +57,13 @@ def cast_blocks(
         amax = tl.load(levels + where, mask=inside, other=0.0)
     else:
         amax = block_amax(blocks)
-    if RULE == "amax":
+    if RULE is None:
         codes = values
         scale = amax
     else:
-        multiplier, scale = multiplier_and_scale(amax, RULE, MAX, EPSILON, LARGEST)
-        codes = tl.reshape(cast_fp8(blocks * multiplier[:, None, :, None], ELEMENT), (BLOCK_M, BLOCK_K))
+        multiplier, scale = RULE.kernels.scale(amax, MAX, EPSILON, LARGEST)
+        codes = ELEMENT.kernels.encode(blocks * multiplier[:, None, :, None], ELEMENT)
+        codes = tl.reshape(codes, (BLOCK_M, BLOCK_K))
         codes = single_bytes(codes, M)
     return codes, scale
 
@@ -153,8 +103,11 @@ def store_block_cast(
             values, row_levels, first_m, first_k, M, K, SHORT, BLOCK, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
         )
     if ROW:
-        if RULE != "amax":
-            store_codes(row_codes, codes, m, k, M, K, False)
+        if RULE is not None:
+            if ELEMENT.packed:
+                store_packed(row_codes, codes, first_m, first_k, M, K, False)
+            else:
+                store_codes(row_codes, codes, m, k, M, K, False)
         where, inside = grid_places(
             first_m, first_k, M, K, row_stride_m, row_stride_k, SHORT, BLOCK, BLOCK_M, BLOCK_K
         )  # fmt: skip
@@ -164,8 +117,11 @@ def store_block_cast(
             codes, scale = cast_blocks(
                 values, column_levels, first_m, first_k, M, K, BLOCK, SHORT, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
             )
-        if RULE != "amax":
-            store_codes(column_codes, codes, m, k, M, K, K_MAJOR)
+        if RULE is not None:
+            if ELEMENT.packed:
+                store_packed(column_codes, codes, first_m, first_k, M, K, True)
+            else:
+                store_codes(column_codes, codes, m, k, M, K, K_MAJOR)
         where, inside = grid_places(
             first_m, first_k, M, K, column_stride_m, column_stride_k, BLOCK, SHORT, BLOCK_M, BLOCK_K
         )  # fmt: skip
@@ -215,13 +171,13 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
     """
     for part in _of_one_kind(jobs):
         fmt = part[0].targets[0].format
-        _launch(part, fmt.scale_rule, "scale_inv", noop, choice)
+        _launch(part, fmt.scaling, "scale_inv", noop, choice)
 
 
 def amax(jobs: Sequence[Job], choice: Tile | None = None) -> None:
     """Fills ``amax`` of the targets, fp32 grids as ``reference.amax`` returns them; other outputs are not touched."""
     for part in _of_one_kind([_measured(job) for job in jobs]):
-        _launch(part, "amax", "amax", None, choice)
+        _launch(part, None, "amax", None, choice)
 
 
 def _measured(job: Job) -> Job:
@@ -241,8 +197,8 @@ def _kind(target: Target) -> tuple[Format, bool]:
     return target.format, target.level is not None
 
 
-def _launch(jobs: Sequence[Job], rule: str, scales: str, noop: Tensor | None, choice: Tile | None) -> None:
-    """``scales`` names the output of a target that the grid of scales, or of amaxes, goes to."""
+def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tensor | None, choice: Tile | None) -> None:
+    """``scales`` names the output of a target that the grid of scales, or without a rule of amaxes, goes to."""
     first = jobs[0]
     fmt, given = _kind(first.targets[0])
     assert all(_kind(target) == (fmt, given) for job in jobs for target in job.targets), "not alike"
@@ -263,7 +219,7 @@ def _launch(jobs: Sequence[Job], rule: str, scales: str, noop: Tensor | None, ch
     constants = (
         len(programs.starts), first.row is not None, first.column is not None,
         first.column is not None and first.column.k_major, given, fmt.block, fmt.tile,
-        fmt.element, fmt.max, rule, fmt.amax_epsilon, input_max(first.x),
+        fmt.encoding, fmt.max, rule, fmt.amax_epsilon, input_max(first.x),
         noop is not None, aligned(rows), aligned(cols), block_m, block_k,
     )  # fmt: skip
     _cast(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, ScaleRule
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize import hadamard
 from minifloat.ops.quantize.device import extent
@@ -23,32 +23,6 @@ from minifloat.ops.tiles import Tile
 
 TILE = Tile(64, 128, 4)
 """Elements of a program."""
-
-
-# ---- elements ----
-
-
-@triton.jit
-def e2m1_value(code):
-    """fp32 of E2M1 codes 0..15: exponent and mantissa where fp32 has them make the value times 2^-126, exactly."""
-    code = code.to(tl.int32)
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-
-
-@triton.jit
-def fp8_value(code, ELEMENT: tl.constexpr):
-    if ELEMENT == "e4m3":
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return code.to(tl.float8e5, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def e8m0_value(code):
-    """2^(c - 127); 0 is the fp32 denormal 2^-127, 255 is NaN."""
-    exponent = code.to(tl.int32)
-    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
-    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -66,10 +40,10 @@ def load_elements(
     K_MAJOR: tl.constexpr, ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The fp32 values, not scaled, of a tile of [M, K] codes, unpacked along M or along K."""
-    if ELEMENT != "e2m1":
+    if not ELEMENT.packed:
         m = first_m + tl.arange(0, BLOCK_M)
         k = first_k + tl.arange(0, BLOCK_K)
-        return fp8_value(load_bytes(codes, m, k, M, K, stride, K_MAJOR), ELEMENT)
+        return ELEMENT.kernels.decode(load_bytes(codes, m, k, M, K, stride, K_MAJOR), ELEMENT)
     BYTES_M: tl.constexpr = BLOCK_M // 2 if PACKED_M else BLOCK_M
     BYTES_K: tl.constexpr = BLOCK_K if PACKED_M else BLOCK_K // 2
     m = (first_m // 2 if PACKED_M else first_m) + tl.arange(0, BYTES_M)
@@ -78,26 +52,19 @@ def load_elements(
     halves = tl.join(packed & 0xF, packed >> 4)
     if PACKED_M:
         halves = tl.permute(halves, (0, 2, 1))
-    return e2m1_value(tl.reshape(halves, (BLOCK_M, BLOCK_K)))
-
-
-# ---- scales ----
+    return ELEMENT.kernels.decode(tl.reshape(halves, (BLOCK_M, BLOCK_K)), ELEMENT)
 
 
 @triton.jit
 def block_factor(
     scales, levels, row, col, M, K, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
-    SCALE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    RULE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """What the blocks that begin at ``row`` and ``col`` are multiplied by, fp32; see :class:`Factors`."""
     inside = (row[:, None] < M) & (col[None, :] < K)
     row = (row // ROWS)[:, None].to(tl.int64)
     col = (col // COLS)[None, :].to(tl.int64)
-    factor = tl.load(scales + row * scale_stride_m + col * scale_stride_k, mask=inside, other=0)
-    if SCALE == "e8m0":
-        factor = e8m0_value(factor)
-    elif SCALE == "e4m3":
-        factor = fp8_value(factor, SCALE)
+    factor = RULE.kernels.value(tl.load(scales + row * scale_stride_m + col * scale_stride_k, mask=inside, other=0))
     if LEVEL != "none":
         level = tl.load(levels + row * level_stride_m + col * level_stride_k, mask=inside, other=1.0)
         if LEVEL == "amax":
@@ -126,16 +93,13 @@ def rotate_back(x, ROWS: tl.constexpr, COLS: tl.constexpr, NEGATIVE: tl.constexp
     return x * (1 - 2 * negative)[:, None].to(tl.float32)
 
 
-# ---- the kernel ----
-
-
 @triton.jit
 def decode_kernel(
     codes, scales, levels, out,
     M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
     K_MAJOR: tl.constexpr, OUT_K_MAJOR: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr,
     ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
-    SCALE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, NEGATIVE: tl.constexpr,
+    RULE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, NEGATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     M = extent(M, ALIGNED_M)
@@ -150,14 +114,14 @@ def decode_kernel(
     values = load_elements(
         codes, first_m, first_k, code_rows, code_cols, code_stride, K_MAJOR, ELEMENT, PACKED_M, BLOCK_M, BLOCK_K
     )
-    if SCALE != "none":
+    if RULE is not None:
         ROWS: tl.constexpr = min(SCALE_ROWS, BLOCK_M)
         COLS: tl.constexpr = min(SCALE_COLS, BLOCK_K)
         row = first_m + tl.arange(0, BLOCK_M // ROWS) * ROWS
         col = first_k + tl.arange(0, BLOCK_K // COLS) * COLS
         factor = block_factor(
             scales, levels, row, col, M, K, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
-            SCALE, LEVEL, INVERSE, SCALE_ROWS, SCALE_COLS,
+            RULE, LEVEL, INVERSE, SCALE_ROWS, SCALE_COLS,
         )  # fmt: skip
         blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS)) * factor[:, None, :, None]
         values = tl.reshape(blocks, (BLOCK_M, BLOCK_K))
@@ -176,25 +140,20 @@ class Factors(NamedTuple):
     """What the codes of each block are multiplied by.
 
     Args:
-        scale: how ``scale_inv`` is read: ``"fp32"``, ``"e8m0"``, ``"e4m3"``, or ``"none"`` to leave codes unscaled.
+        rule: that of ``scale_inv``; None to leave codes unscaled.
         scale_inv: [1], or the grid of blocks, of any strides.
         level: ``"amax"``: times ``levels`` times ``inverse``; ``"largest"``: over ``levels``, rounded to bf16.
         levels, level_strides: fp32, and the elements from one block to the next along M and along K.
         signs: of the Hadamard transform to undo, a bit each; 0 for none.
     """
 
-    scale: str
+    rule: ScaleRule | None
     scale_inv: Tensor
     level: str
     levels: Tensor
     level_strides: tuple[int, int]
     inverse: float
     signs: int
-
-
-def scale_type(fmt: Format) -> str:
-    """How scales of a format are stored."""
-    return {"e8m0": "e8m0", "two_level": "e4m3"}.get(fmt.scale_rule, "fp32")
 
 
 def dequantize(
@@ -217,7 +176,7 @@ def dequantize(
     level = "none" if levels is scale_inv else "amax"
     signs = hadamard.NEGATIVE if fmt.transform == "hadamard16" else 0
     out = torch.empty(rows, cols, dtype=dtype, device=codes.device)
-    decode(codes, fmt, dim, Factors(scale_type(fmt), scale_inv, level, levels, strides, inverse, signs), out)
+    decode(codes, fmt, dim, Factors(fmt.scaling, scale_inv, level, levels, strides, inverse, signs), out)
     return out
 
 
@@ -236,8 +195,8 @@ def decode(codes: Tensor, fmt: Format, dim: int, factors: Factors, out: Tensor) 
         (codes, scale_inv, at_16_bytes(factors.levels), out),
         (M, K, *codes.shape, codes.stride(1 if k_major else 0), *scale_strides, *factors.level_strides),
         (
-            k_major, out_k_major, aligned_m, aligned_k, fmt.element, fmt.packed and dim == COLUMNWISE, *block,
-            factors.scale, factors.level, factors.inverse, factors.signs, TILE.rows, TILE.cols,
+            k_major, out_k_major, aligned_m, aligned_k, fmt.encoding, fmt.packed and dim == COLUMNWISE, *block,
+            factors.rule, factors.level, factors.inverse, factors.signs, TILE.rows, TILE.cols,
         ),
         TILE.warps,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the cast kernels share, in Triton: picking a matrix from several, scales, and elements."""
+"""What the cast kernels share, in Triton: picking a matrix from several, loading and storing tiles."""
 
 from __future__ import annotations
 
@@ -44,30 +44,6 @@ def record_max(target, value):
 
 
 @triton.jit
-def scale_from_amax(amax, MAX: tl.constexpr, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """numerics 0.3: ``MAX / amax``, ``LARGEST`` where that overflows, 1 where there is nothing to scale by."""
-    amax = tl.where(amax < EPSILON, EPSILON, amax)
-    scale = tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax)
-    scale = tl.where(scale == float("inf"), LARGEST, scale)
-    if POW2:
-        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # rounds down
-    return tl.where((amax == float("inf")) | (amax == 0) | (amax != amax), 1.0, scale)
-
-
-@triton.jit
-def reciprocal(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
-
-
-@triton.jit
-def cast_fp8(x, ELEMENT: tl.constexpr):
-    """fp32 to FP8 codes as bytes: to nearest, ties to even; the hardware's conversion saturates and makes NaN 0x7F."""
-    if ELEMENT == "e4m3":
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
 def single_bytes(codes, size):
     """The same codes, for a kernel that stores them in two orders; ``size`` is any that is not negative.
 
@@ -87,6 +63,21 @@ def store_codes(target, codes, m, k, M, K, K_MAJOR: tl.constexpr):
         tl.store(where, tl.trans(codes), mask=tl.trans(inside))
     else:
         tl.store(target + m[:, None].to(tl.int64) * K + k[None, :], codes, mask=inside)
+
+
+@triton.jit
+def store_packed(target, codes, first_m, first_k, M, K, COLUMN: tl.constexpr):
+    """Stores a tile of [M, K] codes of 4 bits, which begins at even places, two neighbours along K, or M, in a byte."""
+    BLOCK_M: tl.constexpr = codes.shape[0]
+    BLOCK_K: tl.constexpr = codes.shape[1]
+    if COLUMN:
+        even, odd = tl.split(tl.permute(tl.reshape(codes, (BLOCK_M // 2, 2, BLOCK_K)), (0, 2, 1)))
+        m, k = first_m // 2 + tl.arange(0, BLOCK_M // 2), first_k + tl.arange(0, BLOCK_K)
+        store_codes(target, even | (odd << 4), m, k, (M + 1) // 2, K, False)
+    else:
+        even, odd = tl.split(tl.reshape(codes, (BLOCK_M, BLOCK_K // 2, 2)))
+        m, k = first_m + tl.arange(0, BLOCK_M), first_k // 2 + tl.arange(0, BLOCK_K // 2)
+        store_codes(target, even | (odd << 4), m, k, M, (K + 1) // 2, False)
 
 
 @triton.jit

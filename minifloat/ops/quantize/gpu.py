@@ -17,7 +17,7 @@ def casts(fmt: Format) -> bool:
     """There are kernels for the format; any other is the reference's."""
     if fmt.scale_rule == "two_level":
         return fmt.block == 16
-    whole = fmt.block == 0 and fmt.transform == "none" and fmt.scale_rule in ("fp32", "pow2", "given")
+    whole = fmt.block == 0 and fmt.transform == "none" and (fmt.scaling.own or fmt.scale_rule == "given")
     return whole or casts_blocks(fmt)
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minifloat.ops.quantize.device import FLT_MAX, reciprocal
+from minifloat.formats.device import MINUS_INFINITY_BITS, reciprocal
+from minifloat.ops.quantize.device import FLT_MAX
 
 GROUP = tl.constexpr(16)
 _NEGATIVE = tl.constexpr(0xD7E8)  # the signs of the rotation, see hadamard.py
 _SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 _INTEGERS = tl.constexpr(8388608.0)  # 2^23: fp32 numbers from here to twice this are the integers
 _INTEGER_BITS = tl.constexpr(0x4B000000)  # the bits of 2^23
-_MINUS_INFINITY_BITS = tl.constexpr(-0x800000)
 
 
 # ---- groups ----
@@ -130,7 +130,7 @@ def rotate(values):
 @triton.jit
 def _sign(x):
     """8 for what has a sign, which NaN has not. As integers, -0 to minus infinity are the smallest floats."""
-    return tl.where(x.to(tl.int32, bitcast=True) <= _MINUS_INFINITY_BITS, 8, 0)
+    return tl.where(x.to(tl.int32, bitcast=True) <= MINUS_INFINITY_BITS, 8, 0)
 
 
 @triton.jit

@@ -16,14 +16,11 @@ from torch import Tensor
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import (
     FLT_MAX,
-    cast_fp8,
     corner,
     extent,
     load_tile,
     pick,
-    reciprocal,
     record_max,
-    scale_from_amax,
     single_bytes,
     skips,
     store_codes,
@@ -52,7 +49,7 @@ def cast_tensor_kernel(
     xs, levels, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes, noop,
     starts, Ms, Ks,
     COUNT: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
-    ELEMENT: tl.constexpr, MAX: tl.constexpr, POW2: tl.constexpr, EPSILON: tl.constexpr, CAN_SKIP: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, CAN_SKIP: tl.constexpr,
     ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     if skips(noop, CAN_SKIP):
@@ -63,11 +60,11 @@ def cast_tensor_kernel(
     M = extent(pick(Ms, starts, program, COUNT), ALIGNED_M)
     K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
     place = program - pick(starts, starts, program, COUNT)
-    scale = level if GIVEN else scale_from_amax(level, MAX, POW2, EPSILON, FLT_MAX)
+    scale, scale_inv = RULE.kernels.scale(level, MAX, EPSILON, FLT_MAX)
     first_m, first_k = corner(place, K, BLOCK_M, BLOCK_K)
     m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     values = load_tile(x, m, k, M, K)
-    codes = cast_fp8(values * scale, ELEMENT)
+    codes = ELEMENT.kernels.encode(values * scale, ELEMENT)
     if COLUMN:
         codes = single_bytes(codes, M)
     if ROW:
@@ -82,9 +79,9 @@ def cast_tensor_kernel(
             record_max(pick(column_amaxes, starts, program, COUNT), amax)
     if place == 0:
         if ROW:
-            tl.store(pick(row_scales, starts, program, COUNT), reciprocal(scale))
+            tl.store(pick(row_scales, starts, program, COUNT), scale_inv)
         if COLUMN:
-            tl.store(pick(column_scales, starts, program, COUNT), reciprocal(scale))
+            tl.store(pick(column_scales, starts, program, COUNT), scale_inv)
 
 
 _amax = Kernel(amax_kernel)
@@ -119,7 +116,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
     constants = (
         len(programs.starts), first.row is not None, first.column is not None,
         first.column is not None and first.column.k_major, fmt.scale_rule == "given",
-        fmt.element, fmt.max, fmt.scale_rule == "pow2", fmt.amax_epsilon, noop is not None,
+        fmt.encoding, fmt.max, fmt.scaling, fmt.amax_epsilon, noop is not None,
         aligned(rows), aligned(cols), choice.rows, choice.cols,
     )  # fmt: skip
     _cast(

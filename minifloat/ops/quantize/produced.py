@@ -27,7 +27,7 @@ def strides(out: BlockCast) -> tuple[int, int, int, int]:
 def constants(x: Tensor, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool) -> tuple[Any, ...]:
     """ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON and LARGEST of a value in the dtype of ``x``."""
     options = rowwise, columnwise, columnwise and k_major, fmt.block, fmt.tile
-    return *options, fmt.element, fmt.max, fmt.scale_rule, fmt.amax_epsilon, input_max(x)
+    return *options, fmt.encoding, fmt.max, fmt.scaling, fmt.amax_epsilon, input_max(x)
 
 
 def block_tile(

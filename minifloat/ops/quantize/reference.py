@@ -10,16 +10,15 @@ A tensor of [M, K] is viewed as [M/r, r, K/c, c] blocks of r x c elements that s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats.elements import E2M1, E4M3
+from minifloat.formats.scale_rules import FLT_MAX, fp32
 from minifloat.ops.quantize import hadamard, philox
-
-FLT_MAX = torch.finfo(torch.float32).max
 
 
 class Cast(NamedTuple):
@@ -65,7 +64,7 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
     if fmt.scale_rule == "given":
         assert given is not None
         given = given.float()
-        codes = cast_element(x.float() * given, fmt.element)
+        codes = fmt.encoding.encode(x.float() * given)
         return Cast(codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1))
     source = hadamard.prepare(x, fmt, dim)
     blocks = _blocks(source.float(), *fmt.scale_block(dim))
@@ -74,8 +73,8 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         codes, scale_inv = _cast_two_level(blocks, _per_block(given, fmt, dim), rng, source.shape, fmt, dim)
     else:
         block_amax = _block_amax(blocks) if given is None else given.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
-        multiplier, scale_inv = _SCALE_RULES[fmt.scale_rule](block_amax, fmt, largest)
-        codes = cast_element(blocks * multiplier, fmt.element)
+        multiplier, scale_inv = fmt.scaling.scale(block_amax, fmt, largest)
+        codes = fmt.encoding.encode(blocks * multiplier)
         scale_inv = scale_inv.reshape(-1) if fmt.block == 0 else scale_inv[:, 0, :, 0]
     codes = _unblock(codes, source.shape)
     return Cast(_pack(codes, dim) if fmt.packed else codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32))
@@ -94,13 +93,11 @@ def dequantize(
 def _factors(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
     """What codes in blocks are multiplied by, fp32."""
     factor = scale_inv if fmt.block == 0 else scale_inv[:, None, :, None]
-    if fmt.scale_rule == "e8m0":
-        return e8m0_value(factor)
+    values = fmt.scaling.values(factor)
     if fmt.scale_rule != "two_level":
-        return factor
+        return values
     assert amax is not None
-    level = _fp32(1.0 / (6 * fmt.block_scale_max), scale_inv.device)
-    return look_up(factor, "e4m3") * _per_block(amax, fmt, dim) * level
+    return values * _per_block(amax, fmt, dim) * fp32(1.0 / (6 * fmt.block_scale_max), scale_inv.device)
 
 
 def scale_values(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
@@ -109,68 +106,9 @@ def scale_values(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) 
     return factors.clone() if fmt.block == 0 else factors[:, 0, :, 0].clone()
 
 
-# ---- elements ----
-
-
-def cast_element(x: Tensor, element: str) -> Tensor:
-    """fp32 to codes, one a byte: to nearest, ties to even, saturating; NaN to 0x7F (FP8) or +6 (E2M1)."""
-    if element == "e2m1":
-        return _encode_e2m1(_round_e2m1(x), x)
-    fp8 = ELEMENTS[element]
-    assert fp8.dtype is not None
-    codes = x.clamp(-fp8.max, fp8.max).to(fp8.dtype).view(torch.uint8)
-    return codes.masked_fill_(codes == 0xFF, 0x7F)  # a negative NaN loses its sign; nothing else has this code
-
-
-def _step_e2m1(a: Tensor) -> Tensor:
-    """Distance to the next larger E2M1 value: 0.5 below 2, 1 below 4, else 2."""
-    return torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
-
-
-def _round_e2m1(x: Tensor) -> Tensor:
-    a = x.abs()
-    step = _step_e2m1(a)
-    return (torch.round(a / step) * step).clamp(max=6.0)  # steps are powers of two: the division is exact
-
-
-def _round_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """Rounds up with the probability of the remainder, in 1/256ths: ``bits`` is one random byte an element."""
-    a = x.abs()
-    # One rounding, as fma(u, step, a): the sum of eight bits and a float is exact in float64 where it can matter.
-    dither = bits.double() / 256 * _step_e2m1(a).double()
-    t = (a.double() + dither).float()
-    step = _step_e2m1(t)
-    return (torch.floor(t / step) * step).clamp(max=6.0)
-
-
-def _encode_e2m1(magnitude: Tensor, x: Tensor) -> Tensor:
-    """Codes 0..15 of grid values 0, .5, 1, 1.5, 2, 3, 4, 6 with the sign of ``x``."""
-    index = torch.where(magnitude <= 2, magnitude * 2, magnitude * 0.5 + 4).nan_to_num(7.0)  # 3 gives 5.5, cut to 5
-    sign = (x.signbit() & ~x.isnan()).to(torch.uint8) << 3
-    return index.to(torch.uint8) | sign
-
-
-def code_values(element: str, device: torch.device) -> Tensor:
-    """fp32 [256] or [16]: the value of each code."""
-    if element == "e2m1":
-        codes = torch.arange(16, device=device)
-        index = (codes & 7).float()
-        magnitude = torch.where(index <= 4, index * 0.5, index - 2) + (index == 7).float()
-        return torch.where(codes >= 8, -magnitude, magnitude)
-    fp8 = ELEMENTS[element].dtype
-    assert fp8 is not None
-    return torch.arange(256, dtype=torch.uint8, device=device).view(fp8).float()
-
-
-def look_up(codes: Tensor, element: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of codes, one a byte: from a table, which on a CPU is three times faster than PyTorch's conversion."""
-    values = code_values(element, codes.device).to(dtype)
-    return values.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
-
-
 def decode(codes: Tensor, fmt: Format, dim: int, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
     """The [M, K] values of codes, unpacked but not scaled."""
-    return look_up(_unpack(codes, dim, shape) if fmt.packed else codes, fmt.element, dtype)
+    return fmt.encoding.decode(_unpack(codes, dim, shape) if fmt.packed else codes, dtype)
 
 
 def _pack(codes: Tensor, dim: int) -> Tensor:
@@ -187,52 +125,7 @@ def _unpack(packed: Tensor, dim: int, shape: torch.Size) -> Tensor:
     return unpacked[: shape[0], : shape[1]]
 
 
-# ---- scales: each rule returns (what a value is multiplied by, what is stored) ----
-
-
-def _fp32(value: float, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def _scale_fp32(amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
-    amax = torch.where(amax < fmt.amax_epsilon, _fp32(fmt.amax_epsilon, amax.device), amax)
-    scale = _fp32(fmt.max, amax.device) / amax
-    scale = torch.where(scale.isinf(), _fp32(largest if fmt.block else FLT_MAX, amax.device), scale)
-    if fmt.scale_rule == "pow2":
-        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)  # clears the mantissa: rounds down
-    scale = torch.where(amax.isinf() | (amax == 0) | amax.isnan(), 1.0, scale)
-    return scale, scale.reciprocal()
-
-
-def _scale_e8m0(amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
-    codes = e8m0_from_float(amax * _fp32(1.0 / fmt.max, amax.device))
-    # 2^(127 - c): c = 254 is the denormal 2^-127, which has no exponent field of its own.
-    exponent = 254 - codes.int()
-    bits = torch.where(exponent > 0, exponent << 23, 0x00400000)
-    return torch.where(codes == 255, torch.nan, bits.view(torch.float32)), codes
-
-
-_SCALE_RULES: dict[str, Callable[[Tensor, Format, float], tuple[Tensor, Tensor]]] = {
-    "fp32": _scale_fp32,
-    "pow2": _scale_fp32,
-    "e8m0": _scale_e8m0,
-}
-
-
-def e8m0_from_float(x: Tensor) -> Tensor:
-    """The smallest power of two that is at least ``x`` >= 0, as its exponent byte; NaN to 255, infinity to 254."""
-    bits = x.contiguous().view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    raised = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
-    codes = (exponent + raised.int()).masked_fill(x.isinf(), 254).masked_fill(x.isnan(), 255)
-    return codes.to(torch.uint8)
-
-
-def e8m0_value(codes: Tensor) -> Tensor:
-    """2^(c - 127); c = 0 is the fp32 denormal 2^-127, 255 is NaN."""
-    exponent = codes.int()
-    bits = torch.where(exponent > 0, exponent << 23, 0x00400000)
-    return torch.where(codes == 255, torch.nan, bits.view(torch.float32))
+# ---- NVFP4 ----
 
 
 def _cast_two_level(
@@ -240,38 +133,38 @@ def _cast_two_level(
 ) -> tuple[Tensor, Tensor]:
     """NVFP4: E4M3 block scales under the fp32 scale that ``amax`` gives, numerics 1.5. Returns codes and scales."""
     block_amax = _block_amax(blocks)
-    encode = (_fp32(fmt.block_scale_max * 6, amax.device) / amax).clamp(max=FLT_MAX)
+    encode = (fp32(fmt.block_scale_max * 6, amax.device) / amax).clamp(max=FLT_MAX)
     encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
     if fmt.rounding.startswith("four_over_six"):
         codes, scales = _four_over_six(blocks, block_amax, amax, encode, fmt, dim)
     else:
-        sixth = _fp32(1.0 / 6.0, amax.device)
-        scales = cast_element((block_amax * (encode * sixth)).clamp(max=FLT_MAX), "e4m3")
+        sixth = fp32(1.0 / 6.0, amax.device)
+        scales = E4M3.encode((block_amax * (encode * sixth)).clamp(max=FLT_MAX))
         scaled = blocks * _two_level_multiplier(scales, encode)
         if fmt.rounding == "stochastic":
             assert rng is not None
             bits = _blocks(philox.random_bytes(rng, shape, dim), blocks.shape[1], blocks.shape[3])
-            codes = _encode_e2m1(_round_e2m1_stochastic(scaled, bits), scaled)
+            codes = E2M1.encode_stochastic(scaled, bits)
         else:
-            codes = cast_element(scaled, "e2m1")
+            codes = E2M1.encode(scaled)
     return codes, scales[:, 0, :, 0]
 
 
 def _two_level_multiplier(scales: Tensor, encode: Tensor) -> Tensor:
-    return (look_up(scales, "e4m3") * encode.reciprocal()).reciprocal().clamp(max=FLT_MAX)
+    return (E4M3.decode(scales) * encode.reciprocal()).reciprocal().clamp(max=FLT_MAX)
 
 
 def _four_over_six(
     blocks: Tensor, block_amax: Tensor, amax: Tensor, encode: Tensor, fmt: Format, dim: int
 ) -> tuple[Tensor, Tensor]:
     """Scales each block so that its amax lands on 6 or on 4, whichever leaves the smaller error."""
-    base = (block_amax / _fp32(6.0, amax.device)) * encode
+    base = (block_amax / fp32(6.0, amax.device)) * encode
     tries = []
     for stretch in (1.5, 1.0):
-        scales = cast_element((base * stretch).clamp(max=448.0), "e4m3")
-        codes = cast_element(blocks * _two_level_multiplier(scales, encode), "e2m1")
-        value = look_up(codes, "e2m1") * look_up(scales, "e4m3") * amax
-        value = value / _fp32(6 * fmt.block_scale_max, amax.device)
+        scales = E4M3.encode((base * stretch).clamp(max=448.0))
+        codes = E2M1.encode(blocks * _two_level_multiplier(scales, encode))
+        value = E2M1.decode(codes) * E4M3.decode(scales) * amax
+        value = value / fp32(6 * fmt.block_scale_max, amax.device)
         error = (value - blocks).abs() if fmt.rounding.endswith("mae") else (value - blocks).square()
         tries.append((codes, scales, _block_error(error, dim)))
     (codes4, scales4, error4), (codes6, scales6, error6) = tries

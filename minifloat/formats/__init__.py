@@ -1,8 +1,8 @@
 """Number formats as data: what a code means, which elements share a scale, and how that scale is found.
 
-A :class:`Format` is all a kernel needs to know. Its variable parts are names from four small registries (element,
-scale rule, transform, rounding), each with one reference implementation in ``kernels/quantize/reference.py``; a new
-format is one more instance here, never a new class. The formulas are in ``docs/numerics.md``.
+A :class:`Format` is all a kernel needs to know. Its element (``elements.py``) and its scale rule (``scale_rules.py``)
+are objects that bring their code, in PyTorch and in Triton, and are known by name; an unknown name is an error here, so
+that kernels have no case for it. The formulas are in ``docs/numerics.md``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Literal, get_args
 import torch
 
 from minifloat.arguments import Count, NonNegativeFloat, PositiveFloat, checked
+from minifloat.formats.elements import ELEMENTS, Element, define_element
+from minifloat.formats.scale_rules import SCALE_RULES, ScaleRule, define_scale_rule
 
 ROWWISE = -1
 """Scaled along the last dim, which forward and dgrad contract on the left."""
@@ -21,25 +23,6 @@ COLUMNWISE = 0
 """Scaled along the first dim, which wgrad contracts."""
 
 
-@dataclass(frozen=True)
-class Element:
-    """A stored number: ``bits`` wide, finite up to ``max``; ``dtype`` is PyTorch's name for it, where it has one."""
-
-    name: str
-    bits: int
-    max: float
-    dtype: torch.dtype | None
-
-
-ELEMENTS = {
-    "e4m3": Element("e4m3", 8, 448.0, torch.float8_e4m3fn),
-    "e5m2": Element("e5m2", 8, 57344.0, torch.float8_e5m2),
-    "e2m1": Element("e2m1", 4, 6.0, None),
-    # The values themselves, unscaled: the format of an operand that a recipe leaves in high precision.
-    "identity": Element("identity", 16, float("inf"), None),
-}
-
-ScaleRule = Literal["fp32", "pow2", "e8m0", "two_level", "given", "none"]
 Transform = Literal["none", "hadamard16"]
 Rounding = Literal["nearest", "stochastic", "four_over_six_mae", "four_over_six_mse"]
 
@@ -50,7 +33,8 @@ class Format:
     """One number format.
 
     Args:
-        element: ``"e4m3"``, ``"e5m2"``, ``"e2m1"``, or ``"identity"`` for values left as they are.
+        element: a name in ``ELEMENTS``: ``"e4m3"``, ``"e5m2"``, ``"e2m1"``, or ``"identity"`` for values left as they
+            are.
         block: elements along the scaled dim that share a scale; 0 is one scale for the whole tensor.
         tile: a ``block x block`` square shares the scale instead of a ``1 x block`` strip.
         scale_rule: ``"fp32"`` (max / amax), ``"pow2"`` (the same, floored to a power of two), ``"e8m0"`` (amax / max,
@@ -66,7 +50,7 @@ class Format:
     element: str = "e4m3"
     block: Count = 0
     tile: bool = False
-    scale_rule: ScaleRule = "fp32"
+    scale_rule: str = "fp32"
     transform: Transform = "none"
     rounding: Rounding = "nearest"
     amax_epsilon: NonNegativeFloat = 0.0
@@ -79,7 +63,7 @@ class Format:
     def __post_init__(self) -> None:
         for kind, name, known in (
             ("element", self.element, tuple(ELEMENTS)),
-            ("scale rule", self.scale_rule, get_args(ScaleRule)),
+            ("scale rule", self.scale_rule, tuple(SCALE_RULES)),
             ("transform", self.transform, get_args(Transform)),
             ("rounding", self.rounding, get_args(Rounding)),
         ):
@@ -87,12 +71,10 @@ class Format:
                 raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
         if self.block < 0 or self.block == 1 or self.block & (self.block - 1):
             raise ValueError(f"block is {self.block}; it must be 0 (per tensor) or a power of two from 2 on")
-        if self.block == 0 and (self.tile or self.scale_rule in ("e8m0", "two_level")):
+        if self.block == 0 and (self.tile or self.scaling.needs_block or self.packed):
             raise ValueError(f"scale rule {self.scale_rule!r} (tile={self.tile}) needs a block length, got block=0")
-        if (self.scale_rule == "two_level") != (self.element == "e2m1"):
-            raise ValueError(
-                f"E2M1 elements and the two_level scale rule go together, got {self.element}, {self.scale_rule!r}"
-            )
+        if self.scaling.element not in ("", self.element):
+            raise ValueError(f"scale rule {self.scale_rule!r} takes {self.scaling.element}, got {self.element!r}")
         if (self.rounding != "nearest" or self.amax_per_row) and self.scale_rule != "two_level":
             raise ValueError(
                 f"rounding {self.rounding!r} with amax_per_row={self.amax_per_row} needs scale rule 'two_level'"
@@ -109,14 +91,24 @@ class Format:
         return hash(self.spec)
 
     @property
+    def encoding(self) -> Element:
+        """What :attr:`element` names."""
+        return ELEMENTS[self.element]
+
+    @property
+    def scaling(self) -> ScaleRule:
+        """What :attr:`scale_rule` names."""
+        return SCALE_RULES[self.scale_rule]
+
+    @property
     def max(self) -> float:
         """Largest finite value of a code."""
-        return ELEMENTS[self.element].max
+        return self.encoding.max
 
     @property
     def packed(self) -> bool:
         """Two codes share a byte."""
-        return ELEMENTS[self.element].bits == 4
+        return self.encoding.packed
 
     @property
     def quantized(self) -> bool:
@@ -125,8 +117,8 @@ class Format:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """How scales are stored: E8M0 and E4M3 ones as bytes, since gloo, pickle and safetensors know no others."""
-        return torch.uint8 if self.scale_rule in ("e8m0", "two_level") else torch.float32
+        """How scales are stored."""
+        return self.scaling.dtype
 
     @property
     def symmetric(self) -> bool:
@@ -202,3 +194,19 @@ def parse(spec: str) -> Format:
 
 
 _NUMBERS = {"eps": "amax_epsilon", "max": "block_scale_max"}
+
+__all__ = [
+    "COLUMNWISE",
+    "ELEMENTS",
+    "IDENTITY",
+    "ROWWISE",
+    "SCALE_RULES",
+    "Element",
+    "Format",
+    "Rounding",
+    "ScaleRule",
+    "Transform",
+    "define_element",
+    "define_scale_rule",
+    "parse",
+]  # fmt: skip

@@ -1,0 +1,166 @@
+"""Elements: what a stored code is worth, each with its encoding in plain PyTorch and the name of its Triton functions.
+
+PyTorch's functions are the definition, held to bit for bit by the Triton ones of ``device.py``, which a kernel is
+handed as a compile-time constant: ``ELEMENT.kernels.encode(x, ELEMENT)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ElementKernels(NamedTuple):
+    """Triton functions: ``encode(x, ELEMENT)``, fp32 to codes as bytes, and ``decode(code, ELEMENT)`` back to fp32."""
+
+    encode: Any
+    decode: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Element:
+    """A stored number: ``bits`` wide, finite up to ``max``; ``dtype`` is PyTorch's name for it, where it has one.
+
+    ``split``: its values span so much that 128 products of two of them do not fit float64 as they are.
+    """
+
+    name: str
+    bits: int
+    max: float
+    dtype: torch.dtype | None = None
+    split: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Two codes share a byte."""
+        return self.bits == 4
+
+    def encode(self, x: Tensor) -> Tensor:
+        """fp32 to codes, one a byte: to nearest, ties to even, saturating; NaN to the largest code of its kind."""
+        raise NotImplementedError(f"{self.name} has no codes")
+
+    def values(self, device: torch.device) -> Tensor:
+        """fp32 [2**bits]: the value of each code."""
+        raise NotImplementedError(f"{self.name} has no codes")
+
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values of codes, one a byte: from a table, which on a CPU is three times faster than a conversion."""
+        values = self.values(codes.device).to(dtype)
+        return values.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
+
+    @property
+    def kernels(self) -> ElementKernels:
+        """Its Triton functions; needs Triton."""
+        raise NotImplementedError(f"{self.name} has no Triton functions")
+
+    @property
+    def cache_key(self) -> str:
+        """Tells Triton's cache of compiled kernels when these functions have changed."""
+        return f"{self}{[function.cache_key for function in self.kernels]}"
+
+
+@dataclass(frozen=True, eq=False)
+class TorchFloat(Element):
+    """An element of 8 bits that PyTorch and the GPU convert to; NaN is the code 0x7F."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        assert self.dtype is not None
+        codes = x.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
+        return codes.masked_fill_(codes == 0xFF, 0x7F)  # a negative NaN loses its sign; nothing else has this code
+
+    def values(self, device: torch.device) -> Tensor:
+        assert self.dtype is not None
+        return torch.arange(256, dtype=torch.uint8, device=device).view(self.dtype).float()
+
+    @property
+    def kernels(self) -> ElementKernels:
+        from minifloat.formats import device  # which needs Triton
+
+        return device.FP8[self.name]
+
+
+@dataclass(frozen=True, eq=False)
+class SmallFloat(Element):
+    """An element of 4 or 6 bits (OCP Microscaling Formats v1.0, 5.3), all codes of which are finite.
+
+    NaN becomes ``max``. ``mantissa`` is its bits, ``bias`` that of the exponent.
+    """
+
+    mantissa: int = 1
+    bias: int = 1
+
+    @property
+    def normal(self) -> float:
+        """The smallest value with an exponent of its own; below, values are multiples of ``smallest``."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest value above 0."""
+        return self.normal * 2.0**-self.mantissa
+
+    @property
+    def unit(self) -> float:
+        """What an fp32 number with the code's exponent and mantissa in its own is multiplied by to give the value."""
+        return 2.0 ** (127 - self.bias)
+
+    def step(self, magnitude: Tensor) -> Tensor:
+        """The distance to the next larger value."""
+        powers = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
+        return powers.clamp(self.normal, 2.0 ** math.floor(math.log2(self.max))) * 2.0**-self.mantissa
+
+    def codes(self, magnitude: Tensor, x: Tensor) -> Tensor:
+        """Codes of magnitudes that are values of the element, with the sign of ``x``."""
+        exact = magnitude.nan_to_num(self.max)
+        normal = (exact.view(torch.int32) >> (23 - self.mantissa)) - ((127 - self.bias) << self.mantissa)
+        index = torch.where(exact < self.normal, (exact / self.smallest).int(), normal)
+        sign = (x.signbit() & ~x.isnan()).to(torch.uint8) << (self.bits - 1)
+        return index.to(torch.uint8) | sign
+
+    def encode(self, x: Tensor) -> Tensor:
+        magnitude = x.abs()
+        step = self.step(magnitude)  # a power of two: the division is exact
+        return self.codes((torch.round(magnitude / step) * step).clamp(max=self.max), x)
+
+    def encode_stochastic(self, x: Tensor, bits: Tensor) -> Tensor:
+        """Rounds up with the probability of the remainder, in 1/256ths: ``bits`` is one random byte an element."""
+        magnitude = x.abs()
+        # One rounding, as fma(u, step, a): the sum of eight bits and a float is exact in float64 where it can matter.
+        dither = bits.double() / 256 * self.step(magnitude).double()
+        dithered = (magnitude.double() + dither).float()
+        step = self.step(dithered)
+        return self.codes((torch.floor(dithered / step) * step).clamp(max=self.max), x)
+
+    def values(self, device: torch.device) -> Tensor:
+        codes = torch.arange(1 << self.bits, dtype=torch.int32, device=device)
+        index = codes & ((1 << (self.bits - 1)) - 1)
+        normal = ((index + ((127 - self.bias) << self.mantissa)) << (23 - self.mantissa)).view(torch.float32)
+        magnitude = torch.where(index < 1 << self.mantissa, index * self.smallest, normal)
+        return torch.where(codes == index, magnitude, -magnitude)
+
+    @property
+    def kernels(self) -> ElementKernels:
+        from minifloat.formats import device  # which needs Triton
+
+        return device.SMALL
+
+
+ELEMENTS: dict[str, Element] = {}
+
+
+def define_element(element: Element) -> Element:
+    """Makes the element known by its name to ``Format``."""
+    ELEMENTS[element.name] = element
+    return element
+
+
+E4M3 = define_element(TorchFloat("e4m3", 8, 448.0, torch.float8_e4m3fn))
+define_element(TorchFloat("e5m2", 8, 57344.0, torch.float8_e5m2, split=True))
+E2M1 = SmallFloat("e2m1", 4, 6.0)
+define_element(E2M1)
+# The values themselves, unscaled: the format of an operand that a recipe leaves in high precision.
+define_element(Element("identity", 16, float("inf")))
