@@ -28,15 +28,8 @@ class Row(NamedTuple):
     reason: str
 
 
-PAIRS: tuple[tuple[str, Format, Format], ...] = (
-    ("FP8 per tensor", Format("e4m3"), Format("e4m3")),
-    ("FP8 per tensor, E5M2 gradient", Format("e5m2"), Format("e4m3")),
-    ("FP8 1x128 by 128x128", Format(block=128, scale_rule="pow2"), Format(block=128, tile=True, scale_rule="pow2")),
-    ("FP8 1x128 by 1x128", Format(block=128, scale_rule="pow2"), Format(block=128, scale_rule="pow2")),
-    ("MXFP8", Format(block=32, scale_rule="e8m0"), Format(block=32, scale_rule="e8m0")),
-    ("NVFP4", Format("e2m1", 16, scale_rule="two_level"), Format("e2m1", 16, tile=True, scale_rule="two_level")),
-)
-"""The operand pairs that the recipes put together, by the name a report gives them."""
+PAIRS: list[tuple[str, Format, Format]] = []
+"""``Recipe.pairs`` of all recipes that have a name."""
 
 
 @cache

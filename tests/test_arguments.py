@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import minifloat
 from minifloat import DotProductAttention, Float8CurrentScaling, LayerNorm, Linear
 from minifloat.arguments import Accepts, Count, Device, Fraction, PositiveFloat, Size, check_value, checked, shown
-from minifloat.recipe import Format, RecipeLike
+from minifloat.recipe import ElementPair, RecipeLike
 from minifloat.tensor import quantize
 
 # ---- the mechanism ----
@@ -30,7 +30,7 @@ def everything(
     flag: bool = False,
     mode: Literal["up", "down", 3] = "up",
     algorithm: Literal["max"] | Callable[[Tensor], Tensor] = "max",
-    format: Format = Format.HYBRID,
+    format: ElementPair = ElementPair.HYBRID,
     recipe: RecipeLike | None = None,
     device: Device | None = None,
     dtype: torch.dtype | None = None,
@@ -78,8 +78,8 @@ WRONG_TYPES: list[tuple[str, Any, str]] = [
     ("flag", "False", "True or False"),
     ("mode", 1.0, "'up', 'down' or 3"),
     ("algorithm", 7, "'max' or a callable"),
-    ("format", "HYBRID", r"a member of minifloat.recipe.Format \(E2M1, E4M3, E5M2, HYBRID\)"),
-    ("format", minifloat.Format(), "a member of minifloat.recipe.Format"),
+    ("format", "HYBRID", r"a member of minifloat.recipes.base.ElementPair \(E2M1, E4M3, E5M2, HYBRID\)"),
+    ("format", minifloat.Format(), "a member of minifloat.recipes.base.ElementPair"),
     ("recipe", minifloat.DelayedScaling, "the class DelayedScaling; a minifloat recipe or one of the names delayed"),
     ("dtype", "bf16", "a torch.dtype"),
     ("module", nn.Linear, "the class Linear"),

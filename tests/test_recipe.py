@@ -28,6 +28,7 @@ from minifloat.recipe import (
     CustomRecipe,
     DelayedScaling,
     DelayedScalingRequest,
+    ElementPair,
     Float8BlockScaling,
     Float8CurrentScaling,
     MMParams,
@@ -39,8 +40,7 @@ from minifloat.recipe import (
     from_dict,
 )
 
-ElementFormat = recipes.Format
-HYBRID, E4M3, E5M2, E2M1 = ElementFormat.HYBRID, ElementFormat.E4M3, ElementFormat.E5M2, ElementFormat.E2M1
+HYBRID, E4M3, E5M2, E2M1 = ElementPair.HYBRID, ElementPair.E4M3, ElementPair.E5M2, ElementPair.E2M1
 SPLIT, FAST = MMParams(use_split_accumulator=True), MMParams(use_split_accumulator=False)
 SLOTS = ("input", "weight", "output", "grad_output", "grad_input")
 REQUIRED = object()
@@ -173,7 +173,7 @@ def test_field_names_and_defaults(cls: type) -> None:
 
 def test_element_formats() -> None:
     """The four of Transformer Engine, with the elements that each direction takes."""
-    found = {each.name: (each.forward, each.backward) for each in ElementFormat}
+    found = {each.name: (each.forward, each.backward) for each in ElementPair}
     assert found == {
         "E2M1": ("e2m1", "e2m1"), "E4M3": ("e4m3", "e4m3"), "E5M2": ("e5m2", "e5m2"), "HYBRID": ("e4m3", "e5m2")
     }  # fmt: skip
@@ -407,7 +407,7 @@ def test_a_dict_takes_functions_from_the_caller() -> None:
 @pytest.mark.parametrize("cls", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling])
 def test_forward_elements_must_be_e4m3(cls: Callable[..., Recipe], element: Any) -> None:
     """E5M2 has too few bits for a forward tensor, E2M1 is NVFP4's."""
-    with pytest.raises(ValueError, match=rf"Format\.{element.name}.*HYBRID"):
+    with pytest.raises(ValueError, match=rf"ElementPair\.{element.name}.*HYBRID"):
         cls(fp8_format=element)
 
 
@@ -435,7 +435,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (NVFP4, {"nvfp4_4over6_err_mode": "MAX"}, "nvfp4_4over6_err_mode is 'MAX'"),
     (NVFP4, {"fp4_format": E4M3}, "fp4_format"),
     (NVFP4, {"fp8_format": HYBRID}, "fp8_format"),
-    (CustomRecipe, {"qfactory": by_tensor, "fp8_format": E4M3}, "fp8_format is Format.E4M3; qfactory decides"),
+    (CustomRecipe, {"qfactory": by_tensor, "fp8_format": E4M3}, "fp8_format is ElementPair.E4M3; qfactory decides"),
     (CustomRecipe, {"qfactory": by_tensor, "quantization_alignment": 0}, "quantization_alignment is 0"),
     (CustomRecipe, {"qfactory": by_tensor, "quantization_alignment": 32}, "quantization_alignment is 32"),
     (MXFP8BlockScaling, {"margin": 1}, "margin is 1"),
@@ -468,12 +468,12 @@ def test_fp8_attention_is_refused(cls: Callable[..., Recipe], option: str) -> No
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (Float8CurrentScaling, {"fp8_format": Format("e5m2")}, "minifloat.recipe.Format .*HYBRID"),
-        (DELAYED, {"fp8_format": "HYBRID"}, "fp8_format is 'HYBRID'.*minifloat.recipe.Format"),
+        (Float8CurrentScaling, {"fp8_format": Format("e5m2")}, "minifloat.recipes.base.ElementPair .*HYBRID"),
+        (DELAYED, {"fp8_format": "HYBRID"}, "fp8_format is 'HYBRID'.*minifloat.recipes.base.ElementPair"),
         (DELAYED, {"amax_history_len": 2.5}, "amax_history_len is 2.5"),
         (DELAYED, {"margin": True}, "margin is True; an int"),
         (CustomRecipe, {"qfactory": "not callable"}, "qfactory is 'not callable'; a callable"),
-        (Float8CurrentScaling, {"fp8_gemm_fprop": True}, "fp8_gemm_fprop is True; a minifloat.recipe.MMParams"),
+        (Float8CurrentScaling, {"fp8_gemm_fprop": True}, "fp8_gemm_fprop is True; a minifloat.recipes.base.MMParams"),
         (MMParams, {"use_split_accumulator": "no"}, "use_split_accumulator is 'no'; True or False"),
     ],
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minifloat.quantizer import Quantizer
-from minifloat.recipe import BackwardOverride, DelayedScaling, QuantizerRole, Recipe
+from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
+from minifloat.recipes.base import BackwardOverride
 
 FORWARD_SLOTS = ("input", "weight", "output")
 BACKWARD_SLOTS = ("grad_output", "grad_input")

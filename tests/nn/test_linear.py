@@ -44,7 +44,7 @@ from minifloat.recipe import (
     Recipe,
     named,
 )
-from minifloat.recipe import Format as Elements
+from minifloat.recipe import ElementPair as Elements
 from minifloat.tensor import QuantizedTensor, quantize
 from tests.helpers import linear_model as model
 from tests.helpers import oracle

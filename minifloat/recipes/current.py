@@ -1,0 +1,45 @@
+"""FP8 with one scale a tensor, from its own amax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minifloat.arguments import NonNegativeFloat, checked
+from minifloat.formats import Format
+from minifloat.quantizer import Quantizer
+from minifloat.recipes.base import FAST, SPLIT, BackwardOverride, ElementPair, MMParams, QParams, QuantizerRole, Recipe
+
+
+@checked
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """FP8 with one scale a tensor, from its own amax."""
+
+    use_power_2_scales: bool = False
+    fp8_format: ElementPair = ElementPair.HYBRID
+    fp8_gemm_fprop: MMParams = FAST
+    fp8_gemm_dgrad: MMParams = SPLIT
+    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    amax_epsilon: NonNegativeFloat = 0.0
+    kinds = frozenset({"float8_current_scaling", "float8_per_tensor_scaling"})
+    pairs = (
+        ("FP8 per tensor", Format("e4m3"), Format("e4m3")),
+        ("FP8 per tensor, E5M2 gradient", Format("e5m2"), Format("e4m3")),
+    )
+
+    def __post_init__(self) -> None:
+        self._check(self.fp8_format)
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        return QParams(power_2_scale=self.use_power_2_scales, amax_epsilon=self.amax_epsilon)
+
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        rule = "pow2" if self.use_power_2_scales else "fp32"
+        element = self.fp8_format.element(role)
+        return Quantizer(Format(element, scale_rule=rule, amax_epsilon=self.amax_epsilon))
