@@ -114,7 +114,9 @@ def set_up(device: str) -> None:
     warnings.simplefilter("ignore")
     if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds in any order else
+        torch.use_deterministic_algorithms(True, warn_only=True)  # flash attention's backward adds in any order else
+        torch.backends.cuda.enable_mem_efficient_sdp(False)  # as do these, even so
+        torch.backends.cuda.enable_cudnn_sdp(False)
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
