@@ -9,7 +9,6 @@
 ``README.md`` shows the rest; ``docs/architecture.md`` says how it is built.
 """
 
-import minifloat.tensor_aten  # what operations do to a QuantizedTensor  # noqa: F401
 from minifloat import optim, quantizer
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, get_default_recipe

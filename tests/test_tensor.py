@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minifloat import tensor_ops
 from minifloat.formats import IDENTITY, Format, parse
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
-from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
+from minifloat.tensor import QuantizedTensor, quantize, quantize_all_, writing
 from tests.conftest import Pools
 
 NVFP4 = Format("e2m1", 16, scale_rule="two_level")
@@ -1048,10 +1047,8 @@ def test_many_tensors_take_one_launch_a_phase() -> None:
 
 
 def test_a_foreach_operation_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cast, lengths = tensor_ops.cast_all, []
-    monkeypatch.setattr(
-        tensor_ops, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw)
-    )
+    cast, lengths = writing.cast_all, []
+    monkeypatch.setattr(writing, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw))
     targets = [make(name) for name in ("current", "nvfp4", "block_tiles")]
     lengths.clear()
     torch._foreach_mul_(targets, 2.0)

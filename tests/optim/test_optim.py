@@ -18,14 +18,13 @@ from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import minifloat
-from minifloat import tensor_ops
 from minifloat.formats import Format
 from minifloat.nn.delayed import AmaxHistory
 from minifloat.optim import AdamW, MasterWeights, forget_overflow, moments
 from minifloat.optim.masters import join, split
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
-from minifloat.tensor import QuantizedTensor, quantize
+from minifloat.tensor import QuantizedTensor, quantize, writing
 from tests.conftest import Pools
 
 QUANTIZERS = {
@@ -170,10 +169,8 @@ def test_one_cast_and_one_copy_write_the_parameters(monkeypatch: pytest.MonkeyPa
     optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1)
     give_gradients(params)
     lengths: list[int] = []
-    cast = tensor_ops.cast_all
-    monkeypatch.setattr(
-        tensor_ops, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw)
-    )
+    cast = writing.cast_all
+    monkeypatch.setattr(writing, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw))
     optimizer.step()
     assert lengths == [len(QUANTIZERS)]
 

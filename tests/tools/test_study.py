@@ -25,7 +25,7 @@ from torch import nn
 from minifloat.functional import Gemm
 from minifloat.recipe import NAMES, named
 from minifloat.tools.cli import study as command
-from minifloat.tools.cli.out import claimed
+from minifloat.tools.cli.output import claimed
 from minifloat.tools.train import data, study, study_report
 from minifloat.tools.train.loop import Metrics, Run
 from minifloat.tools.train.model import ModelConfig

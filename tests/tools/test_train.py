@@ -22,7 +22,7 @@ from minifloat import Linear
 from minifloat.functional import Gemm
 from minifloat.ops import matmul
 from minifloat.recipe import NAMES, named
-from minifloat.tools.cli.out import LOCK, claimed
+from minifloat.tools.cli.output import LOCK, claimed
 from minifloat.tools.cli.train_job import MAX_GAP, MAX_GRADIENT_GAP
 from minifloat.tools.train import data, report
 from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
@@ -417,7 +417,7 @@ def test_a_folder_of_another_process_is_refused_until_that_one_dies(folder: Path
     """SIGKILL gives the folder back, though a child of the killed process goes on."""
     out = tmp_path / "out"
     code = (
-        "import subprocess, sys, time; from pathlib import Path; from minifloat.tools.cli.out import claimed\n"
+        "import subprocess, sys, time; from pathlib import Path; from minifloat.tools.cli.output import claimed\n"
         "with claimed(Path(sys.argv[1])):\n"
         "    print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     )

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from minifloat.recipe import NAMES
-from minifloat.tools.cli.observe import MetricsFile
+from minifloat.tools.cli.output import MetricsFile
 from minifloat.tools.cli.resume import resume_command
 from minifloat.tools.train import checkpoint, loop, report
 from minifloat.tools.train.checkpoint import Checkpoint, CheckpointError, complete, latest, locate

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minifloat import tensor_ops
 from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import max_of_all
 from minifloat.comm.gather import gather
 from minifloat.nn.linear import Linear
 from minifloat.operand import Operand
 from minifloat.parallel.fsdp.rows import QuantizedRows, rows_of
-from minifloat.tensor import QuantizedTensor
+from minifloat.tensor import QuantizedTensor, operand_ops
 
 
 @checked
@@ -96,7 +95,7 @@ def _whole(sharded: DTensor) -> Tensor:
     rowwise, columnwise = (operand is not None for operand in part)
     operands = gather(part, cover.shards, cover.group, rowwise=rowwise, columnwise=columnwise)
     if cover.group.size > 1:
-        operands = tensor_ops.each(operands, lambda o: _with_agreed_amax(o, cover.group))
+        operands = operand_ops.each(operands, lambda o: _with_agreed_amax(o, cover.group))
     return QuantizedTensor.from_operands(operands, rows.quantizer, sharded.shape, rows.dtype)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat import tensor_ops
 from minifloat.comm.collectives import exchange_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap, unit_rows
@@ -16,8 +15,9 @@ from minifloat.formats import ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.quantize import code_shape, scale_shape
 from minifloat.quantizer import DTYPES, Quantizer
-from minifloat.saved_rows import SavedRows, saved_chunk, write_item
-from minifloat.tensor import QuantizedTensor
+from minifloat.tensor import QuantizedTensor, operand_ops
+from minifloat.tensor.base import CodedTensor
+from minifloat.tensor.saved_rows import SavedRows, saved_chunk, write_item
 
 
 class Cover:
@@ -152,10 +152,10 @@ class QuantizedRows(QuantizedTensor):
         shape = end - begin, self.shape[1]
         operands = self._operands
         if operands.any.shape[0] < end - loaded:
-            operands = tensor_ops.each(operands, lambda o: _beside(o, end - loaded))
+            operands = operand_ops.each(operands, lambda o: _beside(o, end - loaded))
         if begin == loaded:
             return SavedRows.of(self, operands, shape, whole=False)
-        operands = tensor_ops.each(operands, lambda o: _cut(o, begin - loaded))
+        operands = operand_ops.each(operands, lambda o: _cut(o, begin - loaded))
         return SavedRows.of(self, operands, shape, whole=False).clone()  # not the memory that it is a part of
 
     # ---- what QuantizedTensor does otherwise ----
@@ -169,7 +169,7 @@ class QuantizedRows(QuantizedTensor):
         dtype = values.dtype if values.dtype in DTYPES else self.dtype
         return self.cover.gather(values.to(self.device, dtype).expand(self.shape).contiguous())
 
-    def _same_form(self, other: QuantizedTensor) -> bool:
+    def _same_form(self, other: CodedTensor) -> bool:
         alike = self.cover.exact if not isinstance(other, QuantizedRows) else self.cover.begin == other.cover.begin
         return alike and super()._same_form(other)
 
@@ -202,7 +202,7 @@ class QuantizedRows(QuantizedTensor):
 
 
 def _cut(operand: Operand, begin: int) -> Operand:
-    rows = tensor_ops.cut(operand, begin, operand.shape[0])
+    rows = operand_ops.cut(operand, begin, operand.shape[0])
     assert rows is not None
     return rows
 
@@ -228,7 +228,7 @@ def _rebuild_rows(
 ) -> QuantizedTensor:
     """What a pickle calls; its arguments are plain data, for ``torch.load(weights_only=True)`` as well."""
     description, dtype, _ = context
-    quantizer, operands = tensor_ops.restore(description, inner)
+    quantizer, operands = operand_ops.restore(description, inner)
     unit, rows, rank = cover
     self = QuantizedRows.of(operands, quantizer, dtype, Cover(unit, ShardMap(tuple(rows)), rank, None))
     self.scale = inner.get("scale")
@@ -253,7 +253,7 @@ def put_in_place(new: QuantizedTensor, old: Tensor) -> None:
 @torch.no_grad()
 def rows_of(whole: QuantizedTensor, shards: ShardMap, group: Group) -> QuantizedRows:
     """This rank's rows of a quantized parameter that all ranks have, in memory of their own."""
-    unit = max(unit_rows(o.format, o.dim) for o in tensor_ops.distinct(whole.operands).values())
+    unit = max(unit_rows(o.format, o.dim) for o in operand_ops.distinct(whole.operands).values())
     cover = Cover(unit, shards, group.rank, group)
     covered = whole.detach()[cover.begin : cover.end] if cover.end > cover.begin else whole.detach()[:0]
     copied = covered.clone()

@@ -35,7 +35,7 @@ def plain_doctor(arguments: Sequence[str]) -> None:
     """`minifloat doctor` without typer."""
     from argparse import ArgumentParser
 
-    from minifloat.tools.cli.machine import show
+    from minifloat.tools.cli.doctor import show
 
     parser = ArgumentParser("minifloat doctor")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -58,14 +58,26 @@ def build() -> typer.Typer:
     """The application with all its commands."""
     import typer
 
-    from minifloat.tools.cli import about, bench, doctor, generate, study, train
+    from minifloat.tools.cli import bench, generate, study, train
+    from minifloat.tools.cli.doctor import show
 
     app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-    app.callback()(about.about)
     app.command("train")(train.train)
     app.command("generate")(generate.generate)
     app.command("study")(study.study)
-    app.command("doctor")(doctor.doctor)
+    asked = typer.Option(False, "--version", callback=print_version, is_eager=True, help="show the version and end")
+    name = typer.Option("auto", help="auto, cpu, cuda or cuda:N")
+
+    @app.callback()
+    def about(version: bool = asked) -> None:
+        """Train PyTorch transformers in 8-bit and 4-bit floating point."""
+
+    @app.command()
+    def doctor(device: str = name) -> None:
+        """Show what runs native, by our kernels or emulated on this machine, and why; with all versions."""
+        with user_errors():
+            show(choose_device(device))
+
     app.command("bench")(bench.bench)
     return app
 

@@ -18,7 +18,7 @@ from minifloat.tools.bench import against as revisions
 from minifloat.tools.bench.registry import SUITES, Row, choose
 from minifloat.tools.bench.run import Options, run
 from minifloat.tools.cli import choose_device, device_name, user_errors
-from minifloat.tools.cli.machine import versions
+from minifloat.tools.cli.doctor import versions
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,7 +22,7 @@ import typer
 
 from minifloat.recipe import NAMES, named
 from minifloat.tools.cli import choose_device, device_name, user_errors
-from minifloat.tools.cli.out import claimed, output_optional
+from minifloat.tools.cli.output import claimed, output_optional
 from minifloat.tools.train import data, study_report
 from minifloat.tools.train import study as runs
 from minifloat.tools.train.model import MODELS

@@ -11,8 +11,7 @@ import typer
 from minifloat.functional.tensor_parallel import Overlap
 from minifloat.recipe import NAMES
 from minifloat.tools.cli import choose_device, user_errors
-from minifloat.tools.cli.observe import tensorboard_class
-from minifloat.tools.cli.out import claimed, output_optional
+from minifloat.tools.cli.output import claimed, output_optional, tensorboard_class
 from minifloat.tools.cli.ranks import PATIENCE, TIMEOUT, decided_by_first, from_first, joined
 from minifloat.tools.cli.resume import Start, choose, choose_folder
 from minifloat.tools.cli.sizes import DEFAULT, OwnSizes, check_memory, sizes_of

@@ -17,7 +17,7 @@ import typer
 from minifloat.functional.tensor_parallel import Overlap, set_check, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.tools.cli import device_name, user_errors
-from minifloat.tools.cli.observe import Observer, observers
+from minifloat.tools.cli.output import Observer, observers
 from minifloat.tools.cli.ranks import PATIENCE, launcher
 from minifloat.tools.cli.resume import Start, checkpoint_folder, resume_command
 from minifloat.tools.train import data, report

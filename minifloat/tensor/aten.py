@@ -9,21 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from minifloat import tensor_ops
 from minifloat.operand import Operand
 from minifloat.quantizer import DTYPES
-from minifloat.tensor import (
-    READS,
-    WRITES,
-    Handler,
-    QuantizedTensor,
-    assign_all,
-    copied,
-    count_writes,
-    on_values,
-    write_all,
-    written_by,
-)
+from minifloat.tensor import operand_ops
+from minifloat.tensor.base import READS, WRITES, Handler, copied, count_writes, on_values, written_by
+from minifloat.tensor.quantized_tensor import QuantizedTensor
+from minifloat.tensor.writing import assign_all, write_all
 
 
 def _handles(table: dict[Any, Handler], names: str) -> Callable[[Handler], Handler]:
@@ -75,7 +66,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return moved.pin_memory() if kwargs.get("pin_memory") else moved
 
     moved = t._map(move)
-    return moved if dtype == t.dtype else moved._like(tensor_ops.each(moved._operands, lambda o: _as_dtype(o, dtype)))
+    return moved if dtype == t.dtype else moved._like(operand_ops.each(moved._operands, lambda o: _as_dtype(o, dtype)))
 
 
 def _as_dtype(operand: Operand, dtype: torch.dtype) -> Operand:

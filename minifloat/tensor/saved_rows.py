@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat import tensor_ops
 from minifloat.operand import Operand, Quantized
-from minifloat.tensor import QuantizedTensor
+from minifloat.tensor import operand_ops
+from minifloat.tensor.quantized_tensor import QuantizedTensor
 
 
 class SavedRows(QuantizedTensor):
@@ -71,7 +71,7 @@ class SavedRows(QuantizedTensor):
         )
 
     def _store(self, operands: Quantized, noop_flag: Tensor | None = None) -> None:
-        super()._store(tensor_ops.each(operands, self._with_amax), noop_flag)
+        super()._store(operand_ops.each(operands, self._with_amax), noop_flag)
         # A rank without rows loads a block for its scale alone; optimizers of all ranks are to notice the write alike.
         torch.autograd.graph.increment_version(self.source._operands.any.codes)
 
@@ -85,6 +85,14 @@ class SavedRows(QuantizedTensor):
             del ranges[other]
         ranges[begin, end] = loaded.amax.to(self.device)
         return loaded._replace(amax=torch.stack(list(ranges.values())).amax(0))
+
+
+def _saved(self: QuantizedTensor, index: Any) -> Tensor:
+    """What ``torch.distributed.checkpoint`` saves, and loads into, maybe in several ranges of rows."""
+    return SavedRows.of(self, self._operands, self.shape, self.stride(), whole=True)
+
+
+setattr(QuantizedTensor, "__get_tensor_shard__", _saved)  # noqa: B010 - which this module is above
 
 
 def saved_chunk(begin: int, end: int, cols: int) -> Any:

@@ -1,4 +1,4 @@
-"""What a :class:`~minifloat.tensor.QuantizedTensor` does to its operands: cast, cut rows, store, describe as data."""
+"""What a :class:`~minifloat.tensor.QuantizedTensor` does to its operands: cut rows, store, describe as plain data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from minifloat.comm.group import Group
-from minifloat.comm.sharded_cast import reduce_amaxes
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
+from minifloat.quantizer import Quantizer
 
 SLOTS = ("rowwise", "columnwise")
 BUFFERS = ("codes", "scale_inv", "amax")
@@ -59,50 +56,6 @@ def refuse_data_pointer(t: Tensor) -> None:
         torch._C._set_throw_on_mutable_data_ptr(t)  # with PyTorch's message
     else:
         _SET_ERROR(t.untyped_storage()._cdata, _NO_MEMORY)
-
-
-# ---- cast ----
-
-
-def cast(
-    xs: Sequence[Tensor],
-    quantizers: Sequence[Quantizer],
-    scales: Sequence[Tensor | None],
-    groups: Sequence[dist.ProcessGroup | None],
-    amaxes: Sequence[Amaxes | None],
-    noop_flag: Tensor | None = None,
-) -> list[Quantized]:
-    """Quantizes many ``xs`` [M, K]: one launch a phase, and between the phases one all-reduce a group.
-
-    Args:
-        xs, quantizers: one quantizer a tensor.
-        scales: fp32 [1] for delayed scaling, else None.
-        groups: what the amaxes of each tensor are reduced over, or None. Ranks list the tensors of a group alike.
-        amaxes: what to cast with instead, already agreed on; None: the tensor's own.
-        noop_flag: as of ``cast_all``.
-
-    Raises:
-        ValueError: a quantizer takes a given scale and there is none.
-    """
-    for quantizer, scale, known in zip(quantizers, scales, amaxes, strict=True):
-        if known is None and scale is None and any(fmt.scale_rule == "given" for fmt, _ in quantizer.casts):
-            raise ValueError(
-                f"{quantizer.row_format.spec} casts with a delayed scale and none is known; pass an fp32 [1] as in "
-                "quantize(x, quantizer, scale=scale)"
-            )
-    levels = list(amaxes)
-    unknown = [i for i, known in enumerate(amaxes) if known is None]
-    found = find_amaxes([xs[i] for i in unknown], [quantizers[i] for i in unknown])
-    by_group: dict[dist.ProcessGroup | None, list[int]] = {}
-    for i in unknown:
-        by_group.setdefault(groups[i], []).append(i)
-    own = dict(zip(unknown, found, strict=True))
-    for group, those in by_group.items():
-        reduced = reduce_amaxes([own[i] for i in those], [quantizers[i] for i in those], Group.of(group))
-        for i, known in zip(those, reduced, strict=True):
-            given = [fmt.scale_rule == "given" for fmt, _ in quantizers[i].casts]
-            levels[i] = tuple(scales[i] if wants else level for wants, level in zip(given, known, strict=True))
-    return cast_all(xs, quantizers, levels, noop_flag=noop_flag)
 
 
 # ---- rows ----

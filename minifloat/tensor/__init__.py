@@ -1,0 +1,9 @@
+"""Tensors that are kept as codes and scales: parameters, and outputs of layers that ask for it."""
+
+import minifloat.tensor.aten  # what PyTorch's operations do to them  # noqa: F401
+from minifloat.tensor.base import Gatherer
+from minifloat.tensor.quantized_tensor import QuantizedTensor, _rebuild, quantize  # noqa: F401
+from minifloat.tensor.saved_rows import SavedRows
+from minifloat.tensor.writing import quantize_all_
+
+__all__ = ["Gatherer", "QuantizedTensor", "SavedRows", "quantize", "quantize_all_"]

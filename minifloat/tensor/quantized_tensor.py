@@ -1,0 +1,364 @@
+"""A tensor that is kept as codes and scales: parameters, and outputs of layers that ask for it.
+
+To PyTorch it is a tensor of its logical shape and dtype. An operation that does not change it gives what it gives on
+:meth:`QuantizedTensor.dequantize`, bit for bit, in high precision, unless the quantized form holds the result exactly:
+``detach``, ``clone``, ``to(device)``, ``t``, ``view``, rows of whole blocks and the like stay quantized. An in-place
+operation computes on the values and quantizes the result into the same memory, or raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minifloat.arguments import shown
+from minifloat.formats import COLUMNWISE
+from minifloat.operand import Operand, Quantized
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+from minifloat.tensor import operand_ops
+from minifloat.tensor.base import CodedTensor, copied, matrix_shape, version_of
+from minifloat.tensor.writing import cast, quantize_all_
+
+_INNER = tuple(f"{slot}_{name}" for slot in operand_ops.SLOTS for name in operand_ops.BUFFERS)
+_SHARED = ("quantizer", "cover")  # what copies refer to as well
+_FIELDS = frozenset(
+    {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer"}
+    | {*_SHARED, "source", "first", "whole", "_loaded_amaxes"}  # of subclasses
+)
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    scale: Tensor | None = None,
+    amax_group: dist.ProcessGroup | None = None,
+    amaxes: Amaxes | None = None,
+) -> QuantizedTensor:
+    """``x`` as a new tensor of its shape and dtype that holds codes and scales; no gradient flows back to ``x``.
+
+    Args:
+        x: [..., K], bf16, fp16 or fp32. Leading dims are flattened for the operands, [M, K].
+        quantizer: formats and orientations, also for every later in-place operation.
+        scale: fp32 [1], for delayed scaling. Kept, not copied: later writes cast with what it holds by then.
+        amax_group: ranks that hold the other shards, whose amaxes this one's are reduced with, now and later.
+        amaxes: what to cast with instead, already agreed on, one a cast (``Quantizer.casts``).
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: another dtype, no dims, a quantizer of no orientation, or delayed scaling without a scale.
+    """
+    if not (quantizer.rowwise or quantizer.columnwise):
+        raise ValueError("the quantizer produces no orientation; use quantizer.with_usage(rowwise=True)")
+    with torch.no_grad():
+        values = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
+        operands = cast([as_matrix(values)], [quantizer], [scale], [amax_group], [amaxes])[0]
+        owned = operand_ops.each(operands, lambda o: o if o.format.quantized else o._replace(codes=copied(o.codes)))
+    return QuantizedTensor.from_operands(
+        owned, quantizer, x.shape, x.dtype, scale=scale, amax_group=amax_group, source_version=version_of(x)
+    )
+
+
+class QuantizedTensor(CodedTensor):
+    """Operands of one [M, K] matrix, in the shape [..., K] or as a view of it. Made by :func:`quantize`.
+
+    Rows that would break blocks, columns, and other views that the quantized form cannot hold are copies of the values:
+    writing to those does not reach this tensor. ``t[index] = value`` does. ``zeros_like`` and the like are in high
+    precision, so that an optimizer's state is; ``new_zeros``, ``new_empty`` and, to a device, ``empty_like`` are
+    quantized. A change of dtype gives the values, but a parameter (``module.to(dtype)``) stays quantized and changes
+    its logical dtype.
+
+    Attributes:
+        quantizer: what it was and will be quantized with; its usage is that of the operands.
+        scale: fp32 [1], what delayed scaling casts with the next time; else None.
+        amax_group: the ranks that it reduces its amax over, or None; set to a process group, or one dim of a mesh. Kept
+            by its name, which copies have too and pickles have not.
+        source_version: the version of the tensor that it was last quantized from, where that is known.
+        gatherer: of a tensor that is gathered from shards, some operands of which may have no memory now; else None.
+    """
+
+    @staticmethod
+    def from_operands(
+        operands: Quantized,
+        quantizer: Quantizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        scale: Tensor | None = None,
+        amax_group: dist.ProcessGroup | None = None,
+        source_version: int | None = None,
+    ) -> QuantizedTensor:
+        """A tensor of operands that exist, which it keeps; see :func:`quantize` for the other arguments.
+
+        Raises:
+            ValueError: there is no operand, or ``shape`` is not that of the operands with M split into leading dims.
+        """
+        if operands.rowwise is None and operands.columnwise is None:
+            raise ValueError("there is neither a rowwise nor a columnwise operand to make a tensor of")
+        if matrix_shape(shape) != operands.any.shape:
+            raise ValueError(
+                f"shape {tuple(shape)} flattens to {matrix_shape(shape)}, but operands are {operands.any.shape}"
+            )
+        typed = operand_ops.each(operands, lambda o: o if o.dtype == dtype else o._replace(dtype=dtype))
+        self = QuantizedTensor(typed, quantizer, shape, dtype)
+        self.scale, self.amax_group, self.source_version = scale, amax_group, source_version
+        return self
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in a tensor of their own, rounded once to ``dtype`` (default: its own). Differentiable."""
+        if self.requires_grad and torch.is_grad_enabled():
+            values: Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
+            return values
+        return self._own_values(dtype)
+
+    def quantize_(
+        self, src: Tensor, *, amaxes: Amaxes | None = None, noop_flag: Tensor | None = None
+    ) -> QuantizedTensor:
+        """Quantizes ``src`` into the memory of this tensor; the arguments are those of :func:`quantize_all_`.
+
+        ``src`` is cast from its own dtype: a bf16 parameter takes fp32 master weights in one rounding.
+
+        Raises:
+            ValueError: ``src`` has another shape.
+            NotImplementedError: this is a range of rows of a larger tensor, which share a scale that would change.
+        """
+        quantize_all_([self], [src], amaxes=[amaxes], noop_flag=noop_flag)
+        return self
+
+    def set_high_precision_init_val(self, values: Tensor) -> None:
+        """Keeps a copy of ``values`` on the CPU, for master weights to start from."""
+        self._initial = values.detach().cpu().clone(), version_of(self._operands.any.codes)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values before the first cast, on the CPU, if they were to be preserved and nothing else was written."""
+        if self._initial is None or self._initial[1] != version_of(self._operands.any.codes):
+            return None
+        return self._initial[0]
+
+    def clear_high_precision_init_val(self) -> None:
+        """Frees what :meth:`get_high_precision_init_val` gives."""
+        self._initial = None
+
+    def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Drops operands that are not wanted, and fills a place again from the other where one serves both.
+
+        Raises:
+            ValueError: a wanted orientation is missing and does not follow from the other, or none would be left.
+        """
+        wanted = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+        held = self._operands.any
+        kept: list[Operand | None] = []
+        for slot, usage, fmt in zip(
+            operand_ops.SLOTS,
+            (wanted.rowwise, wanted.columnwise),
+            (wanted.row_format, wanted.format(COLUMNWISE)),
+            strict=True,
+        ):
+            operand: Operand | None = getattr(self._operands, slot)
+            if usage and operand is None and not (fmt.symmetric and held.format == fmt and not wanted.chained):
+                raise ValueError(
+                    f"the {slot} operand ({fmt.spec}) is missing and does not follow from {held.format.spec}: "
+                    f"quantize the source again, as in quantize(source, t.quantizer.with_usage({slot}=True))"
+                )
+            kept.append((held if operand is None else operand) if usage else None)
+        if not any(kept):
+            raise ValueError("a tensor keeps at least one orientation: rowwise=True or columnwise=True")
+        self._operands, self.quantizer = Quantized(*kept), wanted
+
+    @property
+    def data(self) -> Tensor:
+        """This tensor without its graph. Values that are assigned are quantized into its memory, not shared with it.
+
+        Raises:
+            TypeError: they are no floating-point tensor.
+            ValueError: they have another shape, or are on another device.
+        """
+        alone: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return alone
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            raise TypeError(f"a QuantizedTensor's data is set to {shown(values)}; a floating-point tensor is needed")
+        if values.device != self.device:
+            raise ValueError(
+                f"a QuantizedTensor on {self.device} cannot take data from {values.device}; move it as in "
+                "module.to(device), which moves codes and scales"
+            )
+        self.quantize_(values)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        values = self.dequantize()
+        values[index] = value
+        self.copy_(values)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = [
+            f"{slot}={operand.format.spec}"
+            for slot, operand in zip(operand_ops.SLOTS, self._operands, strict=True)
+            if operand
+        ]
+        where = [f"device={self.device}"] + ["requires_grad=True"] * self.requires_grad
+        return f"QuantizedTensor({', '.join([str(tuple(self.shape)), str(self.dtype), *held, *where])})"
+
+    # ---- new tensors from this one ----
+
+    def _like(
+        self, operands: Quantized, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
+    ) -> QuantizedTensor:
+        """Other operands for the same quantizer, scale, group and source."""
+        shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
+        out = QuantizedTensor(operands, self.quantizer, shape, operands.any.dtype, stride)
+        out.scale, out._group, out.source_version = self.scale, self._group, self.source_version
+        out.gatherer = self.gatherer
+        return out
+
+    def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
+        """Zeros of any size, quantized like this tensor."""
+        return quantize(
+            torch.zeros(size, dtype=self.dtype, device=device), self.quantizer, scale=self._scale_on(device)
+        )
+
+    def _scale_on(self, device: Any) -> Tensor | None:
+        """The delayed scale on another device; one that has no value yet becomes 1, as in a new history."""
+        if self.scale is None or not self.scale.is_meta:
+            return None if self.scale is None else self.scale.to(device)
+        return torch.ones_like(self.scale, device=device)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        out = self._like(operand_ops.each(self._gathered(), lambda o: operand_ops.map_buffers(o, function)))
+        out.scale = None if self.scale is None else function(self.scale)
+        out.gatherer = None
+        return out
+
+    def _part(self, view: Tensor) -> QuantizedTensor | None:
+        """What ``view`` shows of the values, for a view of a meta tensor like this; None if operands cannot hold it."""
+        rows, cols = self._operands.any.shape
+        shape, stride, offset, count = view.shape, view.stride(), view.storage_offset(), view.numel()
+        if view.dtype != self.dtype or not operand_ops.is_dense(shape, stride):
+            return None
+        if count == rows * cols and offset == 0:
+            whole = self._like(self._operands, shape, stride)
+            whole._outside, whole._wholes = self._outside, self._wholes
+            return whole
+        if not cols or offset % cols or count % cols:
+            return None
+        begin, end = offset // cols, (offset + count) // cols
+        kept = [operand if operand is None else operand_ops.cut(operand, begin, end) for operand in self._operands]
+        if any(cut is None for cut, operand in zip(kept, self._operands, strict=True) if operand is not None):
+            return None
+        shared = self._operands.rowwise is self._operands.columnwise
+        part = self._like(Quantized(kept[0], kept[0] if shared else kept[1]), shape, stride)
+        held = operand_ops.distinct(self._operands).values()
+        others = [operand_ops.left_out(operand, begin, end) for operand in held]
+        part._outside = self._outside + tuple(codes for rest in others for codes in rest if codes.numel())
+        part._wholes = self._wholes + tuple(buffer for operand in held for buffer in operand_ops.buffers(operand))
+        return part
+
+    # ---- torch's protocols ----
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return list(self._buffers()), (operand_ops.describe(self.quantizer, self._operands), self.dtype, self._group)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> QuantizedTensor:
+        description, dtype, group = context
+        quantizer, operands = operand_ops.restore(description, inner)
+        self = QuantizedTensor(operands, quantizer, outer_size, dtype, outer_stride)
+        self.scale = inner.get("scale")
+        self._group = group
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        context = operand_ops.describe(self.quantizer, self._gathered()), self.dtype, None
+        others = {name: value for name, value in self.__dict__.items() if name not in _FIELDS}
+        if (initial := self.get_high_precision_init_val()) is not None:
+            others["_initial"] = initial
+        geometry = tuple(self.shape), self.stride()
+        return _rebuild, (self._buffers(), context, *geometry, self.requires_grad, others)
+
+    def _set_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Those that a pickle of :meth:`__reduce_ex__` has: a user's, and the values before the first cast."""
+        self.__dict__.update({name: value for name, value in attributes.items() if name != "_initial"})
+        if "_initial" in attributes:
+            self.set_high_precision_init_val(attributes["_initial"])
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
+    ) -> Any:
+        """What PyTorch's own FSDP2 asks for: it would gather values, and of some formats lose rows.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{getattr(module, '_label', type(module).__name__)}: PyTorch's own fully_shard does not keep quantized "
+            "parameters; give its module to minifloat.distributed.fully_shard"
+        )
+
+    fsdp_post_all_gather = fsdp_pre_all_gather  # which has to be there, too
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) in memo:
+            found: QuantizedTensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError("a QuantizedTensor that autograd computed cannot be deep-copied; detach() it first")
+        self._gathered()
+        kept = {name: self.__dict__[name] for name in _SHARED if name in self.__dict__}
+        kept |= {"gatherer": None, "_initial": None}
+        copied = copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in kept}, memo)
+        out = type(self)(copied["_operands"], self.quantizer, self.shape, self.dtype, self.stride())
+        out.__dict__.update(copied | kept)
+        out.requires_grad_(self.requires_grad)
+        out.grad = copy.deepcopy(self.grad, memo)
+        if (initial := self.get_high_precision_init_val()) is not None:
+            out.set_high_precision_init_val(initial)
+        memo[id(self)] = out
+        return out
+
+
+for _name in _INNER:  # rowwise_codes and so on: the names that torch finds the inner tensors by
+    setattr(QuantizedTensor, _name, property(attrgetter("_operands." + _name.replace("_", ".", 1))))
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        values = tensor._own_values(dtype)
+        return values.clone() if values._is_view() else values  # views made here refuse in-place operations later
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def _rebuild(
+    inner: dict[str, Tensor],
+    context: tuple[Any, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> QuantizedTensor:
+    """What a pickle calls. Its arguments are plain data, so that files outlive the classes of today.
+
+    ``torch.load(weights_only=True)`` trusts it once this module is imported.
+    """
+    self = QuantizedTensor.__tensor_unflatten__(inner, context, shape, stride)
+    self._set_attributes(attributes)
+    self.requires_grad_(requires_grad)
+    return self
+
+
+_rebuild.__module__ = "minifloat.tensor"  # as it is called in files
+torch.serialization.add_safe_globals([_rebuild])
