@@ -1093,7 +1093,7 @@ def written_together(rank: int, world_size: int) -> tuple[list[Tensor], int]:
     ]
     with CountOps() as counted:
         quantize_all_(targets, shards)
-    return [t.dequantize() for t in targets], sum(n for op, n in counted.calls.items() if "all_reduce" in op)
+    return [t.dequantize() for t in targets], sum(n for op, n in counted.calls.items() if "allreduce" in op)
 
 
 def test_amaxes_of_many_are_reduced_in_one_call_a_group(worker_pool: Pools) -> None:
@@ -1104,7 +1104,7 @@ def test_amaxes_of_many_are_reduced_in_one_call_a_group(worker_pool: Pools) -> N
         shards = [full] if i < len(GROUPED) else full.chunk(2)
         wanted = torch.cat([quantize(x, QUANTIZERS[name]).dequantize() for x in shards])
         assert same(torch.cat([values[i] for values, _ in results]), wanted), name
-    assert [calls for _, calls in results] == [2, 2]
+    assert [calls for _, calls in results] == [1, 1]  # none in the group of one rank
 
 
 @pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e4m3/128x128/pow2", "e2m1/16x16/two_level"])
