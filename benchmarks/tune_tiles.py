@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.ops.activation import blocks as activation_blocks
-from minifloat.ops.norm import blocks as norm_blocks
+from minifloat.ops.activation import kernels as activation
+from minifloat.ops.norm.cast import norm_cast
 from minifloat.ops.quantize import blocks, empty_cast, nvfp4, per_tensor
 from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile, tile
@@ -106,14 +106,14 @@ def behind_producers(x: Tensor) -> None:
     wide, gamma = torch.cat([x, x], 1), torch.ones_like(x[0])
     for kind, fmt in (("block", FORMATS["cast_block strips"]), ("mx", FORMATS["cast_mx strips"])):
         for what, dims in (("row", (True, False)), ("both", (True, True))):
-            how = fmt.spec, *dims, fmt.block == 128
-            of_norm = x, None, gamma, None, "RMSNorm", 1e-5, False, fmt, *dims, fmt.block == 128
+            how = None, fmt.spec, *dims, fmt.block == 128
+            of_norm = x, gamma, None, "RMSNorm", 1e-5, False, *how
             calls: dict[str, tuple[int, Callable[[Tile], object]]] = {
-                "activation": (4, lambda t, h=how: activation_blocks.cast(wide, "swiglu", (), *h, t)),
+                "activation": (4, lambda t, h=how: activation.cast(wide, "swiglu", (), *h, t)),
                 "activation_backward": (
-                    6, lambda t, h=how: activation_blocks.backward_cast(x, wide, "swiglu", (), *h, False, t)
+                    6, lambda t, h=how: activation.backward_cast(x, wide, "swiglu", (), *h, False, t)
                 ),
-                "norm": (4, lambda t, a=of_norm: norm_blocks.cast(*a, t)),
+                "norm": (4, lambda t, a=of_norm: norm_cast(*a, None, t)),
             }  # fmt: skip
             for kernel, (read, launch) in calls.items():
                 written = sum(dims) * (2 if kernel == "activation_backward" else 1)

@@ -79,7 +79,7 @@ def update(histories: Sequence[History], group: Group | None = None) -> None:
         reduce(histories, group)
     fused = [history for history in histories if not is_custom(history.recipe)]
     if fused:
-        kernels.update([h.amax_history for h in fused], [h.scale for h in fused], [h.rule for h in fused])
+        kernels.update_scales_([h.amax_history for h in fused], [h.scale for h in fused], [h.rule for h in fused])
     for history in histories:
         if is_custom(history.recipe):
             _update_by_callables(history)

@@ -51,33 +51,22 @@ class CastAtOnce(NamedTuple):
         return self.scale is not None
 
     @property
-    def arguments(self) -> tuple[Tensor | str | bool, ...]:
-        """Of the operation: how it casts.
-
-        The scale, the format, and whether codes are wanted along the rows, and transposed along the columns. In blocks:
-        the format, whether codes are wanted along the rows and along the columns, and whether GEMMs want them k-major.
-        """
+    def arguments(self) -> tuple[Tensor | None, str, bool, bool, bool]:
+        """Of the operation: scale, format, whether codes are wanted along the rows and along the columns, k-major."""
         dims = [dim for _, dim in self.layouts]
         fmt = self.layouts[0][0]
-        how = fmt.spec, ROWWISE in dims, COLUMNWISE in dims
-        if self.scale is not None:
-            return self.scale, *how
-        return *how, self.x.device.type == "cuda" and capability.k_major(fmt)
+        k_major = self.scale is not None or (self.x.device.type == "cuda" and capability.k_major(fmt))
+        return self.scale, fmt.spec, ROWWISE in dims, COLUMNWISE in dims, k_major
 
     def divides(self, columns: int) -> bool:
         """So many columns are whole blocks."""
         return columns % self.layouts[0][0].block == 0
 
     def operands(self, outputs: Sequence[Tensor], shape: tuple[int, int]) -> Quantized:
-        """Of the outputs of the operation: codes along the rows and along the columns, their scale and their amax.
-
-        In blocks: codes and scales along the rows, then those along the columns.
-        """
-        each: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
-        if self.scale is not None:
-            row, column, scale_inv, amax = outputs
-            each = [(row if dim == ROWWISE else column, scale_inv, amax, self.scale) for _, dim in self.layouts]
-        else:
-            casts = {ROWWISE: outputs[:2], COLUMNWISE: outputs[2:]}
-            each = [(casts[dim][0], casts[dim][1], None, None) for _, dim in self.layouts]
+        """Of the outputs of the operation, ``ops.quantize.FusedCodes``."""
+        row_codes, column_codes, row_scales, column_scales, amax = outputs
+        each: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
+        for _, dim in self.layouts:
+            codes, scales = (row_codes, row_scales) if dim == ROWWISE else (column_codes, column_scales)
+            each.append((codes, scales, None, None) if self.scale is None else (codes, row_scales, amax, self.scale))
         return assemble(self.quantizer, self.layouts, iter(each), shape, self.x.dtype)

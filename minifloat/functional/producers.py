@@ -10,7 +10,7 @@ That is the fp32 result itself under delayed scaling; everything else rounds to 
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -19,23 +19,12 @@ from minifloat.functional.at_once import CastAtOnce, reads_fp32
 from minifloat.functional.outputs import as_output
 from minifloat.functional.produced import Activation, Cast, Norm, Produced
 from minifloat.ops import activation, norm
-from minifloat.ops.library import again as again_of
-from minifloat.ops.norm.in_blocks import norm_cast_blocks
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
-
-class Operations(NamedTuple):
-    """Those of a producer: its value, and its cast with a scale that is given, or in blocks."""
-
-    value: torch._ops.OpOverload
-    cast: torch._ops.OpOverload
-    cast_blocks: torch._ops.OpOverload
-
-
-_NORM = Operations(norm.norm_forward, norm.norm_cast, norm_cast_blocks)
-_NORM_AGAIN = Operations(*map(again_of, _NORM))
-_ACTIVATION = Operations(activation.activation_forward, activation.activation_cast, activation.activation_cast_blocks)
-_ACTIVATION_AGAIN = Operations(*map(again_of, _ACTIVATION))
+_NORM = norm.norm_forward, norm.norm_cast
+_ACTIVATION = activation.activation_forward, activation.activation_cast
+_NORM_AGAIN = norm.norm_forward.for_recompute(), norm.norm_cast.for_recompute()
+_ACTIVATION_AGAIN = activation.activation_forward.for_recompute(), activation.activation_cast.for_recompute()
 
 
 # ---- the value, or the cast at once ----
@@ -64,24 +53,23 @@ def norm_value(
         scale: that of delayed scaling, fp32 [1]: with it the kernel that norms casts too, and gives no value.
         at_once: so it does for blocks that need no amax but their own. Not where ranks that share a block agree first.
         return_value: others see the value too, so it is rounded to the dtype of ``x`` whatever the quantizer.
-        again: it is a backward that does what its forward did, see :func:`~minifloat.ops.library.again`.
+        again: it is a backward that does what its forward did, see ``Operation.for_recompute``.
 
     Raises:
         TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
     """
     matrix, added = as_matrix(x), None if residual is None else as_matrix(residual)
     options = of.normalization, of.eps, of.zero_centered_gamma
-    operations = _NORM_AGAIN if again else _NORM
+    forward, forward_cast = _NORM_AGAIN if again else _NORM
     cast = None if return_value else CastAtOnce.of(quantizer, scale, at_once, x)
     if cast is not None:
-        operation = operations.cast if cast.given else operations.cast_blocks
-        *outputs, mean, rsigma, total = operation(matrix, gamma, beta, *options, *cast.arguments, added)
+        *outputs, mean, rsigma, total = forward_cast(matrix, gamma, beta, *options, *cast.arguments, added)
         quantized = cast.operands(outputs, (matrix.shape[0], matrix.shape[1]))
         stream = x if residual is None else as_output(total, x.shape)
         return Produced(None, x.dtype, (mean, rsigma), quantized=quantized, stream=stream)
     dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
     measures = _measures(quantizer)
-    y, mean, rsigma, amax, total = operations.value(matrix, gamma, beta, *options, dtype, measures, added)
+    y, mean, rsigma, amax, total = forward(matrix, gamma, beta, *options, dtype, measures, added)
     stream = x if residual is None else as_output(total, x.shape)
     amaxes = _amaxes(quantizer, amax) if measures else None
     return Produced(as_output(y, x.shape), x.dtype, (mean, rsigma), amaxes, stream=stream)
@@ -103,15 +91,14 @@ def act_value(
     """
     matrix = as_matrix(x)
     columns = activation.out_columns(of.name, matrix.shape[1])
-    operations = _ACTIVATION_AGAIN if again else _ACTIVATION
+    forward, forward_cast = _ACTIVATION_AGAIN if again else _ACTIVATION
     cast = None if return_value else CastAtOnce.of(quantizer, scale, at_once, x)
     if cast is not None:
-        operation = operations.cast if cast.given else operations.cast_blocks
-        outputs = operation(matrix, of.name, of.parameters, *cast.arguments)
+        outputs = forward_cast(matrix, of.name, of.parameters, *cast.arguments)
         return Produced(None, x.dtype, quantized=cast.operands(outputs, (matrix.shape[0], columns)))
     dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
     measures = _measures(quantizer)
-    y, amax = operations.value(matrix, of.name, of.parameters, dtype, measures)
+    y, amax = forward(matrix, of.name, of.parameters, dtype, measures)
     amaxes = _amaxes(quantizer, amax) if measures else None
     return Produced(y.reshape(*x.shape[:-1], columns), x.dtype, amaxes=amaxes)
 
@@ -136,8 +123,7 @@ def dact_value(
     operands = as_matrix(dy), as_matrix(x), of.name, of.parameters
     cast = None if return_value else CastAtOnce.of(quantizer, scale, at_once, x)
     if cast is not None and (cast.given or not of.gated or cast.divides(x.shape[-1] // 2)):
-        operation = activation.activation_backward_cast if cast.given else activation.activation_backward_cast_blocks
-        *outputs, total = operation(*operands, *cast.arguments, with_column_sum)
+        *outputs, total = activation.activation_backward_cast(*operands, *cast.arguments, with_column_sum)
         quantized = cast.operands(outputs, (operands[1].shape[0], operands[1].shape[1]))
         total = total if cast.given and not of.gated else total.to(x.dtype)
         return Produced(None, x.dtype, quantized=quantized, column_sum=total if with_column_sum else None)

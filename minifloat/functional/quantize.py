@@ -109,7 +109,7 @@ def record_all(use: Use, kinds: Sequence[str], results: Sequence[Quantized]) -> 
                 amaxes.append(operand.amax)
                 break
     if slots:
-        delayed.record(use.histories[direction].amax_history, slots, amaxes)
+        delayed.record_amax_(use.histories[direction].amax_history, slots, amaxes)
 
 
 def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], use: Use) -> None:
@@ -118,7 +118,7 @@ def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], use: Use) -> None:
     for levels, kind in zip(amaxes, kinds, strict=True):
         direction, slot = _slot(kind)
         assert levels[0] is not None
-        delayed.record(use.histories[direction].amax_history, [slot], [levels[0]])
+        delayed.record_amax_(use.histories[direction].amax_history, [slot], [levels[0]])
 
 
 def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minifloat.ops.library import register
+from minifloat.ops.library import SymInt, operation
 
 _CHUNK_ELEMENTS = 2**24
 """How many logits are held in fp32 at a time: 64 MiB."""
@@ -85,10 +85,22 @@ def _gradient_(z: Tensor, targets: _Targets, lse: Tensor, label_smoothing: float
     return z.masked_fill_(targets.ignored[:, None], 0)
 
 
-def _forward(
-    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, chunk_rows: int, first: int, classes: int
+@operation()
+def cross_entropy_statistics(
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    chunk_rows: int,
+    first: SymInt,
+    classes: SymInt,
 ) -> Tensor:
-    statistics = _fake_forward(logits, target, label_smoothing, ignore_index, chunk_rows, first, classes)
+    """What losses need to know of logits [M, V]: V of ``classes`` classes, from ``first`` on. Targets are int64 [M].
+
+    fp32 [2, M], or [3, M] with label smoothing: log-sum-exp, the logit of the target (0 where it is none of these
+    classes) and the sum; :func:`loss_of_parts` makes losses of them. ``chunk_rows`` 0 chooses.
+    """
+    statistics = _empty_statistics(logits, target, label_smoothing)
     targets = _Targets.of(target, ignore_index, first, logits.shape[1], classes)
     for rows in chunks(logits.shape[0], logits.shape[1], chunk_rows):
         statistics[:, rows] = _statistics(logits[rows].to(statistics.dtype), targets.at(rows), label_smoothing)
@@ -96,13 +108,13 @@ def _forward(
     return statistics
 
 
-def _fake_forward(
-    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, chunk_rows: int, first: int, classes: int
-) -> Tensor:
+@cross_entropy_statistics.fake
+def _empty_statistics(logits: Tensor, target: Tensor, label_smoothing: float, *_: int) -> Tensor:
     return logits.new_empty(3 if label_smoothing else 2, logits.shape[0], dtype=_precise(logits.dtype))
 
 
-def _backward(
+@operation()
+def cross_entropy_backward(
     dloss: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -110,10 +122,14 @@ def _backward(
     label_smoothing: float,
     ignore_index: int,
     chunk_rows: int,
-    first: int,
-    classes: int,
+    first: SymInt,
+    classes: SymInt,
 ) -> Tensor:
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    """The gradient of the logits [M, V] in their dtype, computed in fp32 and rounded once, from that of the losses [M].
+
+    ``lse``, [M], is over all classes; the other arguments are those of :func:`cross_entropy_statistics`.
+    """
+    dlogits = _empty_dlogits(dloss, logits)
     targets = _Targets.of(target, ignore_index, first, logits.shape[1], classes)
     dloss = dloss.masked_fill(targets.ignored, 0)  # the mean over no target divides by 0
     for rows in chunks(logits.shape[0], logits.shape[1], chunk_rows):
@@ -123,21 +139,13 @@ def _backward(
     return dlogits
 
 
-def _fake_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    chunk_rows: int,
-    first: int,
-    classes: int,
-) -> Tensor:
+@cross_entropy_backward.fake
+def _empty_dlogits(dloss: Tensor, logits: Tensor, *_: object) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _linear(
+@operation()
+def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -147,7 +155,12 @@ def _linear(
     chunk_rows: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total, dhidden, dweight, dbias = _linear_outputs(hidden, weight, needs)
+    """The sum of the losses of ``hidden @ weight.t() + bias``, and its gradients: dhidden, dweight, dbias.
+
+    ``hidden`` [M, D], ``weight`` [V, D] and ``bias`` [V] have one dtype, which dhidden has too; the rest is fp32. A
+    gradient that is not in ``needs`` is empty.
+    """
+    total, dhidden, dweight, dbias = _empty_linear(hidden, weight, needs)
     for each in (total, dweight, dbias):
         each.zero_()
     classes = weight.shape[0]
@@ -171,7 +184,12 @@ def _linear(
     return total, dhidden, dweight, dbias
 
 
-def _linear_outputs(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@linear_cross_entropy.fake
+def _fake_linear(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_linear(hidden, weight, rest[-1])
+
+
+def _empty_linear(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     precise = _precise(hidden.dtype)
     return (
         hidden.new_empty((), dtype=precise),
@@ -179,52 +197,3 @@ def _linear_outputs(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[
         weight.new_empty(weight.shape if needs[1] else 0, dtype=precise),
         weight.new_empty(weight.shape[0] if needs[2] else 0, dtype=precise),
     )
-
-
-def _fake_linear(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    chunk_rows: int,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _linear_outputs(hidden, weight, needs)
-
-
-cross_entropy_statistics = register(
-    "cross_entropy_statistics(Tensor logits, Tensor target, float label_smoothing, int ignore_index, int chunk_rows, "
-    "SymInt first, SymInt classes) -> Tensor",
-    _forward,
-    _fake_forward,
-)
-"""What losses need to know of logits [M, V], those of V classes from ``first`` on of ``classes``; targets int64 [M].
-
-fp32 [2, M], or [3, M] with label smoothing: log-sum-exp, the logit of the target (0 where it is none of these classes)
-and the sum; :func:`loss_of_parts` makes losses of them. ``chunk_rows`` 0 chooses.
-"""
-
-cross_entropy_backward = register(
-    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, float label_smoothing, "
-    "int ignore_index, int chunk_rows, SymInt first, SymInt classes) -> Tensor",
-    _backward,
-    _fake_backward,
-)
-"""The gradient of the logits [M, V] in their dtype, computed in fp32 and rounded once, from that of the losses [M].
-
-``lse``, [M], is over all classes; the other arguments are those of :data:`cross_entropy_statistics`.
-"""
-
-linear_cross_entropy = register(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, float label_smoothing, "
-    "int ignore_index, int chunk_rows, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
-    _linear,
-    _fake_linear,
-)
-"""The sum of the losses of ``hidden @ weight.t() + bias``, and its gradients: dhidden, dweight, dbias.
-
-``hidden`` [M, D], ``weight`` [V, D] and ``bias`` [V] have one dtype, which dhidden has too; the rest is fp32. A
-gradient that is not in ``needs`` is empty.
-"""

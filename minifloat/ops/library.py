@@ -1,93 +1,178 @@
-"""How an operation is registered: a schema, a reference for every device, kernels for some, and a fake."""
+"""How an operation is declared: once, by a decorator on its reference in plain PyTorch.
+
+The annotations of the reference give the schema, and the reference is what runs on every device. The declaration may
+name a function for GPUs, and one that gives shapes, dtypes and strides alone::
+
+    @operation(gpu=lambda: kernels().scale_rows)
+    def scale_rows(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...
+
+    @scale_rows.fake
+    def _(x: Tensor, _: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from types import NoneType
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from minifloat import capability
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+SymInt = Annotated[int, "SymInt"]
+"""An integer that compiled code may take for a symbol, such as a number of rows."""
+
 _LIBRARY = torch.library.Library("minifloat", "DEF")
-_REGISTERED: dict[torch._ops.OpOverload, Callable[[str], torch._ops.OpOverload]] = {}
-"""Operations, and what registers one that does the same under another name."""
+_AUTOCAST = ("AutocastCPU", "AutocastCUDA", "AutocastMPS", "AutocastXPU")
+_TENSORS = (Tensor, torch.nn.Parameter)
+_NAMES = {Tensor: "Tensor", SymInt: "SymInt", torch.dtype: "ScalarType", NoneType: "()"}
 
 
-def register(
-    schema: str,
-    implementation: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    cuda: Callable[..., Any] | None = None,
-    random: bool = False,
-) -> torch._ops.OpOverload:
-    """Defines ``minifloat::<schema>`` and returns it, ready to call.
+class Operation(Generic[R]):
+    """``minifloat::name``, called as its reference is.
 
-    ``Library.define`` and ``impl`` cost a fifth of ``torch.library.custom_op`` a call.
+    Eager calls with CUDA tensors skip the dispatcher, which costs 10 to 20 us a call, see :func:`directly`.
 
     Args:
-        implementation: in plain PyTorch, for every device: the definition.
-        fake: gives shapes, dtypes and strides alone.
-        cuda: the same on kernels of our own, for GPUs that run them (``capability.kernels``).
+        reference: in plain PyTorch, for every device: the definition.
+        gpu: returns the same on kernels of our own, for GPUs that run them (``capability.kernels``). Called when the
+            first CUDA tensor comes, so that nothing else imports Triton.
+        mutates: the arguments that the operation writes to.
         random: it draws from PyTorch's generator: a compiler must neither deduplicate nor reorder it.
     """
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., R],
+        gpu: Callable[[], Callable[..., R]] | None,
+        mutates: Sequence[str],
+        random: bool,
+    ) -> None:
+        self.__doc__ = reference.__doc__
+        self._declared = reference, gpu, mutates, random
+        self.reference = reference
+        self.shapes: Callable[..., R] = reference
+        self._load_gpu = gpu
+        self._gpu: Callable[..., R] | None = None
+        # Library.define and impl cost a fifth of torch.library.custom_op a call.
+        _LIBRARY.define(name + _schema(reference, mutates), tags=(torch.Tag.nondeterministic_seeded,) if random else ())
+        self.overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
+        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        if gpu is not None:
+            _LIBRARY.impl(name, self._on_gpu, "CUDA")
+        for key in _AUTOCAST:
+            _LIBRARY.impl(name, self._without_autocast, key)
+        torch.library.register_fake(f"minifloat::{name}", lambda *args: self.shapes(*args), lib=_LIBRARY)
+
+    def __call__(self, *args: Any) -> R:
+        x = args[0]
+        if self._load_gpu is not None and (not isinstance(x, Tensor) or x.is_cuda) and directly(x):
+            return self._kernels()(*args)
+        result: R = self.overload(*args)
+        return result
+
+    def fake(self, function: F) -> F:
+        """Declares what gives the outputs' shapes, dtypes and strides; without it the reference does, on fakes."""
+        self.shapes = function
+        return function
+
+    def for_recompute(self) -> Operation[R]:
+        """The same operation under another name, for a backward that recomputes what its forward computed.
+
+        A compiler would recognise the same computation, and keep the result: the memory that recomputing saves.
+        """
+        twin = Operation(f"{self.overload._opname}_recompute", *self._declared)
+        twin.fake(self.shapes)
+        return twin
+
+    def _kernels(self) -> Callable[..., R]:
+        if self._gpu is None:
+            assert self._load_gpu is not None
+            self._gpu = self._load_gpu()
+        return self._gpu
+
+    def _on_gpu(self, *args: Any) -> R:
+        runs, _ = capability.kernels(torch.cuda.current_device())
+        return self._kernels()(*args) if runs else self.reference(*args)
+
+    def _without_autocast(self, *args: Any) -> R:
+        """``torch.autocast`` must not reach inside: it would run a reference's fp32 products in bf16."""
+        with torch._C._DisableAutocast():
+            result: R = self.overload(*args)
+        return result
+
+
+def operation(
+    gpu: Callable[[], Callable[..., Any]] | None = None, *, mutates: Sequence[str] = (), random: bool = False
+) -> Callable[[Callable[..., R]], Operation[R]]:
+    """Declares the operation whose reference is decorated, under its name; the arguments are those of Operation."""
+    return lambda reference: Operation(reference.__name__, reference, gpu, mutates, random)
+
+
+def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Defines ``minifloat::<schema>`` where annotations do not give it, without kernels of our own."""
     name = schema.partition("(")[0]
-    tags = (torch.Tag.nondeterministic_seeded,) if random else ()
-    _LIBRARY.define(schema, tags=tags)
-    _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
-    if cuda is not None:
-        _LIBRARY.impl(name, _where_kernels_run(cuda, _without_autocast(implementation)), "CUDA")
+    _LIBRARY.define(schema)
+
+    def run(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return implementation(*args)
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
-    arguments = schema[len(name) :]
-    _REGISTERED[overload] = lambda other: register(other + arguments, implementation, fake, cuda=cuda, random=random)
     return overload
 
 
-def again(operation: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The same operation under another name, for a backward that does once more what its forward did.
+def directly(x: Any) -> bool:
+    """Kernels may be called for ``x``, or a list that begins with it, past the dispatcher.
 
-    A compiler would find out that it was done, and keep the result until then: the memory that doing it twice saves.
+    Not while something is traced, nor where autograd or a dispatch mode (of a test, a profiler, a fake tensor) is
+    active. Kernels build no graph, so that autograd does not miss them.
     """
-    return _REGISTERED[operation](f"{operation.overloadpacket.__name__}_again")
-
-
-def directly(x: Tensor) -> bool:
-    """Kernels may be called for ``x`` past the dispatcher, which costs 10 to 20 us a call: nobody would notice.
-
-    Not while something is traced, nor where autograd or a dispatch mode (of a test, a profiler, a fake tensor) listens.
-    Kernels build no graph, so that autograd does not miss them.
-    """
+    if not isinstance(x, Tensor):
+        if not x:
+            return False
+        x = x[0]
     return (
         x.is_cuda
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and type(x) in _PLAIN
         and not torch.compiler.is_compiling()
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and type(x) in _TENSORS
         and not torch._C._len_torch_dispatch_stack()
         and capability.kernels(x.get_device())[0]
         and x.get_device() == torch.cuda.current_device()
     )
 
 
-def _where_kernels_run(kernels: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(kernels)
-    def run(*args: Any) -> Any:
-        runs, _ = capability.kernels(torch.cuda.current_device())
-        return kernels(*args) if runs else reference(*args)
+def _schema(reference: Callable[..., Any], mutates: Sequence[str]) -> str:
+    """Arguments and results of an operation as its schema spells them; every argument that is written is an alias."""
+    hints = typing.get_type_hints(reference, include_extras=True)
+    aliases = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(mutates)}
+    arguments = []
+    for name, parameter in inspect.signature(reference).parameters.items():
+        spelled = _spelled(hints[name]).replace("Tensor", "Tensor" + aliases.get(name, ""))
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        arguments.append(f"{spelled} {name}{default}")
+    return f"({', '.join(arguments)}) -> {_spelled(hints['return'])}"
 
-    return run
 
-
-def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.autocast`` must not reach inside: it would run a reference's fp32 products in bf16."""
-
-    @functools.wraps(implementation)
-    def run(*args: Any) -> Any:
-        with torch._C._DisableAutocast():
-            return implementation(*args)
-
-    return run
+def _spelled(annotation: Any) -> str:
+    inner = typing.get_args(annotation)
+    if annotation in _NAMES:
+        return _NAMES[annotation]
+    if not inner:
+        return str(annotation.__name__)  # int, float, bool, str
+    if NoneType in inner:
+        return f"{_spelled(inner[0])}?"
+    if typing.get_origin(annotation) is tuple:
+        return f"({', '.join(map(_spelled, inner))})"
+    return f"{_spelled(inner[0])}[]"

@@ -29,6 +29,11 @@ SM_90: dict[str, Tile] = {
     "cast_nvfp4": Tile(16, 512, 4),
     "cast_nvfp4_search": Tile(16, 256, 4),  # 4-over-6
     "cast_nvfp4_unaligned": Tile(16, 128, 4),  # stochastic, where rows do not begin at 16 bytes
+    "activation": Tile(16, 256, 8),
+    "activation_columnwise": Tile(64, 128, 8),
+    "activation_backward": Tile(4, 512, 4),
+    "activation_backward_bias": Tile(64, 64, 8),  # a bias gradient's order of sums is that of its tile
+    "activation_backward_columnwise": Tile(32, 64, 4),
     "activation_block": Tile(32, 128, 4),
     "activation_block_columnwise": Tile(128, 128, 8),
     "activation_mx": Tile(32, 128, 2),

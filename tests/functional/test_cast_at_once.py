@@ -16,8 +16,8 @@ from minifloat.functional import at_once
 from minifloat.functional.produced import Activation, Norm, Produced
 from minifloat.functional.producers import act_value, dact_value, norm_value
 from minifloat.nn import LayerNormLinear, LayerNormMLP
-from minifloat.ops.activation import activation_backward_cast_blocks, activation_cast_blocks, out_columns
-from minifloat.ops.norm.in_blocks import norm_cast_blocks
+from minifloat.ops.activation import activation_backward_cast, activation_cast, out_columns
+from minifloat.ops.norm import norm_cast
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import Float8BlockScaling, Recipe, named
@@ -74,7 +74,7 @@ def test_norms(fmt: Format, device: torch.device) -> None:
             with Operations() as seen:
                 made = norm_value(x, gamma, b, norm, quantizer, residual=other, at_once=True)
             value = norm_value(x, gamma, b, norm, quantizer, residual=other)
-            assert_at_once(made, value, quantizer, "norm_cast_blocks", seen.calls)
+            assert_at_once(made, value, quantizer, "norm_cast", seen.calls)
             assert made.stream is not None and value.stream is not None and torch.equal(made.stream, value.stream)
 
 
@@ -86,12 +86,12 @@ def test_activations(fmt: Format, name: str, device: torch.device) -> None:
     for quantizer in quantizers(fmt):
         with Operations() as seen:
             made = act_value(x, act, quantizer, at_once=True)
-        assert_at_once(made, act_value(x, act, quantizer), quantizer, "activation_cast_blocks", seen.calls)
+        assert_at_once(made, act_value(x, act, quantizer), quantizer, "activation_cast", seen.calls)
         for bias in (False, True):
             with Operations() as seen:
                 made = dact_value(dy, x, act, quantizer, at_once=True, with_column_sum=bias)
             value = dact_value(dy, x, act, quantizer, with_column_sum=bias)
-            assert_at_once(made, value, quantizer, "activation_backward_cast_blocks", seen.calls)
+            assert_at_once(made, value, quantizer, "activation_backward_cast", seen.calls)
             if bias:
                 assert made.column_sum is not None and value.column_sum is not None
                 torch.testing.assert_close(made.column_sum, value.column_sum, rtol=2e-2, atol=1e-3)
@@ -122,11 +122,11 @@ def test_operations_pass_opcheck(device: torch.device) -> None:
     gamma = torch.randn(64).to(device, BF16)
     for i, wanted in enumerate([(True, False, True), (False, True, True), (True, True, False), (True, True, True)]):
         spec = "e4m3/32x32/e8m0" if i == 2 else "e4m3/1x32/e8m0"
-        torch.library.opcheck(activation_cast_blocks, (x, "swiglu", [], spec, *wanted), test_utils=utils)
-        backward = (dy, x, "swiglu", [], spec, *wanted, i % 2 == 0)
-        torch.library.opcheck(activation_backward_cast_blocks, backward, test_utils=utils)
-        how = (x, gamma, None, "RMSNorm", 1e-5, False, spec, *wanted, x if i == 0 else None)
-        torch.library.opcheck(norm_cast_blocks, how, test_utils=utils)
+        torch.library.opcheck(activation_cast.overload, (x, "swiglu", [], None, spec, *wanted), test_utils=utils)
+        backward = (dy, x, "swiglu", [], None, spec, *wanted, i % 2 == 0)
+        torch.library.opcheck(activation_backward_cast.overload, backward, test_utils=utils)
+        how = (x, gamma, None, "RMSNorm", 1e-5, False, None, spec, *wanted, x if i == 0 else None)
+        torch.library.opcheck(norm_cast.overload, how, test_utils=utils)
 
 
 def test_bad_gamma_is_a_value_error(device: torch.device) -> None:
@@ -144,10 +144,10 @@ RECIPES = {
     "tiles": Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
 }
 CASES = {
-    "linear": (lambda recipe: LayerNormLinear(160, 48, bias=False, recipe=recipe), {"norm_cast_blocks": 1}),
+    "linear": (lambda recipe: LayerNormLinear(160, 48, bias=False, recipe=recipe), {"norm_cast": 1}),
     "mlp": (
         lambda recipe: LayerNormMLP(160, 256, bias=False, activation="swiglu", normalization="RMSNorm", recipe=recipe),
-        {"norm_cast_blocks": 1, "activation_cast_blocks": 1, "activation_backward_cast_blocks": 1},
+        {"norm_cast": 1, "activation_cast": 1, "activation_backward_cast": 1},
     ),
 }
 
@@ -182,4 +182,4 @@ def test_who_reads_the_value_gets_it() -> None:
     module = LayerNormLinear(64, 48, recipe=replace(RECIPES["mxfp8"], backward_override="high_precision"))
     with Operations() as seen:
         module(torch.randn(40, 64)).sum().backward()
-    assert seen.calls["norm_forward"] == 1 and "norm_cast_blocks" not in seen.calls
+    assert seen.calls["norm_forward"] == 1 and "norm_cast" not in seen.calls

@@ -34,14 +34,12 @@ from torch import Tensor
 
 import minifloat.ops
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.ops.activation import NAMES, fused, out_columns, parameters_of
-from minifloat.ops.activation import blocks as activation_blocks
+from minifloat.ops.activation import NAMES, kernels, out_columns, parameters_of
 from minifloat.ops.delayed import gpu as delayed
 from minifloat.ops.launch import Kernel, count_launches
 from minifloat.ops.matmul.spread import finish, spread
 from minifloat.ops.matmul.transpose import k_major_copy
 from minifloat.ops.norm import NORMALIZATIONS, backward, cast, forward
-from minifloat.ops.norm import blocks as norm_blocks
 from minifloat.ops.quantize import amax_shape, decode, empty_cast, gpu, pipeline
 from minifloat.quantizer import cast_all
 from minifloat.recipe import QuantizerRole, named
@@ -204,11 +202,11 @@ def norms(normalization: str, device: torch.device) -> None:
         beta = gamma if normalization == "LayerNorm" and i > 1 else None
         of = gamma, beta, normalization, 1e-5, zero_centered
         other = residual if i % 2 or shape == WIDE else None
-        saved = forward.forward(x, other, *of, dtype, True)
+        saved = forward.norm_forward(x, *of, dtype, True, other)
         for wanted in ((True, True), (True, False), (False, True))[: 3 if shape == ODD else 1]:
-            cast.norm_cast(x, other, *of, ones((1,), device), GIVEN, *wanted)
+            cast.norm_cast(x, *of, ones((1,), device), GIVEN.spec, *wanted, True, other)
         for dresidual in (residual, None)[: 2 if shape == ODD else 1]:
-            backward.backward(dy, x, gamma, saved.mean, saved.rsigma, normalization, zero_centered, dresidual)
+            backward.norm_backward(dy, x, gamma, saved.mean, saved.rsigma, normalization, zero_centered, dresidual)
 
 
 def activations(name: str, device: torch.device) -> None:
@@ -219,10 +217,10 @@ def activations(name: str, device: torch.device) -> None:
     for shape, dtype in cases:
         x, dy = matrix(shape, dtype, device), matrix((shape[0], out_columns(name, shape[1])), dtype, device)
         wanted = (True, dtype == BF16)
-        fused.forward(x, *formula, dtype, True)
-        fused.cast(x, *formula, scale, GIVEN.spec, *wanted)
-        fused.backward(dy, x, *formula, dtype, True, dtype == BF16)
-        fused.backward_cast(dy, x, *formula, scale, "e5m2/tensor/given", *wanted, True)
+        kernels.forward(x, *formula, dtype, True)
+        kernels.cast(x, *formula, scale, GIVEN.spec, *wanted, True)
+        kernels.backward(dy, x, *formula, dtype, True, dtype == BF16)
+        kernels.backward_cast(dy, x, *formula, scale, "e5m2/tensor/given", *wanted, True, True)
 
 
 def produced_blocks(device: torch.device) -> None:
@@ -232,15 +230,15 @@ def produced_blocks(device: torch.device) -> None:
         for shape, dtype in (((129, 272), BF16), (ODD, FP32)) if on_gpu else (((33, 48), BF16),):
             gamma = matrix(shape[1:], dtype, device)
             for wanted in ((True, True, True), (True, False, True), (False, True, False))[: 3 if shape == ODD else 1]:
-                how = fmt.spec, *wanted
+                how = None, fmt.spec, *wanted
                 x, dy = matrix(shape, dtype, device), matrix(shape, dtype, device)
                 halves, of_halves = (matrix((shape[0], n * fmt.block), dtype, device) for n in (2, 1))
-                activation_blocks.cast(matrix((shape[0], 2 * shape[1]), dtype, device), "swiglu", (), *how)
-                activation_blocks.cast(x, "sigmoid", (), *how)
-                activation_blocks.backward_cast(dy, x, "gelu", (), *how, True)
-                activation_blocks.backward_cast(of_halves, halves, "swiglu", (), *how, False)
-                options = "LayerNorm", 1e-5, False, fmt, *wanted
-                norm_blocks.cast(x, dy if dtype == BF16 else None, gamma, gamma, *options)
+                kernels.cast(matrix((shape[0], 2 * shape[1]), dtype, device), "swiglu", (), *how)
+                kernels.cast(x, "sigmoid", (), *how)
+                kernels.backward_cast(dy, x, "gelu", (), *how, True)
+                kernels.backward_cast(of_halves, halves, "swiglu", (), *how, False)
+                options = "LayerNorm", 1e-5, False, None, fmt.spec, *wanted
+                cast.norm_cast(x, gamma, gamma, *options, dy if dtype == BF16 else None)
 
 
 def replays(device: torch.device) -> None:

@@ -222,15 +222,15 @@ def test_all_logits_are_never_there_in_fp32() -> None:
     """Counted inside the operations: fp32 tensors are of one chunk; no fused operation has more logits than that."""
     logits, target = torch.randn(64, 50).bfloat16(), some_targets(64, 50)
     with Largest() as forward:
-        statistics = kernels._forward(logits, target, 0.1, -100, 8, 0, 50)
+        statistics = kernels.cross_entropy_statistics.reference(logits, target, 0.1, -100, 8, 0, 50)
         loss, lse = kernels.loss_of_parts(statistics[None], target == -100, 0.1, 50)
     with Largest() as backward:
-        kernels._backward(torch.ones_like(loss), logits, target, lse, 0.1, -100, 8, 0, 50)
+        kernels.cross_entropy_backward.reference(torch.ones_like(loss), logits, target, lse, 0.1, -100, 8, 0, 50)
     for seen in (forward, backward):
         assert seen.numel[torch.float32] == 8 * 50
     assert forward.numel.get(torch.bfloat16, 0) <= 8 * 50
     with Largest() as fused:
-        kernels._linear(
+        kernels.linear_cross_entropy.reference(
             torch.randn(64, 4).bfloat16(), torch.randn(50, 4).bfloat16(), None, target, 0, -100, 8, [True] * 3
         )
     assert fused.numel[torch.float32] == 8 * 50 and fused.numel[torch.bfloat16] == 8 * 50

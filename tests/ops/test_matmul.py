@@ -714,7 +714,7 @@ def test_update_is_the_oracle(step: Step, length: int) -> None:
             history[0] = torch.from_numpy(generator.choice(np.float32(AMAXES), history.shape[1]))
             arguments = (history.numpy().copy(), scale.numpy().copy(), oracle.ELEMENTS[step.element].max)
             expected.append(oracle.delayed_update(*arguments, margin=step.margin, algo=step.algo))
-        delayed.update(histories, scales, [step.rule] * 2)
+        delayed.update_scales_(histories, scales, [step.rule] * 2)
         for history, scale, (rolled, fresh) in zip(histories, scales, expected, strict=True):
             assert_same_bits(history, rolled.astype(np.float32), "history")
             assert_same_bits(scale, fresh.astype(np.float32), "scale")
@@ -730,10 +730,10 @@ def test_record_accumulates_the_largest() -> None:
         slots = generator.permutation(5)[: generator.integers(1, 6)]
         amaxes = generator.choice(np.float32(AMAXES), len(slots))
         expected[slots] = np.fmax(expected[slots], np.where(np.isfinite(amaxes), amaxes, 0))
-        delayed.record(history, slots.tolist(), [torch.tensor([amax]) for amax in amaxes])
+        delayed.record_amax_(history, slots.tolist(), [torch.tensor([amax]) for amax in amaxes])
         assert_same_bits(history[0], expected)
     history[0, 2] = float("inf")  # as an older checkpoint may have it
-    delayed.record(history, [2, 2], [torch.tensor([float("inf")]), torch.tensor([1.0])])
+    delayed.record_amax_(history, [2, 2], [torch.tensor([float("inf")]), torch.tensor([1.0])])
     assert history[0, 2] == 1.0 and torch.equal(history[1:], torch.full((2, 5), 9.0))
 
 
@@ -745,8 +745,8 @@ def test_the_table_of_the_specification() -> None:
         (inf, [0, 2, 8, 1], 56), (4.0, [0, 8, 1, 4], 56),
     ]  # fmt: skip
     for amax, rolled, fresh in steps:
-        delayed.record(history, [0], [torch.tensor([amax])])
-        delayed.update([history], [scale], ["e4m3/margin=0/max"])
+        delayed.record_amax_(history, [0], [torch.tensor([amax])])
+        delayed.update_scales_([history], [scale], ["e4m3/margin=0/max"])
         assert history[:, 0].tolist() == rolled and scale.item() == fresh, amax
 
 

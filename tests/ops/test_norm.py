@@ -224,9 +224,9 @@ def test_operations_pass_opcheck(normalization: str, device: torch.device) -> No
     for dtype in (torch.bfloat16, torch.float32):
         x, gamma, beta = make(norm, (6, 20), dtype, device)
         arguments = (x, gamma, beta, normalization, 1e-5, False, torch.float32)
-        torch.library.opcheck(norm_forward, arguments)
+        torch.library.opcheck(norm_forward.overload, arguments)
         _, mean, rsigma, *_ = norm_forward(*arguments)
-        torch.library.opcheck(norm_backward, (x, x, gamma, mean, rsigma, normalization, False))
+        torch.library.opcheck(norm_backward.overload, (x, x, gamma, mean, rsigma, normalization, False))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 7)])

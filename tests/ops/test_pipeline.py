@@ -20,7 +20,7 @@ from minifloat.formats import IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
 from minifloat.ops import quantize
 from minifloat.ops.launch import Kernel, count_launches
-from minifloat.ops.quantize import pipeline
+from minifloat.ops.quantize import pipeline, reference
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import QuantizerRole, named
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -115,9 +115,9 @@ def by_reference(
     """By the definitions in plain PyTorch: nothing is recorded or replayed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantizer, "directly", lambda x: False)
-        patch.setattr(quantize, "amax", quantize._amax)
-        patch.setattr(quantize, "cast", quantize._cast)
-        patch.setattr(quantize, "dequantize", quantize._dequantize)
+        patch.setattr(quantize, "amax", quantize.amax.reference)
+        patch.setattr(quantize, "cast", quantize.cast.reference)
+        patch.setattr(quantize, "dequantize", quantize.dequantize.reference)
         return cast_all(xs, how, amaxes, scales=scales, gemm_ready=True)
 
 
@@ -256,7 +256,7 @@ def test_amaxes_alone(case: str, device: torch.device) -> None:
     for call in range(3):
         xs = values(device, (32, 48), (17, 33), (16, 16), scale=10.0**call)[: len(how)]
         expected = [
-            tuple([quantize._amax([x], [fmt.spec], [dim])[0] if fmt.needs_amax else None for fmt, dim in q.casts])
+            tuple([reference.amax(x, fmt, dim) if fmt.needs_amax else None for fmt, dim in q.casts])
             for x, q in zip(xs, how, strict=True)
         ]
         with torch.no_grad(), nothing_else() if call else count_launches():
@@ -283,7 +283,7 @@ def test_levels_that_a_recording_cannot_take(device: torch.device) -> None:
             replayed([x], [GIVEN], scales=[scales[1, 1:]])
     assert [type(each) for each in known([GIVEN])] == [pipeline._Recording]
     how = [Quantizer(MX, columnwise=False)]
-    (blocks,) = quantize._amax([x], [MX.spec], [ROWWISE])  # as a group of ranks finds them, block by block
+    (blocks,) = quantize.amax.reference([x], [MX.spec], [ROWWISE])  # as a group of ranks finds them, block by block
     for _ in range(2):
         replayed([x], how)
         for level in (blocks * 4, (blocks * 4).t().contiguous().t(), torch.stack([blocks, blocks * 4], -1)[..., 1]):

@@ -752,12 +752,12 @@ def test_operations_pass_opcheck(fmt: Format, dim: int, device: torch.device) ->
     utils: Any = ("test_schema", "test_autograd_registration", "test_faketensor")
     if fmt in (parse("e4m3/tensor/fp32"), parse("e4m3/1x32/e8m0"), parse("e2m1/1x16/two_level/hadamard16")):
         utils = (*utils, "test_aot_dispatch_dynamic")
-    torch.library.opcheck(quantize.amax, ([x], [fmt.spec], [dim]), test_utils=utils)
+    torch.library.opcheck(quantize.amax.overload, ([x], [fmt.spec], [dim]), test_utils=utils)
     for k_major in (False, not fmt.packed):
         arguments = [x], [level], [rng], [fmt.spec], [dim], [k_major], None
-        torch.library.opcheck(quantize.cast, arguments, test_utils=utils)
+        torch.library.opcheck(quantize.cast.overload, arguments, test_utils=utils)
     torch.library.opcheck(
-        quantize.dequantize, (codes, scale_inv, amax, fmt.spec, dim, 18, 33, torch.bfloat16), test_utils=utils
+        quantize.dequantize.overload, (codes, scale_inv, amax, fmt.spec, dim, 18, 33, torch.bfloat16), test_utils=utils
     )
 
 
@@ -768,7 +768,7 @@ def test_draw_seed_follows_the_generator() -> None:
     torch.manual_seed(5)
     assert torch.equal(quantize.draw_seed(x), first)
     assert not torch.equal(first, second)
-    torch.library.opcheck(quantize.draw_seed, (x,), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(quantize.draw_seed.overload, (x,), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu

@@ -19,11 +19,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, parse
+from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.functional.activation import activate
 from minifloat.functional.produced import Activation
 from minifloat.ops import activation
-from minifloat.ops.activation import fused, gated, out_columns, reference
+from minifloat.ops.activation import gated, kernels, out_columns, reference
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import reference as quantize
 from minifloat.ops.tiles import Tile
@@ -48,11 +48,11 @@ def inputs(act: Activation, shape: tuple[int, int], dtype: torch.dtype, device: 
 
 
 def forward(x: Tensor, act: Activation, dtype: torch.dtype = FP32, with_amax: bool = False) -> tuple[Tensor, Tensor]:
-    return fused.forward(x, act.name, act.parameters, dtype, with_amax)
+    return kernels.forward(x, act.name, act.parameters, dtype, with_amax)
 
 
 def backward(dy: Tensor, x: Tensor, act: Activation, dtype: torch.dtype = FP32, bias: bool = False) -> Any:
-    return fused.backward(dy, x, act.name, act.parameters, dtype, True, bias)
+    return kernels.backward(dy, x, act.name, act.parameters, dtype, True, bias)
 
 
 def check_codes(got: tuple[Tensor, ...], value: Tensor, scale: Tensor, spec: str, wanted: tuple[bool, bool]) -> None:
@@ -64,7 +64,7 @@ def check_codes(got: tuple[Tensor, ...], value: Tensor, scale: Tensor, spec: str
         assert (codes if dim == ROWWISE else codes.t()).is_contiguous()
         assert torch.equal(codes, quantize.cast(value, scale, None, parse(spec), dim).codes)
     assert torch.equal(got[2], scale.reciprocal())
-    assert torch.equal(got[3], reference.amax(value))
+    assert torch.equal(got[4], reference.amax(value))
 
 
 # ---- values ----
@@ -135,7 +135,7 @@ def test_amax_of_nothing_but_nan_is_0(name: str, device: torch.device) -> None:
     act, x = Activation.of(name), torch.full((6, 40), torch.nan, device=device)
     scale = torch.ones(1, device=device)
     assert forward(x, act, BF16, True)[1].tolist() == [0]
-    assert fused.cast(x, act.name, (), scale, E4M3, True, True)[3].tolist() == [0]
+    assert kernels.cast(x, act.name, (), scale, E4M3, True, True, True)[4].tolist() == [0]
     x[3, 5] = x[3, 25] = -2.0
     assert forward(x, act, FP32, True)[1].item() == forward(x, act)[0].nan_to_num(0.0).abs().max()
     dy = torch.ones(6, out_columns(name, 40), device=device)
@@ -166,13 +166,13 @@ def test_cast_is_that_of_the_value(
     dy, x = inputs(act, shape, BF16, device)
     scale, wanted = torch.tensor([3.7], device=device), (rowwise, columnwise)
     with count_launches() as launches:
-        got = fused.cast(x, act.name, act.parameters, scale, E4M3, *wanted)
-        of_dx = fused.backward_cast(dy, x, act.name, act.parameters, scale, E5M2, *wanted, False)
+        got = kernels.cast(x, act.name, act.parameters, scale, E4M3, *wanted, True)
+        of_dx = kernels.backward_cast(dy, x, act.name, act.parameters, scale, E5M2, *wanted, True, False)
     assert launches == {"activation_kernel": 1, "activation_backward_kernel": 1}
     check_codes(got, forward(x, act)[0], scale, E4M3, wanted)
     dx = backward(dy, x, act, BF16 if gated(act.name) else FP32)[0]
     check_codes(of_dx, dx.float(), scale, E5M2, wanted)
-    assert of_dx[4].shape == (0,)
+    assert of_dx[5].shape == (0,)
 
 
 @pytest.mark.parametrize("shape", [(48, 128), (50, 130), (129, 258)], ids=str)
@@ -183,15 +183,15 @@ def test_tiles_do_not_change_results(name: str, shape: tuple[int, int], device: 
     dy, x = inputs(act, shape, torch.float16, device)
     y, dx = forward(x, act)[0], backward(dy, x, act, torch.float16 if act.gated else FP32)[0].float()
     assert ((y - exact(x, act)).abs() <= 8 * U * conditioned(x, act)).all()
-    got = fused.cast(x, name, (), scale, E5M2, True, True, SMALL)
+    got = kernels.cast(x, name, (), scale, E5M2, True, True, True, SMALL)
     check_codes(got, y, scale, E5M2, (True, True))
-    of_dx = fused.backward_cast(dy, x, name, (), scale, E4M3, True, True, True, SMALL)
+    of_dx = kernels.backward_cast(dy, x, name, (), scale, E4M3, True, True, True, True, SMALL)
     check_codes(of_dx, dx, scale, E4M3, (True, True))
 
 
 def test_codes_of_nan_and_infinity(device: torch.device) -> None:
     x = torch.tensor([[torch.nan, torch.inf, -torch.nan, 500.0]], device=device)
-    codes = fused.cast(x, "relu", (), torch.ones(1, device=device), E4M3, True, False)[0]
+    codes = kernels.cast(x, "relu", (), torch.ones(1, device=device), E4M3, True, False, True)[0]
     assert codes.tolist() == [[0x7F, 0x7E, 0x7F, 0x7E]]
 
 
@@ -215,7 +215,7 @@ def test_bias_gradient(name: str, shape: tuple[int, int], device: torch.device) 
             assert ((dbias - want).abs() <= bound + rounding).all()
             assert torch.equal(dbias, backward(dy, x, act, out, bias=True)[2])
         scale = torch.ones(1, device=device)
-        cast = fused.backward_cast(dy, x, name, (), scale, E4M3, True, True, True)[4]
+        cast = kernels.backward_cast(dy, x, name, (), scale, E4M3, True, True, True, True)[5]
         torch.testing.assert_close(cast, backward(dy, x, act, dtype if act.gated else FP32, bias=True)[2])
 
 
@@ -225,23 +225,29 @@ def test_bias_gradient(name: str, shape: tuple[int, int], device: torch.device) 
 @pytest.mark.parametrize("name", ["gelu", "clamped_swiglu"])
 def test_compiled_for_sm_90(name: str) -> None:
     """Accesses are 16 bytes wide, nothing spills, and no product is contracted."""
-    formula = fused.formula(name, activation.parameters_of(name))
+    formula = kernels.formula(name, activation.parameters_of(name))
     u8 = torch.uint8
     for value, kind in ((True, "activation"), (False, "activation_columnwise")):
-        tile, target = fused.TILES[kind], BF16 if value else u8
-        constants = (*formula, value, True, True, ELEMENTS["e4m3"], True, True, True, tile.rows, tile.cols)
-        tensors = (BF16, target, target, FP32, FP32, FP32)
-        check_compiled(fused.activation_kernel, tensors, constants, tile.warps)
+        tile, target = kernels.tile(kind, torch.device("cpu")), BF16 if value else u8
+        how = kernels.VALUE if value else how_given("e4m3")
+        constants = (*formula, *how, False, True, True, True, tile.rows, tile.cols)
+        tensors = (BF16, FP32, target, target, FP32, FP32, FP32)
+        check_compiled(kernels.activation_kernel, tensors, constants, tile.warps)
     for value, kind in ((True, "activation_backward_bias"), (False, "activation_backward_columnwise")):
-        tile, target = fused.TILES[kind], BF16 if value else u8
-        constants = (*formula, value, True, True, ELEMENTS["e5m2"], True, True, True, True, tile.rows, tile.cols)
-        tensors = (BF16, BF16, target, target, FP32, FP32, FP32, FP32)
-        check_compiled(fused.activation_backward_kernel, tensors, constants, tile.warps)
+        tile, target = kernels.tile(kind, torch.device("cpu")), BF16 if value else u8
+        how = kernels.VALUE if value else how_given("e5m2")
+        constants = (*formula, *how, not value, True, True, True, True, tile.rows, tile.cols)
+        tensors = (BF16, BF16, FP32, target, target, FP32, FP32, FP32, FP32)
+        check_compiled(kernels.activation_backward_kernel, tensors, constants, tile.warps)
+
+
+def how_given(element: str) -> tuple[Any, ...]:
+    return kernels.cast_constants(torch.empty(0, dtype=BF16), parse(f"{element}/tensor/given"), True, True, True)
 
 
 def check_compiled(kernel: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> None:
     compiled = triton_interpreter.compile_for(
-        kernel, *tensors, 7, 7, *constants, num_warps=warps, enable_fp_fusion=False
+        kernel, *tensors, *[7] * 6, *constants, num_warps=warps, enable_fp_fusion=False
     )
     assert compiled.spills == 0
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
@@ -274,8 +280,8 @@ def test_large_on_a_gpu(name: str) -> None:
         scale = torch.tensor([13.0], device=device)
         formula = (name, act.parameters)
         with count_launches() as launches:
-            got = activation.activation_cast(x, *formula, scale, E4M3, True, True)
-            of_dx = activation.activation_backward_cast(dy, x, *formula, scale, E5M2, True, True, True)
+            got = activation.activation_cast(x, *formula, scale, E4M3, True, True, True)
+            of_dx = activation.activation_backward_cast(dy, x, *formula, scale, E5M2, True, True, True, True)
         assert launches == {"activation_kernel": 1, "activation_backward_kernel": 1}
         rows = slice(shape[0] - 500, None)
         y = activation.activation_forward(x[rows], *formula, FP32, False)[0]
@@ -284,5 +290,5 @@ def test_large_on_a_gpu(name: str) -> None:
             assert torch.equal(got[orientation][rows], quantize.cast(y, scale, None, parse(E4M3), ROWWISE).codes)
             want = quantize.cast(dx.float(), scale, None, parse(E5M2), ROWWISE).codes
             assert torch.equal(of_dx[orientation][rows], want)
-        again = activation.activation_backward_cast(dy, x, *formula, scale, E5M2, True, True, True)
+        again = activation.activation_backward_cast(dy, x, *formula, scale, E5M2, True, True, True, True)
         assert all(torch.equal(a, b) for a, b in zip(of_dx, again, strict=True))

@@ -57,7 +57,7 @@ def each_way(x: Tensor, fmt: Format, dims: Sequence[int] = BOTH) -> list[Cast]:
 def level_of(x: Tensor, fmt: Format, dim: int) -> Tensor | None:
     if fmt.scale_rule == "given":
         return torch.tensor([3.7], device=x.device)
-    return quantize._amax([x.contiguous()], [fmt.spec], [dim])[0] if fmt.needs_amax else None
+    return quantize.amax.reference([x.contiguous()], [fmt.spec], [dim])[0] if fmt.needs_amax else None
 
 
 def rng_of(x: Tensor, fmt: Format) -> Tensor | None:
@@ -84,9 +84,9 @@ def check(
     with count_launches() as launches:
         actual = gpu.cast(xs, levels, rngs, specs, dims, transposed, noop)
     plain = [None if level is None else level.float().contiguous() for level in levels]
-    expected = quantize._cast([x.contiguous() for x in xs], plain, rngs, specs, dims, transposed, None)
+    expected = quantize.cast.reference([x.contiguous() for x in xs], plain, rngs, specs, dims, transposed, None)
     assert_same(actual, expected)
-    assert_promised(actual, quantize._fake_cast(xs, levels, rngs, specs, dims, transposed, noop))
+    assert_promised(actual, quantize.cast.shapes(xs, levels, rngs, specs, dims, transposed, noop))
     return dict(launches)
 
 
@@ -98,8 +98,8 @@ def check_amax(casts: Sequence[Cast]) -> dict[str, int]:
     specs = [fmt.spec for fmt in formats]
     with count_launches() as launches:
         actual = gpu.amax(xs, specs, dims)
-    assert_same(actual, quantize._amax([x.contiguous() for x in xs], specs, dims))
-    assert_promised(actual, quantize._fake_amax(xs, specs, dims))
+    assert_same(actual, quantize.amax.reference([x.contiguous() for x in xs], specs, dims))
+    assert_promised(actual, quantize.amax.shapes(xs, specs, dims))
     return dict(launches)
 
 
@@ -185,7 +185,7 @@ def test_which_casts_are_one_launch(
 def test_two_levels_for_one_tensor(fmt: Format, device: torch.device) -> None:
     x = values((32, 48), device)
     casts = [(x, fmt, ROWWISE), (x, fmt, COLUMNWISE)]
-    one, other = (quantize._amax([x], [fmt.spec], [dim])[0] + 1 for dim in (ROWWISE, COLUMNWISE))
+    one, other = (quantize.amax.reference([x], [fmt.spec], [dim])[0] + 1 for dim in (ROWWISE, COLUMNWISE))
     for levels in ([one, other * 30], [one * 30, other], [one, None] if fmt == STRIPS else [one, other]):
         check(casts, levels=levels)
 
@@ -245,12 +245,12 @@ def test_formats_without_a_kernel_are_the_references(fmt: Format, device: torch.
         levels = [level_of(*cast) for cast in casts]
         args: Any = xs, levels, [None] * len(xs), specs, dims, [False] * len(xs), None
         with count_launches() as launches:
-            actual = quantize._cast_on_gpu(*args)
-            amaxes = quantize._amax_on_gpu(xs, specs, dims)
+            actual = gpu.cast(*args)
+            amaxes = gpu.amax(xs, specs, dims)
         assert not launches
-        assert_same(actual, quantize._cast(*args))
-        assert_promised(actual, quantize._fake_cast(*args))
-        assert_same(amaxes, quantize._amax(xs, specs, dims))
+        assert_same(actual, quantize.cast.reference(*args))
+        assert_promised(actual, quantize.cast.shapes(*args))
+        assert_same(amaxes, quantize.amax.reference(xs, specs, dims))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
@@ -274,7 +274,7 @@ def test_levels_anywhere_in_memory(fmt: Format, device: torch.device) -> None:
     for _, _, dim in each_way(x, fmt):
         level = level_of(x, fmt, dim)
         if level is None:
-            (level,) = quantize._amax([x], [fmt.spec], [dim])
+            (level,) = quantize.amax.reference([x], [fmt.spec], [dim])
         spread = torch.zeros((*level.shape, 3), device=device)
         spread[..., 1] = level
         shifted = torch.zeros(level.numel() + 1, device=device)
@@ -324,12 +324,12 @@ def test_the_reference_keeps_the_promise_of_the_fake(fmt: Format, device: torch.
             xs, _, dims = (list(each) for each in zip(*casts, strict=True))
             levels, rngs = [level_of(*cast) for cast in casts], [rng_of(x, fmt)] * len(casts)
             args: Any = xs, levels, rngs, [fmt.spec] * len(xs), dims, [k_major and not fmt.packed] * len(xs), None
-            made = quantize._cast(*args)
-            assert_promised(made, quantize._fake_cast(*args))
+            made = quantize.cast.reference(*args)
+            assert_promised(made, quantize.cast.shapes(*args))
             for dim, level, codes, scales in zip(dims, levels, made[0::3], made[1::3], strict=True):
                 back: Any = codes, scales, level, fmt.spec, dim, *x.shape, x.dtype
-                assert_promised([quantize._dequantize(*back)], [quantize._fake_dequantize(*back)])
-            assert_promised(quantize._amax(*args[:1], *args[3:5]), quantize._fake_amax(*args[:1], *args[3:5]))
+                assert_promised([quantize.dequantize.reference(*back)], [quantize.dequantize.shapes(*back)])
+            assert_promised(quantize.amax.reference(*args[:1], *args[3:5]), quantize.amax.shapes(*args[:1], *args[3:5]))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from minifloat.functional.produced import Norm
 from minifloat.ops import norm as operations
 from minifloat.ops.launch import count_launches
 from minifloat.ops.norm import backward, cast, forward
-from minifloat.ops.norm.tile import NormTile
+from minifloat.ops.norm.forward import NormTile
 from minifloat.ops.quantize import reference as quantize
 from tests.helpers import triton_interpreter
 from tests.ops.test_norm import DTYPES, FOR_EACH_NORM, U, assert_within, forward64, make, normal
@@ -33,22 +33,22 @@ def run_forward(
 ) -> forward.Forward:
     residual, choice = options.get("residual"), options.get("choice")
     with count_launches() as launches:
-        out = forward.forward(
-            x, residual, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma, dtype, True, choice
+        out = forward.norm_forward(
+            x, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma, dtype, True, residual, choice
         )
     assert launches["norm_forward_kernel"] == launches.total() == (x.shape[0] > 0)
     return out
 
 
-def run_cast(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, **options: Any) -> cast.NormCast:
+def run_cast(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
     scale = torch.tensor([options.get("scale", 56.0)], device=x.device)
     spec, wanted, choice = options.get("spec", SPEC), options.get("wanted", (True, True)), options.get("choice")
     with count_launches() as launches:
         out = cast.norm_cast(
-            x, options.get("residual"), gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma,
-            scale, parse(spec), *wanted, sums=choice,
+            x, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma,
+            scale, spec, *wanted, True, options.get("residual"), sums=choice,
         )  # fmt: skip
-    assert launches == {"norm_statistics_kernel": 1, "norm_cast_kernel": 1} if x.shape[0] else {"norm_cast_kernel": 1}
+    assert launches == {"norm_forward_kernel": 1, "norm_cast_kernel": 1} if x.shape[0] else {"norm_cast_kernel": 1}
     return out
 
 
@@ -56,7 +56,7 @@ def run_backward(
     norm: Norm, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, Tensor], **options: Any
 ) -> backward.Backward:
     with count_launches() as launches:
-        out = backward.backward(
+        out = backward.norm_backward(
             dy, x, gamma, *saved, norm.normalization, norm.zero_centered_gamma,
             options.get("dresidual"), options.get("choice"),
         )  # fmt: skip
@@ -99,12 +99,10 @@ def check_cast(
     got = run_cast(norm, x, gamma, beta, choice=choice, **options)
     scale = torch.tensor([options.get("scale", 56.0)], device=x.device)
     codes, scale_inv, amax = quantize.cast(value.y, scale, None, parse(spec), COLUMNWISE)
-    for each, want, strides in zip(
-        (got.row_codes, got.column_codes), wanted, ((x.shape[1], 1), (1, x.shape[0])), strict=True
-    ):
+    for each, want, strides in zip(got[:2], wanted, ((x.shape[1], 1), (1, x.shape[0])), strict=True):
         assert torch.equal(each, codes if want else codes.new_empty(0))
         assert not want or x.numel() == 0 or each.stride() == strides
-    assert_same_bits(got[2:], (scale_inv, amax, value.mean, value.rsigma, x.new_empty(0)))
+    assert_same_bits(got[2:], (scale_inv, scale.new_empty(0), amax, value.mean, value.rsigma, x.new_empty(0)))
 
 
 def check_backward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, choice: NormTile | None = None) -> None:
@@ -252,12 +250,11 @@ def test_operations_on_their_device(norm: Norm, device: torch.device) -> None:
     with count_launches() as launches:
         y, mean, rsigma, amax, _ = operations.norm_forward(x, gamma, beta, *of, FP32, True)
         *_, total = operations.norm_forward(x, gamma, beta, *of, BF16, False, x)
-        row, column, scale_inv, cast_amax, *_ = operations.norm_cast(x, gamma, beta, *of, scale, SPEC, True, True)
-        *_, total_too = operations.norm_cast(x, gamma, beta, *of, scale, SPEC, True, True, x)
+        row, column, scale_inv, _, cast_amax, *_ = operations.norm_cast(x, gamma, beta, *of, scale, SPEC, *[True] * 3)
+        *_, total_too = operations.norm_cast(x, gamma, beta, *of, scale, SPEC, True, True, True, x)
         gradients = operations.norm_backward(x, x, gamma, mean, rsigma, of[0], of[2], x)
     names = {
-        "norm_forward_kernel": 2, "norm_statistics_kernel": 2, "norm_cast_kernel": 2,
-        "norm_backward_kernel": 1, "norm_parameters_kernel": 1,
+        "norm_forward_kernel": 4, "norm_cast_kernel": 2, "norm_backward_kernel": 1, "norm_parameters_kernel": 1,
     }  # fmt: skip
     assert launches == (names if device.type == "cuda" else {})
     assert torch.equal(total, x + x) and torch.equal(total_too, x + x)
@@ -267,13 +264,13 @@ def test_operations_on_their_device(norm: Norm, device: torch.device) -> None:
     assert_same_bits((amax,), want[2:])
     assert [g.shape for g in gradients] == [x.shape, gamma.shape, gamma.shape if beta is not None else (0,)]
     for with_amax, residual in ((False, None), (True, x)):
-        torch.library.opcheck(operations.norm_forward, (x, gamma, beta, *of, FP32, with_amax, residual))
+        torch.library.opcheck(operations.norm_forward.overload, (x, gamma, beta, *of, FP32, with_amax, residual))
     for row_wise, column_wise, residual in ((True, True, None), (True, False, x), (False, True, None)):
         torch.library.opcheck(
-            operations.norm_cast, (x, gamma, beta, *of, scale, SPEC, row_wise, column_wise, residual)
+            operations.norm_cast.overload, (x, gamma, beta, *of, scale, SPEC, row_wise, column_wise, True, residual)
         )  # fmt: skip
     for other in (None, x):
-        torch.library.opcheck(operations.norm_backward, (x, x, gamma, mean, rsigma, of[0], of[2], other))
+        torch.library.opcheck(operations.norm_backward.overload, (x, x, gamma, mean, rsigma, of[0], of[2], other))
 
 
 def test_a_residual_of_another_shape_is_refused() -> None:

@@ -18,11 +18,12 @@ pytest.importorskip("triton")
 from minifloat.formats import parse
 from minifloat.functional.produced import Activation, Norm
 from minifloat.ops import activation
-from minifloat.ops.activation import blocks, fused, out_columns
+from minifloat.ops.activation import kernels, out_columns
 from minifloat.ops.launch import count_launches
-from minifloat.ops.norm import blocks as norm_blocks
+from minifloat.ops.norm import cast as norm_kernels
 from minifloat.ops.norm import forward as norm_forward
-from minifloat.ops.quantize import BlockCast, block_cast
+from minifloat.ops.quantize import fused_cast
+from minifloat.ops.quantize.fused import cast_constants, fused_tile
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.ops.test_activation import make
@@ -46,7 +47,7 @@ FOR_EACH_CASE = pytest.mark.parametrize(("spec", "wanted"), CASES)
 
 def assert_cast(got: Sequence[Tensor], value: Tensor, spec: str, wanted: Wanted) -> None:
     """``got``: those of the reference's cast of ``value``, to the bit, in the same layout."""
-    for found, expected in zip(got[:4], block_cast(value, parse(spec), *wanted), strict=True):
+    for found, expected in zip(got[:5], fused_cast(value, None, parse(spec), *wanted), strict=True):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert found.numel() == 0 or 1 in found.shape or found.stride() == expected.stride()
         if found.dtype == FP32:
@@ -54,8 +55,8 @@ def assert_cast(got: Sequence[Tensor], value: Tensor, spec: str, wanted: Wanted)
         assert torch.equal(found, expected), f"{int((found != expected).sum())} of {found.numel()} differ"
 
 
-def forward(x: Tensor, act: Activation, spec: str, wanted: Wanted, choice: Tile | None = None) -> BlockCast:
-    return blocks.cast(x, act.name, act.parameters, spec, *wanted, choice)
+def forward(x: Tensor, act: Activation, spec: str, wanted: Wanted, choice: Tile | None = None) -> tuple[Tensor, ...]:
+    return kernels.cast(x, act.name, act.parameters, None, spec, *wanted, choice)
 
 
 def backward(
@@ -67,15 +68,15 @@ def backward(
     bias: bool = False,
     choice: Tile | None = None,
 ) -> tuple[Tensor, ...]:
-    return blocks.backward_cast(dy, x, act.name, act.parameters, spec, *wanted, bias, choice)
+    return kernels.backward_cast(dy, x, act.name, act.parameters, None, spec, *wanted, bias, choice)
 
 
 def value(x: Tensor, act: Activation) -> Tensor:
-    return fused.forward(x, act.name, act.parameters, x.dtype, False)[0]
+    return kernels.forward(x, act.name, act.parameters, x.dtype, False)[0]
 
 
 def gradient(dy: Tensor, x: Tensor, act: Activation, bias: bool = False) -> tuple[Tensor, ...]:
-    return fused.backward(dy, x, act.name, act.parameters, x.dtype, False, bias)
+    return kernels.backward(dy, x, act.name, act.parameters, x.dtype, False, bias)
 
 
 # ---- activations ----
@@ -90,7 +91,7 @@ def test_activation(spec: str, wanted: Wanted, device: torch.device) -> None:
         x = make(shape, dtype, device)
         with count_launches() as launches:
             got = forward(x, act, spec, wanted)
-        assert launches == ({"activation_blocks_kernel": 1} if x.numel() else {})
+        assert launches == ({"activation_kernel": 1} if x.numel() else {})
         assert_cast(got, value(x, act), spec, wanted)
 
 
@@ -103,9 +104,9 @@ def test_gradient(spec: str, wanted: Wanted, device: torch.device) -> None:
         dy, x = inputs(act, shape, dtype, device)
         with count_launches() as launches:
             got = backward(dy, x, act, spec, wanted)
-        assert launches == ({"activation_backward_blocks_kernel": 1} if x.numel() else {})
+        assert launches == ({"activation_backward_kernel": 1} if x.numel() else {})
         assert_cast(got, gradient(dy, x, act)[0], spec, wanted)
-        assert got[4].shape == (0,)
+        assert got[5].shape == (0,)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "glu", "clamped_swiglu", "qgelu", "sreglu"])
@@ -144,9 +145,9 @@ def test_bias_gradient(name: str, device: torch.device) -> None:
         dx, _, want = gradient(dy, x, act, bias=True)
         got = backward(dy, x, act, MX, BOTH, bias=True)
         assert_cast(got, dx, MX, BOTH)
-        assert got[4].shape == (shape[1],) and got[4].dtype == FP32
-        assert ((got[4] - want).abs() <= shape[0] * 2.0**-23 * dx.float().abs().sum(0)).all()
-        assert torch.equal(got[4], backward(dy, x, act, MX, BOTH, bias=True)[4])
+        assert got[5].shape == (shape[1],) and got[5].dtype == FP32
+        assert ((got[5] - want).abs() <= shape[0] * 2.0**-23 * dx.float().abs().sum(0)).all()
+        assert torch.equal(got[5], backward(dy, x, act, MX, BOTH, bias=True)[5])
 
 
 @pytest.mark.parametrize("columns", [96, 160])
@@ -178,11 +179,11 @@ def test_layout_and_address_of_the_input_are_no_matter(device: torch.device) -> 
 def norm_cast(
     norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, spec: str, wanted: Wanted,
     residual: Tensor | None = None, choice: Tile | None = None,
-) -> norm_blocks.NormBlockCast:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     options = norm.normalization, norm.eps, norm.zero_centered_gamma
     with count_launches() as launches:
-        out = norm_blocks.cast(x, residual, gamma, beta, *options, parse(spec), *wanted, choice)
-    assert launches == ({"norm_statistics_kernel": 1, "norm_blocks_kernel": 1} if x.numel() else {})
+        out = norm_kernels.norm_cast(x, gamma, beta, *options, None, spec, *wanted, residual, choice)
+    assert launches == ({"norm_forward_kernel": 1, "norm_cast_kernel": 1} if x.numel() else {})
     return out
 
 
@@ -190,14 +191,14 @@ def norm_of(
     norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, residual: Tensor | None = None
 ) -> norm_forward.Forward:
     options = norm.normalization, norm.eps, norm.zero_centered_gamma
-    return norm_forward.forward(x, residual, gamma, beta, *options, x.dtype, False)
+    return norm_forward.norm_forward(x, gamma, beta, *options, x.dtype, False, residual)
 
 
 def assert_norm(
-    got: norm_blocks.NormBlockCast, want: norm_forward.Forward, spec: str, wanted: Wanted
+    got: tuple[Tensor, ...], want: norm_forward.Forward, spec: str, wanted: Wanted
 ) -> None:  # fmt: skip
     assert_cast(got, want.y, spec, wanted)
-    for found, expected in ((got.mean, want.mean), (got.rsigma, want.rsigma), (got.total, want.total)):
+    for found, expected in zip(got[5:], (want.mean, want.rsigma, want.total), strict=True):
         assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
@@ -221,7 +222,7 @@ def test_norm_of_a_sum(norm: Norm, device: torch.device) -> None:
         residual = torch.randn(shape).to(device, dtype)
         got = norm_cast(norm, x, gamma, beta, MX, BOTH, residual)
         assert_norm(got, norm_of(norm, x, gamma, beta, residual), MX, BOTH)
-        assert torch.equal(got.total, (x.float() + residual.float()).to(dtype))
+        assert torch.equal(got[-1], (x.float() + residual.float()).to(dtype))
 
 
 def test_norm_of_special_values(device: torch.device) -> None:
@@ -251,24 +252,25 @@ def test_norm_of_long_rows_and_other_tiles(device: torch.device) -> None:
 def test_activations_compiled_for_sm_90(spec: str) -> None:
     """Accesses are 16 bytes wide, nothing spills, and no product is contracted."""
     fmt, x = parse(spec), torch.empty(0, dtype=BF16)
-    formula, how = fused.formula("swiglu", ()), blocks.constants(x, fmt, *BOTH)
-    casts = (torch.uint8, fmt.scale_dtype) * 2
+    formula, how = kernels.formula("swiglu", ()), cast_constants(x, fmt, *BOTH)
+    casts = torch.uint8, torch.uint8, fmt.scale_dtype, fmt.scale_dtype, FP32
     for kernel, name, tensors, bias in (
-        (blocks.activation_blocks_kernel, "activation", (BF16, *casts), ()),
-        (blocks.activation_backward_blocks_kernel, "activation_backward", (BF16, BF16, *casts, FP32), (True,)),
+        (kernels.activation_kernel, "activation", (BF16, BF16, *casts), ()),
+        (kernels.activation_backward_kernel, "activation_backward", (BF16, BF16, BF16, *casts, FP32), (True,)),
     ):
-        tile = blocks.block_tile(name, None, fmt, True, True, (128, 128), x.device)
-        constants = (*formula, *bias, *how, *fused.tile_constants((128, 128), tile))
+        tile = fused_tile(name, None, fmt, True, True, (128, 128), x.device)
+        constants = (*formula, *how, True, False, *bias, *kernels.tile_constants((128, 128), tile))
         check_compiled(kernel, (*tensors, *[7] * 6, *constants), tile.warps)
 
 
-def test_norms_compiled_for_sm_90() -> None:
-    fmt, x = parse(STRIPS), torch.empty(0, dtype=BF16)
-    tile = blocks.block_tile("norm", None, fmt, True, True, (128, 128), x.device)
-    casts = (torch.uint8, fmt.scale_dtype) * 2
-    constants = (True, True, False, *blocks.constants(x, fmt, *BOTH), True, True, tile.rows, tile.cols)
-    arguments = (BF16, BF16, BF16, FP32, FP32, *casts, *[7] * 6, *constants)
-    check_compiled(norm_blocks.norm_blocks_kernel, arguments, tile.warps)
+@pytest.mark.parametrize("spec", [STRIPS, "e4m3/tensor/given"])
+def test_norms_compiled_for_sm_90(spec: str) -> None:
+    fmt, x = parse(spec), torch.empty(0, dtype=BF16)
+    tile = fused_tile("norm", None, fmt, True, True, (128, 128), x.device)
+    casts = torch.uint8, torch.uint8, fmt.scale_dtype, fmt.scale_dtype, FP32
+    constants = (True, True, False, *cast_constants(x, fmt, *BOTH), True, True, tile.rows, tile.cols)
+    arguments = (BF16, BF16, BF16, FP32, FP32, FP32, *casts, *[7] * 6, *constants)
+    check_compiled(norm_kernels.norm_cast_kernel, arguments, tile.warps)
 
 
 def check_compiled(kernel: Any, arguments: tuple[Any, ...], warps: int) -> None:
@@ -310,20 +312,20 @@ def test_large_activations_on_a_gpu(spec: str) -> None:
         dy = torch.randn(rows, columns, device="cuda", dtype=BF16)
         for wanted in (ROW, COLUMN, BOTH):
             with count_launches() as launches:
-                got = activation.activation_cast_blocks(x, act.name, [], spec, *wanted)
-                of_dx = activation.activation_backward_cast_blocks(dy, x, act.name, [], spec, *wanted, True)
-            assert launches == {"activation_blocks_kernel": 1, "activation_backward_blocks_kernel": 1}
+                got = activation.activation_cast(x, act.name, [], None, spec, *wanted)
+                of_dx = activation.activation_backward_cast(dy, x, act.name, [], None, spec, *wanted, True)
+            assert launches == {"activation_kernel": 1, "activation_backward_kernel": 1}
             last = rows - rows % 128 - 128  # whole blocks from there to the end
             _check_rows(got, value(x[last:], act), spec, wanted, last)
             _check_rows(of_dx, gradient(dy[last:], x[last:], act)[0], spec, wanted, last)
-            again = activation.activation_backward_cast_blocks(dy, x, act.name, [], spec, *wanted, True)
+            again = activation.activation_backward_cast(dy, x, act.name, [], None, spec, *wanted, True)
             assert all(torch.equal(a, b) for a, b in zip(of_dx, again, strict=True))
 
 
 def _check_rows(got: Sequence[Tensor], value: Tensor, spec: str, wanted: Wanted, first: int) -> None:
     """Those from row ``first`` on, where a block begins, are the cast of ``value``."""
     fmt = parse(spec)
-    expected = block_cast(value, fmt, *wanted)
-    rows_of_scale = (1, fmt.block if fmt.tile else 1, 1, fmt.block)  # in each output one row stands for that many
+    expected = fused_cast(value, None, fmt, *wanted)[:4]
+    rows_of_scale = (1, 1, fmt.block if fmt.tile else 1, fmt.block)  # in each output one row stands for that many
     for found, want, per_row in zip(got[:4], expected, rows_of_scale, strict=True):
         assert torch.equal(found[first // per_row :] if found.dim() == 2 else found, want)

@@ -115,24 +115,6 @@ def amax(x: Tensor) -> Tensor:
     return quantize.amax(x, Format(), ROWWISE)
 
 
-def cast(
-    x: Tensor, scale: Tensor, fmt: Format, rowwise: bool, columnwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Delayed scaling: codes along the rows and along the columns, the inverse of the scale, and the amax."""
-    row, column = empty_codes(x, x.shape[0], x.shape[1], rowwise, columnwise)
-    codes, scale_inv, amax = quantize.cast(x, scale, None, fmt, ROWWISE)  # whose dim is no matter with one scale
-    for target in [row] * rowwise + [column] * columnwise:
-        target.copy_(codes)
-    return row, column, scale_inv, amax
-
-
 def column_sum(dx: Tensor) -> Tensor:
     """The bias gradient of a linear with the gradient ``dx`` [M, K] of its output: [K], summed in fp32."""
     return dx.float().sum(0)
-
-
-def empty_codes(like: Tensor, rows: int, cols: int, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes of [rows, cols], the columnwise ones transposed in memory; of [0] if not wanted."""
-    row = like.new_empty((rows, cols) if rowwise else (0,), dtype=torch.uint8)
-    column = like.new_empty((cols, rows) if columnwise else (0,), dtype=torch.uint8)
-    return row, column.t()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.ops.library import register
+from minifloat.formats import ROWWISE, Format, parse
+from minifloat.ops.library import operation
 from minifloat.ops.norm import reference
 from minifloat.ops.norm.reference import NORMALIZATIONS
-from minifloat.ops.quantize import empty_cast
+from minifloat.ops.quantize import empty_fused_cast, fused_cast
 from minifloat.ops.quantize import reference as quantize_reference
 
-__all__ = ["NORMALIZATIONS", "check_name", "norm_backward", "norm_cast", "norm_forward"]
+__all__ = ["NORMALIZATIONS", "check", "check_name", "norm_backward", "norm_cast", "norm_forward"]
 
 _WHOLE = Format("e4m3")  # any with one scale for the tensor, to measure its amax
 
@@ -23,7 +26,8 @@ def check_name(normalization: str) -> None:
         raise ValueError(f"normalization is {normalization!r}; {' or '.join(NORMALIZATIONS)}")
 
 
-def _check(x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
+def check(x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
+    """Raises ValueError where the arguments of a norm do not fit."""
     check_name(normalization)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)} but x {tuple(x.shape)}; they are added")
@@ -37,7 +41,14 @@ def _check(x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | Non
         raise ValueError("RMSNorm has no beta; pass beta=None, or normalization='LayerNorm'")
 
 
-def _forward(
+def _forward_on_gpu() -> Callable[..., Any]:
+    from minifloat.ops.norm import forward  # which needs Triton
+
+    return forward.norm_forward
+
+
+@operation(_forward_on_gpu)
+def norm_forward(
     x: Tensor,
     gamma: Tensor,
     beta: Tensor | None,
@@ -48,136 +59,72 @@ def _forward(
     with_amax: bool = False,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, residual, gamma, beta, normalization)
-    source, total = _add(x, residual)
+    """``y`` [M, K] in ``dtype``, fp32 mean and rsigma [M] for backward (RMSNorm: an empty mean), amax of ``y``, total.
+
+    ``x`` is [M, K] bf16, fp16 or fp32, gamma and beta [K]; see :func:`reference.forward`. The amax, fp32 [1], is that
+    of the rounded ``y`` without its NaNs; it is empty unless asked for. With a ``residual`` [M, K] it is the norm of
+    ``total = x + residual`` [M, K], rounded to the dtype of ``x``; without one the total is empty.
+    """
+    check(x, residual, gamma, beta, normalization)
+    source = x if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
     wide, mean, rsigma = reference.forward(source.float(), gamma, beta, normalization, eps, zero_centered)
     y = wide.to(dtype).contiguous()
     amax = quantize_reference.amax(y, _WHOLE, ROWWISE) if with_amax else x.new_empty(0, dtype=torch.float32)
-    return y, mean, rsigma, amax, total
+    return y, mean, rsigma, amax, x.new_empty(0) if residual is None else source
 
 
-def _add(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What is normalized, and the operations' ``total``."""
-    if residual is None:
-        return x, x.new_empty(0)
-    total = (x.float() + residual.float()).to(x.dtype).contiguous()
-    return total, total
+def _cast_on_gpu() -> Callable[..., Any]:
+    from minifloat.ops.norm import cast  # which needs Triton
+
+    return cast.norm_cast
 
 
-def _forward_on_gpu(
+@operation(_cast_on_gpu)
+def norm_cast(
     x: Tensor,
     gamma: Tensor,
     beta: Tensor | None,
     normalization: str,
     eps: float,
     zero_centered: bool,
-    dtype: torch.dtype,
-    with_amax: bool = False,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from minifloat.ops.norm import forward
-
-    _check(x, residual, gamma, beta, normalization)
-    return forward.forward(x, residual, gamma, beta, normalization, eps, zero_centered, dtype, with_amax)
-
-
-def _fake_forward(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype,
-    with_amax: bool = False,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, residual, gamma, beta, normalization)
-    amax = x.new_empty(1 if with_amax else 0, dtype=torch.float32)
-    total = x.new_empty(0 if residual is None else x.shape)
-    return x.new_empty(x.shape, dtype=dtype), *_fake_statistics(x, normalization), amax, total
-
-
-def _fake_statistics(x: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
-    rsigma = x.new_empty(x.shape[0], dtype=torch.float32)
-    return torch.empty_like(rsigma) if normalization == "LayerNorm" else x.new_empty(0, dtype=torch.float32), rsigma
-
-
-def _norm_cast(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    scale: Tensor,
-    spec: str,
+    scale: Tensor | None,
+    format: str,
     rowwise: bool,
     columnwise: bool,
+    k_major: bool,
     residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    fmt = parse(spec)
-    assert fmt.scale_rule == "given", spec
-    y, mean, rsigma, _, total = _forward(
-        x, gamma, beta, normalization, eps, zero_centered, torch.float32, residual=residual
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The norm's :class:`~minifloat.ops.quantize.FusedCodes`, then mean, rsigma and total.
+
+    With a ``scale``, fp32 [1], and a format of rule "given" the fp32 norm is cast. Without one it is rounded to the
+    dtype of ``x`` and cast in blocks, whose amaxes are their own: ``format`` is one of ``quantize.casts_blocks``.
+    ``k_major`` is as in ``quantize.cast``; the other arguments and outputs are those of :func:`norm_forward`.
+    """
+    dtype = x.dtype if scale is None else torch.float32
+    y, mean, rsigma, _, total = norm_forward.reference(
+        x, gamma, beta, normalization, eps, zero_centered, dtype, False, residual
     )
-    codes, scale_inv, amax = quantize_reference.cast(y, scale, None, fmt, ROWWISE)
-    nothing = codes.new_empty(0)
-    transposed = codes.t().clone(memory_format=torch.contiguous_format).t()  # outputs must not share memory
-    row, column = codes if rowwise else nothing, transposed if columnwise else nothing
-    return row, column, scale_inv, amax, mean, rsigma, total
+    return *fused_cast(y, scale, parse(format), rowwise, columnwise, k_major), mean, rsigma, total
 
 
-def _norm_cast_on_gpu(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    scale: Tensor,
-    spec: str,
-    rowwise: bool,
-    columnwise: bool,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from minifloat.ops.norm import cast
-
-    _check(x, residual, gamma, beta, normalization)
-    fmt = parse(spec)
-    assert fmt.scale_rule == "given", spec
-    return cast.norm_cast(
-        x, residual, gamma, beta, normalization, eps, zero_centered, scale, fmt, rowwise, columnwise
-    )  # fmt: skip
-
-
-def _fake_norm_cast(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    scale: Tensor,
-    spec: str,
-    rowwise: bool,
-    columnwise: bool,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check(x, residual, gamma, beta, normalization)
-    fmt = parse(spec)
-    nothing = x.new_empty(0, dtype=torch.uint8)
-    return (
-        empty_cast(x, fmt, ROWWISE, False)[0] if rowwise else nothing,
-        empty_cast(x, fmt, COLUMNWISE, True)[0] if columnwise else torch.empty_like(nothing),
-        x.new_empty(1, dtype=torch.float32),
-        x.new_empty(1, dtype=torch.float32),
-        *_fake_statistics(x, normalization),
-        x.new_empty(0 if residual is None else x.shape),
+@norm_cast.fake
+def _(x: Tensor, gamma: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    normalization, eps, zero_centered, _, format, *wanted = rest
+    residual = wanted[3] if len(wanted) > 3 else None
+    *_, mean, rsigma, _, total = norm_forward.shapes(
+        x, gamma, beta, normalization, eps, zero_centered, x.dtype, False, residual
     )
+    return *empty_fused_cast(x, x.shape[1], parse(format), *wanted[:3]), mean, rsigma, total
 
 
-def _backward(
+def _backward_on_gpu() -> Callable[..., Any]:
+    from minifloat.ops.norm import backward  # which needs Triton
+
+    return backward.norm_backward
+
+
+@operation(_backward_on_gpu)
+def norm_backward(
     dy: Tensor,
     x: Tensor,
     gamma: Tensor,
@@ -187,82 +134,14 @@ def _backward(
     zero_centered: bool,
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """``dx`` [M, K] in the dtype of ``x``; dgamma and dbeta [K] summed in fp32 and rounded to the dtype of gamma.
+
+    ``dresidual`` [M, K], another gradient of ``x``, is added to ``dx`` before its one rounding. RMSNorm has no dbeta:
+    it is empty.
+    """
     assert dy.shape == x.shape, (dy.shape, x.shape)
     other = None if dresidual is None else dresidual.float()
     dx, dgamma, dbeta = reference.backward(
         dy.float(), x.float(), gamma, mean, rsigma, normalization, zero_centered, other
     )
     return dx.to(x.dtype).contiguous(), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
-
-
-def _backward_on_gpu(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor,
-    rsigma: Tensor,
-    normalization: str,
-    zero_centered: bool,
-    dresidual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from minifloat.ops.norm import backward
-
-    assert dy.shape == x.shape, (dy.shape, x.shape)
-    return backward.backward(dy, x, gamma, mean, rsigma, normalization, zero_centered, dresidual)
-
-
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor,
-    rsigma: Tensor,
-    normalization: str,
-    zero_centered: bool,
-    dresidual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    columns = x.shape[-1] if normalization == "LayerNorm" else 0
-    return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(columns)
-
-
-norm_forward = register(
-    "norm_forward(Tensor x, Tensor gamma, Tensor? beta, str normalization, float eps, bool zero_centered, "
-    "ScalarType dtype, bool with_amax=False, Tensor? residual=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _fake_forward,
-    cuda=_forward_on_gpu,
-)
-"""``y`` [M, K] in ``dtype``, fp32 mean and rsigma [M] for the backward (RMSNorm: an empty mean), amax of ``y``, total.
-
-``x`` is [M, K] bf16, fp16 or fp32, gamma and beta [K]; see :func:`reference.forward`. The amax, fp32 [1], is that of
-the rounded ``y`` without its NaNs; it is empty unless asked for. With a ``residual`` [M, K] it is the norm of
-``total = x + residual`` [M, K], rounded to the dtype of ``x``; without one the total is empty.
-"""
-
-norm_cast = register(
-    "norm_cast(Tensor x, Tensor gamma, Tensor? beta, str normalization, float eps, bool zero_centered, Tensor scale, "
-    "str format, bool rowwise, bool columnwise, Tensor? residual=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _norm_cast,
-    _fake_norm_cast,
-    cuda=_norm_cast_on_gpu,
-)
-"""Codes of the fp32 norm with a given scale: row_codes, column_codes, scale_inv, amax, mean, rsigma, total.
-
-``scale`` is fp32 [1] and ``format`` one of rule "given". Both codes are uint8 [M, K], the columnwise ones with M
-consecutive in memory (strides (1, M)); which is not wanted is empty. scale_inv and amax (of the norm before scaling,
-without NaNs) are fp32 [1]; mean, rsigma and total are those of :data:`norm_forward`, whose fp32 ``y`` is cast.
-"""
-
-norm_backward = register(
-    "norm_backward(Tensor dy, Tensor x, Tensor gamma, Tensor mean, Tensor rsigma, str normalization, "
-    "bool zero_centered, Tensor? dresidual=None) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _fake_backward,
-    cuda=_backward_on_gpu,
-)
-"""``dx`` [M, K] in the dtype of ``x``; dgamma and dbeta [K] summed in fp32 and rounded to the dtype of gamma.
-
-``dresidual`` [M, K], another gradient of ``x``, is added to ``dx`` before its one rounding. RMSNorm has no dbeta: it is
-empty.
-"""

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.norm.device import load_scale
-from minifloat.ops.norm.tile import NormTile, backward_tile
+from minifloat.ops.norm.forward import NormTile, backward_tile, load_scale
 from minifloat.ops.quantize.device import extent, load_tile
 
 MOST_GROUPS = 256
@@ -119,7 +118,7 @@ class Backward(NamedTuple):
     dbeta: Tensor
 
 
-def backward(
+def norm_backward(
     dy: Tensor,
     x: Tensor,
     gamma: Tensor,
@@ -127,10 +126,11 @@ def backward(
     rsigma: Tensor,
     normalization: str,
     zero_centered: bool,
-    dresidual: Tensor | None,
+    dresidual: Tensor | None = None,
     choice: NormTile | None = None,
 ) -> Backward:
-    """The gradients of the norm; the arguments are those of the operation."""
+    """As the operation."""
+    assert dy.shape == x.shape, (dy.shape, x.shape)
     rows, width = x.shape
     dy, x, gamma = ready(dy), ready(x), ready(gamma)
     mean, rsigma = ready(mean), ready(rsigma)

@@ -1,127 +1,98 @@
-"""The norm cast with a given scale without being written: one kernel reads rows for their statistics, a second casts.
+"""The norm cast without being written: one kernel reads rows for their statistics, a second one casts.
 
-A kernel that does both reads x once, but holds few rows at a time: transposed codes then go to memory in pieces of few
-bytes, and what that costs is more than the second reading. The cast begins with the rows that were read last, of which
-the cache still has some.
+Blocks span rows, and whole rows do not fit a program beside each other. With a given scale one kernel could do both,
+but it holds few rows at a time: transposed codes then go to memory in pieces of few bytes, and what that costs is more
+than the second reading. What is cast with a given scale is the fp32 norm; in blocks it is rounded to the dtype of ``x``
+first, the very number that ``forward.py`` stores.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.formats.device import reciprocal
+from minifloat.formats import parse
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.norm.device import normalize
-from minifloat.ops.norm.statistics import statistics
-from minifloat.ops.norm.tile import NormTile
-from minifloat.ops.quantize import empty_cast
-from minifloat.ops.quantize.device import (
-    corner,
-    extent,
-    load_tile,
-    record_max,
-    single_bytes,
-    store_codes,
-)
-from minifloat.ops.tiles import Tile, tile
+from minifloat.ops.norm.forward import NormTile, norm_forward, normalize
+from minifloat.ops.quantize import empty_fused_cast
+from minifloat.ops.quantize.device import corner, extent, load_tile
+from minifloat.ops.quantize.fused import cast_constants, fused_tile, record_amax, scale_strides, store_result
+from minifloat.ops.tiles import Tile
 
 
 @triton.jit
 def norm_cast_kernel(
-    x, gamma, beta, mean, rsigma, scale, row_codes, column_codes, scale_inv, amax,
-    M, K,
+    x, gamma, beta, mean, rsigma, scale, row_codes, column_codes, row_scales, column_scales, amax,
+    M, K, row_stride_m, row_stride_k, column_stride_m, column_stride_k,
     CENTERED: tl.constexpr, HAS_BETA: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, ELEMENT: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
     ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     M, K = extent(M, ALIGNED_M), extent(K, ALIGNED_K)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    program = tl.program_id(0)
+    if BLOCK == 0:  # begins with the rows that were read last, of which the cache still has some
+        program = tl.num_programs(0) - 1 - program
     first_m, first_k = corner(program, K, BLOCK_M, BLOCK_K)
     m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     row_rsigma = tl.load(rsigma + m, mask=m < M, other=0.0)
     row_mean = tl.load(mean + m, mask=m < M, other=0.0) if CENTERED else row_rsigma
-    level = tl.load(scale)
     values = load_tile(x, m, k, M, K)
-    y = normalize(values, row_mean, row_rsigma, gamma, beta, k, K, CENTERED, HAS_BETA, ZERO_CENTERED)
-    codes = ELEMENT.kernels.encode(y * level, ELEMENT)
-    if COLUMN:
-        codes = single_bytes(codes, M)
-    if ROW:
-        store_codes(row_codes, codes, m, k, M, K, False)
-    if COLUMN:
-        store_codes(column_codes, codes, m, k, M, K, True)
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    magnitudes = tl.where(inside, tl.abs(y), 0.0)
-    record_max(amax, tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0))  # of nothing but NaN 0
-    if program == 0:
-        tl.store(scale_inv, reciprocal(level))
+    values = normalize(values, row_mean, row_rsigma, gamma, beta, k, K, CENTERED, HAS_BETA, ZERO_CENTERED)
+    if CENTERED or HAS_BETA:  # outside lies minus the mean, times 1 + gamma where there is none, plus beta
+        values = tl.where((m[:, None] < M) & (k[None, :] < K), values, 0.0)
+    if BLOCK > 0:
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    else:
+        record_amax(amax, tl.abs(values))
+    store_result(
+        values, first_m, first_k, M, K, 0 * K, K, scale, row_codes, column_codes, row_scales, column_scales,
+        row_stride_m, row_stride_k, column_stride_m, column_stride_k,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+    )  # fmt: skip
 
 
 _cast = Kernel(norm_cast_kernel)
 
 
-class NormCast(NamedTuple):
-    """Codes [M, K] rowwise and columnwise, scale_inv and amax [1], mean and rsigma [M], total [M, K]; or empty."""
-
-    row_codes: Tensor
-    column_codes: Tensor
-    scale_inv: Tensor
-    amax: Tensor
-    mean: Tensor
-    rsigma: Tensor
-    total: Tensor
-
-
 def norm_cast(
     x: Tensor,
-    residual: Tensor | None,
     gamma: Tensor,
     beta: Tensor | None,
     normalization: str,
     eps: float,
     zero_centered: bool,
-    scale: Tensor,
-    fmt: Format,
+    scale: Tensor | None,
+    format: str,
     rowwise: bool,
     columnwise: bool,
+    k_major: bool,
+    residual: Tensor | None = None,
     choice: Tile | None = None,
     sums: NormTile | None = None,
-) -> NormCast:
-    """The codes of the norm of ``x``, or of ``total = x + residual``; the arguments are those of the operation.
-
-    ``choice`` and ``sums`` are tiles other than the pinned ones, of the cast and of the statistics.
-    """
-    rows, width = x.shape
+) -> tuple[Tensor, ...]:
+    """As the operation; ``choice`` and ``sums`` are tiles other than the pinned ones, of cast and statistics."""
+    fmt, shape = parse(format), (x.shape[0], x.shape[1])
     x, gamma = ready(x), ready(gamma)
-    mean, rsigma, total = statistics(x, residual, normalization, eps, sums)
-    nothing = x.new_empty(0, dtype=torch.uint8)
-    out = NormCast(
-        empty_cast(x, fmt, ROWWISE, False)[0] if rowwise else nothing,
-        empty_cast(x, fmt, COLUMNWISE, True)[0] if columnwise else nothing,
-        x.new_empty(1, dtype=torch.float32),
-        x.new_zeros(1, dtype=torch.float32),
-        mean,
-        rsigma,
-        total,
+    _, mean, rsigma, _, total = norm_forward(
+        x, gamma, beta, normalization, eps, zero_centered, None, False, residual, sums
     )
-    choice = choice or tile("norm_columnwise" if columnwise else "norm", x.device)
+    out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
+    choice = fused_tile("norm", choice, fmt, rowwise, columnwise, shape, x.device)
+    programs = triton.cdiv(shape[0], choice.rows) * triton.cdiv(shape[1], choice.cols)
     _cast(
-        max(1, triton.cdiv(rows, choice.rows) * triton.cdiv(width, choice.cols)),  # without rows there is still a scale
+        programs if scale is None else max(1, programs),  # without rows there is still a scale
         (
-            x if residual is None else total, gamma, gamma if beta is None else ready(beta), mean, rsigma, scale,
-            out.row_codes, out.column_codes, out.scale_inv, out.amax,
+            x if residual is None else total, gamma, gamma if beta is None else ready(beta), mean, rsigma,
+            x if scale is None else scale, *out,
         ),
-        (rows, width),
+        (*shape, *scale_strides(out)),
         (
-            normalization == "LayerNorm", beta is not None, zero_centered, rowwise, columnwise, fmt.encoding,
-            rows % 16 == 0, width % 16 == 0, choice.rows, choice.cols,
+            normalization == "LayerNorm", beta is not None, zero_centered,
+            *cast_constants(x, fmt, rowwise, columnwise, k_major),
+            shape[0] % 16 == 0, shape[1] % 16 == 0, choice.rows, choice.cols,
         ),
         choice.warps,
     )  # fmt: skip
-    return out
+    return *out, mean, rsigma, total

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.ops.library import register
+from minifloat.ops.library import SymInt, operation
 from minifloat.ops.quantize import hadamard, reference
 
 
-def _amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+def _kernels() -> ModuleType:
+    from minifloat.ops.quantize import gpu  # which needs Triton
+
+    return gpu
+
+
+@operation(lambda: _kernels().amax)
+def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    """Of each tensor what ``reference.amax`` gives."""
     return [reference.amax(x, parse(spec), dim) for x, spec, dim in zip(xs, formats, dims, strict=True)]
 
 
-def _cast(
+@amax.fake
+def _(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    return [
+        x.new_empty(amax_shape(parse(spec), dim, *x.shape), dtype=torch.float32)
+        for x, spec, dim in zip(xs, formats, dims, strict=True)
+    ]
+
+
+@operation(lambda: _kernels().cast)
+def cast(
     xs: Sequence[Tensor],
     given: Sequence[Tensor | None],
     rngs: Sequence[Tensor | None],
@@ -26,6 +44,12 @@ def _cast(
     k_major: Sequence[bool],
     noop: Tensor | None,
 ) -> list[Tensor]:
+    """Of each tensor codes, scales and amax, as ``reference.cast`` gives them; one that follows itself is read once.
+
+    ``k_major``: in memory as a GEMM reads them that wants the contracted dim consecutive: the codes of a columnwise
+    cast with M consecutive, and so the scales of a rowwise one in strips. ``noop``: fp32 [1] on the device; where it is
+    not 0 nothing need be computed, and the outputs are undefined.
+    """
     outputs: list[Tensor] = []
     for x, amax, rng, spec, dim, transposed in zip(xs, given, rngs, formats, dims, k_major, strict=True):
         fmt = parse(spec)
@@ -37,26 +61,47 @@ def _cast(
     return outputs
 
 
+@cast.fake
+def _(
+    xs: Sequence[Tensor], _given: Any, _rngs: Any, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
+    _noop: Any,
+) -> list[Tensor]:  # fmt: skip
+    outputs: list[Tensor] = []
+    for x, spec, dim, transposed in zip(xs, formats, dims, k_major, strict=True):
+        fmt = parse(spec)
+        measured = x.new_empty(1 if fmt.scale_rule == "given" else 0, dtype=torch.float32)
+        outputs += *empty_cast(x, fmt, dim, transposed), measured
+    return outputs
+
+
 def _transposed(x: Tensor) -> Tensor:
     """``x`` [M, K] with M consecutive in memory."""
     return x.t().contiguous().t()
 
 
-def _dequantize(
-    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, spec: str, dim: int, rows: int, cols: int, dtype: torch.dtype
+@operation(lambda: _kernels().dequantize)
+def dequantize(
+    codes: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None,
+    format: str,
+    dim: int,
+    rows: SymInt,
+    cols: SymInt,
+    dtype: torch.dtype,
 ) -> Tensor:
-    return reference.dequantize(codes, scale_inv, amax, parse(spec), dim, rows, cols).to(dtype)
+    return reference.dequantize(codes, scale_inv, amax, parse(format), dim, rows, cols).to(dtype)
 
 
-def _dequantize_on_gpu(
-    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, spec: str, dim: int, rows: int, cols: int, dtype: torch.dtype
-) -> Tensor:
-    from minifloat.ops.quantize import decode
-
-    return decode.dequantize(codes, scale_inv, amax, parse(spec), dim, rows, cols, dtype)
+@dequantize.fake
+def _(codes: Tensor, *rest: Any) -> Tensor:
+    *_, rows, cols, dtype = rest
+    return codes.new_empty((rows, cols), dtype=dtype)
 
 
-def _draw_seed(like: Tensor) -> Tensor:
+@operation(random=True)
+def draw_seed(like: Tensor) -> Tensor:
+    """Seed and offset for stochastic rounding, int64 [2] on the device of ``like``, from PyTorch's generator there."""
     return torch.randint(2**62, (2,), dtype=torch.int64, device=like.device)
 
 
@@ -86,32 +131,6 @@ def _grid(fmt: Format, dim: int, rows: int, cols: int) -> tuple[int, int]:
     return (rows + block_rows - 1) // block_rows, (cols + block_cols - 1) // block_cols
 
 
-def _fake_amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
-    return [
-        x.new_empty(amax_shape(parse(spec), dim, *x.shape), dtype=torch.float32)
-        for x, spec, dim in zip(xs, formats, dims, strict=True)
-    ]
-
-
-def _fake_cast(
-    xs: Sequence[Tensor],
-    given: Sequence[Tensor | None],
-    rngs: Sequence[Tensor | None],
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    noop: Tensor | None,
-) -> list[Tensor]:
-    outputs: list[Tensor] = []
-    for x, spec, dim, transposed in zip(xs, formats, dims, k_major, strict=True):
-        fmt = parse(spec)
-        outputs += [
-            *empty_cast(x, fmt, dim, transposed),
-            x.new_empty(1 if fmt.scale_rule == "given" else 0, dtype=torch.float32),
-        ]
-    return outputs
-
-
 def empty_cast(x: Tensor, fmt: Format, dim: int, k_major: bool, columns: int | None = None) -> tuple[Tensor, Tensor]:
     """Memory for the codes and scales of a cast of ``x``; ``k_major`` as in :data:`cast`.
 
@@ -131,13 +150,20 @@ def empty_cast(x: Tensor, fmt: Format, dim: int, k_major: bool, columns: int | N
     )
 
 
-class BlockCast(NamedTuple):
-    """Codes and scales of a matrix in blocks; those of an orientation that is not wanted are empty, [0]."""
+class FusedCodes(NamedTuple):
+    """What a cast gives that is fused with what computes its value; what is not wanted or not there is empty, [0].
+
+    Args:
+        row_codes, column_codes: uint8.
+        row_scales, column_scales: of blocks; one scale for the tensor, [1], is ``row_scales`` and serves both.
+        amax: of the fp32 value, [1], where the scale was given.
+    """
 
     row_codes: Tensor
-    row_scales: Tensor
     column_codes: Tensor
+    row_scales: Tensor
     column_scales: Tensor
+    amax: Tensor
 
 
 def casts_blocks(fmt: Format) -> bool:
@@ -145,81 +171,35 @@ def casts_blocks(fmt: Format) -> bool:
     return fmt.scaling.own and fmt.transform == "none" and 16 <= fmt.block <= 256
 
 
-def block_cast(y: Tensor, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool) -> BlockCast:
-    """The reference's casts of ``y``, with memory orders as of :data:`cast`."""
-    dims = [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
-    count = len(dims)
-    made = _cast([y] * count, [None] * count, [None] * count, [fmt.spec] * count, dims, [k_major] * count, None)
-    nothing = _no_cast(y, fmt), _no_cast(y, fmt)
-    row = made[0:2] if rowwise else nothing[0]
-    return BlockCast(*row, *(made[-3:-1] if columnwise else nothing[1]))
+def fused_cast(
+    y: Tensor, scale: Tensor | None, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool
+) -> FusedCodes:
+    """The reference's casts of ``y``, with a given scale or in blocks, and memory orders as of :func:`cast`."""
+    out = empty_fused_cast(y, y.shape[1], fmt, rowwise, columnwise, k_major)
+    if scale is not None:  # the codes are the same in both orientations
+        made, scale_inv, amax = reference.cast(y, scale, None, fmt, ROWWISE)
+        for codes in [out.row_codes] * rowwise + [out.column_codes] * columnwise:
+            codes.copy_(made)
+        return out._replace(row_scales=scale_inv, amax=amax)
+    if rowwise:
+        made, scale_inv, _ = reference.cast(y, None, None, fmt, ROWWISE)
+        out.row_codes.copy_(made), out.row_scales.copy_(scale_inv)
+    if columnwise:
+        made, scale_inv, _ = reference.cast(y, None, None, fmt, COLUMNWISE)
+        out.column_codes.copy_(made), out.column_scales.copy_(scale_inv)
+    return out
 
 
-def empty_block_cast(x: Tensor, columns: int, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool) -> BlockCast:
-    """Memory for what :func:`block_cast` gives of a matrix with the rows of ``x`` and ``columns`` columns."""
-    row = empty_cast(x, fmt, ROWWISE, k_major, columns) if rowwise else _no_cast(x, fmt)
-    return BlockCast(*row, *(empty_cast(x, fmt, COLUMNWISE, k_major, columns) if columnwise else _no_cast(x, fmt)))
-
-
-def _no_cast(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=fmt.scale_dtype)
-
-
-def _fake_dequantize(
-    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, spec: str, dim: int, rows: int, cols: int, dtype: torch.dtype
-) -> Tensor:
-    return codes.new_empty((rows, cols), dtype=dtype)
-
-
-def _fake_draw_seed(like: Tensor) -> Tensor:
-    return like.new_empty(2, dtype=torch.int64)
-
-
-def _amax_on_gpu(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
-    from minifloat.ops.quantize import gpu
-
-    kernels = all(gpu.casts(parse(spec)) for spec in formats)
-    return (gpu.amax if kernels else _amax)(xs, formats, dims)
-
-
-def _cast_on_gpu(
-    xs: Sequence[Tensor],
-    given: Sequence[Tensor | None],
-    rngs: Sequence[Tensor | None],
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    noop: Tensor | None,
-) -> list[Tensor]:
-    from minifloat.ops.quantize import gpu
-
-    kernels = all(gpu.casts(parse(spec)) for spec in formats)
-    return (gpu.cast if kernels else _cast)(xs, given, rngs, formats, dims, k_major, noop)
-
-
-amax = register("amax(Tensor[] xs, str[] formats, int[] dims) -> Tensor[]", _amax, _fake_amax, cuda=_amax_on_gpu)
-"""Of each tensor what ``reference.amax`` gives."""
-
-cast = register(
-    "cast(Tensor[] xs, Tensor?[] given, Tensor?[] rngs, str[] formats, int[] dims, bool[] k_major, Tensor? noop) "
-    "-> Tensor[]",
-    _cast,
-    _fake_cast,
-    cuda=_cast_on_gpu,
-)
-"""Of each tensor codes, scales and amax, as ``reference.cast`` gives them; one that follows itself is read once.
-
-``k_major``: in memory as a GEMM reads them that wants the contracted dim consecutive: the codes of a columnwise cast
-with M consecutive, and so the scales of a rowwise one in strips. ``noop``: fp32 [1] on the device; where it is not 0
-nothing need be computed, and the outputs are undefined.
-"""
-
-dequantize = register(
-    "dequantize(Tensor codes, Tensor scale_inv, Tensor? amax, str format, int dim, SymInt rows, SymInt cols, "
-    "ScalarType dtype) -> Tensor",
-    _dequantize,
-    _fake_dequantize,
-    cuda=_dequantize_on_gpu,
-)
-draw_seed = register("draw_seed(Tensor like) -> Tensor", _draw_seed, _fake_draw_seed, random=True)
-"""Seed and offset for stochastic rounding, int64 [2] on the device of ``like``, from PyTorch's generator there."""
+def empty_fused_cast(
+    x: Tensor, columns: int, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool
+) -> FusedCodes:
+    """Memory for the casts of a matrix with the rows of ``x`` and ``columns`` columns; 0 for an amax to raise."""
+    given = fmt.scale_rule == "given"
+    nothing = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=fmt.scale_dtype)
+    row_codes, row_scales = empty_cast(x, fmt, ROWWISE, k_major, columns) if rowwise else nothing
+    nothing = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=fmt.scale_dtype)
+    column_codes, column_scales = empty_cast(x, fmt, COLUMNWISE, k_major, columns) if columnwise else nothing
+    if given:
+        row_scales, column_scales = x.new_empty(1, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
+    amax = x.new_zeros(1 if given else 0, dtype=torch.float32)
+    return FusedCodes(row_codes, column_codes, row_scales, column_scales, amax)

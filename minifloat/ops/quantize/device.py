@@ -81,6 +81,22 @@ def store_packed(target, codes, first_m, first_k, M, K, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def store_tensor_cast(
+    values, scale, row_codes, column_codes, m, n, M, N, first, width,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """Stores the codes of a tile, cast with one scale, of the N columns from ``first`` on of a matrix [M, width]."""
+    codes = ELEMENT.kernels.encode(values * scale, ELEMENT)
+    if COLUMN:
+        codes = single_bytes(codes, M)
+    if ROW:
+        inside = (m[:, None] < M) & (n[None, :] < N)
+        tl.store(row_codes + first + m[:, None].to(tl.int64) * width + n[None, :], codes, mask=inside)
+    if COLUMN:
+        store_codes(column_codes + first.to(tl.int64) * M, codes, m, n, M, N, K_MAJOR)
+
+
+@triton.jit
 def load_tile(source, m, k, M, K):
     """A tile of [M, K] at rows ``m`` and columns ``k`` in fp32, 0 outside."""
     inside = (m[:, None] < M) & (k[None, :] < K)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.ops import quantize
 from minifloat.ops.launch import ready
-from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
+from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, decode, empty_cast, nvfp4, per_tensor
 from minifloat.ops.quantize.job import LARGEST_GROUP, Job, Target, groups
 
 
@@ -24,6 +25,8 @@ def casts(fmt: Format) -> bool:
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     """As the operation; those of whole tensors in one launch a dtype, with a rotated one in the same reading."""
     parsed = [parse(spec) for spec in formats]
+    if not all(map(casts, parsed)):
+        return quantize.amax.reference(xs, formats, dims)
     if len({x.device for x in xs}) > 1:
         return [amax([x], [spec], [dim])[0] for x, spec, dim in zip(xs, formats, dims, strict=True)]
     single = [fmt.block == 0 or (fmt.scale_rule == "two_level" and not fmt.amax_per_row) for fmt in parsed]
@@ -73,6 +76,8 @@ def cast(
 ) -> list[Tensor]:
     """As the operation; a rowwise cast and the columnwise one of the same tensor that follows it are one pass."""
     parsed = [parse(spec) for spec in formats]
+    if not all(map(casts, parsed)):
+        return quantize.cast.reference(xs, given, rngs, formats, dims, k_major, noop)
     outputs: list[Tensor] = []
     jobs: list[Job] = []
     previous = None
@@ -124,3 +129,17 @@ def _kernel(fmt: Format) -> Callable[..., None]:
     if fmt.scale_rule == "two_level":
         return nvfp4.cast
     return blocks.cast if fmt.block else per_tensor.cast
+
+
+def dequantize(
+    codes: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None,
+    format: str,
+    dim: int,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As the operation."""
+    return decode.dequantize(codes, scale_inv, amax, parse(format), dim, rows, cols, dtype)

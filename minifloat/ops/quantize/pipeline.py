@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minifloat.formats import parse
 from minifloat.ops.launch import Prepared, recorded
-from minifloat.ops.quantize import _amax_on_gpu, _cast_on_gpu, gpu
+from minifloat.ops.quantize import gpu
 from minifloat.ops.quantize.job import Request
 
 MOST_SHAPES = 256
@@ -61,12 +61,12 @@ def _step_by_step(
 ) -> tuple[list[Output], list[Tensor]]:
     amaxes: list[Tensor] = []
     if request.amax_of:
-        amaxes = _amax_on_gpu([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
+        amaxes = gpu.amax([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
     if not request.cast_of:
         return [], amaxes
     levels = [given[j] if own < 0 else amaxes[own] for j, own in enumerate(request.own_level)]
     sources = [xs[i] for i in request.cast_of]
-    made = _cast_on_gpu(sources, levels, rngs, request.formats, request.dims, request.k_major, None)
+    made = gpu.cast(sources, levels, rngs, request.formats, request.dims, request.k_major, None)
     return list(zip(made[0::3], made[1::3], made[2::3], levels, strict=True)), amaxes
 
 

@@ -1,0 +1,267 @@
+"""Activations in Triton, forward and backward, each in one pass with what comes next.
+
+A program works on a tile of the activation's result: it reads that tile of ``x``, or of both halves where two are
+multiplied, and of ``dy``, and computes in fp32. The result is stored, rounded, or cast: with a scale that is given
+(delayed scaling), or in blocks, of which it holds whole ones. Blocks read the value rounded to the dtype of ``x``, the
+very number that would be stored. The amax comes along; so do the column sums of a gradient, the bias gradient of the
+linear before: partial sums of a tile in an order that the tile fixes, added up by PyTorch, so that runs repeat to the
+bit.
+
+The fp32 values are the reference's within rounding (``test_triton_activation.py`` derives the bound); those of the relu
+family are equal. Value and cast share their functions and nothing is contracted, so a cast is that of the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.formats import Format, parse
+from minifloat.ops.activation import out_columns
+from minifloat.ops.activation.device import gated_gradients, gated_value, pointwise
+from minifloat.ops.activation.reference import CLAMPED, GATES, gated
+from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.quantize import empty_fused_cast
+from minifloat.ops.quantize.device import corner, extent
+from minifloat.ops.quantize.fused import (
+    VALUE,
+    cast_constants,
+    fused_tile,
+    record_amax,
+    scale_strides,
+    store_result,
+)
+from minifloat.ops.quantize.job import aligned
+from minifloat.ops.tiles import Tile, tile
+
+SWISH_SLOPES = {"silu": 1.0, "qgelu": 1.702}
+
+
+@triton.jit
+def load(source, m, n, M, N, width):
+    """A tile of N columns of a matrix that is ``width`` wide, in fp32, 0 outside."""
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    return tl.load(source + m[:, None].to(tl.int64) * width + n[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rounded(values, x, target, ELEMENT: tl.constexpr, ROUND: tl.constexpr):
+    """fp32 ``values`` as they are stored, where no ``ELEMENT`` is cast to, or as a cast reads them."""
+    if ELEMENT is None:
+        values = values.to(target.dtype.element_ty).to(tl.float32)
+    elif ROUND:
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    return values
+
+
+@triton.jit
+def activation_kernel(
+    x, scale, row_codes, column_codes, row_scales, column_scales, amax,
+    M, N, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    ROUND: tl.constexpr, AMAX: tl.constexpr,
+    ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
+    first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    if GATED:
+        a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
+        values = gated_value(a, b, NAME, SLOPE, LIMIT, OFFSET)
+    else:
+        values, _ = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
+        if NAME == "sigmoid":  # which makes 0.5 of the 0 outside
+            values = tl.where((m[:, None] < M) & (n[None, :] < N), values, 0.0)
+    values = rounded(values, x, row_codes, ELEMENT, ROUND)
+    if AMAX:
+        record_amax(amax, tl.abs(values))
+    store_result(
+        values, first_m, first_n, M, N, 0 * N, N, scale, row_codes, column_codes, row_scales, column_scales,
+        row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+    )  # fmt: skip
+
+
+@triton.jit
+def activation_backward_kernel(
+    dy, x, scale, row_codes, column_codes, row_scales, column_scales, amax, partial,
+    M, N, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    ROUND: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr,
+    ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
+    first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    HALVES: tl.constexpr = 2 if GATED else 1
+    incoming = load(dy, m, n, M, N, N)  # 0 outside, and so are all gradients
+    if GATED:
+        a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
+        gradients = gated_gradients(incoming, a, b, NAME, SLOPE, LIMIT, OFFSET)
+    else:
+        _, derivative = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
+        gradients = (incoming * derivative,)
+    magnitudes = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for half in tl.static_range(HALVES):
+        values, first = rounded(gradients[half], x, row_codes, ELEMENT, ROUND), half * N
+        if AMAX:
+            magnitudes = tl.maximum(magnitudes, tl.abs(values))  # of a number and NaN the number
+        if BIAS:
+            sums = (first_m // BLOCK_M).to(tl.int64) * (HALVES * N)
+            present = n < N * tl.minimum(M, 1)  # without rows there are no blocks of them
+            tl.store(partial + sums + first + n, tl.sum(values, axis=0), mask=present)
+        store_result(
+            values, first_m, first_n, M, N, first, HALVES * N,
+            scale, row_codes, column_codes, row_scales, column_scales,
+            row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        )  # fmt: skip
+    if AMAX:
+        record_amax(amax, magnitudes)
+
+
+_forward = Kernel(activation_kernel)
+_backward = Kernel(activation_backward_kernel)
+
+
+def forward(
+    x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype, with_amax: bool, choice: Tile | None = None
+) -> tuple[Tensor, ...]:
+    """The operation ``activation_forward``."""
+    x = ready(x)
+    y = x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype)
+    amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
+    choice = choice or tile("activation", x.device)
+    how = *formula(name, parameters), *VALUE, False, with_amax, *tile_constants(y.shape, choice)
+    _forward(program_count(y.shape, choice), (x, x, y, y, x, x, amax), (*y.shape, 0, 0, 0, 0), how, choice.warps)
+    return y, amax
+
+
+def cast(
+    x: Tensor,
+    name: str,
+    parameters: Sequence[float],
+    scale: Tensor | None,
+    format: str,
+    rowwise: bool,
+    columnwise: bool,
+    k_major: bool,
+    choice: Tile | None = None,
+) -> tuple[Tensor, ...]:
+    """The operation ``activation_cast``."""
+    x, fmt, given = ready(x), parse(format), scale is not None
+    shape = x.shape[0], out_columns(name, x.shape[1])
+    out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
+    choice = fused_tile("activation", choice, fmt, rowwise, columnwise, shape, x.device)
+    how = (
+        *formula(name, parameters), *cast_constants(x, fmt, rowwise, columnwise, k_major), not given, given,
+        *tile_constants(shape, choice),
+    )  # fmt: skip
+    # At least one program, even without elements: it stores the scale.
+    programs = max(int(given), program_count(shape, choice))
+    _forward(programs, (x, x if scale is None else scale, *out), (*shape, *scale_strides(out)), how, choice.warps)
+    return out
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    name: str,
+    parameters: Sequence[float],
+    dtype: torch.dtype,
+    with_amax: bool,
+    with_bias: bool,
+    choice: Tile | None = None,
+) -> tuple[Tensor, ...]:
+    """The operation ``activation_backward``."""
+    assert dy.shape == (x.shape[0], out_columns(name, x.shape[1])), (dy.shape, name, x.shape)
+    dy, x = ready(dy), ready(x)
+    dx = torch.empty_like(x, dtype=dtype)
+    amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
+    choice = choice or tile("activation_backward_bias" if with_bias else "activation_backward", x.device)
+    partial = partial_sums(x, with_bias, choice)
+    how = *formula(name, parameters), *VALUE, False, with_amax, with_bias, *tile_constants(dy.shape, choice)
+    tensors = dy, x, x, dx, dx, x, x, amax, partial
+    _backward(program_count(dy.shape, choice), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
+    return dx, amax, bias_gradient(partial, with_bias)
+
+
+def backward_cast(
+    dy: Tensor,
+    x: Tensor,
+    name: str,
+    parameters: Sequence[float],
+    scale: Tensor | None,
+    format: str,
+    rowwise: bool,
+    columnwise: bool,
+    k_major: bool,
+    with_bias: bool,
+    choice: Tile | None = None,
+) -> tuple[Tensor, ...]:
+    """The operation ``activation_backward_cast``."""
+    shape, fmt, given = (x.shape[0], out_columns(name, x.shape[1])), parse(format), scale is not None
+    assert tuple(dy.shape) == shape, (dy.shape, name, x.shape)
+    dy, x = ready(dy), ready(x)
+    out = empty_fused_cast(x, x.shape[1], fmt, rowwise, columnwise, k_major)
+    if given and with_bias:
+        choice = choice or tile("activation_backward_bias", x.device)
+    choice = fused_tile("activation_backward", choice, fmt, rowwise, columnwise, shape, x.device)
+    if gated(name) and not given:
+        choice = within_half(choice, fmt, shape[1])
+    partial = partial_sums(x, with_bias, choice)
+    how = (
+        *formula(name, parameters), *cast_constants(x, fmt, rowwise, columnwise, k_major),
+        not given or gated(name), given, with_bias, *tile_constants(shape, choice),
+    )  # fmt: skip
+    tensors = dy, x, x if scale is None else scale, *out, partial
+    programs = max(int(given), program_count(shape, choice))
+    _backward(programs, tensors, (*shape, *scale_strides(out)), how, choice.warps)
+    return *out, bias_gradient(partial, with_bias)
+
+
+def formula(name: str, parameters: Sequence[float]) -> tuple[str, float, float | None, float, bool]:
+    """NAME, SLOPE, LIMIT, OFFSET and GATED of the kernels."""
+    if name == CLAMPED:
+        limit, slope, offset = parameters
+        return "swish", slope, limit, offset, True
+    gate = GATES.get(name, name)
+    if gate in SWISH_SLOPES:
+        return "swish", SWISH_SLOPES[gate], None, 0.0, gated(name)
+    return gate, 0.0, None, 0.0, gated(name)
+
+
+def tile_constants(shape: Sequence[int], choice: Tile) -> tuple[Any, ...]:
+    """ALIGNED_M, ALIGNED_N, BLOCK_M and BLOCK_N of the kernels."""
+    return aligned(shape[:1]), aligned(shape[1:]), choice.rows, choice.cols
+
+
+def program_count(shape: Sequence[int], choice: Tile) -> int:
+    return triton.cdiv(shape[0], choice.rows) * triton.cdiv(shape[1], choice.cols)
+
+
+def within_half(choice: Tile, fmt: Format, columns: int) -> Tile:
+    """``choice`` such that none of its tiles overlaps the end of a half of ``columns``, which must be whole blocks."""
+    assert columns % fmt.block == 0, (columns, fmt)
+    cols = choice.cols
+    while columns % cols:
+        cols //= 2
+    return Tile(choice.rows, cols, max(choice.warps * cols // choice.cols, 1))
+
+
+def partial_sums(x: Tensor, wanted: bool, choice: Tile) -> Tensor:
+    """Sums of the columns of ``x`` over the rows of each tile."""
+    return x.new_empty((triton.cdiv(x.shape[0], choice.rows) if wanted else 0, x.shape[1]), dtype=torch.float32)
+
+
+def bias_gradient(partial: Tensor, wanted: bool) -> Tensor:
+    return partial.sum(0) if wanted else partial.new_empty(0)

@@ -1,0 +1,85 @@
+"""Casts of a value by the kernel that computes it, a norm's or an activation's, whose tile is never written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.formats import Format
+from minifloat.ops.quantize import FusedCodes
+from minifloat.ops.quantize.blocks import store_block_cast, whole_blocks
+from minifloat.ops.quantize.device import record_max, store_tensor_cast
+from minifloat.ops.quantize.job import aligned, input_max
+from minifloat.ops.tiles import Tile, tile
+
+
+@triton.jit
+def store_result(
+    values, first_m, first_n, M, N, first, width, scale, row_codes, column_codes, row_scales, column_scales,
+    row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of fp32 ``values``, or the codes of a cast of them.
+
+    It is a tile of the N columns that begin at ``first`` of a matrix that is ``width`` wide. Without an ``ELEMENT`` the
+    values are stored to ``row_codes``; with a ``BLOCK`` of 0 the scale is given. Else the tile holds whole
+    blocks, and 0 outside of the matrix.
+    """
+    m = first_m + tl.arange(0, values.shape[0])
+    n = first_n + tl.arange(0, values.shape[1])
+    if ELEMENT is None:
+        where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
+        tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+    elif BLOCK == 0:
+        multiplier, scale_inv = RULE.kernels.scale(tl.load(scale), MAX, EPSILON, LARGEST)
+        store_tensor_cast(
+            values, multiplier, row_codes, column_codes, m, n, M, N, first, width, ROW, COLUMN, K_MAJOR, ELEMENT
+        )
+        if tl.program_id(0) == 0:
+            tl.store(row_scales, scale_inv)
+    else:
+        store_block_cast(
+            values, first_m, first + first_n, M, width,
+            row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
+            row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+            ROW, COLUMN, K_MAJOR, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        )  # fmt: skip
+
+
+@triton.jit
+def record_amax(target, magnitudes):
+    """Raises ``target`` to the largest of a tile; of a number and NaN the maximum is the number."""
+    record_max(target, tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0))  # of nothing but NaN 0
+
+
+VALUE = False, False, False, 0, False, None, 0.0, None, 0.0, 0.0
+"""ROW to LARGEST where the value is stored."""
+
+
+def cast_constants(x: Tensor, fmt: Format, rowwise: bool, columnwise: bool, k_major: bool) -> tuple[Any, ...]:
+    """ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON and LARGEST of a value in the dtype of ``x``."""
+    options = rowwise, columnwise, columnwise and k_major, fmt.block, fmt.tile
+    return *options, fmt.encoding, fmt.max, fmt.scaling, fmt.amax_epsilon, input_max(x)
+
+
+def scale_strides(out: FusedCodes) -> tuple[int, int, int, int]:
+    """Strides of the rowwise and of the columnwise grid of scales; 0 of one that is not wanted."""
+    row, column = (grid.stride() if grid.dim() == 2 else (0, 0) for grid in (out.row_scales, out.column_scales))
+    return row[0], row[1], column[0], column[1]
+
+
+def fused_tile(
+    kernel: str, choice: Tile | None, fmt: Format, row: bool, column: bool, shape: tuple[int, int], device: torch.device
+) -> Tile:
+    """The tile of ``kernel`` for a matrix of ``shape``: ``choice``, else the pinned one; in blocks, of whole blocks."""
+    if not fmt.block:
+        return choice or tile(f"{kernel}_columnwise" if column else kernel, device)
+    whole = "_columnwise" if column or fmt.tile else ""  # 128 rows at a time, where one row would do
+    choice = choice or tile(f"{kernel}_block{whole}" if fmt.block > 32 else f"{kernel}_mx", device)
+    rows, cols, warps = whole_blocks(choice, fmt, row, column)
+    return Tile(rows, cols, warps if aligned(shape) else max(warps, 8))  # as in the cast of a tensor
