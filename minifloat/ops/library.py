@@ -117,21 +117,6 @@ def operation(
     return lambda reference: Operation(reference.__name__, reference, gpu, mutates, random)
 
 
-def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
-    """Defines ``minifloat::<schema>`` where annotations do not give it, without kernels of our own."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-
-    def run(*args: Any) -> Any:
-        with torch._C._DisableAutocast():
-            return implementation(*args)
-
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
-    overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
-    return overload
-
-
 def directly(x: Any) -> bool:
     """Kernels may be called for ``x``, or a list that begins with it, past the dispatcher.
 

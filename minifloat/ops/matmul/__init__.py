@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat import capability
 from minifloat.formats import Format, parse
-from minifloat.ops.library import register
+from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import emulated, native, reference
 
 
@@ -207,29 +207,18 @@ def _native_block(
     return product if direct else _finish(product, bias, out_dtype)
 
 
-def _scaled_mm(
-    gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_spec: str, a_dim: int, a_along: int, m: int,
-    b: Tensor, b_scale: Tensor, b_amax: Tensor | None, b_spec: str, b_dim: int, b_along: int, n: int,
+@operation()
+def scaled_mm(
+    gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_format: str, a_dim: int, a_along: int, m: SymInt,
+    b: Tensor, b_scale: Tensor, b_amax: Tensor | None, b_format: str, b_dim: int, b_along: int, n: SymInt,
     out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, backend: str,
 ) -> Tensor:  # fmt: skip
-    prepared = product(gemm, a_spec, a_dim, a_along, b_spec, b_dim, b_along, a.device, backend)
+    """[m, n] = a b^T with both operands contracted along ``*_along``; ``backend`` "": the capability table chooses."""
+    prepared = product(gemm, a_format, a_dim, a_along, b_format, b_dim, b_along, a.device, backend)
     return prepared.run(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum)
 
 
-def _fake_scaled_mm(
-    gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_spec: str, a_dim: int, a_along: int, m: int,
-    b: Tensor, b_scale: Tensor, b_amax: Tensor | None, b_spec: str, b_dim: int, b_along: int, n: int,
-    out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, backend: str,
-) -> Tensor:  # fmt: skip
+@scaled_mm.fake
+def _(gemm: str, a: Tensor, *rest: Any) -> Tensor:
+    m, n, out_dtype = rest[5], rest[12], rest[13]
     return a.new_empty((m, n), dtype=out_dtype)
-
-
-scaled_mm = register(
-    "scaled_mm(str gemm, "
-    "Tensor a, Tensor a_scale, Tensor? a_amax, str a_format, int a_dim, int a_along, SymInt m, "
-    "Tensor b, Tensor b_scale, Tensor? b_amax, str b_format, int b_dim, int b_along, SymInt n, "
-    "ScalarType out_dtype, Tensor? bias, bool fast_accum, str backend) -> Tensor",
-    _scaled_mm,
-    _fake_scaled_mm,
-)
-"""[m, n] = a b^T with both operands contracted along ``*_along``; ``backend`` "" lets the capability table choose."""
