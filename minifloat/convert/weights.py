@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from minifloat.comm.dtensor import is_dtensor
 from minifloat.convert.select import Named
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.parameters import ParameterInit, is_sharded, parameter_init
+from minifloat.nn.parameters import ParameterInit, parameter_init
 from minifloat.recipe import OwnRecipe, Recipe
 from minifloat.tensor import QuantizedTensor
 
@@ -84,7 +85,7 @@ def obstacles(modules: Sequence[Named], layers: Iterable[nn.Module]) -> dict[nn.
             found[layer] = "its parameter is the transposed weight"
         elif shared is not None:
             found[layer] = f"{' and '.join(shared)} are one parameter"
-        elif any(is_sharded(weight) for weight in weights):
+        elif any(is_dtensor(weight) for weight in weights):
             found[layer] = "it is a DTensor"
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minifloat.comm.dtensor import is_dtensor, own_part, own_rows
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn import parameters
 from minifloat.nn.parameters import InitMethod
@@ -98,7 +99,7 @@ class LinearParameters(nn.Linear):
         FSDP2's: the layer starts as the unsharded one does from the same seed.
         """
         parts, partition = [getattr(self, name) for name in names], self._partitions.get(kind)
-        plain = all(not isinstance(part, QuantizedTensor) and not parameters.is_sharded(part) for part in parts)
+        plain = all(not isinstance(part, QuantizedTensor) and not is_dtensor(part) for part in parts)
         if len(parts) == 1 and plain and partition is None:
             init(parts[0])
         elif parts:
@@ -113,8 +114,7 @@ class LinearParameters(nn.Linear):
 
     @torch.no_grad()
     def _write(self, parameter: Tensor, values: Tensor) -> None:
-        rows, own = parameters.own_rows(parameter, values)
-        rows.copy_(own)
+        own_rows(parameter).copy_(own_part(values, parameter))
 
     def _named_split(self, split: Mapping[str, int] | Sequence[str] | None) -> Mapping[str, int] | None:
         """``parameters_split`` with the rows of each; names alone share all rows out equally.

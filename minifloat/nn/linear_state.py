@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from minifloat.arguments import check_value
 from minifloat.autocast import Use
 from minifloat.comm.ddp_forward import check_synchronized
+from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.functional.linear import LinearPlan
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
@@ -145,7 +146,7 @@ class LinearState(LinearParameters):
 
     @torch.no_grad()
     def _write(self, parameter: Tensor, values: Tensor) -> None:
-        rows, own = parameters.own_rows(parameter, values)
+        rows, own = own_rows(parameter), own_part(values, parameter)
         if isinstance(rows, QuantizedTensor):
             self._bind_scale(rows, [values])
             rows.quantize_(own)
@@ -202,7 +203,7 @@ class LinearState(LinearParameters):
     def _quantized_rows(self) -> dict[str, QuantizedTensor]:
         """By name the weights that are kept quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
         weights = {name: getattr(self, name) for name in self._weight_names}
-        rows = {name: getattr(weight, "_local_tensor", weight) for name, weight in weights.items()}
+        rows = {name: own_rows(weight) for name, weight in weights.items()}
         return {name: own for name, own in rows.items() if isinstance(own, QuantizedTensor)}
 
     # ---- the weight of a call ----
@@ -329,7 +330,7 @@ class LinearState(LinearParameters):
         fitting = self._fitting_weights(state_dict, prefix)
         for name, own in rows.items():
             saved = fitting.get(name)
-            values = getattr(saved, "_local_tensor", saved)
+            values = saved if saved is None else own_rows(saved)
             if values is None or (has_scale and isinstance(values, QuantizedTensor) and own._same_form(values)):
                 continue
             loaded[name] = values.dequantize() if isinstance(values, QuantizedTensor) else values
@@ -350,7 +351,7 @@ def _keep_quantized(
     It keeps the codes where those of a plain tensor inside of a DTensor would be lost, and, while its codes are still
     the same, the ``initial`` values in high precision.
     """
-    rows = getattr(weight, "_local_tensor", weight)
+    rows = own_rows(weight)
     if not isinstance(rows, QuantizedTensor):  # of parameters alone a change of the dtype leaves the codes as they are
         rows = weight._local_tensor = fn(nn.Parameter(before, requires_grad=False)).detach()  # type: ignore[attr-defined]
     if initial is not None and not rows.is_meta and isinstance(rows, QuantizedTensor):

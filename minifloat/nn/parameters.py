@@ -145,24 +145,6 @@ def quantized_parameter(
     return parameter
 
 
-def is_sharded(parameter: Tensor) -> bool:
-    """``parameter`` is a DTensor, as FSDP2 makes them."""
-    return hasattr(parameter, "device_mesh")  # its class is slow to import
-
-
-def own_rows(parameter: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What this rank has of a parameter, and of ``values`` of its whole shape; all of both unless it is a DTensor."""
-    if not is_sharded(parameter):
-        return parameter, values
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    for dim, (length, start) in enumerate(zip(shape, offset, strict=True)):
-        values = values.narrow(dim, min(start, values.shape[dim]), length)
-    return parameter._local_tensor, values  # type: ignore[attr-defined]
-
-
 def given_format(quantizer: Quantizer) -> Format | None:
     """The format that is cast with a delayed scale, if one is."""
     formats = (quantizer.row_format, quantizer.format(COLUMNWISE))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minifloat.arguments import Fraction, NonNegativeFloat, checked
+from minifloat.comm.dtensor import own_rows
 from minifloat.optim import moments
 from minifloat.optim.masters import is_low_precision
 from minifloat.optim.moments import Moments, kept_as
-from minifloat.optim.shards import own_rows
 
 _BUCKET = 1 << 24
 """Elements whose moments are in fp32 at a time."""

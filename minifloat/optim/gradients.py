@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Accepts, checked, shown
 from minifloat.comm.collectives import all_gather_rows, all_reduce
+from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.optim.masters import Master
@@ -122,7 +123,7 @@ def clip_grad_norm_(
     held = [p.grad for p in parameters if p.grad is not None]
     held += [p.main_grad for p in parameters if getattr(p, "grad_added_to_main_grad", False)]  # type: ignore[attr-defined]
     for alike in _by_place(held):
-        local = [grad.to_local() if _is_dtensor(grad) else grad for grad in alike]  # type: ignore[attr-defined]
+        local = [grad.to_local() if is_dtensor(grad) else grad for grad in alike]  # type: ignore[attr-defined]
         torch._foreach_mul_(local, factor.to(local[0].device))
     return norm
 
@@ -137,7 +138,7 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norms, fp32, of those of each place; of DTensors as a whole."""
-    return [_norms_of_dtensors(alike) if _is_dtensor(alike[0]) else _local_norms(alike) for alike in _by_place(grads)]
+    return [_norms_of_dtensors(alike) if is_dtensor(alike[0]) else _local_norms(alike) for alike in _by_place(grads)]
 
 
 def _local_norms(grads: list[Tensor]) -> Tensor:
@@ -162,7 +163,3 @@ def _by_place(grads: Sequence[Tensor]) -> list[list[Tensor]]:
     for grad in grads:
         places[grad.device, getattr(grad, "device_mesh", None), getattr(grad, "placements", None)].append(grad)
     return list(places.values())
-
-
-def _is_dtensor(x: Tensor) -> bool:
-    return hasattr(x, "to_local")  # its class is slow to import

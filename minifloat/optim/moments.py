@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from minifloat.comm.dtensor import own_rows, sharded_like
 from minifloat.formats import ROWWISE, Format
 from minifloat.operand import Operand
-from minifloat.optim.shards import own_rows, sharded_like
 from minifloat.quantizer import Quantizer, cast_all
 
 Moments = Literal["fp32", "bf16", "fp8"]

@@ -40,6 +40,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand
 from minifloat.parallel.fsdp import fully_shard, pytorch
+from minifloat.parallel.fsdp.rows import row_unit
 from tests.helpers import ddp_cases
 from tests.helpers.fsdp_cases import (
     KINDS,
@@ -203,7 +204,11 @@ def wire(recipe: str, kind: str, rank: int, size: int, device: str) -> str:
     for dim, order in ((ROWWISE, 1), (COLUMNWISE, -1)):
         along = ROWWISE if quantizer.format(dim).symmetric else dim
         for k, n in list(pairwise(sizes))[::order]:
-            expected.append(pytorch.rows_of_ranks(n, size).gather_bytes(quantizer.format(dim), along, k))
+            expected.append(
+                pytorch.rows_of_ranks(n, size)
+                .whole_units(row_unit(quantizer))
+                .gather_bytes(quantizer.format(dim), along, k)
+            )
     of_bf16 = [sent[0] / (2 * 1024 * 256), sent[-1] / (2 * 1024 * 256)] if sent else [0.0, 0.0]
     if sent != expected or max(of_bf16) > most:
         return f"sent {sent}, expected {expected}"

@@ -25,7 +25,8 @@ import minifloat
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import fully_shard, pytorch
-from minifloat.parallel.fsdp.unsharded import Unsharded
+from minifloat.parallel.fsdp.buffers import GatheredWeight
+from minifloat.parallel.fsdp.rows import row_unit
 from minifloat.parallel.fsdp.weight import ShardedWeight
 from tests.conftest import Pools
 from tests.helpers.fsdp_cases import Case, gathered_bytes, layers, linears, mesh_of, shard, step
@@ -69,7 +70,7 @@ def wire(rank: int, size: int, recipe: str) -> list[tuple[int, int, int]]:
     for dim, order in ((ROWWISE, 1), (COLUMNWISE, -1)):
         along = ROWWISE if quantizer.format(dim).symmetric else dim
         for k, n in list(pairwise(sizes))[::order]:
-            shards = pytorch.rows_of_ranks(n, size)
+            shards = pytorch.rows_of_ranks(n, size).whole_units(row_unit(quantizer))
             expected.append((shards.gather_bytes(quantizer.format(dim), along, k), 2 * shards.largest * k))
     return [(sent, *formula) for sent, formula in zip(recorded.sent, expected, strict=True)]
 
@@ -89,10 +90,10 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
     model = linears(recipe)
     shard(model, Case("linears", recipe, reshard=True), mesh_of(size))
     step(model, rank)
-    weights = [each.weight for each in pytorch.extensions_below(model)]
-    held = [weight.unsharded for weight in weights]
+    weights = [each.weight for each in pytorch.parameters_below(model)]
+    held = [weight.gathered for weight in weights]
     tensors = [_tensors(unsharded.operands) for unsharded in held]
-    parameters = [weight.parameters[0]._param._unsharded_param for weight in weights]
+    parameters = [weight.parameters[0]._unsharded_param for weight in weights]
     wrong, seen = [], []
     for child, unsharded in zip(model, held, strict=True):
 
@@ -105,7 +106,7 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
         child.register_forward_pre_hook(look)
 
     def kept_to_the_end(module: nn.Module, args: Any, output: Any) -> None:
-        kept = [not weight.agreed or weight.parts for weight in weights[:-1]]  # the last one is not sharded again
+        kept = [not weight.cast or weight.parts for weight in weights[:-1]]  # the last one is not sharded again
         wrong.extend(["a rank keeps what it has sent"] * any(kept) * (recipe == "current"))
 
     model.register_forward_hook(kept_to_the_end)
@@ -117,7 +118,7 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
         wrong += ["a gathered weight outlives its backward"] * (unsharded.holds(ROWWISE) or unsharded.holds(COLUMNWISE))
         now = _tensors(unsharded.operands)
         wrong += ["tensors were made anew"] * any(a is not b for a, b in zip(before, now, strict=True))
-        wrong += ["the parameter was made anew"] * (weight.parameters[0]._param._unsharded_param is not parameter)
+        wrong += ["the parameter was made anew"] * (weight.parameters[0]._unsharded_param is not parameter)
     return wrong
 
 
@@ -407,14 +408,14 @@ def recomputed(rank: int, size: int) -> list[int]:
     shard(model, Case("", "mxfp8", reshard=True), mesh_of(size))
     for child in model:
         child.forward = functools.partial(minifloat.checkpoint, child.forward)
-    counts, original = [0] * 3, Unsharded.gather
+    counts, original = [0] * 3, GatheredWeight.gather
     for i in range(3):
 
         def counting(*args: Any, number: int = i) -> None:
             counts[number] += 1
             original(*args)
 
-        with mock.patch.object(Unsharded, "gather", counting):
+        with mock.patch.object(GatheredWeight, "gather", counting):
             step(model, rank)
     return counts
 
@@ -429,7 +430,7 @@ def kept_unsharded(rank: int, size: int, recipe: str) -> tuple[list[int], list[i
     shard(model, Case("", recipe, reshard=False), mesh_of(size))
     fetched, gathered = [], []
     with (
-        mock.patch.object(Unsharded, "gather", autospec=True, side_effect=Unsharded.gather) as fetches,
+        mock.patch.object(GatheredWeight, "gather", autospec=True, side_effect=GatheredWeight.gather) as fetches,
         mock.patch.object(ShardedWeight, "begin_gather", autospec=True, side_effect=ShardedWeight.begin_gather) as own,
     ):
         for i in range(3):

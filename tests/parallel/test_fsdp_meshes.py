@@ -23,7 +23,7 @@ def hybrid(rank: int, size: int, shape: tuple[int, int], device: str = "cpu") ->
         model = layers("nvfp4", 24, 70, 2)
         for unit in (*model, model):
             fully_shard(unit, mesh=mesh)
-        weight = pytorch.extensions_below(model)[0]
+        weight = pytorch.parameters_below(model)[0]
         wrong = [] if weight.group.size == shape[1] else [f"a group of {weight.group.size}"]
         return wrong + gathered_bytes(model)
 

@@ -84,7 +84,7 @@ def microbatches(rank: int, size: int) -> list[tuple[float, float]]:
     seen = []
     for scale in (1.0, 4.0, 16.0):  # each update moves the layer's scale
         y = model(scale * torch.randn(4, 24, generator=torch.Generator().manual_seed(rank)))
-        unsharded = pytorch.extensions_below(model)[0].weight.unsharded
+        unsharded = pytorch.parameters_below(model)[0].weight.gathered
         in_forward = float(unsharded.operands.any.scale_inv)
         y.square().sum().backward()
         seen.append((in_forward, float(unsharded.operands.any.scale_inv)))

@@ -93,8 +93,8 @@ def compared(rank: int, size: int, recipe: Any, rows: dict[str, int]) -> list[st
     fully_shard(layer, mesh=mesh_of(size))
     wrong = ["not as codes"] * (list(sharded_weights(layer)) != [f"{name}_weight" for name in rows])
     layer.unshard()
-    weight = pytorch.extensions_below(layer)[0].weight
-    for mine, theirs in zip(weight.unsharded.operands, expected, strict=True):
+    weight = pytorch.parameters_below(layer)[0].weight
+    for mine, theirs in zip(weight.gathered.operands, expected, strict=True):
         names = ["codes", "scale_inv", *["amax"] * (theirs.format.scale_rule == "two_level")]
         wrong += [
             f"{theirs.dim} {name}" for name in names if not torch.equal(getattr(mine, name), getattr(theirs, name))
@@ -103,7 +103,7 @@ def compared(rank: int, size: int, recipe: Any, rows: dict[str, int]) -> list[st
     for (name, parameter), whole in zip(layer.named_parameters(), wholes, strict=True):
         wrong += [name] * (not torch.equal(parameter.dequantize(), whole) or parameter.shape != whole.shape)
     layer.reshard()
-    operands = [each for held in (weight.unsharded.operands, *weight.unsharded.pieces) for each in held]
+    operands = [each for held in (weight.gathered.operands, *weight.gathered.pieces) for each in held]
     tensors = [t for operand in operands for t in operand[:3] if t is not None and t.numel() > 24]  # not of columns
     return wrong + ["not freed"] * any(t.untyped_storage().size() for t in tensors)
 
@@ -153,15 +153,15 @@ def sent_and_held(rank: int, size: int) -> list[str]:
     recorded.sent.clear()
     step(model, rank)
     wrong = ["a step leaves memory behind"] * (alive() != before)
-    weight = pytorch.extensions_below(model)[0].weight
+    weight = pytorch.parameters_below(model)[0].weight
     expected = [
-        sum(each.shards.gather_bytes(weight.quantizer.format(dim), dim, 64) for each in weight.parameters)
+        sum(each.gather_bytes(weight.quantizer.format(dim), dim, 64) for each in weight.owned)
         for dim in (ROWWISE, COLUMNWISE)
     ]
     wrong += [f"{recorded.sent} bytes sent, not {expected}"] * (recorded.sent != expected)
     layer.unshard()
-    codes = weight.unsharded.operands.rowwise.codes
-    received_codes = [weight.unsharded.received([ROWWISE], i)[0] for i in range(3)]
+    codes = weight.gathered.operands.rowwise.codes
+    received_codes = [weight.gathered.gather_of([ROWWISE], i).received[0] for i in range(3)]
     for parameter, received in zip(weight.parameters, received_codes, strict=True):
         own = received.untyped_storage().data_ptr() != codes.untyped_storage().data_ptr()
         wrong += [f"{parameter.name} is copied"] * own

@@ -16,10 +16,10 @@ from minifloat.arguments import checked
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.linear import Linear
 from minifloat.parallel.fsdp import pytorch
-from minifloat.parallel.fsdp.casting import Casting, cast_shards
-from minifloat.parallel.fsdp.parameter import ShardedParameter
-from minifloat.parallel.fsdp.rows import rows_of
-from minifloat.parallel.fsdp.weight import ShardedWeight
+from minifloat.parallel.fsdp.casting import cast_shards
+from minifloat.parallel.fsdp.pytorch import ShardedParameter
+from minifloat.parallel.fsdp.rows import row_unit, rows_of
+from minifloat.parallel.fsdp.weight import ShardedWeight, is_plain
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor
@@ -80,11 +80,11 @@ def fully_shard(
             whole, noted = before[layer, name], notes[layer, name]
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _MARKS if mark in noted})
             if isinstance(whole, QuantizedTensor):
-                _hook(_of_quantized(whole, initial[layer, name], layer, param, group))
+                _gather_quantized(whole, initial[layer, name], layer, param, group)
             elif isinstance(layer, Linear) and name in layer._weight_names and not shared:
                 by_layer.setdefault(layer, []).append(param)
         for layer, params in by_layer.items():
-            _hook(_of_high_precision(layer, params, group))
+            _gather_as_codes(layer, params, group)
     pytorch.cast_before_forward(module, _cast)
     return module
 
@@ -98,7 +98,7 @@ def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
     """
     names = {id(each): name for name, each in module.named_modules()}
     found = {}
-    for parameter in pytorch.extensions_below(module):
+    for parameter in pytorch.parameters_below(module):
         weight = parameter.weight
         spec = weight.quantizer.row_format.spec, weight.quantizer.format(COLUMNWISE).spec
         found[f"{names[id(weight.layer)]}.{parameter.name}".lstrip(".")] = spec
@@ -129,41 +129,35 @@ def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
             layer._config(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
 
 
-def _hook(weight: ShardedWeight | None) -> None:
-    for parameter in () if weight is None else weight.parameters:
-        parameter.hook()
-
-
-def _of_high_precision(layer: Linear, params: Sequence[Any], group: Any) -> ShardedWeight | None:
-    """What gathers the weight of a layer as codes; None if it is to be gathered in high precision.
+def _gather_as_codes(layer: Linear, params: Sequence[Any], group: Any) -> None:
+    """Lets the weight of a layer be gathered as codes, unless it has to be gathered in high precision.
 
     ``params``: those of its parameters that ``group`` gathers.
     """
     if not isinstance(layer.recipe, Recipe) or type(layer)._weight_matrix is not Linear._weight_matrix:  # transposed
-        return None
+        return
     weights = [getattr(layer, name) for name in layer._weight_names]
     if [pytorch.layer_of(param)[1] for param in params] != list(layer._weight_names):
-        return None  # others are ignored, or shared
+        return  # others are ignored, or shared
     if not all(pytorch.is_sharded_by_rows(param) for param in params):
-        return None
+        return
     if any(weight.numel() == 0 or weight.dtype not in DTYPES or weight.dtype != weights[0].dtype for weight in weights):
-        return None
+        return
     config = layer._config(layer.recipe)
     if config.backward_override == "high_precision":
-        return None
+        return
     if not (config.weight.row_format.quantized and config.weight.format(COLUMNWISE).quantized):
-        return None
+        return
     quantizer = config.weight.with_usage(rowwise=True, columnwise=config.backward_override is None)
-    shards, ranks = zip(*[pytorch.shards_of(param) for param in params], strict=True)
-    if Casting.of(quantizer, shards, ranks[0].rank) is None:
-        return None
-    return ShardedWeight(layer, quantizer, config.delayed, params, group)
+    if len(params) > 1 and not is_plain(quantizer):
+        return
+    if any(weight.shape[0] % row_unit(quantizer) for weight in weights[:-1]):  # a block would lie in two parameters
+        return
+    ShardedWeight(layer, quantizer, config.delayed, params, group)
 
 
-def _of_quantized(
-    whole: QuantizedTensor, initial: Tensor | None, layer: nn.Module, param: Any, group: Any
-) -> ShardedWeight:
-    """What gathers a quantized parameter. This rank keeps its rows of the codes, cast with what the whole was."""
+def _gather_quantized(whole: QuantizedTensor, initial: Tensor | None, layer: nn.Module, param: Any, group: Any) -> None:
+    """Lets a quantized parameter be gathered. This rank keeps its rows of the codes, cast with what the whole was."""
     if not isinstance(layer, Linear) or not pytorch.is_sharded_by_rows(param):
         raise ValueError(
             f"{getattr(layer, '_label', type(layer).__name__)}: fully_shard takes quantized parameters of linears, "
@@ -180,7 +174,7 @@ def _of_quantized(
     if initial is not None:
         rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
     pytorch.set_own_rows(param, rows)
-    return ShardedWeight(layer, rows.quantizer, None, [param], group)
+    ShardedWeight(layer, rows.quantizer, None, [param], group)
 
 
 def _cast(parameters: list[ShardedParameter]) -> None:

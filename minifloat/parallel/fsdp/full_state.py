@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import max_of_all
+from minifloat.comm.dtensor import sharded_like
 from minifloat.comm.gather import gather
 from minifloat.nn.linear import Linear
 from minifloat.operand import Operand
@@ -61,7 +62,7 @@ def load_full_state_dict(
     """
     own = model.state_dict()
     sent_on = next((t.device_mesh.device_type for t in own.values() if isinstance(t, DTensor)), "cpu")
-    described = [[(key, _described(value)) for key, value in state.items()]]
+    described = [[(key, v.detach().to("meta") if isinstance(v, Tensor) else v) for key, v in state.items()]]
     if from_rank0:
         dist.broadcast_object_list(described, 0)
     local: dict[str, Any] = {}
@@ -93,7 +94,7 @@ def _whole(sharded: DTensor) -> Tensor:
     cover, part = rows.cover, rows.part
     assert cover.group is not None
     rowwise, columnwise = (operand is not None for operand in part)
-    operands = gather(part, cover.shards, cover.group, rowwise=rowwise, columnwise=columnwise)
+    operands = gather(part, cover.all_owned, cover.group, rowwise=rowwise, columnwise=columnwise)
     if cover.group.size > 1:
         operands = operand_ops.each(operands, lambda o: _with_agreed_amax(o, cover.group))
     return QuantizedTensor.from_operands(operands, rows.quantizer, sharded.shape, rows.dtype)
@@ -106,7 +107,7 @@ def _with_agreed_amax(operand: Operand, group: Any) -> Operand:
     return operand._replace(amax=max_of_all([operand.amax], group)[0])
 
 
-def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> DTensor:
+def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Tensor:
     """A tensor of the model in the way that ``target`` is."""
     rows = target._local_tensor
     if not isinstance(rows, QuantizedRows):
@@ -123,38 +124,24 @@ def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> DTen
         if isinstance(layer, Linear):
             layer._bind_scale(rows, [values.to(rows.device)])  # a delayed one: that of these values, unsharded, too
         own = values[shards.first(group.rank) : shards.end(group.rank)].to(rows.device)
-    return DTensor.from_local(
-        own, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
-    )
+    return sharded_like(target, own, target.shape)
 
 
-# ---- what rank 0 sends ----
+def _from_rank0(value: Any, described: Any, device: str) -> Any:
+    """What rank 0 has, on all ranks; ``described``: the same, tensors on meta."""
+    if not isinstance(described, Tensor):
+        return described
 
+    def memory(t: Tensor) -> Tensor:
+        return (
+            torch.empty_like(t, device=device, memory_format=torch.contiguous_format)
+            if t.is_meta
+            else (t.detach().to(device).contiguous())
+        )
 
-def _described(value: Any) -> tuple[Any, ...]:
-    """What is not a tensor itself; shapes and dtypes; of codes, how to put them together, too."""
-    if not isinstance(value, Tensor):
-        return (value,)
-    if not isinstance(value, QuantizedTensor):
-        return tuple(value.shape), value.dtype
-    tensors = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in value._buffers().items()]
-    return tuple(value.shape), tuple(value.stride()), value.__tensor_flatten__()[1][:2], tensors
-
-
-def _from_rank0(value: Any, description: tuple[Any, ...], device: str) -> Any:
-    match description:
-        case (plain,):
-            return plain
-        case (shape, torch.dtype() as dtype):
-            return _sent(value, shape, dtype, device)
-        case (shape, stride, context, tensors):
-            inner = value._buffers() if isinstance(value, QuantizedTensor) else {}
-            received = {name: _sent(inner.get(name), size, dtype, device) for name, size, dtype in tensors}
-            return QuantizedTensor.__tensor_unflatten__(received, (*context, None), shape, stride)
-
-
-def _sent(value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device=device) if value is None else value.detach().to(device).contiguous()
-    if tensor.numel():
-        dist.broadcast(tensor.view(-1).view(torch.uint8), 0)
+    source = value if dist.get_rank() == 0 else described
+    tensor = source._map(memory) if isinstance(source, QuantizedTensor) else memory(source)
+    for buffer in tensor._buffers().values() if isinstance(tensor, QuantizedTensor) else (tensor,):
+        if buffer.numel():
+            dist.broadcast(buffer.view(-1).view(torch.uint8), 0)
     return tensor

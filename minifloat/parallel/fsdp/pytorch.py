@@ -1,16 +1,15 @@
 """The private parts of PyTorch's FSDP2 that quantized gathers depend on, alike in 2.11 and 2.13; read here alone.
 
-FSDP2 asks the local tensor of a sharded parameter for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. A tensor
-that has them would have to keep them through ``to_empty``, ``load_state_dict(assign=True)``, optimizers and
-checkpoints. So parameters stay the plain tensors that they are, and FSDP2's own record of one, its ``FSDPParam``, says
-who has the hooks.
+FSDP2 asks the local tensor of a sharded parameter for hooks around its all-gather. A tensor that has them would have to
+keep them through ``to_empty``, ``load_state_dict(assign=True)``, optimizers and checkpoints. So parameters stay the
+plain tensors that they are, and the objects that FSDP2 makes for parameters, groups and modules get subclasses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,27 +23,93 @@ from minifloat.comm.shard_map import ShardMap
 from minifloat.parallel.fsdp.rows import put_in_place
 from minifloat.tensor import QuantizedTensor
 
+if TYPE_CHECKING:
+    from minifloat.parallel.fsdp.buffers import Gather
+    from minifloat.parallel.fsdp.weight import ShardedWeight
 
-class HookedParam(FSDPParam):
-    """An ``FSDPParam`` whose hooks are those of :attr:`extension`.
+__all__ = ["alloc_storage", "free_storage"]
 
-    ``memory``: what a gather allocates and resharding frees. Several parameters may share one tensor of it.
+
+class ShardedParameter(FSDPParam):
+    """An ``FSDPParam`` that is gathered as codes: the weight of a linear layer, or one of several that are its rows.
+
+    Attributes:
+        weight, number: what it is or belongs to, and its number among the parameters there.
+        shards, group: the rows of each rank, and the ranks.
     """
 
-    extension: Any
-    memory: list[Tensor]
+    weight: ShardedWeight
+    number: int
+    shards: ShardMap
+    group: Group
+    fsdp_pre_all_gather = fsdp_post_all_gather = None  # what tells FSDP2 that a parameter is gathered otherwise
+    _memory: list[Tensor]  # what a gather allocates and resharding frees; parameters of a weight may share it
+    _gathering: tuple[Gather, Sequence[Tensor]] | None  # the gather under way, and this rank's rows of it
+    _shares: tuple[Gather, Sequence[Tensor]] | None  # the same of what fewer ranks gather for backward
+
+    @staticmethod
+    def hook(param: Any, weight: ShardedWeight, number: int) -> ShardedParameter:
+        """Lets ``weight`` say from now on what of ``param`` is gathered, and what is made of it."""
+        param.shards, param.group = shards_of(param)
+        param.__class__ = ShardedParameter
+        param.weight, param.number = weight, number
+        param._memory, param._gathering, param._shares = [], None, None
+        param._init_extensions()
+        hooked: ShardedParameter = param
+        return hooked
+
+    @property
+    def rows(self) -> Tensor:
+        """This rank's rows [m, K], in high precision or quantized, on the device that computes."""
+        local: Tensor = self.sharded_param._local_tensor  # type: ignore[attr-defined]
+        return local.to(self.device, non_blocking=True) if self.offload_to_cpu else local
+
+    @property
+    def name(self) -> str:
+        """What the layer calls the parameter."""
+        return self._module_info.param_name
+
+    def register_storage(self, gather: Gather) -> None:
+        """FSDP2 allocates and frees the memory of ``gather`` from now on, and gathers into it."""
+        self.all_gather_outputs, self._memory = gather.received, gather.memory
+
+    # ---- what FSDP2 calls ----
 
     @property
     def _sharded_local_tensor(self) -> Any:
-        return self.extension
+        return self
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """What this rank sends, 1-D tensors of equal sizes on all ranks."""
+        if self.sharded_state == ShardedState.SHARDED_POST_FORWARD:
+            self._gathering, self._shares = self._shares, None
+        else:
+            self._gathering = self.weight.begin_gather(self.number)
+        assert self._gathering is not None
+        gather, sends = self._gathering
+        self.register_storage(gather)
+        return [buffer.padded(own) for buffer, own in zip(gather.buffers, sends, strict=True)]
 
     def alloc_all_gather_outputs(self) -> None:
-        for tensor in self.memory:
-            allocate(tensor)
+        for tensor in self._memory:
+            alloc_storage(tensor)
+
+    def init_unsharded_param(self) -> None:
+        """Makes the unsharded parameter of what was gathered, or fills it again."""
+        assert self._gathering is not None
+        if self.group.size == 1:
+            self.alloc_all_gather_outputs()
+        (gather, sends), self._gathering = self._gathering, None
+        gather.complete(sends)
+        self.weight.end_gather(self.number)
+        if not hasattr(self, "_unsharded_param"):
+            whole = self.weight.as_parameter(self.number, self.param_dtype or self.orig_dtype)
+            self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
 
     def free_unsharded_param(self) -> None:
-        for tensor in self.memory:
-            free(tensor)
+        for tensor in self._memory:
+            free_storage(tensor)
 
     def to_sharded_post_forward(self) -> None:
         """Keeps this rank's share of what backward reads, which fewer ranks gather then."""
@@ -52,19 +117,11 @@ class HookedParam(FSDPParam):
         if self.is_dtensor:
             raise NotImplementedError("PyTorch reshards tensor-parallel parameters to all ranks only")
         fewer: Any = self.post_forward_mesh_info
-        self.extension.keep_share(fewer.shard_mesh_rank, fewer.shard_mesh_size)
+        gather = self.weight.gathered.gather_of(self.weight.held_for_backward(), self.number)
+        self._shares = gather.shares(fewer.shard_mesh_rank, fewer.shard_mesh_size)
         self._setattr_on_modules(self.sharded_param)
         self.free_unsharded_param()
         self.sharded_state = ShardedState.SHARDED_POST_FORWARD
-
-    @property
-    def all_gather_inputs(self) -> list[Tensor]:
-        if self.sharded_state != ShardedState.SHARDED_POST_FORWARD:
-            inputs: list[Tensor] = super().all_gather_inputs
-            return inputs
-        shares, self._extensions_data.all_gather_metadata = self.extension.send_share()
-        self._extensions_data.all_gather_input_sizes = [each.size() for each in shares]
-        return list(shares)
 
     def reset_sharded_param(self) -> None:
         """Takes note of what others have made of the parameter; codes need no padding, and would not stand it."""
@@ -77,45 +134,31 @@ class HookedParam(FSDPParam):
         self.sharded_param, self._sharding_spec = parameter, parameter._spec
 
 
-def hook(param: FSDPParam, extension: Any) -> None:
-    """Lets ``extension`` say what of ``param`` is gathered, and make the unsharded parameter of it."""
-    param.__class__ = HookedParam
-    param.extension, param.memory = extension, []  # type: ignore[attr-defined]
-    param._init_extensions()
+class ShardedGroup(FSDPParamGroup):
+    """An ``FSDPParamGroup`` that says what its latest gather is for."""
 
-
-class NotingGroup(FSDPParamGroup):
-    """An ``FSDPParamGroup`` that notes the grad mode of the code it gathers for: FSDP2 calls its hooks without."""
-
-    grad_enabled: bool
+    grad_enabled = True  # the grad mode of the code that is gathered for: FSDP2 calls its hooks without
 
     def unshard(self, async_op: bool = False) -> None:
         self.grad_enabled = torch.is_grad_enabled()
         super().unshard(async_op)
 
+    @property
+    def training_state(self) -> str:
+        """``"FORWARD"``, ``"PRE_BACKWARD"``, ``"POST_BACKWARD"`` or ``"IDLE"``; a prefetch has that of its pass."""
+        return self._training_state.name
 
-def note_grad_mode(group: Any) -> None:
-    """Lets :func:`grad_enabled` know the group."""
-    group.__class__ = NotingGroup
-    group.grad_enabled = True
-
-
-def grad_enabled(group: Any) -> bool:
-    """The code that the group's latest gather is for has grad mode."""
-    enabled: bool = group.grad_enabled
-    return enabled
-
-
-def param_groups(module: nn.Module) -> list[Any]:
-    """What ``fully_shard`` made for the parameters of a module: none, one, or several for several meshes."""
-    return _groups(_state(module))
+    @property
+    def gathers_for_backward(self) -> bool:
+        """What backward reads is gathered of all ranks then, and not needed yet when a forward begins."""
+        return bool(self._reshard_after_forward) and not self._use_post_forward_mesh
 
 
 class CastingState(FSDPState):
     """An ``FSDPState`` that casts the weights below before each outermost forward, whichever method that is."""
 
-    cast: Callable[[list[Any]], None]
-    _below: list[Any] | None = None  # found once: what is sharded does not change after the first forward
+    cast: Callable[[list[ShardedParameter]], None]
+    _below: list[ShardedParameter] | None = None  # what is sharded does not change after the first forward
 
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not in_backward():
@@ -137,13 +180,13 @@ class CastingState(FSDPState):
             self._device_handle.current_stream().wait_event(context.post_optim_event)
             context.post_optim_event = None
         if self._below is None:
-            below = _extensions(context.all_states) if self._is_root else extensions_below(self._modules[0])
+            below = _parameters(context.all_states) if self._is_root else parameters_below(self._modules[0])
             self._below = list(below)
         self.cast(self._below)
 
 
-def cast_before_forward(module: nn.Module, cast: Callable[[list[Any]], None]) -> None:
-    """Lets ``cast`` have the extensions of all weights below ``module`` before each forward that is the outermost one.
+def cast_before_forward(module: nn.Module, cast: Callable[[list[ShardedParameter]], None]) -> None:
+    """Lets ``cast`` have the parameters below ``module`` that are gathered as codes before each outermost forward.
 
     A forward then raises a ValueError where the outermost module was sharded by PyTorch's ``fully_shard``.
     """
@@ -152,15 +195,30 @@ def cast_before_forward(module: nn.Module, cast: Callable[[list[Any]], None]) ->
     state.cast = cast
 
 
-def extensions_below(module: nn.Module) -> list[Any]:
-    """The extensions of all parameters of ``module`` that have one."""
-    return list(_extensions(_state(each) for each in module.modules() if isinstance(each, FSDPModule)))
+def param_groups(module: nn.Module) -> list[Any]:
+    """What ``fully_shard`` made for the parameters of a module: none, one, or several for several meshes."""
+    return _groups(_state(module))
 
 
-def _extensions(states: Iterable[Any]) -> Iterator[Any]:
+def parameters_below(module: nn.Module) -> list[ShardedParameter]:
+    """All parameters of ``module`` that are gathered as codes."""
+    return list(_parameters(_state(each) for each in module.modules() if isinstance(each, FSDPModule)))
+
+
+def _parameters(states: Iterable[Any]) -> Iterator[ShardedParameter]:
     for state in states:
         for group in _groups(state):
-            yield from (param.extension for param in group.fsdp_params if isinstance(param, HookedParam))
+            yield from (param for param in group.fsdp_params if isinstance(param, ShardedParameter))
+
+
+def _state(module: nn.Module) -> Any:
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def _groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def in_backward() -> bool:
@@ -168,7 +226,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# ---- one parameter ----
+# ---- a parameter that fully_shard has just sharded ----
 
 
 def layer_of(param: Any) -> tuple[nn.Module, str, bool]:
@@ -190,7 +248,7 @@ def shards_of(param: Any) -> tuple[ShardMap, Group]:
 
 
 def rows_of_ranks(rows: int, size: int) -> ShardMap:
-    """How FSDP2 cuts: equal numbers of rows, rounded up, so that the last ranks may have fewer or none."""
+    """How FSDP2 shards: equal numbers of rows, rounded up, so that the last ranks may have fewer or none."""
     most = -(-rows // size)
     return ShardMap(tuple([max(0, min(most, rows - rank * most)) for rank in range(size)]))
 
@@ -198,40 +256,22 @@ def rows_of_ranks(rows: int, size: int) -> ShardMap:
 def set_own_rows(param: Any, rows: Tensor) -> None:
     """Replaces this rank's rows [m, K] of the sharded parameter."""
     param.sharded_param._local_tensor = rows
-    param._sharded_param_data = rows.new_empty(0, dtype=torch.uint8)  # nobody reads it: let go of what FSDP2 has cut
+    param._sharded_param_data = rows.new_empty(0, dtype=torch.uint8)  # frees the shard that FSDP2 has made
 
 
-def own_rows(param: Any) -> Tensor:
-    """This rank's rows [m, K] of the sharded parameter, on the device that computes."""
-    local: Tensor = param.sharded_param._local_tensor
-    return local.to(param.device, non_blocking=True) if param.offload_to_cpu else local
+# ---- memory ----
 
 
-def is_quantized(param: Any) -> bool:
-    """The sharded parameter is kept quantized."""
-    return isinstance(param.sharded_param._local_tensor, QuantizedTensor)
+def is_allocated(tensor: Tensor) -> bool:
+    """The tensor has memory, or needs none."""
+    return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
 
 
-def set_memory(param: Any, received: list[Tensor], memory: list[Tensor]) -> None:
-    """What FSDP2 allocates for a gather and frees at the next reshard (``memory``), and what of it it fills."""
-    param.all_gather_outputs, param.memory = received, memory
-
-
-def allocate(tensor: Tensor) -> None:
-    """Gives a tensor its memory, if it has none."""
-    alloc_storage(tensor)
-
-
-def used_here(tensors: Iterable[Tensor]) -> None:
-    """The current stream may read them still when they are let go, which another one has allocated."""
+def record_stream(tensors: Iterable[Tensor]) -> None:
+    """The current stream may still read these when they are freed, which another one has allocated."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-def free(tensor: Tensor) -> None:
-    """Takes a tensor's memory; it stays the tensor that it is, and what is saved for backward with it."""
-    free_storage(tensor)
 
 
 def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
@@ -240,47 +280,3 @@ def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
         tuple(tensors)
     )
     return kept
-
-
-def is_allocated(tensor: Tensor) -> bool:
-    """The tensor has memory, or needs none."""
-    return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
-
-
-# ---- what a gather is for ----
-
-
-def training_state(group: Any) -> str:
-    """``"FORWARD"``, ``"PRE_BACKWARD"``, ``"POST_BACKWARD"`` or ``"IDLE"``; that of a prefetch is what it is for."""
-    name: str = group._training_state.name
-    return name
-
-
-def reshards_after_forward(group: Any) -> bool:
-    """Whether backward gathers again."""
-    return bool(group._reshard_after_forward)
-
-
-def is_unsharded(group: Any) -> bool:
-    """Its parameters are gathered, and have not been resharded since."""
-    return bool(group.is_unsharded)
-
-
-def reshards_to_fewer(group: Any) -> bool:
-    """Whether fewer ranks gather for backward than for forward, of what forward has gathered."""
-    return bool(group._use_post_forward_mesh)
-
-
-def reshards_after_backward(group: Any) -> bool:
-    """Whether the next forward gathers again."""
-    return bool(group.reshard_after_backward)
-
-
-def _state(module: nn.Module) -> Any:
-    return module._get_fsdp_state()  # type: ignore[operator]
-
-
-def _groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

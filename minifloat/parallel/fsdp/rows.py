@@ -11,46 +11,64 @@ from torch import Tensor
 from minifloat.comm.collectives import exchange_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap, unit_rows
-from minifloat.formats import ROWWISE
+from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
-from minifloat.ops.quantize import code_shape, scale_shape
 from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.tensor import QuantizedTensor, operand_ops
 from minifloat.tensor.base import CodedTensor
 from minifloat.tensor.saved_rows import SavedRows, saved_chunk, write_item
 
 
+def row_unit(quantizer: Quantizer) -> int:
+    """Rows that stay together on one rank: those of the largest block, or rotation, of either orientation.
+
+    It is a power of two, so that smaller blocks end where it does.
+    """
+    column = quantizer.format(COLUMNWISE)
+    rows = unit_rows(quantizer.row_format, ROWWISE)
+    return max(rows, unit_rows(column, ROWWISE if column.symmetric else COLUMNWISE)) if quantizer.columnwise else rows
+
+
+def cut_rows(operands: Quantized, begin: int, end: int) -> Quantized:
+    """Rows ``begin`` to ``end``, whole blocks, as views."""
+    begin, end = (begin, end) if end > begin else (0, 0)
+    return operand_ops.each(operands, lambda operand: _cut(operand, begin, end))
+
+
+def _cut(operand: Operand, begin: int, end: int) -> Operand:
+    rows = operand_ops.cut(operand, begin, end)
+    assert rows is not None
+    return rows
+
+
 class Cover:
     """The rows from the first to the last block that a rank's rows are part of; none if it has none.
 
     Args:
-        unit: rows of the largest block, a power of two, so that smaller ones end where it does.
+        unit: rows of the largest block; see :func:`row_unit`.
         shards, rank: the rows of every rank, and which one this is.
         group: the ranks; None for what was unpickled, until it is in the place of a parameter again.
 
     Attributes:
         begin, end: the rows, counted in the whole.
-        above: how many of them lie above the rank's own.
+        own: the rank's rows, counted in the cover.
+        owned: the rows of the blocks whose first row is the rank's own, counted in the whole. They end with the cover.
         exact: no rank has rows of a block that it has not all of.
     """
 
     def __init__(self, unit: int, shards: ShardMap, rank: int, group: Group | None) -> None:
         self.unit, self.shards, self.rank, self.group = unit, shards, rank, group
         self.begin, self.end = self._range(rank)
-        self.above = shards.first(rank) - self.begin
-        self.exact = shards.aligned(unit)
+        self.own = slice(shards.first(rank) - self.begin, shards.end(rank) - self.begin)
+        self.all_owned = shards.whole_units(unit)
+        self.owned = self.all_owned.first(rank), self.all_owned.end(rank)
+        self.exact = self.all_owned == shards
 
     def _range(self, rank: int) -> tuple[int, int]:
         first, end = self.shards.first(rank), self.shards.end(rank)
         if first == end:
             return first, first
         return first - first % self.unit, min(end + -end % self.unit, self.shards.total)
-
-    @property
-    def saved(self) -> tuple[int, int]:
-        """The rows that the rank saves: of the blocks whose first row is its own. They end where the cover does."""
-        owned = self.shards.whole_units(self.unit)
-        return owned.first(self.rank), owned.end(self.rank)
 
     @property
     def loaded(self) -> tuple[int, int]:
@@ -66,15 +84,19 @@ class Cover:
                 f"{x.shape[0]} of {self.shards.total} rows of a quantized parameter were unpickled, and are no whole "
                 "blocks: they can be read, and copied to the parameter that they are of, not written"
             )
-        sizes = range(self.group.size)
-        first, ranges = self.shards.first(self.rank), [self._range(other) for other in sizes]
-        own = self.shards.end(self.rank)
-        sent = [(max(first, begin), min(own, end)) for begin, end in ranges]
-        received = [
-            max(0, min(self.shards.end(other), self.end) - max(self.shards.first(other), self.begin)) for other in sizes
-        ]
-        rows = [x[begin - first : end - first] if end > begin else x[:0] for begin, end in sent]
-        return exchange_rows(torch.cat(rows), [part.shape[0] for part in rows], received, self.group)
+        ranks = range(self.group.size)
+        own = [(self.shards.first(rank), self.shards.end(rank)) for rank in ranks]
+        sent = [_common(own[self.rank], self._range(rank)) for rank in ranks]
+        received = [_common(rows, (self.begin, self.end)) for rows in own]
+        first = own[self.rank][0]
+        rows = torch.cat([x[begin - first : end - first] for begin, end in sent])
+        return exchange_rows(rows, [e - b for b, e in sent], [e - b for b, e in received], self.group)
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """The rows that lie in both ranges."""
+    begin = max(one[0], other[0])
+    return begin, max(begin, min(one[1], other[1]))
 
 
 class QuantizedRows(QuantizedTensor):
@@ -106,39 +128,16 @@ class QuantizedRows(QuantizedTensor):
 
     @property
     def part(self) -> Quantized:
-        """What this rank gathers, as :func:`~minifloat.distributed.quantize_shard` would give it; views."""
+        """What this rank sends: its owned rows; views."""
         if self.cover.exact:
             return self._operands
-        row, column = self._operands
-        rowwise = None if row is None else self._owned(row)
-        shared = row is column
-        return Quantized(rowwise, rowwise if shared else None if column is None else self._owned(column))
-
-    def _owned(self, operand: Operand) -> Operand:
-        fmt, dim, (rows, cols) = operand.format, operand.dim, operand.shape
-        shards, rank = self.cover.shards, self.cover.rank
-
-        def before(row: int) -> tuple[int, int]:
-            """Rows of codes and of scales above ``row`` of the whole, counted from the cover's first."""
-            above = min(row - self.cover.begin, rows)
-            return code_shape(fmt, dim, above, cols)[0], scale_shape(fmt, dim, above, cols)[0]
-
-        cast, owned = shards.sources(fmt, dim), shards.whole_units(unit_rows(fmt, dim))
-        if not rows:
-            return operand._replace(shape=(0, cols))
-        codes = operand.codes[before(cast.first(rank))[0] : before(cast.end(rank))[0]]
-        scale_inv, amax = operand.scale_inv, operand.amax
-        if scale_inv is not None and fmt.block:
-            scale_inv = scale_inv[before(owned.first(rank))[1] : before(owned.end(rank))[1]]
-        if amax is not None and fmt.amax_per_row and dim == ROWWISE:
-            amax = amax[self.cover.above : self.cover.above + self.shape[0]]
-        return operand._replace(codes=codes, scale_inv=scale_inv, amax=amax, shape=(self.shape[0], cols))
+        return cut_rows(self._operands, *[row - self.cover.begin for row in self.cover.owned])
 
     # ---- torch.distributed.checkpoint, which asks the local tensor of a DTensor ----
 
     def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
         """What this rank saves: whole blocks, at most one range of rows."""
-        begin, end = self.cover.saved
+        begin, end = self.cover.owned
         first_of_none = self.cover.shards.total == 0 == self.cover.rank  # for the key to be there
         return [write_item(fqn, whole, begin, end)] if end > begin or first_of_none else []
 
@@ -152,17 +151,17 @@ class QuantizedRows(QuantizedTensor):
         shape = end - begin, self.shape[1]
         operands = self._operands
         if operands.any.shape[0] < end - loaded:
-            operands = operand_ops.each(operands, lambda o: _beside(o, end - loaded))
+            operands = operand_ops.each(operands, lambda o: _with_memory(o, end - loaded))
         if begin == loaded:
             return SavedRows.of(self, operands, shape, whole=False)
-        operands = operand_ops.each(operands, lambda o: _cut(o, begin - loaded))
+        operands = operand_ops.each(operands, lambda o: _cut(o, begin - loaded, o.shape[0]))
         return SavedRows.of(self, operands, shape, whole=False).clone()  # not the memory that it is a part of
 
     # ---- what QuantizedTensor does otherwise ----
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
         values = self._operands.dequantize(dtype or self.dtype)
-        own = values[self.cover.above : self.cover.above + self.shape[0]]
+        own = values[self.cover.own]
         return own if self.cover.exact else own.clone()  # alone in its memory, which DCP's stager takes as a whole
 
     def _as_matrix(self, values: Tensor) -> Tensor:
@@ -201,22 +200,12 @@ class QuantizedRows(QuantizedTensor):
         return _rebuild_rows, (inner, context, (self.cover.unit, self.cover.shards.rows, self.cover.rank), *others)
 
 
-def _cut(operand: Operand, begin: int) -> Operand:
-    rows = operand_ops.cut(operand, begin, operand.shape[0])
-    assert rows is not None
-    return rows
-
-
-def _beside(empty: Operand, rows: int) -> Operand:
+def _with_memory(empty: Operand, rows: int) -> Operand:
     """Memory for other rows, and the very scale or amax of the whole tensor."""
-    fmt, dim, cols = empty.format, empty.dim, empty.shape[1]
-    codes = empty.codes.new_zeros(code_shape(fmt, dim, rows, cols))
-    scale_inv, amax = empty.scale_inv, empty.amax
-    if scale_inv is not None and fmt.block:
-        scale_inv = scale_inv.new_zeros(scale_shape(fmt, dim, rows, cols))
-    if amax is not None and fmt.amax_per_row and dim == ROWWISE:
-        amax = amax.new_zeros(rows)
-    return empty._replace(codes=codes, scale_inv=scale_inv, amax=amax, shape=(rows, cols))
+    own = {name: getattr(empty, name) for name in operand_ops.BUFFERS}
+    gathered = ShardMap((rows,)).gathered(empty.format, empty.dim)
+    fields: dict[str, Any] = {name: own[name].new_zeros(field.total, *own[name].shape[1:]) for name, field in gathered}
+    return empty._replace(shape=(rows, empty.shape[1]), **fields)
 
 
 def _rebuild_rows(
@@ -253,8 +242,7 @@ def put_in_place(new: QuantizedTensor, old: Tensor) -> None:
 @torch.no_grad()
 def rows_of(whole: QuantizedTensor, shards: ShardMap, group: Group) -> QuantizedRows:
     """This rank's rows of a quantized parameter that all ranks have, in memory of their own."""
-    unit = max(unit_rows(o.format, o.dim) for o in operand_ops.distinct(whole.operands).values())
-    cover = Cover(unit, shards, group.rank, group)
+    cover = Cover(row_unit(whole.quantizer), shards, group.rank, group)
     covered = whole.detach()[cover.begin : cover.end] if cover.end > cover.begin else whole.detach()[:0]
     copied = covered.clone()
     assert isinstance(copied, QuantizedTensor)

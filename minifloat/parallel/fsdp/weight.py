@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minifloat import recompute
+from minifloat.comm.sharded_cast import owned_rows
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear import Linear
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import pytorch
-from minifloat.parallel.fsdp.casting import Agreed, Casting, cast_again, cast_shards
-from minifloat.parallel.fsdp.parameter import ShardedParameter
-from minifloat.parallel.fsdp.unsharded import Unsharded
+from minifloat.parallel.fsdp.buffers import Gather, GatheredWeight
+from minifloat.parallel.fsdp.casting import Cast, cast_shards
+from minifloat.parallel.fsdp.pytorch import ShardedParameter
+from minifloat.parallel.fsdp.rows import cut_rows, row_unit
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor
+
+_BOTH = (ROWWISE, COLUMNWISE)
+
+
+def is_plain(quantizer: Quantizer) -> bool:
+    """Codes follow from values and amaxes, for each orientation by itself, and no random bits are drawn."""
+    return not quantizer.chained and all(fmt.rounding != "stochastic" for fmt, _ in quantizer.casts)
 
 
 class ShardedWeight:
     """The weight [M, K] of a linear layer, which is one parameter or several below each other that are cast as one.
 
     Shards in high precision are cast at the start of each outermost forward, together with those of all other weights
-    (:func:`~minifloat.parallel.fsdp.casting.cast_shards`). What was sent is let go, and cast again for backward with
-    the amaxes and scales of then, so that a rank does not hold its codes of all weights at once. Shards of a quantized
-    parameter are sent as they are. Which orientation, FSDP2's training state says:
+    (:func:`~minifloat.parallel.fsdp.casting.cast_shards`). The cast shards are freed after the all-gather, and cast
+    again for backward with the amaxes and scales of then, so that a rank does not hold its codes of all weights at
+    once. Shards of a quantized parameter are sent as they are. Rows of a block, of either orientation, that straddles
+    ranks are sent by the rank of its first row. Which orientation, FSDP2's training state says:
 
     =====================================================  ==========================================
     a gather                                               sends
@@ -46,103 +57,75 @@ class ShardedWeight:
     Attributes:
         layer, quantizer: whose weight, and how it is cast.
         delayed: the recipe of the layer's amax history, where its scale is what shards in high precision are cast with.
-        parameters: from the first row on.
-        group: the ranks.
-        parts: what this rank sends of each parameter, as :func:`~minifloat.distributed.quantize_shard` gives it; None
-            before a cast, and once it was sent.
-        agreed: with what the latest cast may be repeated; None where it may not.
-        gathered_dims: what the latest gather serves.
+        parameters: from the first row on. ``group``: the ranks.
+        is_quantized: the parameter is kept quantized.
+        is_plain: amaxes determine the codes; see :func:`is_plain`.
+        owned: for each parameter the rows that each rank sends: whole blocks, of the rank of their first row.
+        is_aligned: these are each rank's own, so that it can cast them again by itself.
+        parts: what this rank sends of each parameter; None before a cast, and after the all-gather.
+        cast: with what the latest cast may be repeated; None where it may not.
+        gathered: the memory of the whole, from the first gather on.
         whole: the gathered weight, if it has several parameters and has been gathered ever; else None.
     """
 
+    gathered: GatheredWeight
+
     def __init__(
-        self, layer: Linear, quantizer: Quantizer, delayed: DelayedScaling | None, params: Sequence[Any], together: Any
+        self,
+        layer: Linear,
+        quantizer: Quantizer,
+        delayed: DelayedScaling | None,
+        params: Sequence[Any],
+        group: Any,
     ) -> None:
-        """``params``: FSDP2's records of the parameters; ``together``: of the group that is gathered together."""
+        """``params``: FSDP2's records of the parameters; ``group``: of what is gathered together."""
         self.layer, self.quantizer, self.delayed = layer, quantizer, delayed
-        self.parameters = tuple(ShardedParameter(self, number, param) for number, param in enumerate(params))
+        self.parameters = tuple(ShardedParameter.hook(param, self, number) for number, param in enumerate(params))
         self.group = self.parameters[0].group
+        self.is_quantized = isinstance(self.parameters[0].rows, QuantizedTensor)
+        self.is_plain = is_plain(quantizer)
+        self.owned = [each.shards.whole_units(row_unit(quantizer)) for each in self.parameters]
+        self.is_aligned = self.owned == [each.shards for each in self.parameters]
         self.parts: Sequence[Quantized] | None = None
-        self.agreed: Agreed | None = None
-        self.gathered_dims: list[int] = []
+        self.cast: Cast | None = None
         self.whole: QuantizedTensor | None = None
-        self._together = together
-        pytorch.note_grad_mode(together)
-        self._for_backward = COLUMNWISE if self.quantizer.columnwise else ROWWISE
-        self._castings: dict[bool, Casting] = {}
-        self._unsharded: Unsharded | None = None
+        group.__class__ = pytorch.ShardedGroup
+        self._fsdp: pytorch.ShardedGroup = group
+        self._dims = _BOTH if quantizer.columnwise else (ROWWISE,)
+        self._under_way: tuple[Collection[int], Sequence[Quantized]] | None = None
         self._backward_reads_both = False
         self._asks = False  # the layer asked in its latest forward: a compiled one takes what is there
 
-    @property
-    def is_quantized(self) -> bool:
-        """The parameter is kept quantized."""
-        return self.parameters[0].is_quantized
+    # ---- this rank's part ----
 
-    def casting(self, columnwise: bool) -> Casting:
-        """How shards in high precision are cast, ``columnwise``: in the orientation that backward reads, too."""
-        found = self._castings.get(columnwise)
-        if found is None:
-            quantizer = self.quantizer.with_usage(columnwise=self.quantizer.columnwise and columnwise)
-            found = Casting.of(quantizer, tuple(each.shards for each in self.parameters), self.group.rank)
-            assert found is not None
-            self._castings[columnwise] = found
-        return found
+    def rows_to_cast(self) -> Tensor:
+        """This rank's rows [m, K] of the blocks that it owns, of all parameters below each other; a collective."""
+        rows = [each.rows for each in self.parameters]
+        if not self.is_aligned:
+            unit = row_unit(self.quantizer)
+            rows = [owned_rows(each.rows, unit, each.shards, self.group) for each in self.parameters]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    # ---- a gather of FSDP2's ----
+    def set_parts(self, cast: Quantized) -> None:
+        """Takes what :meth:`rows_to_cast` was cast to."""
+        if len(self.parameters) == 1:
+            self.parts = [cast]
+            return
+        self.parts, begin = [], 0
+        for owned in self.owned:
+            end = begin + owned.rows[self.group.rank]
+            self.parts.append(cut_rows(cast, begin, end))
+            begin = end
 
-    def begin_gather(self) -> list[int]:
-        """The dims that a gather which begins will serve, for all parameters."""
-        self.gathered_dims = dims = self._wanted()
-        state = pytorch.training_state(self._together)
-        if state == "FORWARD":
-            self._asks = False
-        if state == "IDLE":
-            self.parts = self.agreed = None  # nobody has cast it since the last step
-        if self._unsharded is None:
-            every = [ROWWISE, COLUMNWISE] if self.quantizer.columnwise else [ROWWISE]
-            self._unsharded = Unsharded(self.cast_for(every), [each.shards for each in self.parameters])
-        self._hand_over(dims)
-        return dims
-
-    @property
-    def unsharded(self) -> Unsharded:
-        """The memory of the whole."""
-        assert self._unsharded is not None
-        return self._unsharded
-
-    @property
-    def gathers_again(self) -> bool:
-        """What backward reads is gathered of all ranks then, and not needed yet when a forward begins."""
-        return pytorch.reshards_after_forward(self._together) and not pytorch.reshards_to_fewer(self._together)
-
-    def is_gathered(self, columnwise: bool) -> bool:
-        """It is unsharded since an earlier microbatch: forward gathers nothing, and backward the same once more."""
-        dims = [ROWWISE, COLUMNWISE] if columnwise and self.quantizer.columnwise else [ROWWISE]
-        return pytorch.is_unsharded(self._together) and self.agreed is not None and self.agreed.serves(dims)
-
-    def for_backward(self) -> list[int]:
-        """Of the dims that forward has gathered those that backward reads."""
-        both = self._backward_reads_both or not self._asks
-        wanted = [ROWWISE, COLUMNWISE] if both else [self._for_backward]
-        return [dim for dim in wanted if self._has(dim)] or [ROWWISE]
-
-    def cast_for(self, dims: Collection[int]) -> Sequence[Quantized]:
+    def parts_for(self, dims: Collection[int]) -> Sequence[Quantized]:
         """What this rank sends of each parameter, with operands for ``dims``."""
-        if self._lacks(dims) and (self.agreed is None or not self.agreed.serves(dims)):
+        if self._lacks(dims) and (self.cast is None or not self.cast.serves(dims)):
             cast_shards([self])  # the last forward had no grad mode, or there was none
         if self._lacks(dims):
-            assert self.agreed is not None
-            self.parts = cast_again(self, self.agreed, dims)
+            assert self.cast is not None
+            self.set_parts(self.cast.again(self.rows_to_cast(), dims))
         assert self.parts is not None
         return self.parts
-
-    def let_go(self) -> None:
-        """Frees what was sent, if it can be cast again; to be called in the stream that waits for the gather."""
-        if self.agreed is not None and self.parts is not None:
-            held = [operand for part in self.parts for operand in part if operand is not None]
-            pytorch.used_here(tensor for operand in held for tensor in operand.tensors if tensor is not None)
-            self.parts = None
 
     def _lacks(self, dims: Collection[int]) -> bool:
         if self.parts is None:
@@ -150,48 +133,92 @@ class ShardedWeight:
         rowwise, columnwise = self.parts[0]
         return (rowwise is None and ROWWISE in dims) or (columnwise is None and COLUMNWISE in dims)
 
+    def _release(self) -> None:
+        """Frees the parts, if they can be cast again; to be called in the stream that waits for the gather."""
+        if self.cast is not None and self.parts is not None:
+            held = [operand for part in self.parts for operand in part if operand is not None]
+            pytorch.record_stream(tensor for operand in held for tensor in operand.tensors if tensor is not None)
+            self.parts = None
+
+    # ---- a gather of FSDP2's ----
+
+    def begin_gather(self, number: int) -> tuple[Gather, Sequence[Tensor]]:
+        """What is gathered of a parameter, and this rank's rows of it."""
+        if number == 0:
+            dims = self._dims_to_gather()
+            if self._fsdp.training_state == "FORWARD":
+                self._asks = False
+            if self._fsdp.training_state == "IDLE":
+                self.parts = self.cast = None  # not cast since the last step
+            if not hasattr(self, "gathered"):
+                self.gathered = GatheredWeight(self.parts_for(self._dims)[0], self.owned)
+            self._under_way = dims, self.parts_for(dims)
+        assert self._under_way is not None
+        dims, parts = self._under_way
+        gather = self.gathered.gather_of(dims, number)
+        return gather, gather.sends(parts[number])
+
+    def end_gather(self, number: int) -> None:
+        """All of a parameter has been received; not called for shares that fewer ranks have gathered."""
+        if number == len(self.parameters) - 1 and self._under_way is not None:
+            dims, parts = self._under_way
+            self.gathered.set_constants(dims, parts[0])
+            self._under_way = None
+            self._release()
+
     def as_parameter(self, number: int, dtype: torch.dtype) -> QuantizedTensor:
         """The gathered parameter, which stands for values of ``dtype``."""
         if number == 0 and len(self.parameters) > 1:
-            self.whole = self._as_tensor(self.unsharded.operands, dtype)
-        return self._as_tensor(self.unsharded.pieces[number], dtype)
+            self.whole = self._as_tensor(self.gathered.operands, dtype)
+        return self._as_tensor(self.gathered.pieces[number], dtype)
 
     def _as_tensor(self, operands: Quantized, dtype: torch.dtype) -> QuantizedTensor:
         tensor = QuantizedTensor.from_operands(operands, self.quantizer, operands.any.shape, dtype)
         tensor.gatherer = self
         return tensor
 
-    def _hand_over(self, dims: Iterable[int]) -> None:
-        """FSDP2 allocates and frees the memory of these dims from now on."""
-        for i, parameter in enumerate(self.parameters):
-            parameter.hand_over(self.unsharded.received(dims, i), self.unsharded.memory(dims, i))
+    def is_gathered(self, columnwise: bool) -> bool:
+        """It is unsharded since an earlier microbatch: forward gathers nothing, and backward the same once more."""
+        dims = self._dims if columnwise else (ROWWISE,)
+        return self._fsdp.is_unsharded and self.cast is not None and self.cast.serves(dims)
 
-    def _wanted(self) -> list[int]:
+    @property
+    def gathers_for_backward(self) -> bool:
+        """What backward reads is gathered then."""
+        return self._fsdp.gathers_for_backward
+
+    def held_for_backward(self) -> Collection[int]:
+        """Of the dims that forward has gathered those that backward reads."""
+        both = self._backward_reads_both or not self._asks
+        return [dim for dim in (_BOTH if both else self._dims[-1:]) if self._has(dim)] or (ROWWISE,)
+
+    def _register_storage(self, dims: Collection[int]) -> None:
+        for i, parameter in enumerate(self.parameters):
+            parameter.register_storage(self.gathered.gather_of(dims, i))
+
+    def _dims_to_gather(self) -> Collection[int]:
         """The dims that the pass which gathers will contract; see the class."""
-        state, in_backward = pytorch.training_state(self._together), pytorch.in_backward()
-        again = pytorch.reshards_after_backward(self._together)
+        state, in_backward = self._fsdp.training_state, pytorch.in_backward()
+        again = self._fsdp.reshard_after_backward
         if state == "PRE_BACKWARD" and again and self._asks and not self._backward_reads_both:
-            return [self._for_backward]
-        grad = pytorch.grad_enabled(self._together)
+            return self._dims[-1:]
+        grad = self._fsdp.grad_enabled
         read_at_once = grad and recompute.hooks_read()  # what forward saves for backward
-        gathered_later = state == "FORWARD" and self.gathers_again and not in_backward and not read_at_once
+        gathered_later = state == "FORWARD" and self.gathers_for_backward and not in_backward and not read_at_once
         no_backward = self._asks and not grad and not in_backward
-        if gathered_later or no_backward or not self.quantizer.columnwise:
-            return [ROWWISE]
-        return [ROWWISE, COLUMNWISE]
+        return (ROWWISE,) if gathered_later or no_backward else self._dims
 
     # ---- a call of the layer ----
 
     def fetch(self, *dims: int) -> None:
         """Gathers the operands of the unsharded weight that are not there; all ranks call it alike."""
-        unsharded = self.unsharded
-        missing = [dim for dim in dims if not unsharded.holds(dim)]
+        missing = [dim for dim in dims if not self.gathered.holds(dim)]
         if missing:
-            self._backward_reads_both |= pytorch.training_state(self._together) == "PRE_BACKWARD"
-            held = [dim for dim in (ROWWISE, COLUMNWISE) if dim not in missing and self._has(dim)]
-            unsharded.gather(missing, self.cast_for(missing), self.group)
-            self.let_go()
-            self._hand_over([*missing, *held])  # so that it is freed with the rest
+            self._backward_reads_both |= self._fsdp.training_state == "PRE_BACKWARD"
+            held = [dim for dim in _BOTH if dim not in missing and self._has(dim)]
+            self.gathered.gather(missing, self.parts_for(missing), self.group)
+            self._release()
+            self._register_storage([*missing, *held])  # so that it is freed with the rest
 
     def fetch_for(self, quantizer: Quantizer, label: str) -> None:
         """The same for a call of a linear that reads ``quantizer``'s orientations, columnwise if backward will.
@@ -200,17 +227,17 @@ class ShardedWeight:
             ValueError: the call wants another format.
         """
         self._asks = True
-        wanted = [ROWWISE] + [COLUMNWISE] * (quantizer.columnwise and self.quantizer.columnwise)
+        wanted = self._dims if quantizer.columnwise else (ROWWISE,)
         for dim in wanted:
             if quantizer.format(dim) != self.quantizer.format(dim) and not self.is_quantized:
                 raise ValueError(
                     f"{label}: the weight was gathered as {self.quantizer.format(dim).spec}, and the recipe in force "
                     f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard, and leave it"
                 )
-        comes_later = self.gathers_again and not pytorch.in_backward()
-        if pytorch.training_state(self._together) == "FORWARD" and comes_later and not recompute.hooks_read():
-            wanted = [ROWWISE]  # backward gathers the rest before it reads it
+        in_forward = self._fsdp.training_state == "FORWARD" and not pytorch.in_backward()
+        if in_forward and self.gathers_for_backward and not recompute.hooks_read():
+            wanted = (ROWWISE,)  # backward gathers the rest before it reads it
         self.fetch(*wanted)
 
     def _has(self, dim: int) -> bool:
-        return (dim == ROWWISE or self.quantizer.columnwise) and self.unsharded.holds(dim)
+        return dim in self._dims and self.gathered.holds(dim)

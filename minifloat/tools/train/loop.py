@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat import Linear
+from minifloat.comm.dtensor import own_rows
 from minifloat.functional import count_gemms
-from minifloat.optim.shards import own_rows
 from minifloat.tools.train.checkpoint import Checkpoint, Checkpoints, SaveError
 from minifloat.tools.train.data import Batches, Corpus, fixed_batches
 from minifloat.tools.train.nonfinite import FINITE, find_non_finite

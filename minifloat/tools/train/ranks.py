@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minifloat.comm.dtensor import own_rows, sharded_like
 from minifloat.comm.group import Group
 from minifloat.optim.gradients import clip_grad_norm_
-from minifloat.optim.shards import own_rows, sharded_like
 from minifloat.tools.train.parts import Parts, Place
 
 THIS_PROCESS = Group()

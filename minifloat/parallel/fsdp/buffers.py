@@ -1,0 +1,200 @@
+"""The memory of a gathered weight: what all-gathers receive into, and the operands that are views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.comm.collectives import start_all_gather_rows
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
+from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.operand import Operand, Quantized
+from minifloat.parallel.fsdp.pytorch import alloc_storage, free_storage, is_allocated, rows_of_ranks, versions_kept
+
+
+class Buffer(NamedTuple):
+    """One tensor of a parameter that is gathered.
+
+    Args:
+        rows: how many of its rows each rank has.
+        received: 1-D, as much of each rank as the largest one has: where an all-gather of FSDP2's goes.
+        whole: [sum(rows), ...].
+        owner: the tensor whose memory ``whole`` is a part of.
+        copies: what is received is copied to ``whole``; else it is the same memory.
+    """
+
+    rows: ShardMap
+    received: Tensor
+    whole: Tensor
+    owner: Tensor
+    copies: bool
+
+    def padded(self, own: Tensor) -> Tensor:
+        """What this rank sends of its rows ``own``, 1-D, of one size on all ranks."""
+        if self.rows.size == 1:
+            return own.new_empty(0)
+        if own.shape[0] == self.rows.largest:
+            return own.contiguous().view(-1)
+        padded = own.new_empty(self.rows.largest, *own.shape[1:])
+        padded[: own.shape[0]] = own
+        return padded.view(-1)
+
+    def complete(self, own: Tensor) -> None:
+        """Fills ``whole`` from what was received, whose memory is freed then; of one rank from its ``own`` rows."""
+        if self.rows.size == 1:
+            self.whole.copy_(own)
+        else:
+            parts = self.received.view(self.rows.size, self.rows.largest, *self.whole.shape[1:])
+            torch.cat([part[:count] for part, count in zip(parts, self.rows.rows, strict=True)], out=self.whole)
+            free_storage(self.received)
+
+    def share(self, rank: int, size: int) -> tuple[Buffer, Tensor]:
+        """What gathers ``whole`` from ``size`` equal parts, and a copy of one of them."""
+        flat = self.whole.view(-1)
+        parts = rows_of_ranks(flat.numel(), size)
+        own = flat[parts.first(rank) : parts.end(rank)].clone()
+        return Buffer(parts, own.new_empty(size * parts.largest), flat, self.owner, True), own
+
+
+def _buffers(maps: Sequence[ShardMap], like: Tensor) -> tuple[Tensor, list[Buffer]]:
+    """A tensor of the whole weight, and what gathers the rows of each of its parameters, which ``maps`` says."""
+    firsts = [0, *accumulate(rows.total for rows in maps)]
+    ends = [first + rows.size * rows.largest for first, rows in zip(firsts, maps, strict=False)]
+    owner = like.new_empty(max(firsts[-1], ends[-1]), *like.shape[1:])
+    buffers = []
+    for rows, first, following, end in zip(maps, firsts, firsts[1:], ends, strict=False):
+        # Padding comes after all rows of the parameter, and does not overwrite those of the next one.
+        adjoining = all(rows.first(rank) == rank * rows.largest for rank, count in enumerate(rows.rows) if count)
+        in_place = rows.size > 1 and adjoining and (end == following or rows is maps[-1])
+        size = (end - first) * like.shape[1:].numel() if rows.size > 1 else 0
+        received = owner[first:end].view(-1) if in_place else like.new_empty(size)
+        buffers.append(Buffer(rows, received, owner[first:following], owner, not in_place))
+    return owner[: firsts[-1]], buffers
+
+
+class Gather(NamedTuple):
+    """What is gathered of a parameter for one pass.
+
+    Args:
+        buffers: in the order in which all ranks send them.
+        fields: of each the dim of the operand, and the name of the tensor there.
+        received: of the buffers. ``memory``: what is allocated for it.
+        copied: the numbers of the buffers that have to be completed.
+    """
+
+    buffers: list[Buffer]
+    fields: list[tuple[int, str]]
+    received: list[Tensor]
+    memory: list[Tensor]
+    copied: list[int]
+
+    @staticmethod
+    def of(buffers: list[Buffer], fields: list[tuple[int, str]]) -> Gather:
+        """With what follows from these."""
+        copied = [i for i, buffer in enumerate(buffers) if buffer.copies]
+        memory = [buffer.owner for buffer in buffers] + [buffers[i].received for i in copied]
+        return Gather(buffers, fields, [buffer.received for buffer in buffers], memory, copied)
+
+    def sends(self, part: Quantized) -> list[Tensor]:
+        """This rank's rows for each buffer."""
+        return [getattr(part.rowwise if dim == ROWWISE else part.columnwise, name) for dim, name in self.fields]
+
+    def complete(self, sends: Sequence[Tensor]) -> None:
+        """Fills what was not received in place."""
+        if self.copied:
+            with torch.no_grad(), versions_kept([self.buffers[i].whole for i in self.copied]):
+                for i in self.copied:
+                    self.buffers[i].complete(sends[i])
+
+    def shares(self, rank: int, size: int) -> tuple[Gather, list[Tensor]]:
+        """What gathers the same again from ``size`` equal parts of each buffer, and copies of one of them."""
+        shares = [buffer.share(rank, size) for buffer in self.buffers]
+        return Gather.of([buffer for buffer, _ in shares], []), [own for _, own in shares]
+
+
+class GatheredWeight:
+    """Operands of the whole weight [M, K] whose memory is allocated and freed, one orientation at a time.
+
+    The tensors are made once. What a forward saved for backward is filled again, in place, before backward reads it,
+    and its version stays, as with the parameters that FSDP2 gathers itself. The one scale of a tensor, which all ranks
+    have alike, is not gathered and keeps its memory.
+
+    Attributes:
+        operands: of the weight. ``pieces``: of each parameter, the same memory.
+    """
+
+    def __init__(self, part: Quantized, shards: Sequence[ShardMap]) -> None:
+        """``part``: this rank's of one parameter, in all orientations that will ever be gathered.
+
+        ``shards``: for each parameter the rows that each rank sends.
+        """
+        self._buffers: dict[int, list[dict[str, Buffer]]] = {}  # by dim of the operand, of each parameter, by field
+        self._gathers: dict[tuple[tuple[int, ...], int], Gather] = {}
+        self._constants: list[tuple[int, str, Tensor]] = []  # what is not gathered, by dim and field
+        operands: dict[int, list[Operand]] = {}  # of the weight, then of its parameters
+        with torch.inference_mode(False), torch.no_grad():  # or training could not save what is made here
+            for dim, own in ((ROWWISE, part.rowwise), (COLUMNWISE, part.columnwise)):
+                if own is not None:
+                    shared = dim == COLUMNWISE and own is part.rowwise
+                    operands[dim] = operands[ROWWISE] if shared else self._allocate(dim, own, shards)
+        self._symmetric = part.columnwise is part.rowwise
+        columnwise: Sequence[Operand | None] = operands.get(COLUMNWISE) or [None] * (len(shards) + 1)
+        self.operands, *self.pieces = map(Quantized, operands[ROWWISE], columnwise)
+        for number in range(len(shards)):
+            for tensor in self.gather_of(tuple(operands), number).memory:
+                free_storage(tensor)
+
+    def _allocate(self, dim: int, own: Operand, shards: Sequence[ShardMap]) -> list[Operand]:
+        """The operand of the weight and those of its parameters, of which ``own`` is this rank's part of one."""
+        maps = [dict(rows.gathered(own.format, own.dim)) for rows in shards]
+        gathered = {name: _buffers([each[name] for each in maps], getattr(own, name)) for name in maps[0]}
+        self._buffers[dim] = [{name: each[i] for name, (_, each) in gathered.items()} for i in range(len(shards))]
+        constants: dict[str, Any] = {}
+        for name in ("scale_inv", "amax"):
+            if name not in gathered and getattr(own, name) is not None:
+                constants[name] = getattr(own, name).clone()
+                self._constants.append((dim, name, constants[name]))
+        wholes: list[dict[str, Any]] = [{name: whole for name, (whole, _) in gathered.items()}]
+        wholes += [{name: buffer.whole for name, buffer in each.items()} for each in self._buffers[dim]]
+        rows = [sum(each.total for each in shards), *[each.total for each in shards]]
+        columns, operands = own.shape[1], zip(rows, wholes, strict=True)
+        return [own._replace(shape=(m, columns), **constants, **fields) for m, fields in operands]
+
+    def gather_of(self, dims: Collection[int], number: int) -> Gather:
+        """What is gathered of a parameter for these dims."""
+        key = tuple(dims), number
+        found = self._gathers.get(key)
+        if found is None:
+            distinct = (ROWWISE,) if self._symmetric else key[0]
+            fields = [(dim, name) for dim in distinct for name in self._buffers[dim][number]]
+            buffers = [self._buffers[dim][number][name] for dim, name in fields]
+            found = self._gathers[key] = Gather.of(buffers, fields)
+        return found
+
+    def holds(self, dim: int) -> bool:
+        """The operand that serves ``dim`` has its memory."""
+        return all(is_allocated(buffer.owner) for buffer in self.gather_of((dim,), 0).buffers)
+
+    def set_constants(self, dims: Collection[int], part: Quantized) -> None:
+        """Takes what all ranks have alike from this rank's ``part`` of any parameter."""
+        with torch.no_grad(), versions_kept([mine for _, _, mine in self._constants]):
+            for dim, name, mine in self._constants:
+                if dim in dims or self._symmetric:
+                    mine.copy_(getattr(part.rowwise if dim == ROWWISE else part.columnwise, name))
+
+    def gather(self, dims: Collection[int], parts: Sequence[Quantized], group: Group) -> None:
+        """Gathers now what FSDP2 did not."""
+        gathers = [self.gather_of(dims, number) for number in range(len(parts))]
+        buffers = [buffer for each in gathers for buffer in each.buffers]
+        for buffer in buffers:
+            alloc_storage(buffer.owner)
+        sends = [own for each, part in zip(gathers, parts, strict=True) for own in each.sends(part)]
+        wholes = [buffer.whole for buffer in buffers]
+        with torch.no_grad(), versions_kept(wholes):
+            start_all_gather_rows(sends, [each.rows for each in buffers], group, wholes, overlapped=False).wait()
+        self.set_constants(dims, parts[0])
