@@ -29,7 +29,7 @@ def test_caches_have_a_bound() -> None:
 
 def test_a_recipe_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward under 50 recipes in turn, some with a state, keep what one keeps."""
-    for limit in ("MOST_USAGES", "MOST_BATCHES"):
+    for limit in ("MOST_USAGES", "MOST_CASTS"):
         monkeypatch.setattr(quantizer, limit, 8)
     layer, x = minifloat.Linear(32, 32), torch.randn(4, 32)
 
@@ -55,6 +55,6 @@ def test_a_recipe_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = alive()
     for i in range(10, 50):
         step(i)
-        assert len(quantizer._with_usages) <= 8 and len(quantizer._batches) <= 8
+        assert len(quantizer._with_usages) <= 8 and len(quantizer._casts) <= 8
     assert alive() == before
     assert formats.parse.cache_info().currsize <= formats.MOST_PARSED

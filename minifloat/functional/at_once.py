@@ -11,7 +11,7 @@ from minifloat import capability
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
 from minifloat.ops.quantize import casts_blocks
-from minifloat.quantizer import Layouts, Quantizer, assemble
+from minifloat.quantizer import Layouts, Quantizer
 
 
 def reads_fp32(quantizer: Quantizer) -> bool:
@@ -69,4 +69,4 @@ class CastAtOnce(NamedTuple):
         for _, dim in self.layouts:
             codes, scales = (row_codes, row_scales) if dim == ROWWISE else (column_codes, column_scales)
             each.append((codes, scales, None, None) if self.scale is None else (codes, row_scales, amax, self.scale))
-        return assemble(self.quantizer, self.layouts, iter(each), shape, self.x.dtype)
+        return self.quantizer.arrangement(self.layouts).operands(iter(each), shape, self.x.dtype)

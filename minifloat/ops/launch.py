@@ -12,6 +12,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import repeat
+from operator import call, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +40,10 @@ class _Local(threading.local):
 _local = _Local()
 # How a compiled kernel is called is private to Triton; with versions that were not tried, the JIT does it.
 _KNOWN = triton.__version__.startswith("3.6.")
+# Past PyTorch's dispatcher, as compiled graphs allocate; on the current device.
+empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", partial(torch.empty_strided, device="cuda")
+)
 # Stands for every integer when a kernel is compiled: neither 1 nor a multiple of 16, which Triton would compile in.
 _NEUTRAL = 7
 
@@ -86,52 +93,65 @@ class Launch(NamedTuple):
 
         None if a tensor has no place, or nothing can be prepared here.
         """
-        places: list[int | tuple[int, ...]] = []
+        places: list[Callable[[Sequence[int]], Any]] = []
         for tensor in self.tensors:
             found = [slots.get(id(each), -1) for each in (tensor if isinstance(tensor, tuple) else (tensor,))]
             if min(found) < 0:
                 return None
-            places.append(tuple(found) if isinstance(tensor, tuple) else found[0])
+            alone = isinstance(tensor, tuple) and len(found) == 1
+            places.append(itemgetter(slice(found[0], found[0] + 1)) if alone else itemgetter(*found))
         compiled = self.kernel.compiled(self.tensors, self.integers, self.constants, self.warps)
         if compiled is None:
             return None
         first = self.tensors[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
         rest = (*self.integers, *self.constants)
-        return Prepared(self.kernel.name, compiled, self.programs, device, tuple(places), rest)
+        return Prepared(self.kernel.name, *compiled, self.programs, device, tuple(places), rest)
 
 
 class Prepared(NamedTuple):
-    """A launch that takes addresses: ``places`` says where in a list each tensor's is; ``rest`` are other arguments."""
+    """A launch that takes addresses.
+
+    ``run``, ``function`` and ``head`` are of the compiled kernel; ``places`` take the argument for each tensor from a
+    list of addresses; ``rest`` are the other arguments.
+    """
 
     name: str
-    compiled: _Compiled
+    launch: Callable[..., None]
+    function: int
+    head: tuple[Any, ...]
     programs: int
     device: int
-    places: tuple[int | tuple[int, ...], ...]
+    places: tuple[Callable[[Sequence[int]], Any], ...]
     rest: tuple[Any, ...]
 
     def run(self, pointers: Sequence[int]) -> None:
         """Launches on the current stream of the device, which must be the current one."""
+        name, launch, function, head, programs, device, places, rest = self
         for counter in _counters:
-            counter[self.name] += 1
-        tensors = [
-            tuple([pointers[i] for i in place]) if isinstance(place, tuple) else pointers[place]
-            for place in self.places
-        ]
-        compiled = self.compiled
-        compiled.run(
-            self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(self.device), compiled.function, compiled.metadata,
-            None, None, None, *tensors, *self.rest,
+            counter[name] += 1
+        launch(
+            programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, *head,
+            *map(call, places, repeat(pointers)), *rest,
         )  # fmt: skip
 
 
 class _Compiled(NamedTuple):
-    """A kernel for one choice of dtypes and constants, as its launcher wants it."""
+    """A kernel for one choice of dtypes and constants, and how it is launched: ``head`` comes before its arguments."""
 
-    run: Callable[..., None]
+    launch: Callable[..., None]
     function: int
-    metadata: Any
+    head: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, kernel: Any) -> _Compiled:
+        """The launcher in C where it is all that a launch needs: with scratch memory Triton's own allocates that."""
+        run, metadata = kernel.run, (kernel.packed_metadata, None, None, None)
+        if hasattr(run, "launch") and not run.global_scratch_size and not run.profile_scratch_size:
+            return cls(
+                run.launch, kernel.function, (run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata)
+            )
+        return cls(run, kernel.function, metadata)
 
 
 class Kernel:
@@ -191,9 +211,9 @@ class Kernel:
             if len(self._compiled) >= MOST_COMPILED:
                 self._compiled.clear()
             compiled = self._compiled[key] = self._compile(tensors, integers, constants, warps)
-        compiled.run(
-            programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.metadata,
-            None, None, None, *pointers, *integers, *constants,
+        compiled.launch(
+            programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), compiled.function, *compiled.head,
+            *pointers, *integers, *constants,
         )  # fmt: skip
 
     def compiled(
@@ -213,8 +233,7 @@ class Kernel:
         typical = [tuple(map(self._typical, t)) if isinstance(t, tuple) else self._typical(t) for t in tensors]
         neutral = [(_NEUTRAL,) * len(i) if isinstance(i, tuple) else _NEUTRAL for i in integers]
         kernel = self.function.warmup(*typical, *neutral, *constants, grid=(1,), num_warps=warps, **self.options)
-        run = kernel.run  # which loads the kernel, so that it has a handle
-        return _Compiled(run, kernel.function, kernel.packed_metadata)
+        return _Compiled.of(kernel)
 
     def _typical(self, tensor: Tensor) -> _Typical:
         return _Typical(tensor.dtype, 0 if self.wide and tensor.numel() != 1 else 4)

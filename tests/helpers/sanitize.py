@@ -243,8 +243,8 @@ def produced_blocks(device: torch.device) -> None:
 
 def replays(device: torch.device) -> None:
     """Casts of a layer's tensors, recorded, then replayed by address with others; on a CPU by the reference."""
-    replay = pipeline._Recording.replay
-    counted = mock.patch.object(pipeline._Recording, "replay", autospec=True, side_effect=replay)
+    replay = pipeline.Recording.replay
+    counted = mock.patch.object(pipeline.Recording, "replay", autospec=True, side_effect=replay)
     with counted as replayed, torch.no_grad():
         for name in RECIPES:
             roles = [QuantizerRole("linear", kind, "") for kind in ("input", "weight", "grad_output")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,27 +61,6 @@ def groups(jobs: Sequence[Job]) -> Iterator[list[Job]]:
     for group in alike.values():
         for first in range(0, len(group), LARGEST_GROUP):
             yield group[first : first + LARGEST_GROUP]
-
-
-class Request(NamedTuple):
-    """What a call asks for, the same in every call of a layer.
-
-    Args:
-        amax_of, amax_formats, amax_dims: which tensor each amax is of, and for which format along which dim.
-        cast_of, formats, dims, k_major: which tensor each cast is of, and the arguments of the operation.
-        own_level: the amax that each cast takes, or -1 if it is given one or needs none.
-        known: what ``pipeline`` recorded, by shapes.
-    """
-
-    amax_of: list[int]
-    amax_formats: list[str]
-    amax_dims: list[int]
-    cast_of: list[int]
-    formats: list[str]
-    dims: list[int]
-    k_major: list[bool]
-    own_level: list[int]
-    known: dict[Any, Any]
 
 
 class Programs(NamedTuple):

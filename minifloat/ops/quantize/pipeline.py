@@ -7,144 +7,181 @@ GPU takes for a small layer, so that what the first call launched is kept, with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat.formats import parse
+from minifloat.ops import launch
 from minifloat.ops.launch import Prepared, recorded
 from minifloat.ops.quantize import gpu
-from minifloat.ops.quantize.job import Request
+from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
 
 MOST_SHAPES = 256
 """Recordings that a request keeps: a program whose token counts never repeat must not fill the memory."""
 
-Output = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Of one cast: codes, scales, the measured amax under delayed scaling, and the amax or scale that it was given."""
+
+class Recorded(Work):
+    """Does what is requested by kernels, as it did it at the first call of equal shapes."""
+
+    amax = staticmethod(gpu.amax)
+    cast = staticmethod(gpu.cast)
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.known: dict[Any, Recording | None] = {}  # None: cannot be replayed
+
+    def __call__(
+        self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
+    ) -> tuple[Sequence[Output], Sequence[Tensor]]:
+        device = xs[0].get_device()
+        key: list[Any] = [device]
+        pointers: list[int] = []
+        bits = 0
+        for x in xs:
+            pointer = x.data_ptr()
+            pointers.append(pointer)
+            bits |= pointer
+            key += x.shape, x.dtype, x.is_contiguous()
+        others = (*given, *rngs, noop)
+        seen: dict[int, int] = {}
+        for other in others:
+            if other is None:
+                pointers.append(0)
+                key.append(None)
+            else:
+                pointer = other.data_ptr()
+                pointers.append(pointer)
+                bits |= pointer if other.numel() > 1 else 0
+                key += other.shape, other.dtype, other.is_contiguous(), other.get_device()
+                key.append(seen.setdefault(id(other), len(seen)))  # which are one and the same is recorded, too
+        if bits & 15 or (device >= 0 and device != torch._C._cuda_getDevice()):  # kernels would read copies
+            return super().__call__(xs, given, rngs, noop)
+        shapes = tuple(key)
+        if shapes not in self.known:
+            return self._record(shapes, xs, given, rngs, noop)
+        recording = self.known[shapes]
+        if recording is None:
+            return super().__call__(xs, given, rngs, noop)
+        return recording.replay(pointers, given, xs[0].device)
+
+    def _record(
+        self,
+        key: tuple[Any, ...],
+        xs: Sequence[Tensor],
+        given: Sequence[Tensor | None],
+        rngs: Sequence[Tensor | None],
+        noop: Tensor | None,
+    ) -> tuple[Sequence[Output], Sequence[Tensor]]:
+        if len(self.known) >= MOST_SHAPES:
+            self.known.clear()
+        # Objects of their own: which of the tensors are the same in this call must not matter to the next.
+        xs = [as_matrix(x).detach() for x in xs]
+        with recorded() as launches:
+            outputs, amaxes = super().__call__(xs, given, rngs, noop)
+        self.known[key] = None
+        plain = all(x.is_contiguous() for x in xs) and all(level is None or _plain(level, xs[0]) for level in given)
+        if (
+            plain
+            and launches
+            and all(gpu.casts(parse(spec)) for spec in (*self.request.formats, *self.request.amax_formats))
+        ):
+            self.known[key] = Recording.of(self.request, launches, (*xs, *given, *rngs, noop), outputs, amaxes)
+        return outputs, amaxes
 
 
-def run(
-    request: Request, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
-) -> tuple[list[Output], list[Tensor]]:
-    """The casts of ``xs``, and the amaxes that were found; of both what the request asks for.
-
-    Args:
-        given, rngs: for each cast its amax or scale, if known, and its random seed.
-    """
-    if not all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in xs):  # kernels would read copies
-        return _step_by_step(request, xs, given, rngs)
-    device = xs[0].get_device()
-    if not all(level is None or _plain(level, device) for level in given):
-        return _step_by_step(request, xs, given, rngs)
-    # Which tensors are one and the same is part of what was recorded. No comparison of a tensor with None: it is slow.
-    everyone = [id(tensor) for tensor in (*xs, *given, *rngs)]
-    missing = [level is None for level in given].count(True)
-    first: dict[int, int] = {}
-    places = [first.setdefault(each, place) for place, each in enumerate(everyone)]
-    key = (device, *[(x.shape, x.dtype) for x in xs], *places, missing)
-    if key not in request.known:
-        if len(request.known) >= MOST_SHAPES:
-            request.known.clear()
-        return _record(request, key, xs, given, rngs)
-    recording = request.known[key]
-    return _step_by_step(request, xs, given, rngs) if recording is None else recording.replay(xs, given, rngs)
-
-
-def _plain(level: Tensor, device: int) -> bool:
+def _plain(level: Tensor, x: Tensor) -> bool:
     """Its address is all that a kernel needs."""
-    return level.dtype == torch.float32 and level.numel() == 1 and level.get_device() == device
+    return level.dtype == torch.float32 and level.numel() == 1 and level.device == x.device
 
 
-def _step_by_step(
-    request: Request, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
-) -> tuple[list[Output], list[Tensor]]:
-    amaxes: list[Tensor] = []
-    if request.amax_of:
-        amaxes = gpu.amax([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
-    if not request.cast_of:
-        return [], amaxes
-    levels = [given[j] if own < 0 else amaxes[own] for j, own in enumerate(request.own_level)]
-    sources = [xs[i] for i in request.cast_of]
-    made = gpu.cast(sources, levels, rngs, request.formats, request.dims, request.k_major, None)
-    return list(zip(made[0::3], made[1::3], made[2::3], levels, strict=True)), amaxes
+class _Cast(NamedTuple):
+    """What one cast allocates, and where its amaxes are among the zeros; -1 where none is shown.
+
+    ``shares``: it takes the scale of the cast before it, of the same tensor in the other orientation.
+    """
+
+    codes: tuple[tuple[int, ...], tuple[int, ...]]
+    scales: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    shares: bool
+    measured: int
+    level: int
 
 
-def _record(
-    request: Request, key: Any, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
-) -> tuple[list[Output], list[Tensor]]:
-    with recorded() as launches:
-        outputs, amaxes = _step_by_step(request, xs, given, rngs)
-    slots: dict[int, int] = {}  # of a tensor, by its identity, the place in the list that `_Recording.replay` makes
-    measured = [output[2] for output in outputs if output[2] is not None and output[2].numel()]
-    made = [*[o[0] for o in outputs], *[o[1] for o in outputs], *amaxes, *measured]
-    everything = [*xs, *given, *rngs, *made]
-    for slot, tensor in enumerate(everything):
-        if tensor is not None:
+class Recording(NamedTuple):
+    """The launches of a call, and what it allocates: places in a list of addresses in lieu of tensors.
+
+    The list is that of the tensors of the call, of codes and scales of each cast, of the zeros, and 0.
+    """
+
+    launches: list[Prepared]
+    casts: list[_Cast]
+    zeros: int
+    shown: int
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        launches: Sequence[launch.Launch],
+        arguments: Sequence[Tensor | None],
+        outputs: Sequence[Output],
+        amaxes: Sequence[Tensor],
+    ) -> Recording | None:
+        """None if it cannot be replayed."""
+        if any(amax.numel() != 1 for amax in amaxes):
+            return None
+        formats = [parse(spec) for spec in request.formats]
+        casts = []
+        zeros = [*amaxes]
+        for j, ((codes, scale_inv, measured, _), fmt) in enumerate(zip(outputs, formats, strict=True)):
+            shares = j > 0 and fmt.symmetric and request.cast_of[j] == request.cast_of[j - 1] and formats[j - 1] == fmt
+            place = -1
+            if measured is not None and measured.numel():
+                place = len(zeros)
+                zeros.append(measured)
+            level = request.own_level[j] if fmt.scale_rule == "two_level" else -1
+            scales = tuple(scale_inv.shape), scale_inv.stride(), scale_inv.dtype
+            casts.append(_Cast((tuple(codes.shape), codes.stride()), scales, shares, place, level))
+        made = [part for output in outputs for part in output[:2]]
+        nothing = [output[2] for output in outputs if output[2] is not None and not output[2].numel()]
+        slots: dict[int, int] = {}  # of a tensor, by its identity, its place in the list of addresses
+        for slot, tensor in enumerate((*arguments, *made, *zeros)):
             slots.setdefault(id(tensor), slot)
-    nothing = len(everything)
-    for output in outputs:
-        if output[2] is not None and output[2].numel() == 0:
-            slots.setdefault(id(output[2]), nothing)  # needs an address and has none
-    prepared = [launch.prepare(slots) for launch in launches]
-    known = all(gpu.casts(parse(spec)) for spec in (*request.formats, *request.amax_formats))
-    if launches and known and all(amax.numel() == 1 for amax in amaxes) and all(each is not None for each in prepared):
-        request.known[key] = _Recording(request, prepared, outputs, nothing)  # type: ignore[arg-type]
-    else:
-        request.known[key] = None
-    return outputs, amaxes
-
-
-class _Recording:
-    """The launches of a call, and what it allocates."""
-
-    def __init__(self, request: Request, launches: list[Prepared], outputs: list[Output], nothing: int) -> None:
-        self.launches = launches
-        self.codes = [(codes.shape, codes.stride()) for codes, _, _, _ in outputs]
-        self.scales = [(scale.shape, scale.stride(), scale.dtype) for _, scale, _, _ in outputs]
-        self.own_level = request.own_level
-        self.amaxes = len(request.amax_of)
-        parsed = [parse(spec) for spec in request.formats]
-        self.measures = [fmt.scale_rule == "given" for fmt in parsed]
-        # Of casts that share a scale, one of a tensor in both orientations, the second takes the first one's.
-        self.shares = [
-            j > 0 and fmt.symmetric and request.cast_of[j] == request.cast_of[j - 1] and parsed[j - 1] == fmt
-            for j, fmt in enumerate(parsed)
-        ]
-        self.zeros = self.amaxes + sum(self.measures)
-        # Casts whose amax is part of the operand; whether any amax is for the caller to see.
-        self.shown = [fmt.scale_rule == "two_level" for fmt in parsed]
-        self.shows = not parsed or any(self.shown)
-        self.nothing = nothing
+        for tensor in nothing:  # needs an address and has none
+            slots.setdefault(id(tensor), len(arguments) + len(made) + len(zeros))
+        prepared = [each for each in (one.prepare(slots) for one in launches) if each is not None]
+        if len(prepared) < len(launches):
+            return None
+        shown = 0 if outputs else len(amaxes)
+        return cls(prepared, casts, len(zeros), shown)
 
     def replay(
-        self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None]
-    ) -> tuple[list[Output], list[Tensor]]:
-        device = xs[0].device
-        codes = [torch.empty_strided(shape, stride, dtype=torch.uint8, device=device) for shape, stride in self.codes]
-        scales: list[Tensor] = []
-        for (shape, stride, dtype), shared in zip(self.scales, self.shares, strict=True):
-            scales.append(scales[-1] if shared else torch.empty_strided(shape, stride, dtype=dtype, device=device))
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*xs, *given, *rngs, *codes, *scales)]
-        zeros = torch.zeros(self.zeros, dtype=torch.float32, device=device) if self.zeros else None
-        if zeros is not None:
+        self, pointers: list[int], given: Sequence[Tensor | None], device: torch.device
+    ) -> tuple[Sequence[Output], Sequence[Tensor]]:
+        """Allocates, launches, and gives what was made."""
+        empty, byte = launch.empty_strided, torch.uint8
+        outputs: list[Any] = []
+        zeros: Any = ()
+        scale_inv: Any = None
+        for (shape, stride), scales, shares, _, _ in self.casts:
+            codes = empty(shape, stride, byte)
+            scale_inv = scale_inv if shares else empty(*scales)
+            outputs.append((codes, scale_inv))
+            pointers.append(codes.data_ptr())
+            pointers.append(scale_inv.data_ptr())
+        if self.zeros:
+            zeros = torch.zeros(self.zeros, dtype=torch.float32, device=device)
             first = zeros.data_ptr()
-            pointers += range(first, first + 4 * self.zeros, 4)
-        pointers += [0] * (self.nothing + 1 - len(pointers))
-        for launch in self.launches:
-            launch.run(pointers)
-        outputs: list[Output] = []
-        found: list[Tensor] = []
-        if zeros is not None and self.shows:
-            alone = self.zeros == self.amaxes == 1
-            found = [zeros] if alone else [zeros[i : i + 1] for i in range(self.amaxes)]
-        measured = self.amaxes
-        for j, own in enumerate(self.own_level):
-            level, amax = given[j], None
-            if self.shown[j] and own >= 0:
-                level = found[own]
-            if zeros is not None and self.measures[j]:
-                amax = zeros[measured : measured + 1]
-                measured += 1
-            outputs.append((codes[j], scales[j], amax, level))
-        return outputs, found
+            pointers.extend(range(first, first + 4 * self.zeros, 4))
+        pointers.append(0)
+        for each in self.launches:
+            each.run(pointers)
+        for j, (_, _, _, measured, level) in enumerate(self.casts):
+            outputs[j] = (
+                *outputs[j],
+                zeros[measured : measured + 1] if measured >= 0 else None,
+                zeros[level : level + 1] if level >= 0 else given[j],
+            )
+        return outputs, [zeros[i : i + 1] for i in range(self.shown)]

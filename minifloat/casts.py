@@ -1,0 +1,265 @@
+"""Amax and cast of a list of tensors: what does not change from call to call is found once and kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat import capability
+from minifloat.arguments import shown
+from minifloat.formats import Format
+from minifloat.operand import Operand, Quantized
+from minifloat.ops import quantize
+from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
+
+Amaxes = tuple[Tensor | None, ...]
+"""One entry for each cast of :attr:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
+
+Layouts = tuple[tuple[Format, int], ...]
+"""Casts of one tensor: (format, dim) each."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def directly(xs: Sequence[Tensor]) -> bool:
+    """All are plain tensors of one device that may be read past the dispatcher, which costs 10 to 20 us a call.
+
+    Not where autograd or a dispatch mode (of a test, a profiler, a fake tensor) is to see an operation.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    device, graph = xs[0].device, torch.is_grad_enabled()
+    for x in xs:
+        if type(x) not in _PLAIN or x.device != device or (graph and x.requires_grad):
+            return False
+    return xs[0].is_cpu or (xs[0].is_cuda and capability.kernels(device.index)[0])
+
+
+class Arrangement(NamedTuple):
+    """How the outputs of the casts of one matrix become its operands.
+
+    Args:
+        layouts: format and dim of each cast, as :meth:`Quantizer.layouts` gives them.
+        row, column: which of them serves which orientation, or -1.
+        second: casts the columnwise operand of the first one's values, where it is made of them.
+    """
+
+    layouts: Layouts
+    row: int
+    column: int
+    second: Callable[[Tensor], Quantized] | None = None
+
+    def operands(
+        self, outputs: Iterator[Output], shape: tuple[int, int], dtype: torch.dtype, values: Tensor | None = None
+    ) -> Quantized:
+        """The operands of a matrix of ``shape`` and ``dtype``.
+
+        Args:
+            outputs: of each cast codes, scales, the measured amax and the given one; as many as are quantized are
+                taken.
+            values: the matrix itself, for orientations that are left in high precision.
+        """
+        made = []
+        for fmt, dim in self.layouts:
+            if not fmt.quantized:
+                assert values is not None
+                made.append(Operand(as_matrix(values), None, None, fmt, dim, shape, dtype))
+                continue
+            codes, scale_inv, measured, level = next(outputs)
+            rule = fmt.scale_rule
+            amax = measured if rule == "given" else level if rule == "two_level" else None
+            made.append(Operand(codes, scale_inv, amax, fmt, dim, shape, dtype))
+        row = made[self.row] if self.row >= 0 else None
+        if self.second is not None:
+            return Quantized(row, self.second(made[0].dequantize()).columnwise)
+        return Quantized(row, made[self.column] if self.column >= 0 else None)
+
+
+class Wanted(NamedTuple):
+    """What is wanted of one tensor.
+
+    Args:
+        casts: those that have an amax or a scale of their own; see :attr:`Quantizer.casts`.
+        arrangement: the casts to make, and which operand each becomes.
+    """
+
+    casts: Layouts
+    arrangement: Arrangement
+
+
+class Casts:
+    """Amax and cast of a list of tensors.
+
+    What follows from the quantizers is found when this is made; on a GPU, what a call allocates and launches is
+    recorded at the first call of each shape. Whoever casts again and again keeps one of these.
+
+    Args:
+        wanted: of each tensor.
+        k_major: codes are laid out as GEMMs on CUDA read them.
+    """
+
+    def __init__(self, wanted: Sequence[Wanted], k_major: bool = False) -> None:
+        self.wanted = wanted
+        self.request = request = Request([], [], [], [], [], [], [], [])
+        self._needs_amax: list[list[bool]] = []  # for each cast of each tensor
+        self._sources: list[tuple[int, int, bool]] = []  # of each cast: tensor, place among its amaxes, takes a scale
+        self._stochastic: list[int] = []  # casts that need random bits
+        self._works: dict[tuple[bool, Any], Work] = {}  # by what is asked for, on a GPU or not
+        for i, (own, each) in enumerate(wanted):
+            self._needs_amax.append([fmt.needs_amax for fmt, _ in own])
+            numbers = []
+            for fmt, dim in own:
+                numbers.append(len(request.amax_of) if fmt.needs_amax else -1)
+                if fmt.needs_amax:
+                    request.amax_of.append(i)
+                    request.amax_formats.append(fmt.spec)
+                    request.amax_dims.append(dim)
+            for place, (fmt, dim) in enumerate(each.layouts):
+                if fmt.quantized:
+                    twin = min(place, len(own) - 1)  # a transposed copy takes the amax of its twin
+                    if fmt.rounding == "stochastic":
+                        self._stochastic.append(len(self._sources))
+                    self._sources.append((i, twin, fmt.scale_rule == "given"))
+                    request.cast_of.append(i)
+                    request.formats.append(fmt.spec)
+                    request.dims.append(dim)
+                    request.k_major.append(k_major and capability.k_major(fmt))
+                    request.own_level.append(numbers[twin])
+        self._nothing: list[Tensor | None] = [None] * len(self._sources)
+        self._takes_scales = any(takes for _, _, takes in self._sources)
+
+    def __call__(
+        self,
+        xs: Sequence[Tensor],
+        amaxes: Sequence[Amaxes | None] | None = None,
+        rngs: Sequence[Tensor | None] | None = None,
+        *,
+        scales: Sequence[Tensor | None] | None = None,
+        noop_flag: Tensor | None = None,
+    ) -> list[Quantized]:
+        """Quantizes ``xs``; arguments as of :func:`cast_all`."""
+        given = self._nothing
+        if torch.compiler.is_compiling() or not directly(xs):
+            return self._by_operations(xs, amaxes, rngs, scales, noop_flag)
+        if amaxes is not None or self._takes_scales:
+            given = self._given(amaxes, scales)
+        drawn = self._drawn(xs, rngs) if self._stochastic else self._nothing
+        outputs: Iterator[Output] = iter(())
+        if self._sources:
+            known = None if amaxes is None else tuple([levels is not None for levels in amaxes])
+            key = xs[0].is_cuda, known
+            outputs = iter((self._works.get(key) or self._work(key))(xs, given, drawn, noop_flag)[0])
+        results = []
+        for x, (_, each) in zip(xs, self.wanted, strict=True):
+            shape = x.shape
+            results.append(each.operands(outputs, (math.prod(shape[:-1]), shape[-1]), x.dtype, x))
+        return results
+
+    def amaxes(self, xs: Sequence[Tensor]) -> list[Amaxes]:
+        """The amaxes of ``xs``; see :func:`find_amaxes`."""
+        if not self.request.amax_of:
+            return [(None,) * len(wanted) for wanted in self._needs_amax]
+        if torch.compiler.is_compiling() or not directly(xs):
+            sources = [as_matrix(xs[i]) for i in self.request.amax_of]
+            found = iter(quantize.amax(sources, self.request.amax_formats, self.request.amax_dims))
+        else:
+            key = xs[0].is_cuda, "amaxes"
+            found = iter((self._works.get(key) or self._work(key))(xs, (), (), None)[1])
+        return [tuple([next(found) if needed else None for needed in wanted]) for wanted in self._needs_amax]
+
+    def _work(self, key: tuple[bool, Any]) -> Work:
+        """What is asked of kernels or of the reference: the amaxes alone, or casts with those that are not known."""
+        on_gpu, known = key
+        request = self.request
+        if known == "amaxes":
+            request = Request(request.amax_of, request.amax_formats, request.amax_dims, [], [], [], [], [])
+        elif known is not None:
+            wanted = [n for n, i in enumerate(request.amax_of) if not known[i]]
+            number = {n: place for place, n in enumerate(wanted)}
+            request = request._replace(
+                amax_of=[request.amax_of[n] for n in wanted],
+                amax_formats=[request.amax_formats[n] for n in wanted],
+                amax_dims=[request.amax_dims[n] for n in wanted],
+                own_level=[number.get(n, -1) for n in request.own_level],
+            )
+        if on_gpu:
+            from minifloat.ops.quantize.pipeline import Recorded  # which needs Triton
+
+            work: Work = Recorded(request)
+        else:
+            work = Work(request)
+        self._works[key] = work
+        return work
+
+    def _given(
+        self, amaxes: Sequence[Amaxes | None] | None, scales: Sequence[Tensor | None] | None
+    ) -> list[Tensor | None]:
+        """The amax or scale of each cast, None if it is still to be found."""
+        given: list[Tensor | None] = []
+        for i, place, takes_scale in self._sources:
+            levels = None if amaxes is None else amaxes[i]
+            level = None if levels is None else levels[place]
+            if takes_scale:
+                level = level if scales is None or scales[i] is None else scales[i]
+                if level is None:
+                    raise ValueError(
+                        "delayed scaling casts with a scale from its history; give Quantizer.cast amaxes=(scale,), or "
+                        "cast_all scales=[scale]"
+                    )
+                check_scale(level)
+            given.append(level)
+        return given
+
+    def _drawn(self, xs: Sequence[Tensor], rngs: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+        """The seed of each cast; one for both orientations of a tensor, which draw different bits from it."""
+        seeds: list[Tensor | None] = [None] * len(xs) if rngs is None else list(rngs)
+        drawn: list[Tensor | None] = [None] * len(self._sources)
+        for cast in self._stochastic:
+            i = self._sources[cast][0]
+            if seeds[i] is None:
+                seeds[i] = quantize.draw_seed(xs[i])
+            drawn[cast] = seeds[i]
+        return drawn
+
+    def _by_operations(
+        self,
+        xs: Sequence[Tensor],
+        amaxes: Sequence[Amaxes | None] | None,
+        rngs: Sequence[Tensor | None] | None,
+        scales: Sequence[Tensor | None] | None,
+        noop_flag: Tensor | None,
+    ) -> list[Quantized]:
+        """The same where a compiler, autograd or a dispatch mode sees each operation."""
+        matrices = [as_matrix(x) for x in xs]
+        if amaxes is None:
+            levels: Sequence[Amaxes | None] = self.amaxes(matrices)
+        else:
+            missing = [i for i, level in enumerate(amaxes) if level is None]
+            found = iter(Casts([self.wanted[i] for i in missing]).amaxes([matrices[i] for i in missing]))
+            levels = [next(found) if level is None else level for level in amaxes]
+        drawn = self._drawn(matrices, rngs)
+        given = self._given(levels, scales)
+        made: list[Tensor] = []
+        if self._sources:
+            request, sources = self.request, [matrices[i] for i, _, _ in self._sources]
+            made = quantize.cast(sources, given, drawn, request.formats, request.dims, request.k_major, noop_flag)
+        outputs = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
+        return [
+            each.operands(outputs, (x.shape[0], x.shape[1]), x.dtype, x)
+            for x, (_, each) in zip(matrices, self.wanted, strict=True)
+        ]
+
+
+def check_scale(scale: Tensor) -> None:
+    """Raises a ValueError where a delayed scale that a user gives is none; it is read where that waits for nothing."""
+    if torch.compiler.is_compiling():
+        return
+    known = scale.device.type == "cpu" and type(scale) is Tensor and not torch._C._len_torch_dispatch_stack()
+    bad = not scale.is_floating_point() or scale.numel() != 1
+    if bad or (known and not 0 < scale.float().item() < math.inf):  # are_scales of one, which each cast asks
+        value = f"{scale.item()}" if known and scale.numel() == 1 else shown(scale)
+        raise ValueError(f"scale is {value}; delayed scaling casts with one number above 0, finite, floating-point [1]")

@@ -1,0 +1,87 @@
+"""Amax and cast of the matrices of one call past the dispatcher, as one piece of work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.ops import quantize
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be quantized."""
+
+Output = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Of one cast: codes, scales, the measured amax under delayed scaling, and the amax or scale that it was given."""
+
+
+class Request(NamedTuple):
+    """What a call asks for, the same in every call of a layer.
+
+    Args:
+        amax_of, amax_formats, amax_dims: which tensor each amax is of, and for which format along which dim.
+        cast_of, formats, dims, k_major: which tensor each cast is of, and the arguments of the operation.
+        own_level: the amax that each cast takes, or -1 if it is given one or needs none.
+    """
+
+    amax_of: list[int]
+    amax_formats: list[str]
+    amax_dims: list[int]
+    cast_of: list[int]
+    formats: list[str]
+    dims: list[int]
+    k_major: list[bool]
+    own_level: list[int]
+
+
+class Work:
+    """Does what is requested, by the reference; :class:`pipeline.Recorded` does the same by kernels."""
+
+    amax = staticmethod(quantize.amax.reference)
+    cast = staticmethod(quantize.cast.reference)
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def __call__(
+        self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
+    ) -> tuple[Sequence[Output], Sequence[Tensor]]:
+        """The casts of ``xs``, and the amaxes that were found.
+
+        Args:
+            given, rngs: for each cast its amax or scale, if known, and its random seed.
+            noop: as of :data:`quantize.cast`.
+        """
+        request, amaxes = self.request, []
+        xs = [as_matrix(x) for x in xs]
+        with torch._C._DisableAutocast():  # it would run the reference's fp32 products in bf16
+            if request.amax_of:
+                amaxes = self.amax([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
+            if not request.cast_of:
+                return (), amaxes
+            levels = [given[j] if own < 0 else amaxes[own] for j, own in enumerate(request.own_level)]
+            sources = [xs[i] for i in request.cast_of]
+            made = self.cast(sources, levels, rngs, request.formats, request.dims, request.k_major, noop)
+        return list(zip(made[0::3], made[1::3], made[2::3], levels, strict=True)), amaxes
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """``x`` as [M, K]: leading dims flattened.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: it has a dtype that no format is defined for, or no dims at all.
+    """
+    if not x.is_floating_point():
+        raise TypeError(
+            f"only floating-point tensors can be quantized, got {x.dtype}; cast it first, as in x.bfloat16()"
+        )
+    if x.dtype not in DTYPES:
+        raise ValueError(
+            f"cannot quantize {x.dtype}; bf16, fp16 and fp32 are supported: cast it first, as in x.float()"
+        )
+    if x.dim() == 0:
+        raise ValueError("cannot quantize a tensor of no dims; reshape it to [1, 1]")
+    return x.flatten(0, -2) if x.dim() > 2 else x if x.dim() == 2 else x[None]
