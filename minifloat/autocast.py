@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,16 @@ from minifloat import delayed, finite
 from minifloat.arguments import checked
 from minifloat.backward_pass import BackwardPass, running
 from minifloat.comm.group import Group
-from minifloat.delayed import History
-from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, RecipeLike, as_recipe
+from minifloat.delayed import AmaxHistory, History
+from minifloat.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    RecipeLike,
+    as_recipe,
+)
 
 
 class _Stack(threading.local):
@@ -63,7 +70,7 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
     ) -> None:
         self.enabled = enabled
         self.calibrating = calibrating
-        self.recipe: Recipe = get_default_recipe() if recipe is None else as_recipe(recipe)
+        self.recipe: Recipe = _first_equal(get_default_recipe() if recipe is None else as_recipe(recipe))
         self.amax_reduction_group = amax_reduction_group
         self.check_finite = check_finite
         self.region = Region()
@@ -91,32 +98,21 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
             region.forget()
 
 
-class Newest:
-    """What is known of the newest amaxes of one direction of a module, without looking at them.
+def _first_equal(recipe: Recipe) -> Recipe:
+    """The first of equal recipes: layers cache by identity, and a loop may make its recipe anew in each step."""
+    if (
+        torch.compiler.is_compiling()
+        or isinstance(recipe, CustomRecipe)
+        or type(recipe).__module__ != Recipe.__module__
+    ):
+        return recipe
+    if len(_recipes) >= _MAX_RECIPES:
+        _recipes.clear()
+    return _recipes.setdefault(recipe, recipe)
 
-    ``recording``: a forward outside of any ``autocast`` records to them, or did when it raised. ``carried``: a backward
-    left some for a later one to complete. A plain object: setting an attribute of a module takes microseconds.
-    """
 
-    __slots__ = ("carried", "recording")
-
-    def __init__(self) -> None:
-        self.recording = self.carried = False
-
-
-class Histories(Protocol):
-    """What keeps the amax histories of one direction of a module; ``region`` is the last that it ran forward in."""
-
-    region: Region
-    newest: Newest
-
-    def history(self, recipe: DelayedScaling, forward: bool) -> History: ...
-
-    def forget_newest(self) -> None: ...
-
-    def newest_restorer(self) -> Callable[[], None]: ...
-
-    def snapshot(self) -> Callable[[], None]: ...
+_recipes: dict[Recipe, Recipe] = {}
+_MAX_RECIPES = 64
 
 
 class Region:
@@ -136,7 +132,7 @@ class Region:
         newest = self.forward if forward else self.backward
         members = [] if newest is None else newest.in_order()
         histories = {state: m.state.history(m.recipe, forward) for state, m in {m.state: m for m in members}.items()}
-        groups: dict[Group, dict[Histories, History]] = {}
+        groups: dict[Group, dict[AmaxHistory, History]] = {}
         for member in members:
             if member.group is not None:
                 groups.setdefault(member.group, {})[member.state] = histories[member.state]
@@ -167,7 +163,7 @@ class Region:
 class Member:
     """A module in a region, and what was in it before."""
 
-    def __init__(self, state: Histories, recipe: DelayedScaling, group: Group | None, before: Member | None) -> None:
+    def __init__(self, state: AmaxHistory, recipe: DelayedScaling, group: Group | None, before: Member | None) -> None:
         self.state = state
         self.recipe = recipe
         self.group = group
@@ -181,16 +177,6 @@ class Member:
             members.append(member)
             member = member.before
         return members[::-1]
-
-
-class Waiting(NamedTuple):
-    """A history that is updated when ``backward`` ends, by what the uses of ``region`` recorded."""
-
-    backward: BackwardPass
-    region: Region | None
-
-
-_waiting: dict[Histories, Waiting] = {}
 
 
 class Use:
@@ -213,7 +199,7 @@ class Use:
 
     def __init__(
         self,
-        states: tuple[Histories, Histories],
+        states: tuple[AmaxHistory, AmaxHistory],
         recipe: DelayedScaling,
         records: bool,
         backward: bool,
@@ -226,18 +212,19 @@ class Use:
         self.records = records, backward
         self.region = None if context is None else context.region
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
-        self.shared = self.region is not None and self.group is not None and not torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
+        self.shared = self.region is not None and self.group is not None and not compiling
         self.first = True
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
-        if records and not torch.compiler.is_compiling():
-            if states[0].newest.recording:
+        if records and not compiling:
+            if states[0].progress.recording:
                 states[0].forget_newest()
-            states[0].newest.recording = self.region is None
+            states[0].progress.recording = self.region is None
         if self.region is not None and backward:
-            self.first = states[1].region is not self.region
-            states[1].region = self.region
-            if torch.compiler.is_compiling():
+            self.first = states[1].progress.region is not self.region
+            states[1].progress.region = self.region
+            if compiling:
                 self.region.add_compiled(Member(states[1], recipe, self.group, self.region.compiled), self.first)
             if self.shared:
                 self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
@@ -247,27 +234,27 @@ class Use:
         if self.region is None and self.records[0]:
             delayed.update([self.histories[0]], self.group)
             if not torch.compiler.is_compiling():
-                self.states[0].newest.recording = False
+                self.states[0].progress.recording = False
 
     def backward_begins(self) -> None:
         """To be called before a backward reads its scale, which an earlier region's backward may have completed."""
         state = self.states[1]
         if torch.compiler.is_compiling() or not self.records[1]:
             return
-        waiting = _waiting.get(state)
-        if waiting is not None and not (self.shared and waiting.region is self.region):
-            waiting.backward.finish(early=True)
+        pending = state.progress.pending
+        if pending is not None and not (self.shared and pending[1] is self.region):
+            pending[0].finish(early=True)
         backward = running()
         if backward is not None:
-            state.newest.carried |= not self.first
-            backward.on_failure.append(state.newest_restorer() if state.newest.carried else state.forget_newest)
+            state.progress.carried |= not self.first
+            backward.on_failure.append(state.restorer(newest=True) if state.progress.carried else state.forget_newest)
 
     def backward_finished(self) -> None:
         """Leaves what the end of this backward completes to the end of the whole."""
         if not self.records[1] or not self.first:
             return
-        waiting = _waiting.get(self.states[1])
-        if self.shared and waiting is not None and waiting.region is self.region:
+        pending = self.states[1].progress.pending
+        if self.shared and pending is not None and pending[1] is self.region:
             return  # another module of the region has seen to all
         if torch.compiler.is_compiling():
             self._update()
@@ -280,20 +267,20 @@ class Use:
         if self.region is not None and self.region.backward is not None and self.shared:
             states = [member.state for member in self.region.backward.in_order()]
         for state in states:
-            if state in _waiting:
-                _waiting[state].backward.finish(early=True)
+            if state.progress.pending is not None:
+                state.progress.pending[0].finish(early=True)
         for state in states:
-            _waiting[state] = Waiting(backward, self.region)
-        backward.at_end.append(partial(self._update_waiting, states))
-        backward.on_failure.append(partial(_wait_no_more, states))
+            state.progress.pending = backward, self.region
+        backward.at_end.append(partial(self._update_pending, states, backward))
+        backward.on_failure.append(partial(_drop_pending, states))
 
-    def _update_waiting(self, states: Sequence[Histories], early: bool) -> None:
+    def _update_pending(self, states: Sequence[AmaxHistory], backward: BackwardPass, early: bool) -> None:
         for state in states:
             if early:
-                _waiting[state].backward.on_failure.append(state.snapshot())
+                backward.on_failure.append(state.restorer())
             else:
-                state.newest.carried = False
-        _wait_no_more(states)
+                state.progress.carried = False
+        _drop_pending(states)
         self._update()
 
     def _update(self) -> None:
@@ -303,9 +290,9 @@ class Use:
             delayed.update([self.histories[1]], self.group)
 
 
-def _wait_no_more(states: Sequence[Histories]) -> None:
+def _drop_pending(states: Sequence[AmaxHistory]) -> None:
     for state in states:
-        _waiting.pop(state, None)
+        state.progress.pending = None
 
 
 def current() -> autocast | None:

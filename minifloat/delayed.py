@@ -1,19 +1,22 @@
-"""Delayed scaling between steps: amaxes of all layers agreed on in one reduction, then their next scales."""
+"""Delayed scaling's state, and its update between steps: amaxes of all layers reduced at once, then the next scales."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifloat import formats
+from minifloat.arguments import shown
+from minifloat.backward_pass import BackwardPass
+from minifloat.comm import ddp
 from minifloat.comm.collectives import max_of_all
-from minifloat.comm.ddp_forward import check_no_join, keep_histories
 from minifloat.comm.group import Group
 from minifloat.ops import delayed as kernels
+from minifloat.quantizer import are_scales
 from minifloat.recipe import DelayedScaling
 
 
@@ -36,13 +39,15 @@ def rule(recipe: DelayedScaling, forward: bool) -> str:
     A string for the same reason as a format's spec: a compiler takes it for the constant that it is.
     """
     element = recipe.fp8_format.forward if forward else recipe.fp8_format.backward
-    algorithm = "custom" if is_custom(recipe) else recipe.amax_compute_algo
-    return f"{element}/margin={recipe.margin}/{algorithm}"
+    custom = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
+    return f"{element}/margin={recipe.margin}/{_CUSTOM if custom else recipe.amax_compute_algo}"
 
 
-def is_custom(recipe: DelayedScaling) -> bool:
-    """Some step is a callable of the user's."""
-    return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
+_CUSTOM = "custom"
+"""Some step is a callable of the user's."""
+
+
+# ---- updates ----
 
 
 def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> Group | None:
@@ -56,12 +61,12 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
-    keep_histories()
+    ddp.keep_histories()
     if not recipe.reduce_amax:
         return None
     found = Group.of(group if group is not None else dist.group.WORLD)
     if found.size > 1:
-        check_no_join()
+        ddp.check_no_join()
     return found if dist.get_world_size() > 1 else None
 
 
@@ -77,12 +82,16 @@ def update(histories: Sequence[History], group: Group | None = None) -> None:
     """Reduces the newest amaxes over a group, rolls the histories and computes the next scales."""
     if group is not None:
         reduce(histories, group)
-    fused = [history for history in histories if not is_custom(history.recipe)]
-    if fused:
-        kernels.update_scales_([h.amax_history for h in fused], [h.scale for h in fused], [h.rule for h in fused])
+    amaxes, scales, rules = [], [], []
     for history in histories:
-        if is_custom(history.recipe):
+        if history.rule.endswith(_CUSTOM):
             _update_by_callables(history)
+        else:
+            amaxes.append(history.amax_history)
+            scales.append(history.scale)
+            rules.append(history.rule)
+    if rules:
+        kernels.update_scales_(amaxes, scales, rules)
 
 
 @torch.no_grad()
@@ -101,3 +110,162 @@ def _update_by_callables(history: History) -> None:
         return
     fresh = (torch.full_like(amax, fp8_max) / amax * 2.0**-recipe.margin).clamp(max=kernels.FLT_MAX)
     history.scale.copy_(torch.where((amax > 0) & amax.isfinite(), fresh, history.scale))
+
+
+# ---- state ----
+
+
+class Progress:
+    """Where the update of one history is. A plain object: setting an attribute of a module takes microseconds.
+
+    Attributes:
+        recording: a forward outside of any ``autocast`` records amaxes, or did when it raised.
+        carried: a backward left amaxes for a later one to complete.
+        region: the latest outermost ``autocast`` that the module ran forward in.
+        pending: the backward that updates the history when it ends, and the region whose amaxes these are.
+        history: the buffers under the latest recipe.
+    """
+
+    def __init__(self, recording: bool = False, carried: bool = False) -> None:
+        self.recording, self.carried = recording, carried
+        self.region: object = None
+        self.pending: tuple[BackwardPass, object] | None = None
+        self.history: History | None = None
+
+
+def history_length(saved: Any) -> int:
+    """The steps of a history [length, slots] of a state dict; 0 where it is none."""
+    return saved.shape[0] if isinstance(saved, Tensor) and saved.dim() == 2 else 0
+
+
+def _are_amaxes(values: Tensor) -> bool:
+    """All are floating point and none is below 0; infinity and NaN, as older checkpoints have them, are dropped."""
+    return values.is_floating_point() and not bool((values < 0).any())
+
+
+class AmaxHistory(nn.Module):
+    """Scales and amaxes of one direction of a layer.
+
+    Buffers: ``scale`` fp32 [slots], ones at first; ``amax_history`` fp32 [length, slots], zeros at first, with the step
+    in progress in row 0 and the newest finished one in the last row. They stay fp32 when the module is cast, and a
+    checkpoint without them, or with another length, loads.
+    """
+
+    scale: Tensor
+    amax_history: Tensor
+
+    def __init__(self, slots: int, length: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.progress = Progress()
+        self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
+        self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
+
+    def reset_parameters(self) -> None:
+        """Forgets everything; also how the buffers get values after ``to_empty``."""
+        for name in ("scale", "amax_history"):
+            self._reset(name)
+
+    @torch.no_grad()
+    def _reset(self, name: str) -> None:
+        getattr(self, name).fill_(1.0 if name == "scale" else 0.0)
+
+    def reset_missing(self, state_dict: dict[str, Any], prefix: str, device: torch.device) -> None:
+        """Resets what a state dict lacks; what is on ``meta`` gets memory on ``device`` first."""
+        for name in ("scale", "amax_history"):
+            if prefix + name not in state_dict:
+                buffer = getattr(self, name)
+                if buffer.is_meta:
+                    setattr(self, name, torch.empty_like(buffer, device=device))
+                self._reset(name)
+
+    @torch.no_grad()
+    def forget_newest(self) -> None:
+        """Drops what the step in progress has recorded."""
+        self.amax_history[0].zero_()
+
+    def restorer(self, newest: bool = False) -> Callable[[], None]:
+        """What brings the buffers back to how they are now, or the amaxes of the step in progress alone."""
+        buffers = [self.amax_history[0]] if newest else [self.scale, self.amax_history]
+        copies = [(buffer, buffer.clone()) for buffer in buffers]
+
+        @torch.no_grad()
+        def restore() -> None:
+            for buffer, copy in copies:
+                buffer.copy_(copy)
+
+        return restore
+
+    @torch.no_grad()
+    def drop_nonfinite(self) -> None:
+        """Clears infinite and NaN amaxes, which checkpoints of older versions may have."""
+        self.amax_history.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
+
+    def history(self, recipe: DelayedScaling, forward: bool) -> History:
+        """The buffers under a recipe, cut or zero-padded at the end to its ``amax_history_len``."""
+        compiling = torch.compiler.is_compiling()
+        known, buffers = None if compiling else self.progress.history, self._buffers
+        if (
+            known is not None
+            and known.recipe is recipe
+            and known.scale is buffers["scale"]
+            and known.amax_history is buffers["amax_history"]
+        ):
+            return known
+        length, wanted = self.amax_history.shape[0], recipe.amax_history_len
+        if length != wanted:
+            kept = self.amax_history[:wanted]
+            with torch.inference_mode(False):  # or training could not write to it later
+                self.amax_history = torch.nn.functional.pad(kept.clone(), (0, 0, 0, wanted - kept.shape[0]))
+        found = History(self.scale, self.amax_history, recipe, rule(recipe, forward))
+        if not compiling:
+            self.progress.history = found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The rest knows other modules, and backwards that run: no part of a copy.
+        return self.__dict__ | {"progress": Progress(self.progress.recording, self.progress.carried)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != torch.float32:
+                self._buffers[name] = buffer.to(moved.device)
+            if buffer is not None and buffer.is_meta and moved is not None and not moved.is_meta:
+                self._reset(name)  # to_empty has given it memory that nothing was written to
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known = len(error_msgs)
+        scales, amaxes = state_dict.get(prefix + "scale"), state_dict.get(prefix + "amax_history")
+        if isinstance(scales, Tensor) and not scales.is_meta and not are_scales(scales):
+            error_msgs.append(
+                f"{prefix}scale: {shown(scales)} has values that are not above 0 and finite, floating-point; scales are"
+            )
+        if isinstance(amaxes, Tensor) and not amaxes.is_meta and not _are_amaxes(amaxes):
+            error_msgs.append(
+                f"{prefix}amax_history: {shown(amaxes)} has values that are below 0, or not floating-point; "
+                "largest magnitudes are not"
+            )
+        if len(error_msgs) > known:
+            return
+        self.progress.carried = True  # it may have been saved between two backward passes of a step
+        for name in ("scale", "amax_history"):
+            buffer, saved = getattr(self, name), state_dict.get(prefix + name)
+            if saved is None:
+                state_dict[prefix + name] = buffer
+            elif name == "amax_history" and history_length(saved) and saved.shape[1:] == buffer.shape[1:]:
+                setattr(self, name, torch.empty(saved.shape, dtype=torch.float32, device=buffer.device))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat import backward_pass
-from minifloat.autocast import _waiting, autocast, current, get_default_recipe
+from minifloat.autocast import autocast, current, get_default_recipe
 from minifloat.functional import count_gemms, gemm
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear, prepare
 from minifloat.operand import Quantized
@@ -647,7 +647,9 @@ def test_an_exception_in_a_backward_leaves_no_trace(own: bool, uses: int) -> Non
     ):
         assert torch.equal(mine, theirs)
     assert torch.equal(model.first.weight.grad, twin.first.weight.grad)  # type: ignore[arg-type]
-    assert not backward_pass._local.latest.at_end and not _waiting
+    assert not backward_pass._local.latest.at_end
+    layers = [layer for each in (model, twin) for layer in (each.first, each.second)]
+    assert all(layer.backward_scaling.progress.pending is None for layer in layers)
 
 
 @pytest.mark.parametrize("loaded", [False, True])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,33 +20,27 @@ Check = bool | str
 """Whether to look at all ranks, and raise on each of them. A string does so too, and names the layer in the error."""
 
 
-class _Line(NamedTuple):
-    """What one rank brings: ``x`` [rows, cols] with its later dims flattened, and the row counts that it was given."""
-
-    collective: str
-    dtype: torch.dtype
-    rows: int
-    cols: int
-    counts: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} [{self.rows}, {self.cols}]" + f" with row counts {self.counts}" * bool(self.counts)
-
-
 class _Call(NamedTuple):
-    """What one rank gives to a layer, which stands for a collective: X, and the ``rows_per_rank`` that it was given."""
+    """What one rank brings to a collective, or to a layer, which stands for those that it runs.
+
+    Args:
+        collective: its name, or the label of the layer.
+        shape: of X, or [rows, cols] of what is communicated, with its later dims flattened.
+        dtype: None where ranks need not have the same.
+        counts: the row counts that the rank was given.
+    """
 
     collective: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    lengths: tuple[int, ...] | None
+    counts: tuple[int, ...] | None = None
+    is_layer: bool = False
 
     def __str__(self) -> str:
+        if not self.is_layer:
+            return f"{self.dtype} {list(self.shape)}" + f" with row counts {self.counts}" * bool(self.counts)
         kind = "" if self.dtype is None else f" of {self.dtype}"
-        return f"X {self.shape}{kind}" + ("" if self.lengths is None else f" with rows_per_rank={list(self.lengths)}")
-
-
-L = TypeVar("L", _Line, _Call)
+        return f"X {self.shape}{kind}" + ("" if self.counts is None else f" with rows_per_rank={list(self.counts)}")
 
 
 def check_call(
@@ -70,11 +64,12 @@ def check_call(
     Raises:
         ValueError: on every rank, naming the collective and the sizes.
     """
-    table = _of_all(_Call(label, tuple(shape), dtype, None if lengths is None else tuple(lengths)), group, label)
-    own = [line.shape[:1] for line in table]
+    counts = None if lengths is None else tuple(lengths)
+    table = _of_all(_Call(label, tuple(shape), dtype, counts, is_layer=True), group, label)
+    own = [call.shape[:1] for call in table]
     wanted = own[:1] * group.size if lengths is None or not split else [(length,) for length in lengths]
-    rows_fit = own == wanted and len({line.lengths for line in table}) == 1
-    if rows_fit and len({(line.shape[1:], line.dtype) for line in table}) == 1:
+    rows_fit = own == wanted and len({call.counts for call in table}) == 1
+    if rows_fit and len({(call.shape[1:], call.dtype) for call in table}) == 1:
         return
     way_out = "; give all ranks the same rows_per_rank, with the rows of each" * (split and not rows_fit)
     raise ValueError(f"{_disagreement(collective, table, label)}{way_out}")
@@ -88,8 +83,8 @@ def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group, ev
     """
     if everywhere:
         table = _table(collective, x, shards.rows, group, everywhere)
-        alike = len({(line.dtype, line.cols, line.counts) for line in table}) == 1
-        if not alike or [line.rows for line in table] != list(table[0].counts):
+        alike = len({(call.dtype, call.shape[1], call.counts) for call in table}) == 1
+        if not alike or [call.shape[0] for call in table] != list(shards.rows):
             raise _disagreement(collective, table, everywhere)
     if shards.size != group.size or x.shape[0] != shards.rows[group.rank]:
         raise ValueError(
@@ -102,7 +97,7 @@ def check_summed(collective: str, x: Tensor, shards: ShardMap | None, group: Gro
     """All ranks bring equal sizes, of rows to be split as ``shards`` says; else as :func:`check_sharded`."""
     if everywhere:
         table = _table(collective, x, shards.rows if shards else (), group, everywhere)
-        fits = shards is None or (shards.size == group.size and shards.total == table[0].rows)
+        fits = shards is None or (shards.size == group.size and shards.total == table[0].shape[0])
         if len(set(table)) > 1 or not fits:
             raise _disagreement(collective, table, everywhere)
     if shards is not None and (shards.size != group.size or x.shape[0] != shards.total):
@@ -118,10 +113,11 @@ def check_exchanged(
     """Each rank brings the rows that it sends, which are those that others expect; else as :func:`check_sharded`."""
     if everywhere:
         table = _table(collective, x, (*send, *receive), group, everywhere)
-        sent = [line.counts[: group.size] for line in table]
-        expected = [line.counts[group.size :] for line in table]
-        alike = len({(line.dtype, line.cols, len(line.counts)) for line in table}) == 1
-        if not alike or sent != list(zip(*expected, strict=True)) or [sum(s) for s in sent] != [t.rows for t in table]:
+        counts = [call.counts or () for call in table]
+        sent, expected = [each[: group.size] for each in counts], [each[group.size :] for each in counts]
+        alike = len({(call.dtype, call.shape[1], len(each)) for call, each in zip(table, counts, strict=True)}) == 1
+        fits = [sum(each) for each in sent] == [call.shape[0] for call in table]
+        if not alike or not fits or sent != list(zip(*expected, strict=True)):
             raise _disagreement(collective, table, everywhere)
     if len(send) != group.size or len(receive) != group.size or sum(send) != x.shape[0]:
         raise ValueError(
@@ -130,31 +126,29 @@ def check_exchanged(
         )
 
 
-def _table(collective: str, x: Tensor, counts: Sequence[int], group: Group, everywhere: Check) -> list[_Line]:
+def _table(collective: str, x: Tensor, counts: Sequence[int], group: Group, everywhere: Check) -> list[_Call]:
     """What every rank brings."""
-    rows = x.shape[0] if x.dim() else 1
-    return _of_all(_Line(collective, x.dtype, rows, math.prod(x.shape[1:]), tuple(counts)), group, everywhere)
+    shape = x.shape[0] if x.dim() else 1, math.prod(x.shape[1:])
+    return _of_all(_Call(collective, shape, x.dtype, tuple(counts)), group, everywhere)
 
 
-def _of_all(line: L, group: Group, everywhere: Check) -> list[L]:
-    """The line of every rank.
+def _of_all(own: _Call, group: Group, everywhere: Check) -> list[_Call]:
+    """The calls of all ranks.
 
     Raises:
         ValueError: on every rank: some are in other collectives or layers.
     """
-    table = [line] * group.size
+    table = [own] * group.size
     if group.size > 1:
-        dist.all_gather_object(table, line, group=group.process_group)
-    if len({(type(each), each.collective) for each in table}) > 1:
-        raise _disagreement(line.collective, table, everywhere)
+        dist.all_gather_object(table, own, group=group.process_group)
+    if len({(call.is_layer, call.collective) for call in table}) > 1:
+        raise _disagreement(own.collective, table, everywhere)
     return table
 
 
-def _disagreement(collective: str, table: Sequence[_Line | _Call], everywhere: Check) -> ValueError:
-    names = {line.collective for line in table}
-    what = "the ranks do not fit together" if len(names) == 1 else "ranks are in other collectives"
-    lines = [
-        f"rank {rank}: " + f"{line.collective} of " * (len(names) > 1) + str(line) for rank, line in enumerate(table)
-    ]
+def _disagreement(collective: str, table: Sequence[_Call], everywhere: Check) -> ValueError:
+    several = len({call.collective for call in table}) > 1
+    what = "ranks are in other collectives" if several else "the ranks do not fit together"
+    calls = [f"rank {rank}: " + f"{call.collective} of " * several + str(call) for rank, call in enumerate(table)]
     layer = f"{everywhere}: " if isinstance(everywhere, str) and everywhere != collective else ""
-    return ValueError(f"{layer}{collective}: {what}: {'; '.join(lines)}")
+    return ValueError(f"{layer}{collective}: {what}: {'; '.join(calls)}")

@@ -27,7 +27,7 @@ from minifloat.convert.select import (
     other_matrices,
     read_rules,
 )
-from minifloat.nn.delayed import AmaxHistory
+from minifloat.delayed import AmaxHistory
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from minifloat.arguments import check_value
 from minifloat.autocast import Use
-from minifloat.comm.ddp_forward import check_synchronized
+from minifloat.comm.ddp import check_synchronized
 from minifloat.comm.dtensor import own_part, own_rows
+from minifloat.delayed import AmaxHistory, history_length
 from minifloat.functional.linear import LinearPlan
 from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED
 from minifloat.nn import parameters
-from minifloat.nn.delayed import AmaxHistory, history_length
 from minifloat.nn.linear_parameters import LinearParameters
 from minifloat.nn.parameters import CachedWeight, ParameterInit
 from minifloat.operand import Quantized

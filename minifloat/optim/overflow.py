@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from minifloat.arguments import checked
-from minifloat.nn.delayed import AmaxHistory
+from minifloat.delayed import AmaxHistory
 
 
 @checked

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import checked
-from minifloat.comm.ddp_forward import MARK, history_names, unreduced
+from minifloat.comm.ddp import MARK, history_names, unreduced
 from minifloat.nn.linear import Linear
 from minifloat.tensor import QuantizedTensor
 

@@ -20,8 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import minifloat
 from minifloat import Linear, QuantizerRole
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
+from minifloat.delayed import AmaxHistory
 from minifloat.functional import count_gemms
-from minifloat.nn.delayed import AmaxHistory
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, named
 from tests.nn.test_linear import Casts

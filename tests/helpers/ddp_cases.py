@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import minifloat
-from minifloat.nn.delayed import AmaxHistory
+from minifloat.delayed import AmaxHistory
 from minifloat.optim import MasterWeights, clip_grad_norm_
 from minifloat.parallel.ddp import data_parallel
 from minifloat.tensor import QuantizedTensor

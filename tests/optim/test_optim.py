@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import minifloat
+from minifloat.delayed import AmaxHistory
 from minifloat.formats import Format
-from minifloat.nn.delayed import AmaxHistory
 from minifloat.optim import AdamW, MasterWeights, forget_overflow, moments
 from minifloat.optim.masters import join, split
 from minifloat.quantizer import Quantizer

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minifloat.delayed import AmaxHistory
 from minifloat.functional import Gemm
-from minifloat.nn.delayed import AmaxHistory
 from minifloat.tools.train.checkpoint import Checkpoint, CheckpointError
 from minifloat.tools.train.data import Batches
 from minifloat.tools.train.ranks import ALONE, Ranks
