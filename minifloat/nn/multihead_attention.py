@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
 from minifloat.comm.group import Group
-from minifloat.comm.rng import draw_apart
+from minifloat.comm.random_state import draw_apart
 from minifloat.functional.amp import autocast_to
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
@@ -85,7 +85,7 @@ class MultiheadAttention(LayerOfLinears):
     norms               [hidden], [D]         gradients summed over the ranks (of ``qk_norm_type`` always)
     ==================  ====================  ==================================================================
 
-    Ranks draw different numbers for ``attention_dropout``: see :mod:`minifloat.comm.rng`.
+    Ranks draw different numbers for ``attention_dropout``: see :mod:`minifloat.comm.random_state`.
 
     Raises:
         ValueError: sizes that do not divide, an unknown type or norm, a norm's result asked for without a norm; heads

@@ -21,7 +21,7 @@ from minifloat.arguments import (
     Size,
     checked,
 )
-from minifloat.comm.rng import draw_apart
+from minifloat.comm.random_state import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
