@@ -14,8 +14,7 @@ from torch import Tensor
 from minifloat import delayed, finite
 from minifloat.arguments import checked
 from minifloat.backward_pass import BackwardPass, running
-from minifloat.comm.group import Group
-from minifloat.delayed import AmaxHistory, History
+from minifloat.delayed import AmaxHistory, Member, Region
 from minifloat.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -113,70 +112,6 @@ def _first_equal(recipe: Recipe) -> Recipe:
 
 _recipes: dict[Recipe, Recipe] = {}
 _MAX_RECIPES = 64
-
-
-class Region:
-    """What ran inside one outermost ``autocast``: the modules that keep amax histories, by direction.
-
-    Modules and not their buffers: a compiled forward may not hand out buffers that its backward will write to. Linked
-    and not a list: a compiler guards the length of a list, and would compile each layer anew for its place in it.
-    """
-
-    def __init__(self) -> None:
-        self.forward: Member | None = None
-        self.backward: Member | None = None
-        self.compiled: Member | None = None
-
-    def update(self, forward: bool) -> None:
-        """Reduces and updates the histories of one direction, each once, with one reduction a group."""
-        newest = self.forward if forward else self.backward
-        members = [] if newest is None else newest.in_order()
-        histories = {state: m.state.history(m.recipe, forward) for state, m in {m.state: m for m in members}.items()}
-        groups: dict[Group, dict[AmaxHistory, History]] = {}
-        for member in members:
-            if member.group is not None:
-                groups.setdefault(member.group, {})[member.state] = histories[member.state]
-        for group, found in groups.items():
-            delayed.reduce(list(found.values()), group)
-        delayed.update(list(histories.values()))
-
-    def add_compiled(self, member: Member, first: bool) -> None:
-        """Adds a module whose backward is compiled, which reduces over the group of the module's first use.
-
-        Raises:
-            RuntimeError: it has been used under another group.
-        """
-        before = () if first or self.compiled is None else self.compiled.in_order()
-        if any(other.state is member.state and other.group != member.group for other in before):
-            raise RuntimeError(
-                "a module is used under two amax_reduction_group in one compiled region, whose backward reduces over "
-                "the first alone; use one group, or leave the module uncompiled"
-            )
-        self.compiled = member
-
-    def forget(self) -> None:
-        """Drops what a forward has recorded that did not end well."""
-        for member in self.forward.in_order() if self.forward is not None else ():
-            member.state.forget_newest()
-
-
-class Member:
-    """A module in a region, and what was in it before."""
-
-    def __init__(self, state: AmaxHistory, recipe: DelayedScaling, group: Group | None, before: Member | None) -> None:
-        self.state = state
-        self.recipe = recipe
-        self.group = group
-        self.before = before
-
-    def in_order(self) -> list[Member]:
-        """This one and those before it, the first one first."""
-        members: list[Member] = []
-        member: Member | None = self
-        while member is not None:
-            members.append(member)
-            member = member.before
-        return members[::-1]
 
 
 class Use:

@@ -128,8 +128,8 @@ class Progress:
 
     def __init__(self, recording: bool = False, carried: bool = False) -> None:
         self.recording, self.carried = recording, carried
-        self.region: object = None
-        self.pending: tuple[BackwardPass, object] | None = None
+        self.region = Region()  # of no context yet: code that is compiled for None would be compiled again
+        self.pending: tuple[BackwardPass, Region | None] | None = None
         self.history: History | None = None
 
 
@@ -269,3 +269,70 @@ class AmaxHistory(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+# ---- what is updated together ----
+
+
+class Region:
+    """What ran inside one outermost ``autocast``: the modules that keep amax histories, by direction.
+
+    Modules and not their buffers: a compiled forward may not hand out buffers that its backward will write to. Linked
+    and not a list: a compiler guards the length of a list, and would compile each layer anew for its place in it.
+    """
+
+    def __init__(self) -> None:
+        self.forward: Member | None = None
+        self.backward: Member | None = None
+        self.compiled: Member | None = None
+
+    def update(self, forward: bool) -> None:
+        """Reduces and updates the histories of one direction, each once, with one reduction a group."""
+        newest = self.forward if forward else self.backward
+        members = [] if newest is None else newest.in_order()
+        histories = {state: m.state.history(m.recipe, forward) for state, m in {m.state: m for m in members}.items()}
+        groups: dict[Group, dict[AmaxHistory, History]] = {}
+        for member in members:
+            if member.group is not None:
+                groups.setdefault(member.group, {})[member.state] = histories[member.state]
+        for group, found in groups.items():
+            reduce(list(found.values()), group)
+        update(list(histories.values()))
+
+    def add_compiled(self, member: Member, first: bool) -> None:
+        """Adds a module whose backward is compiled, which reduces over the group of the module's first use.
+
+        Raises:
+            RuntimeError: it has been used under another group.
+        """
+        before = () if first or self.compiled is None else self.compiled.in_order()
+        if any(other.state is member.state and other.group != member.group for other in before):
+            raise RuntimeError(
+                "a module is used under two amax_reduction_group in one compiled region, whose backward reduces over "
+                "the first alone; use one group, or leave the module uncompiled"
+            )
+        self.compiled = member
+
+    def forget(self) -> None:
+        """Drops what a forward has recorded that did not end well."""
+        for member in self.forward.in_order() if self.forward is not None else ():
+            member.state.forget_newest()
+
+
+class Member:
+    """A module in a region, and what was in it before."""
+
+    def __init__(self, state: AmaxHistory, recipe: DelayedScaling, group: Group | None, before: Member | None) -> None:
+        self.state = state
+        self.recipe = recipe
+        self.group = group
+        self.before = before
+
+    def in_order(self) -> list[Member]:
+        """This one and those before it, the first one first."""
+        members: list[Member] = []
+        member: Member | None = self
+        while member is not None:
+            members.append(member)
+            member = member.before
+        return members[::-1]

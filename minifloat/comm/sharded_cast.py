@@ -12,6 +12,7 @@ Random bits of stochastic rounding depend on an element's place in the whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,17 +61,16 @@ def quantize_shard(
     x = x.contiguous()
     if quantizer.chained:
         return _quantize_chained(x, quantizer, shards, group, amaxes, scale, rng)
-    casts = sharded_casts(quantizer, shards)
-    quantizers = [each for each, _ in casts]
-    sources = [owned_rows(x, unit, shards, group) for _, unit in casts]
+    quantizers, units, stochastic = _sharded_casts(quantizer, shards)
+    sources = [x if unit == 1 else owned_rows(x, unit, shards, group) for unit in units]
     found = find_amaxes(sources, quantizers) if amaxes is None else _known(amaxes, sources, x, quantizers)
     levels = reduce_amaxes(found, quantizers, group, in_place=amaxes is None)
     rngs = None
-    if any(fmt.rounding == "stochastic" for fmt, _ in quantizer.casts):
+    if stochastic:
         rng = _drawn_by_first(x, group) if rng is None else rng
-        firsts = [shards.whole_units(unit).first(group.rank) for _, unit in casts]
+        firsts = [shards.whole_units(unit).first(group.rank) for unit in units]
         rngs = [torch.cat([rng, torch.full_like(rng[:1], first)]) for first in firsts]
-    made = cast_all(sources, quantizers, levels, rngs, scales=[scale] * len(casts))
+    made = cast_all(sources, quantizers, levels, rngs, scales=[scale] * len(units))
     shape = x.shape[0], x.shape[1]
     rowwise = with_shape(made[0].rowwise, shape)
     return Quantized(
@@ -78,17 +78,28 @@ def quantize_shard(
     )
 
 
-@cached
-def sharded_casts(quantizer: Quantizer, shards: ShardMap) -> tuple[tuple[Quantizer, int], ...]:
-    """What gives a rank's part in all orientations: quantizers, and the unit of rows that each casts.
+class _Casts(NamedTuple):
+    """What gives a rank's part in all orientations.
 
-    One quantizer for both orientations, unless they cast other rows: where some straddle ranks.
+    Args:
+        quantizers: one for both orientations, unless they cast other rows: where some straddle ranks.
+        units: for each the rows that must lie together; 1 where none straddle.
+        stochastic: some cast draws random bits.
     """
+
+    quantizers: list[Quantizer]
+    units: list[int]
+    stochastic: bool
+
+
+@cached
+def _sharded_casts(quantizer: Quantizer, shards: ShardMap) -> _Casts:
+    stochastic = any(fmt.rounding == "stochastic" for fmt, _ in quantizer.casts)
     units = [unit_rows(fmt, dim) for fmt, dim in quantizer.casts]
+    units = [1 if shards.aligned(unit) else unit for unit in units]
     if len({shards.whole_units(unit) for unit in units}) < 2:
-        return ((quantizer, max(units, default=1)),)
-    row, column = quantizer.with_usage(columnwise=False), quantizer.with_usage(rowwise=False)
-    return (row, units[0]), (column, units[1])
+        return _Casts([quantizer], [max(units, default=1)], stochastic)
+    return _Casts([quantizer.with_usage(columnwise=False), quantizer.with_usage(rowwise=False)], units, stochastic)
 
 
 def with_shape(operand: Operand | None, shape: tuple[int, int]) -> Operand | None:
