@@ -15,8 +15,9 @@ import torch
 
 from minifloat import Linear
 from minifloat.recipe import named
-from minifloat.tools.train import checkpoint, data
-from minifloat.tools.train.checkpoint import Checkpoints, latest
+from minifloat.tools.train import checkpoint, checkpoint_writer, data
+from minifloat.tools.train.checkpoint import latest
+from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import Run, TrainConfig, train
 from minifloat.tools.train.model import MODELS, Transformer
 
@@ -70,7 +71,7 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
     plain = json.loads((folder / checkpoint.PLAIN).read_text())
     del plain["sha256"]
     change(plain)
-    (folder / checkpoint.PLAIN).write_text(json.dumps(plain | {"sha256": checkpoint._digest(plain)}))
+    (folder / checkpoint.PLAIN).write_text(json.dumps(plain | {"sha256": checkpoint.digest_of_plain(plain)}))
 
 
 def losses(run: Run) -> list[tuple[float, float, float | None]]:
@@ -96,13 +97,13 @@ def train_in_child(folder: Path, recipe: str, steps: int, slow_saves: bool = Fal
     """What a child process runs until it is killed; on request its save of the second step takes seconds."""
     torch.set_num_threads(1)
     if slow_saves:
-        sync = checkpoint._sync
+        sync = checkpoint_writer._sync
 
         def slow(path: Path) -> None:
             time.sleep(0.5 if ".step-00000002" in str(path) else 0.0)
             sync(path)
 
-        checkpoint._sync = slow
+        checkpoint_writer._sync = slow
     train_and_save(folder, recipe, steps)
 
 

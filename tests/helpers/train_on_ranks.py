@@ -17,7 +17,8 @@ from torch import Tensor
 
 from minifloat.nn.linear import Linear
 from minifloat.recipe import named
-from minifloat.tools.train.checkpoint import Checkpoints, latest
+from minifloat.tools.train.checkpoint import latest
+from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import TrainConfig, train
 from minifloat.tools.train.model import MODELS, Transformer
 from minifloat.tools.train.ranks import ALONE, Ranks, dim, is_dtensor, sharded

@@ -16,17 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minifloat.tools.train import checkpoint as module
+from minifloat.tools.train import checkpoint_writer as module
 from minifloat.tools.train import loop, tensor_file
-from minifloat.tools.train.checkpoint import (
-    PLAIN,
-    Checkpoint,
-    CheckpointError,
-    Checkpoints,
-    SaveError,
-    latest,
-    locate,
-)
+from minifloat.tools.train.checkpoint import PLAIN, Checkpoint, CheckpointError, latest, locate
+from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.parts import Parts
 from minifloat.tools.train.tensor_file import Stored
 from tests.helpers.micro_training import CPU, change_index, losses, micro_corpus, micro_model, train_and_save

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from minifloat.tools.train import loop, tensor_file
-from minifloat.tools.train.checkpoint import PLAIN, CheckpointError, Checkpoints, SaveError, latest, locate
+from minifloat.tools.train.checkpoint import PLAIN, CheckpointError, latest, locate
+from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.loop import Run
 from tests.helpers.micro_training import change_index, losses, train_and_save
 from tests.tools.test_checkpoint import MODEL, TRAINING, cut, files_of, flip, save

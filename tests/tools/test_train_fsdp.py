@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 from minifloat.comm.group import Group
 from minifloat.nn.linear import Linear
 from minifloat.tools.cli import train as training
-from minifloat.tools.train import checkpoint, loop
-from minifloat.tools.train.checkpoint import CheckpointError, Checkpoints, SaveError, complete, latest
+from minifloat.tools.train import checkpoint_writer, loop
+from minifloat.tools.train.checkpoint import CheckpointError, complete, latest
+from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.loop import Metrics, NonFiniteError, TrainConfig, train
 from minifloat.tools.train.model import MODELS, Transformer
 from minifloat.tools.train.ranks import Ranks
@@ -172,7 +173,7 @@ def full_disk_of_the_second_rank(rank: int, size: int, folder: Path) -> tuple[st
     """What is said of it, and the last step that was done."""
     ranks, seen = Ranks.of_world(CPU, 1), [0]
     model = Transformer(SIZES, Linear, seed=3, ranks=ranks).shard()
-    write = checkpoint.write_tensors
+    write = checkpoint_writer.write_tensors
 
     def full(*arguments: Any) -> Any:
         if rank == 1:
@@ -185,7 +186,7 @@ def full_disk_of_the_second_rank(rank: int, size: int, folder: Path) -> tuple[st
             if thread.name == "save-2":
                 thread.join()
 
-    checkpoint.write_tensors = full
+    checkpoint_writer.write_tensors = full
     try:
         with pytest.raises(SaveError) as caught:
             train(
@@ -193,7 +194,7 @@ def full_disk_of_the_second_rank(rank: int, size: int, folder: Path) -> tuple[st
                 checkpoints=Checkpoints(folder, {"of": "a test"}, 2), ranks=ranks,
             )  # fmt: skip
     finally:
-        checkpoint.write_tensors = write
+        checkpoint_writer.write_tensors = write
     return str(caught.value), seen[-1]
 
 

@@ -21,7 +21,7 @@ import torch
 from minifloat.recipe import NAMES
 from minifloat.tools.cli.output import MetricsFile
 from minifloat.tools.cli.resume import resume_command
-from minifloat.tools.train import checkpoint, loop, report
+from minifloat.tools.train import checkpoint_writer, loop, report
 from minifloat.tools.train.checkpoint import Checkpoint, CheckpointError, complete, latest, locate
 from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, Run
 from minifloat.tools.train.state import TrainState, history_tensor, own_random_numbers, read_history
@@ -287,7 +287,7 @@ def test_a_run_begins_anew_in_no_folder_of_damaged_checkpoints(tmp_path: Path) -
 def test_a_second_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save would take a minute; the next one finds what it left."""
     ended = threading.Event()
-    sync = checkpoint._sync
+    sync = checkpoint_writer._sync
 
     def slow(path: Path) -> None:
         assert ended.wait(60)
@@ -297,7 +297,7 @@ def test_a_second_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch
         if metrics.step == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_sync", slow)
+    monkeypatch.setattr(checkpoint_writer, "_sync", slow)
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         train_and_save(tmp_path, None, 4, every=2, observe=press)

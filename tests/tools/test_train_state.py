@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from minifloat.tools.cli.resume import choose
 from minifloat.tools.train import loop
-from minifloat.tools.train.checkpoint import CheckpointError, Checkpoints, locate
+from minifloat.tools.train.checkpoint import CheckpointError, locate
+from minifloat.tools.train.checkpoint_writer import Checkpoints, Saver
 from minifloat.tools.train.data import Batches
 from minifloat.tools.train.parts import assemble
 from minifloat.tools.train.ranks import ALONE
-from minifloat.tools.train.saver import Saver
 from minifloat.tools.train.state import TrainState
 from minifloat.tools.train.tensor_file import Stored
 from tests.helpers.micro_training import CPU, change_index, micro_corpus, train_and_save

@@ -28,7 +28,7 @@ from minifloat.tools.cli.train_job import (
     settings_of,
 )
 from minifloat.tools.train import data
-from minifloat.tools.train.checkpoint import check_saves
+from minifloat.tools.train.checkpoint_writer import check_saves
 from minifloat.tools.train.loop import TrainConfig
 from minifloat.tools.train.model import MODELS
 

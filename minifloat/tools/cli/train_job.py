@@ -21,7 +21,8 @@ from minifloat.tools.cli.output import Observer, observers
 from minifloat.tools.cli.ranks import PATIENCE, launcher
 from minifloat.tools.cli.resume import Start, checkpoint_folder, resume_command
 from minifloat.tools.train import data, report
-from minifloat.tools.train.checkpoint import TOKENIZER, Checkpoints, SaveError
+from minifloat.tools.train.checkpoint import TOKENIZER
+from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.hf import HuggingFace
 from minifloat.tools.train.interrupt import orphaned, signals_noted
 from minifloat.tools.train.loop import Interrupted, Run, TrainConfig

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from minifloat import Linear
 from minifloat.comm.dtensor import own_rows
 from minifloat.functional import count_gemms
-from minifloat.tools.train.checkpoint import Checkpoint, Checkpoints, SaveError
+from minifloat.tools.train.checkpoint import Checkpoint
+from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError, Saver, saving
 from minifloat.tools.train.data import Batches, Corpus, fixed_batches
 from minifloat.tools.train.nonfinite import FINITE, find_non_finite
 from minifloat.tools.train.ranks import ALONE, Ranks
 from minifloat.tools.train.run import Interrupted, Metrics, NonFiniteError, Run, TrainConfig
-from minifloat.tools.train.saver import Saver, saving
 from minifloat.tools.train.state import TrainState, own_random_numbers, seed_generators
 
 __all__ = ["Interrupted", "Metrics", "NonFiniteError", "Run", "TrainConfig", "evaluate", "train", "train_step"]

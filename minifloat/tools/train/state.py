@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from minifloat.delayed import AmaxHistory
 from minifloat.functional import Gemm
 from minifloat.tools.train.checkpoint import Checkpoint, CheckpointError
+from minifloat.tools.train.checkpoint_writer import Saver
 from minifloat.tools.train.data import Batches
 from minifloat.tools.train.ranks import ALONE, Ranks
 from minifloat.tools.train.run import Metrics
-from minifloat.tools.train.saver import Saver
 from minifloat.tools.train.weights import load_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW has of a parameter

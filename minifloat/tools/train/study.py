@@ -35,7 +35,8 @@ from minifloat import Linear
 from minifloat.functional import Gemm
 from minifloat.recipe import named
 from minifloat.tools.train import data
-from minifloat.tools.train.checkpoint import Checkpoints, latest
+from minifloat.tools.train.checkpoint import latest
+from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
 from minifloat.tools.train.model import MODELS, ModelConfig, Transformer
 
