@@ -253,7 +253,7 @@ def _apply(named: Named, decision: _Decision, histories: Histories) -> None:
 
 
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
-    plans = ("_recipe", "_latest_config", "_custom_configs")  # a plan of delayed scaling relies on the histories
+    plans = ("_recipe", "_latest_config", "_custom_configs", "_plans")  # of delayed scaling they rely on histories
     values = {key: module.__dict__[key] for key in plans}
     module.__dict__[_BEFORE] = Before(type(module), None, values, (), tuple(module._modules))
     module._modules.update(histories)
