@@ -96,7 +96,7 @@ class Quantized(NamedTuple):
             ValueError: there is none; with a square matrix the wrong one would go unnoticed.
         """
         for operand in self if dim == ROWWISE else self[::-1]:
-            if operand is not None and operand.serves(dim):
+            if operand is not None and (operand.dim == dim or operand.format.symmetric):
                 return operand
         held = [f"{_NAMES[o.dim]} {o.format.spec}" for o in self if o is not None] or ["nothing"]
         raise ValueError(

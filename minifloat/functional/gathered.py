@@ -12,7 +12,7 @@ from minifloat.comm.gather import start_gather
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.gemm import Product
+from minifloat.functional.gemm import WeightGemm
 from minifloat.operand import Operand, Quantized
 
 
@@ -33,7 +33,7 @@ class Gathered:
                 self._here[COLUMNWISE] = columnwise
         return self._here.pop(dim)
 
-    def multiplied(self, product: Product) -> Tensor:
+    def multiplied(self, product: WeightGemm) -> Tensor:
         """``product`` of the rowwise operand."""
         return product.of(only(self, ROWWISE))
 
@@ -59,7 +59,7 @@ class GatheredByProduct(Gathered):
         self._part: Operand | None = part
         self._shards, self._group, self._serves_both = shards, group, serves_both
 
-    def multiplied(self, product: Product) -> Tensor:
+    def multiplied(self, product: WeightGemm) -> Tensor:
         part, self._part = self._part, None
         assert part is not None
         w, bias, out_dtype = product.operand, product.bias, product.out_dtype
@@ -82,6 +82,6 @@ def only(operands: Quantized | Gathered, dim: int) -> Quantized:
     return Quantized(operand, None) if dim == ROWWISE else Quantized(None, operand)
 
 
-def multiplied(product: Product, a: Quantized | Gathered) -> Tensor:
+def multiplied(product: WeightGemm, a: Quantized | Gathered) -> Tensor:
     """``product`` of the rowwise operand of ``a``."""
     return a.multiplied(product) if isinstance(a, Gathered) else product.of(only(a, ROWWISE))

@@ -20,21 +20,57 @@ def fprop(
     Raises:
         ValueError: an operand is not quantized along the contracted dim (so for all three).
     """
-    return _multiply("fprop", x.along(ROWWISE), ROWWISE, w.along(ROWWISE), ROWWISE, out_dtype, bias, fast_accum)
+    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), out_dtype, bias, fast_accum)
 
 
 def dgrad(dy: Quantized, w: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """dX [M, K] = dY W, contracting N: dY rowwise, W columnwise."""
-    return _multiply("dgrad", dy.along(ROWWISE), ROWWISE, w.along(COLUMNWISE), COLUMNWISE, out_dtype, None, fast_accum)
+    return multiply("dgrad", dy.along(ROWWISE), w.along(COLUMNWISE), out_dtype, None, fast_accum)
 
 
 def wgrad(dy: Quantized, x: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """dW [N, K] = dY^T X, contracting M: both operands columnwise."""
-    a, b = dy.along(COLUMNWISE), x.along(COLUMNWISE)
-    return _multiply("wgrad", a, COLUMNWISE, b, COLUMNWISE, out_dtype, None, fast_accum)
+    return multiply("wgrad", dy.along(COLUMNWISE), x.along(COLUMNWISE), out_dtype, None, fast_accum)
 
 
-class Product(NamedTuple):
+_CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
+"""The dims of the left and of the right operand that a GEMM contracts."""
+
+
+def multiply(
+    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    """fprop, dgrad or wgrad of its two operands.
+
+    Raises:
+        ValueError: one is not quantized along the contracted dim; with a square matrix this would go unnoticed.
+    """
+    a_along, b_along = _CONTRACTED[gemm]
+    for operand, along in ((a, a_along), (b, b_along)):
+        if operand.dim != along and not operand.format.symmetric:
+            Quantized(operand, None).along(along)  # raises
+    m, depth = a.shape if a_along == ROWWISE else a.shape[::-1]
+    n, depth_b = b.shape if b_along == ROWWISE else b.shape[::-1]
+    if depth != depth_b:
+        raise ValueError(f"{gemm} contracts {depth} elements of {a.shape} with {depth_b} of {b.shape}")
+    if a.format.transform != b.format.transform:
+        raise ValueError(
+            f"{gemm} of {a.format.spec} and {b.format.spec}: a rotation cancels only if both operands have it"
+        )
+    if a.scale_inv is None or b.scale_inv is None:
+        return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
+    if torch.compiler.is_compiling():
+        return matmul.scaled_mm(
+            gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
+            b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
+            out_dtype, bias, fast_accum, "",
+        )  # fmt: skip
+    device = a.codes.device
+    product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, device)
+    return product(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum)
+
+
+class WeightGemm(NamedTuple):
     """fprop or dgrad but for its left operand, which ranks may have to gather, as they may have to sum the result.
 
     Args:
@@ -64,37 +100,6 @@ class Product(NamedTuple):
         if self.gemm == "fprop":
             return fprop(a, self.w, self.bias, out_dtype=self.out_dtype, fast_accum=self.fast_accum)
         return dgrad(a, self.w, out_dtype=self.out_dtype, fast_accum=self.fast_accum)
-
-
-def _multiply(
-    gemm: str,
-    a: Operand,
-    a_along: int,
-    b: Operand,
-    b_along: int,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast: bool,
-) -> Tensor:
-    m, depth = a.shape if a_along == ROWWISE else a.shape[::-1]
-    n, depth_b = b.shape if b_along == ROWWISE else b.shape[::-1]
-    if depth != depth_b:
-        raise ValueError(f"{gemm} contracts {depth} elements of {a.shape} with {depth_b} of {b.shape}")
-    if a.format.transform != b.format.transform:
-        raise ValueError(
-            f"{gemm} of {a.format.spec} and {b.format.spec}: a rotation cancels only if both operands have it"
-        )
-    if a.scale_inv is None or b.scale_inv is None:
-        return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
-    if torch.compiler.is_compiling():
-        return matmul.scaled_mm(
-            gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
-            b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
-            out_dtype, bias, fast, "",
-        )  # fmt: skip
-    device = a.codes.device
-    product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, device)
-    return product(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast)
 
 
 def _high_precision(

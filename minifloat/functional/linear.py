@@ -19,8 +19,8 @@ from minifloat.autocast import Use
 from minifloat.comm.collectives import Pending
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm, shared_cast
-from minifloat.functional.gathered import Gathered, only
-from minifloat.functional.gemm import Product
+from minifloat.functional.gathered import Gathered
+from minifloat.functional.gemm import WeightGemm
 from minifloat.functional.outputs import as_output, first_order, guarded
 from minifloat.functional.plan import LinearConfig
 from minifloat.functional.quantize import cast_with, delayed_scale, quantize, quantize_part, reuse
@@ -190,7 +190,7 @@ def gradients(
     if w is not None:
         dx = plan.dgrad(dy, w)
     if loaded is not None:
-        dw = plan.accumulate_dw(weight, partial(plan.wgrad, only(dy, COLUMNWISE), loaded))
+        dw = plan.accumulate_dw(weight, partial(plan.wgrad, dy.along(COLUMNWISE), loaded))
     return None if dx is None else plan.reduce_dx(dx), dw
 
 
@@ -320,11 +320,11 @@ def _quantize_and_gather(
 
 
 def _fprop(dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None) -> Tensor:
-    return gemm.fprop(x, w, bias, out_dtype=dtype, fast_accum=fast)
+    return gemm.multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast)
 
 
 def _sharded_fprop(parallel: TensorParallel, dtype: torch.dtype, fast: bool, x: Any, w: Quantized, bias: Any) -> Tensor:
-    return parallel.output(Product("fprop", w, dtype, fast), x, bias)
+    return parallel.output(WeightGemm("fprop", w, dtype, fast), x, bias)
 
 
 def quantize_output(plan: LinearPlan, y: Tensor, use: Use | None) -> Tensor:
@@ -374,49 +374,46 @@ def _one_orientation(operand: Operand) -> Quantized:
     return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
 
 
-def _dequantized(operand: Operand) -> Quantized:
-    return Quantized(unquantized(operand.dequantize()), None)
+def _dequantized(operand: Operand) -> Operand:
+    return unquantized(operand.dequantize())
 
 
-def _load_x(operand: Operand, scale: Tensor | None) -> Quantized:
-    return _one_orientation(operand)
+def _saved_x(operand: Operand, scale: Tensor | None) -> Operand:
+    return operand
 
 
-def _cast_value(
-    cast: Callable[..., Quantized], quantizer: Quantizer, value: Operand, scale: Tensor | None
-) -> Quantized:
+def _cast_value(cast: Callable[..., Quantized], quantizer: Quantizer, value: Operand, scale: Tensor | None) -> Operand:
     """X was saved in high precision: cast now, and not recorded again."""
-    return cast(value.codes, quantizer, scale)
+    return cast(value.codes, quantizer, scale).along(COLUMNWISE)
 
 
 def _gather_x(
-    parallel: TensorParallel, by_rows: bool, load: Callable[..., Quantized], operand: Operand, scale: Tensor | None
+    parallel: TensorParallel, along: int, load: Callable[..., Operand], operand: Operand, scale: Tensor | None
 ) -> Gathered:
-    return parallel.gather(load(operand, scale), rowwise=by_rows, columnwise=not by_rows, multiplied=False)
+    part = _one_orientation(load(operand, scale))
+    return parallel.gather(part, rowwise=along == ROWWISE, columnwise=along != ROWWISE, multiplied=False)
 
 
-def _dgrad(
-    load: Callable[[Operand], Quantized], dtype: torch.dtype, fast: bool, dy: Quantized | Gathered, w: Operand
-) -> Tensor:
-    return gemm.dgrad(only(dy, ROWWISE), load(w), out_dtype=dtype, fast_accum=fast)
+def _dgrad(load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand) -> Tensor:
+    return gemm.multiply("dgrad", dy.along(ROWWISE), load(w), dtype, None, fast)
 
 
 def _sharded_dgrad(
-    options: LinearOptions, load: Callable[[Operand], Quantized], fast: bool, dy: Quantized | Gathered, w: Operand
+    options: LinearOptions, load: Callable[[Operand], Operand], fast: bool, dy: Quantized | Gathered, w: Operand
 ) -> Pending[Tensor]:
     wgrad_follows = options.needs_w and options.wgrad_tasks is None
-    return options.parallel.start_grad_input(Product("dgrad", load(w), options.dtype, fast), dy, wgrad_follows)
+    product = WeightGemm("dgrad", _one_orientation(load(w)), options.dtype, fast)
+    return options.parallel.start_grad_input(product, dy, wgrad_follows)
 
 
-def _wgrad(
-    along: int,
-    load: Callable[[Operand], Quantized],
-    fast: bool,
-    dy: Quantized,
-    x: Quantized | Gathered,
-    dtype: torch.dtype,
+def _wgrad(load: Callable[[Operand], Operand], fast: bool, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+    return gemm.multiply("wgrad", dy, load(x), dtype, None, fast)
+
+
+def _wgrad_of_gathered(
+    load: Callable[[Operand], Operand], along: int, fast: bool, dy: Operand, x: Gathered, dtype: torch.dtype
 ) -> Tensor:
-    return gemm.wgrad(dy, load(x.along(along)), out_dtype=dtype, fast_accum=fast)
+    return gemm.multiply("wgrad", dy, load(x.along(along)), dtype, None, fast)
 
 
 def column_sum(dy: Tensor) -> Tensor:
@@ -445,17 +442,17 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     w_quantizer = config.weight.with_usage(columnwise=needs_x and override is None)
     quantizers = x_quantizer, w_quantizer
     along = ROWWISE if override == "dequantized" else COLUMNWISE  # the orientation of X and W that backward reads
-    load: Callable[[Operand], Quantized] = _dequantized if override == "dequantized" else _one_orientation
+    load: Callable[[Operand], Operand] = _dequantized if override == "dequantized" else _itself
 
     save_x: Callable[..., Operand | None] = partial(_save_along, along)
-    load_x: Callable[..., Any] = _load_x
+    load_x: Callable[..., Any] = _saved_x
     if override == "high_precision" or (saves_value and override is None):
         save_x = _save_value
     if saves_value and override is None and config.input.format(COLUMNWISE).quantized:
         cast = parallel.quantize_shard if gathers_x else cast_with
         load_x = partial(_cast_value, cast, config.input.with_usage(rowwise=False))
     if gathers_x:
-        load_x = partial(_gather_x, parallel, along == ROWWISE, load_x)
+        load_x = partial(_gather_x, parallel, along, load_x)
 
     dy_quantizer = config.grad_output.with_usage(rowwise=needs_x, columnwise=needs_w) if override is None else None
     quantize_dy: Callable[..., Any] = _unquantized_dy if dy_quantizer is None else partial(_quantize_dy, dy_quantizer)
@@ -496,7 +493,9 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         if sharded
         else partial(_dgrad, load, options.dtype, config.fast_dgrad),
         reduce_dx=Pending.wait if sharded else _itself,
-        wgrad=partial(_wgrad, along, load, config.fast_wgrad),
+        wgrad=partial(_wgrad_of_gathered, load, along, config.fast_wgrad)
+        if gathers_x
+        else partial(_wgrad, load, config.fast_wgrad),
         accumulate_dw=sink,
         bias_gradient=_nothing
         if not options.needs_b

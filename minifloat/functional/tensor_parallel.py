@@ -19,7 +19,7 @@ from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.gathered import Gathered, GatheredByProduct, multiplied, only
-from minifloat.functional.gemm import Product
+from minifloat.functional.gemm import WeightGemm
 from minifloat.functional.prepare_shard import prepare_shard
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
@@ -179,14 +179,14 @@ class TensorParallel:
 
     # ---- what is multiplied and summed ----
 
-    def output(self, product: Product, x: Quantized | Gathered, bias: Tensor | None) -> Tensor:
+    def output(self, product: WeightGemm, x: Quantized | Gathered, bias: Tensor | None) -> Tensor:
         """Y of a linear, from fprop without its bias: a sum over ranks takes that once, at its end."""
         if self.mode != "row":
             return multiplied(product._replace(bias=bias), x)
         y = self._start_summed(product, only(x, ROWWISE)).wait()
         return y if bias is None else (y + bias).to(y.dtype)
 
-    def start_grad_input(self, product: Product, dy: Quantized | Gathered, wgrad_follows: bool) -> Pending[Tensor]:
+    def start_grad_input(self, product: WeightGemm, dy: Quantized | Gathered, wgrad_follows: bool) -> Pending[Tensor]:
         """dX of a linear, from dgrad; a sum over ranks begins, and may be in the memory of this rank's addend.
 
         Two transfers of a column-parallel backward, X and dX, have two products to hide behind: where wgrad follows,
@@ -219,7 +219,7 @@ class TensorParallel:
         result: Tensor = _Replicated.apply(parameter, self)  # type: ignore[no-untyped-call]
         return result
 
-    def _start_summed(self, product: Product, a: Quantized) -> Pending[Tensor]:
+    def _start_summed(self, product: WeightGemm, a: Quantized) -> Pending[Tensor]:
         """The sum of the ranks' products, whose addends may travel while it is computed."""
         gemm, _, out_dtype, fast_accum, bias = product
         if self._carries(a.any) and symmetric_memory.multiplies(a.any, w := product.operand, bias, out_dtype):
