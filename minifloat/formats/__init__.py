@@ -8,7 +8,7 @@ that kernels have no case for it. The formulas are in ``docs/numerics.md``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -120,7 +120,7 @@ class Format:
         """How scales are stored."""
         return self.scaling.dtype
 
-    @property
+    @cached_property
     def symmetric(self) -> bool:
         """One cast serves both orientations: nothing in it depends on which dim is contracted."""
         strips = self.block > 0 and not self.tile

@@ -45,6 +45,31 @@ def multiply(
     Raises:
         ValueError: one is not quantized along the contracted dim; with a square matrix this would go unnoticed.
     """
+    if not torch.compiler.is_compiling():
+        return multiply_eager(gemm, a, b, out_dtype, bias, fast_accum)
+    a_along, m, b_along, n = _check(gemm, a, b)
+    if a.scale_inv is None or b.scale_inv is None:
+        return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
+    return matmul.scaled_mm(
+        gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
+        b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
+        out_dtype, bias, fast_accum, "",
+    )  # fmt: skip
+
+
+def multiply_eager(
+    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+) -> Tensor:
+    """:func:`multiply` where no compiler traces it: by a product that is prepared once for each pair of formats."""
+    a_along, m, b_along, n = _check(gemm, a, b)
+    if a.scale_inv is None or b.scale_inv is None:
+        return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
+    product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
+    return product(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum)
+
+
+def _check(gemm: str, a: Operand, b: Operand) -> tuple[int, int, int, int]:
+    """For each operand the dim that is contracted and the size of the other one."""
     a_along, b_along = _CONTRACTED[gemm]
     for operand, along in ((a, a_along), (b, b_along)):
         if operand.dim != along and not operand.format.symmetric:
@@ -57,17 +82,7 @@ def multiply(
         raise ValueError(
             f"{gemm} of {a.format.spec} and {b.format.spec}: a rotation cancels only if both operands have it"
         )
-    if a.scale_inv is None or b.scale_inv is None:
-        return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
-    if torch.compiler.is_compiling():
-        return matmul.scaled_mm(
-            gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
-            b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
-            out_dtype, bias, fast_accum, "",
-        )  # fmt: skip
-    device = a.codes.device
-    product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, device)
-    return product(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum)
+    return a_along, m, b_along, n
 
 
 class WeightGemm(NamedTuple):

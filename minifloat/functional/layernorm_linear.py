@@ -11,8 +11,8 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.at_once import reads_fp32
-from minifloat.functional.linear import Call, LinearPlan, gradients, pack, quantize_output, unpack
-from minifloat.functional.outputs import as_output, first_order, guarded
+from minifloat.functional.linear import Call, LinearPlan, gradients, pack, unpack
+from minifloat.functional.outputs import first_order, guarded
 from minifloat.functional.plan import LinearConfig
 from minifloat.functional.produced import Norm, Produced
 from minifloat.functional.producers import norm_quantize, norm_value
@@ -82,9 +82,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         tensors, ctx.layouts = pack(plan.save_x(n.value, own), plan.save_w(weight, w))
         ctx.save_for_backward(*tensors, scale if plan.recompute_x else None, *saved_of_norm(plan, n, gamma, beta))
         ctx.set_materialize_grads(False)
-        y = as_output(y, plan.options.parallel.output_shape(x.shape, weight.shape[0]))
-        y = quantize_output(plan, y, call.use) if plan.options.quantize_output else y
-        return y, *norm_outputs(ctx, norm, plan, n, x, residual)
+        return plan.output(y, x.shape, call.use), *norm_outputs(ctx, norm, plan, n, x, residual)
 
     @staticmethod
     @first_order

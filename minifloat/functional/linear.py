@@ -21,7 +21,7 @@ from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm, shared_cast
 from minifloat.functional.gathered import Gathered
 from minifloat.functional.gemm import WeightGemm
-from minifloat.functional.outputs import as_output, first_order, guarded
+from minifloat.functional.outputs import as_output, as_output_eager, first_order, guarded
 from minifloat.functional.plan import LinearConfig
 from minifloat.functional.quantize import cast_with, delayed_scale, quantize, quantize_part, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
@@ -31,6 +31,7 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
 
 _UNQUANTIZED = Quantizer.identity()
+Gemm = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,13 @@ class LinearPlan:
         x_quantizer, w_quantizer, dy_quantizer: in the orientations that the GEMMs read and backward saves.
         saves_value: backward reads X itself, or casts it again.
         shares_x: the operands of X serve siblings: they are the same, and do not live as long as the graph.
+        gathers_x: X is gathered for fprop and wgrad.
+        writes_to_weight: backward writes to the parameter by itself and needs it with its Python attributes.
         recompute_x: as of the options, where that may be.
         quantize_inputs: (call, X, W, ...) -> X for fprop, W, and this rank's X; gathers X where ranks split its rows.
         fprop: (X, W, b) -> Y [M, N], summed over the ranks.
         save_x, save_w: (value, operands) -> the operand that backward reads.
+        output: (Y, shape of X, use) -> what forward returns; ``grad_input`` of dX what backward returns.
         quantize_dy: (dY, use, amaxes if known) -> its operands, gathered where ranks split its rows.
         load_x: (operand, delayed scale) -> what wgrad reads of X, gathered likewise.
         dgrad: (dY, W) -> dX [M, K]; ``reduce_dx`` ends its sum over the ranks, which goes on during wgrad.
@@ -94,24 +98,23 @@ class LinearPlan:
     dy_quantizer: Quantizer
     saves_value: bool
     shares_x: bool
+    gathers_x: bool
+    writes_to_weight: bool
     recompute_x: bool
     quantize_inputs: Callable[..., tuple[Any, Quantized, Quantized]]
     fprop: Callable[[Any, Quantized, Tensor | None], Tensor]
     save_x: Callable[[Tensor | None, Quantized], Operand | None]
     save_w: Callable[[Tensor, Quantized], Operand | None]
+    output: Callable[[Tensor, torch.Size, Use | None], Tensor]
     quantize_dy: Callable[..., Any]
     load_x: Callable[[Operand, Tensor | None], Any]
     dgrad: Callable[[Any, Operand], Any]
     reduce_dx: Callable[[Any], Tensor]
     wgrad: Callable[[Any, Any, torch.dtype], Tensor]
     accumulate_dw: Sink
+    grad_input: Callable[[Tensor, torch.Size, Use | None], Tensor]
     bias_gradient: Callable[[Tensor], Any]
     reduce_db: Callable[[Any], Tensor | None]
-
-    @property
-    def writes_to_weight(self) -> bool:
-        """Backward writes to the parameter by itself and needs it with its Python attributes."""
-        return self.options.main_grad or self.options.wgrad_tasks is not None
 
 
 class Call:
@@ -158,8 +161,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.weight = weight if plan.writes_to_weight else None
         tensors, ctx.layouts = pack(plan.save_x(x, own_x), plan.save_w(weight, w_operands))
         ctx.save_for_backward(*tensors, x_scale)
-        y = as_output(y, plan.options.parallel.output_shape(x.shape, weight.shape[0]))
-        return quantize_output(plan, y, call.use) if plan.options.quantize_output else y
+        return plan.output(y, x.shape, call.use)
 
     @staticmethod
     @first_order
@@ -170,9 +172,7 @@ class LinearFunction(torch.autograd.Function):
         db = plan.bias_gradient(dy)
         dx, dw = gradients(plan, plan.quantize_dy(dy, ctx.use), x, w, x_scale, ctx.weight)
         if dx is not None:
-            dx = as_output(dx, ctx.x_shape)
-            if plan.options.quantize_grad_input:
-                dx = as_quantized_tensor(dx, plan.config.grad_input, "grad_input", ctx.use)
+            dx = plan.grad_input(dx, ctx.x_shape, ctx.use)
         if ctx.use is not None:
             ctx.use.backward_finished()
         return None, None, dx, dw, plan.reduce_db(db)
@@ -319,17 +319,35 @@ def _quantize_and_gather(
     return shared_cast.offer(part, gathered), w, part
 
 
-def _fprop(dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None) -> Tensor:
-    return gemm.multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast)
+def _fprop(multiply: Gemm, dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None) -> Tensor:
+    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast)
 
 
 def _sharded_fprop(parallel: TensorParallel, dtype: torch.dtype, fast: bool, x: Any, w: Quantized, bias: Any) -> Tensor:
     return parallel.output(WeightGemm("fprop", w, dtype, fast), x, bias)
 
 
-def quantize_output(plan: LinearPlan, y: Tensor, use: Use | None) -> Tensor:
-    """Y as the next layer takes it."""
-    return as_quantized_tensor(y, plan.config.output, "output", use)
+AsOutput = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+def _output(as_output: AsOutput, y: Tensor, x_shape: torch.Size, use: Use | None) -> Tensor:
+    return as_output(y, (*x_shape[:-1], y.shape[1]))
+
+
+def _sharded_output(
+    as_output: AsOutput, parallel: TensorParallel, y: Tensor, x_shape: torch.Size, use: Use | None
+) -> Tensor:
+    return as_output(y, parallel.output_shape(x_shape, y.shape[1]))
+
+
+def _grad_input(as_output: AsOutput, dx: Tensor, x_shape: torch.Size, use: Use | None) -> Tensor:
+    return as_output(dx, x_shape)
+
+
+def _quantized(
+    output: Callable[..., Tensor], quantizer: Quantizer, kind: str, y: Tensor, x_shape: torch.Size, use: Use | None
+) -> Tensor:
+    return as_quantized_tensor(output(y, x_shape, use), quantizer, kind, use)
 
 
 def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None) -> Tensor:
@@ -394,8 +412,10 @@ def _gather_x(
     return parallel.gather(part, rowwise=along == ROWWISE, columnwise=along != ROWWISE, multiplied=False)
 
 
-def _dgrad(load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand) -> Tensor:
-    return gemm.multiply("dgrad", dy.along(ROWWISE), load(w), dtype, None, fast)
+def _dgrad(
+    multiply: Gemm, load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand
+) -> Tensor:
+    return multiply("dgrad", dy.along(ROWWISE), load(w), dtype, None, fast)
 
 
 def _sharded_dgrad(
@@ -406,14 +426,16 @@ def _sharded_dgrad(
     return options.parallel.start_grad_input(product, dy, wgrad_follows)
 
 
-def _wgrad(load: Callable[[Operand], Operand], fast: bool, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
-    return gemm.multiply("wgrad", dy, load(x), dtype, None, fast)
+def _wgrad(
+    multiply: Gemm, load: Callable[[Operand], Operand], fast: bool, dy: Operand, x: Operand, dtype: torch.dtype
+) -> Tensor:
+    return multiply("wgrad", dy, load(x), dtype, None, fast)
 
 
 def _wgrad_of_gathered(
-    load: Callable[[Operand], Operand], along: int, fast: bool, dy: Operand, x: Gathered, dtype: torch.dtype
+    along: int, wgrad: Callable[..., Tensor], dy: Operand, x: Gathered, dtype: torch.dtype
 ) -> Tensor:
-    return gemm.multiply("wgrad", dy, load(x.along(along)), dtype, None, fast)
+    return wgrad(dy, x.along(along), dtype)
 
 
 def column_sum(dy: Tensor) -> Tensor:
@@ -466,6 +488,18 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         sink = partial(left_for_later, options.wgrad_tasks, sink)
 
     sharded = parallel.mode is not None
+    compiling = torch.compiler.is_compiling()
+    own_memory = as_output if compiling else as_output_eager
+    multiply = gemm.multiply if compiling else gemm.multiply_eager
+    wgrad = partial(_wgrad, multiply, load, config.fast_wgrad)
+    output: Callable[..., Tensor] = partial(_output, own_memory)
+    if sharded:
+        output = partial(_sharded_output, own_memory, parallel)
+    if options.quantize_output:
+        output = partial(_quantized, output, config.output, "output")
+    grad_input: Callable[..., Tensor] = partial(_grad_input, own_memory)
+    if options.quantize_grad_input:
+        grad_input = partial(_quantized, grad_input, config.grad_input, "grad_input")
     return LinearPlan(
         config,
         options,
@@ -474,29 +508,31 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         dy_quantizer or _UNQUANTIZED,
         saves_value,
         not saves_value and shared_cast.is_shared(x_quantizer),
+        gathers_x,
+        options.main_grad or options.wgrad_tasks is not None,
         recompute_x,
         quantize_inputs=partial(_quantize_and_gather, quantizers, parallel)
         if gathers_x
         else partial(_quantize_inputs, quantizers),
         fprop=partial(_sharded_fprop, parallel, options.dtype, config.fast_fprop)
         if sharded
-        else partial(_fprop, options.dtype, config.fast_fprop),
+        else partial(_fprop, multiply, options.dtype, config.fast_fprop),
         save_x=_nothing if not needs_w or recompute_x else save_x,
         save_w=_nothing
         if not needs_x
         else _save_weight_value
         if override == "high_precision"
         else partial(_save_along, along),
+        output=output,
         quantize_dy=quantize_dy,
         load_x=load_x,
         dgrad=partial(_sharded_dgrad, options, load, config.fast_dgrad)
         if sharded
-        else partial(_dgrad, load, options.dtype, config.fast_dgrad),
+        else partial(_dgrad, multiply, load, options.dtype, config.fast_dgrad),
         reduce_dx=Pending.wait if sharded else _itself,
-        wgrad=partial(_wgrad_of_gathered, load, along, config.fast_wgrad)
-        if gathers_x
-        else partial(_wgrad, load, config.fast_wgrad),
+        wgrad=partial(_wgrad_of_gathered, along, wgrad) if gathers_x else wgrad,
         accumulate_dw=sink,
+        grad_input=grad_input,
         bias_gradient=_nothing
         if not options.needs_b
         else partial(_reduced_column_sum, parallel)

@@ -37,10 +37,13 @@ def as_output(y: Tensor, shape: Sequence[int]) -> Tensor:
     The result has a version counter of its own, so that nothing else that backward reads may share its memory: what
     backward reads of an output is saved as that output.
     """
-    if not torch.compiler.is_compiling() and y.shape == shape and y.is_contiguous() and not y._is_view():
-        return y
     result: Tensor = _unsafe_view(y.contiguous(), shape)
     return result
+
+
+def as_output_eager(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """:func:`as_output`, where no compiler traces it: ``y`` itself if it is one already."""
+    return y if y.shape == shape and y.is_contiguous() and not y._is_view() else as_output(y, shape)
 
 
 def guarded(x: Tensor) -> Tensor:
@@ -54,4 +57,4 @@ def guarded(x: Tensor) -> Tensor:
     return x.detach() if x._is_view() else x  # a node that saves a view of its own output is never freed
 
 
-__all__ = ["apply_eager", "as_output", "first_order", "guarded"]
+__all__ = ["apply_eager", "as_output", "as_output_eager", "first_order", "guarded"]

@@ -19,20 +19,12 @@ from minifloat.functional.outputs import apply_eager
 from minifloat.functional.quantize import reuse
 from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor
-from minifloat.nn.linear_call import LinearCalls
+from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.parameters import InitMethod, one_dtype, parameter_init
 from minifloat.nn.sharding import tensor_parallel
-from minifloat.quantizer import Quantizer
-from minifloat.recipe import CustomRecipe, QuantizerRole, Recipe, RecipeLike
+from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import parallel_of
 from minifloat.tensor import QuantizedTensor
-
-
-def _identity(role: QuantizerRole) -> Quantizer:
-    return Quantizer.identity()
-
-
-_UNQUANTIZED = CustomRecipe(_identity)
 
 
 class Linear(LinearCalls):
@@ -159,14 +151,14 @@ class Linear(LinearCalls):
                 self._check_dtype(x)
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
                 return self._high_precision(x)
-            recipe = _UNQUANTIZED  # PyTorch's own linear cannot do what is asked
+            recipe = UNQUANTIZED  # PyTorch's own linear cannot do what is asked
         dtype = self._compute_dtype(x)
         plan, call, weight, bias = self._prepare(
             recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, parallel,
             input_is_quantized=isinstance(x, QuantizedTensor),
         )  # fmt: skip
         source, x, quantizer = x, x.to(dtype), plan.x_quantizer
-        ranks = (parallel.group, parallel.shards) if parallel.gathers_input else None
+        ranks = (parallel.group, parallel.shards) if plan.gathers_x else None
         if ranks is None and isinstance(x, QuantizedTensor):
             call.x = reuse(x, quantizer)
         eager = not torch.compiler.is_compiling()

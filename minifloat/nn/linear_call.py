@@ -21,10 +21,18 @@ from minifloat.nn.linear_state import LinearState
 from minifloat.nn.sharding import check_scales_agree
 from minifloat.ops import matmul
 from minifloat.quantizer import DTYPES, Quantizer
-from minifloat.recipe import DelayedScaling, Recipe
+from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, Recipe
 from minifloat.tensor import QuantizedTensor
 
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
+
+
+def _identity(role: QuantizerRole) -> Quantizer:
+    return Quantizer.identity()
+
+
+UNQUANTIZED = CustomRecipe(_identity)
+"""The recipe of a layer that has none and yet does what PyTorch's own linear cannot."""
 _MOST_PLANS = 64  # of a layer; those of calls whose rows per rank never repeat must not fill the memory
 
 
@@ -53,7 +61,7 @@ class LinearCalls(LinearState):
         """
         latest, compiling = self._latest_config, torch.compiler.is_compiling()
         config = latest[1] if latest is not None and latest[0] is recipe else self._config(recipe)
-        replayed = self._replayed_scale(config, compiling)
+        replayed = self._replayed_scale(recipe, config, compiling)
         weight, bias = self._weight_and_bias()
         grad = torch.is_grad_enabled()
         needs_x = grad and needs_x
@@ -69,7 +77,7 @@ class LinearCalls(LinearState):
             dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x, fp8_output, fp8_grad,
             main_grad, is_first_microbatch is True, self._wgrad_tasks if self.delay_wgrad_compute else None,
         )  # fmt: skip
-        key = (weight.dtype, *options[:-1], options[-1] is None)
+        key = (weight.dtype, *options[:4], parallel.mode and parallel, *options[5:-1], options[-1] is None)
         plan = None if compiling else self._plans.get(key)
         if plan is None:
             plan = self._new_plan(config, weight, options)
@@ -129,13 +137,13 @@ class LinearCalls(LinearState):
         bias = self._bias_vector()
         return parallel.replicated(bias) if bias is not None and parallel.mode == "row" else bias
 
-    def _replayed_scale(self, config: LinearConfig | None, compiling: bool) -> Tensor | None:
+    def _replayed_scale(self, recipe: Recipe | None, config: LinearConfig | None, compiling: bool) -> Tensor | None:
         """Delayed scales that a recomputation reads in place of the layer's; to be asked once in each forward."""
         scale = None if config is None or config.delayed is None else self.forward_scaling.scale
         if scale is not None and scale.is_meta:
             self._check_on_meta()
         if not compiling:
-            return recompute.replayed_scale(self, self._recipe_in_force(), scale)
+            return recompute.replayed_scale(self, None if recipe is UNQUANTIZED else recipe, scale)
         if scale is not None:
             recompute.refuse_compiled(self._label)
         return None
@@ -158,7 +166,7 @@ class LinearCalls(LinearState):
 
     def _high_precision(self, x: Tensor) -> Any:
         self._check_dtype(x)
-        self._replayed_scale(None, torch.compiler.is_compiling())
+        self._replayed_scale(None, None, torch.compiler.is_compiling())
         weight, bias = self._weight_matrix(), self._bias_vector()
         if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
             weight.gatherer.fetch_for(_VALUES, self._label)
