@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from minifloat import Linear
 from minifloat.comm.group import Group
 from minifloat.recipe import named
 from minifloat.tools.cli.ranks import leave
 from minifloat.tools.train import data
 from minifloat.tools.train.loop import TrainConfig, train
-from minifloat.tools.train.model import MODELS, Transformer
+from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.ranks import ALONE, Ranks
 from minifloat.tools.train.run import Run
 
@@ -37,8 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 def run(options: argparse.Namespace, name: str, ranks: Ranks, recipe: str | None, device: torch.device) -> Run:
     sizes = MODELS[options.model]
     config = TrainConfig(options.steps, batch_size=options.batch, learning_rate=sizes.learning_rate)
-    linear = partial(Linear, bias=False, recipe=None if recipe is None else named(recipe))
-    model = Transformer(sizes, linear, seed=0, ranks=ranks)
+    model = sizes.make(None if recipe is None else named(recipe), 0, ranks)
     text = data.load((), least=options.context + 1)
     return train(name, model, options.context, text, config, device, ranks=ranks)
 

@@ -7,13 +7,11 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minifloat import Linear
 from minifloat.recipe import named
 from minifloat.tools.train import checkpoint, checkpoint_writer, data
 from minifloat.tools.train.checkpoint import latest
@@ -31,7 +29,7 @@ TEXTS = {
 
 def micro_model(recipe: str | None = None, seed: int = 0) -> Transformer:
     chosen = None if recipe is None else named(recipe)
-    return Transformer(MICRO, partial(Linear, bias=False, recipe=chosen), seed=seed)
+    return Transformer(MICRO, chosen, seed=seed)
 
 
 def write_texts(folder: Path) -> Path:

@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat.nn.linear import Linear
 from minifloat.recipe import named
 from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import TrainConfig, train
-from minifloat.tools.train.model import MODELS, Transformer
-from minifloat.tools.train.ranks import ALONE, Ranks, dim, is_dtensor, sharded
+from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.ranks import ALONE, Ranks, is_dtensor
 from tests.helpers.micro_training import CPU, MICRO, children, micro_corpus
 
 SIZES = replace(MICRO, heads=2, kv_heads=2)  # for two tensor-parallel ranks
@@ -58,11 +57,7 @@ def run(
 ) -> Outcome:
     """A training from the newest checkpoint in ``folder`` on, which saves every second step there."""
     ranks = ALONE if world_size == 1 else Ranks.of_world(CPU, tp, sequence_parallel)
-
-    def linear(*args: int, **kwargs: Any) -> Linear:
-        return Linear(*args, bias=False, recipe=None if recipe is None else named(recipe), **kwargs)
-
-    model = Transformer(SIZES, linear, seed=3, ranks=ranks).shard()
+    model = SIZES.make(None if recipe is None else named(recipe), 3, ranks)
     checkpoints = None
     if folder is not None:
         checkpoints = Checkpoints(folder, {"of": "a test"}, 2, keep=9, start=latest(folder))
@@ -79,11 +74,13 @@ def run(
 def whole(tensor: Tensor, parameter: Tensor, ranks: Ranks) -> Tensor:
     """What all ranks together have of a parameter, gathered by PyTorch; a collective."""
     tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    if ranks.tp.size == 1 or not sharded(parameter):
+    cut = ranks.partition(parameter)
+    if cut is None:
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(ranks.tp.size)]
     dist.all_gather(parts, tensor.contiguous(), group=ranks.tp.process_group)
-    return torch.cat(parts, dim(parameter))
+    pieces = zip(*[part.split(cut.pieces, cut.dim) for part in parts], strict=True)
+    return torch.cat([piece for of_all in pieces for piece in of_all], cut.dim)
 
 
 def close(mine: Outcome, other: Outcome, numbers: float, parameters: float) -> None:

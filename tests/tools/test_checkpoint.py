@@ -328,7 +328,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "deep metadata": (header(__metadata__={"parts": DEEP}), "places of a file's parts are unreadable"),
     "a part": (
         header(
-            __metadata__={"parts": json.dumps({"w": [[10**12], [0]]})},
+            __metadata__={"parts": json.dumps({"w": [[[10**12], [0], 4]]})},
             w={"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
         )
         + bytes(4),
@@ -336,7 +336,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "a part outside": (
         header(
-            __metadata__={"parts": json.dumps({"w": [[4], [8]]})},
+            __metadata__={"parts": json.dumps({"w": [[[4], [8], 4]]})},
             w={"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
         )
         + bytes(4),

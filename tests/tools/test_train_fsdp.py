@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file
 
 from minifloat.comm.group import Group
-from minifloat.nn.linear import Linear
 from minifloat.tools.cli import train as training
 from minifloat.tools.train import checkpoint_writer, loop
 from minifloat.tools.train.checkpoint import CheckpointError, complete, latest
@@ -101,14 +100,14 @@ def test_data_ranks_round_with_random_numbers_of_their_own() -> None:
 def overflow_on_the_second_rank(rank: int, size: int, folder: Path) -> str:
     """What is said of an infinity in its third step."""
     ranks = Ranks.of_world(CPU, 1)
-    model = Transformer(SIZES, Linear, seed=3, ranks=ranks).shard()
+    model = Transformer(SIZES, seed=3, ranks=ranks).shard()
     left = [2]
 
     def overflow(module: torch.nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
         left[0] -= module.training
         return output * torch.inf if rank == 1 and left[0] < 0 else output
 
-    model.blocks[0].mlp.down.register_forward_hook(overflow)
+    model.blocks[0].layernorm_mlp.fc2.register_forward_hook(overflow)
     checkpoints = Checkpoints(folder, {"of": "a test"}, None)
     with pytest.raises(NonFiniteError) as caught:
         train("micro", model, MICRO.context, micro_corpus(), CONFIG, CPU, checkpoints=checkpoints, ranks=ranks)
@@ -172,7 +171,7 @@ def test_a_run_goes_on_bitwise_on_as_many_ranks(worker_pool: Pools, tmp_path: Pa
 def full_disk_of_the_second_rank(rank: int, size: int, folder: Path) -> tuple[str, int]:
     """What is said of it, and the last step that was done."""
     ranks, seen = Ranks.of_world(CPU, 1), [0]
-    model = Transformer(SIZES, Linear, seed=3, ranks=ranks).shard()
+    model = Transformer(SIZES, seed=3, ranks=ranks).shard()
     write = checkpoint_writer.write_tensors
 
     def full(*arguments: Any) -> Any:

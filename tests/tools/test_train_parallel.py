@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,11 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minifloat.comm.group import Group
 from minifloat.tools.cli.ranks import check_started
 from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.data import Batches
-from minifloat.tools.train.ranks import Ranks
 from tests.conftest import Pools
 from tests.helpers.micro_training import MICRO, write_texts
 from tests.helpers.train_on_ranks import CONFIG, close, command, of_torchrun, run
@@ -160,27 +157,15 @@ def test_other_processes_than_the_options_say(
         check_started(tp, fsdp)
 
 
-@pytest.mark.parametrize(
-    "size, context, held_out, data, fits",
-    [(2, 33, 4, 1, True), (1, 33, 4, 1, False), (2, 33, 3, 1, False), (1, 34, 3, 1, True), (3, 33, 6, 2, False)],
-)
-def test_tokens_that_ranks_cannot_split_are_refused_before_the_start(
-    monkeypatch: pytest.MonkeyPatch, size: int, context: int, held_out: int, data: int, fits: bool
-) -> None:
-    monkeypatch.setattr(Ranks, "data", Group("", data, 0))
-    ranks, message = Ranks(Group("", 2, 0)), r"tokens of a rank's batch.* do not divide by the 2 ranks of --tp; choose"
-    with nullcontext() if fits else pytest.raises(ValueError, match=message):
-        ranks.check_batch(size, context, held_out)
-
-
 def test_a_context_that_ranks_cannot_split_is_a_users_mistake(tmp_path: Path) -> None:
     """No traceback, on no rank."""
-    odd = ("--context", 33, "--batch-size", 1, "--tp", 2, "--out", tmp_path / "out")
-    with command(tmp_path / "ranks", 2, *micro_options(tmp_path, 2), *odd) as refused:
+    short = ("--context", 1, "--tp", 2, "--out", tmp_path / "out")
+    with command(tmp_path / "ranks", 2, *micro_options(tmp_path, 2), *short) as refused:
         for rank, process in enumerate(refused.processes):
             process.join(60)
             said = refused.said(rank)[1]
-            assert process.exitcode == 2 and "error: 33 tokens of a rank's batch" in said and "Traceback" not in said
+            assert process.exitcode == 2 and "error: 1 tokens in a sequence are too few" in said
+            assert "Traceback" not in said
 
 
 def test_heads_that_ranks_cannot_share_are_a_users_mistake() -> None:

@@ -119,7 +119,7 @@ def overflow_at(step: int) -> Callable[..., torch.Tensor | None]:
         if not (module.training and done()):
             return None
         output = output.clone()
-        output[3, 5] = math.inf
+        output[3, ..., 5] = math.inf
         return output
 
     return hook
@@ -131,9 +131,9 @@ def test_a_layer_that_overflows_is_named_and_the_state_before_it_saved(
 ) -> None:
     whole = train_and_save(tmp_path / "whole", recipe, STEPS, every=None)
     broken = micro_model(recipe)
-    broken.blocks[0].mlp.down.register_forward_hook(overflow_at(3))
+    broken.blocks[0].self_attention.proj.register_forward_hook(overflow_at(3))
     monkeypatch.setattr("tests.helpers.micro_training.micro_model", lambda _: broken)
-    message = rf"{recipe}: step 3 has loss nan .*output of blocks.0.mlp.down is the first .*step 2 is saved in"
+    message = rf"{recipe}: step 3 has loss nan .*output of blocks.0.self_attention.proj is .*step 2 is saved in"
     with pytest.raises(NonFiniteError, match=message):
         train_and_save(tmp_path / "broken", recipe, STEPS, every=None)
     monkeypatch.undo()
@@ -142,11 +142,11 @@ def test_a_layer_that_overflows_is_named_and_the_state_before_it_saved(
 
 def test_a_gradient_that_overflows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = micro_model("current")
-    broken.blocks[0].mlp.up.weight.register_hook(lambda gradient: gradient * math.inf)
+    broken.blocks[0].layernorm_mlp.fc1.weight.register_hook(lambda gradient: gradient * math.inf)
     monkeypatch.setattr("tests.helpers.micro_training.micro_model", lambda _: broken)
     before = {name: tensor.clone() for name, tensor in broken.state_dict().items()}
     with pytest.raises(
-        NonFiniteError, match=r"step 1 has loss \d.* norm inf: the gradient of blocks.0.mlp.up.weight is the"
+        NonFiniteError, match=r"step 1 has loss \d.* norm inf: the gradient of blocks.0.layernorm_mlp.fc1.weight is"
     ):
         train_and_save(tmp_path, "current", 2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in broken.state_dict().items())
@@ -162,9 +162,9 @@ def test_parameters_that_are_not_finite_are_named_and_not_saved(
 
     def poison(metrics: Metrics) -> None:
         if metrics.step == 2:
-            torch.nn.init.constant_(broken.blocks[0].mlp.down.weight, math.nan)
+            torch.nn.init.constant_(broken.blocks[0].layernorm_mlp.fc2.weight, math.nan)
 
-    message = r"step 3 .*output of blocks.0.mlp.down is the first that is not finite, for its weight is not; nothing is"
+    message = r"step 3 .*output of blocks.0.layernorm_mlp.fc2 is the first .* finite, for its weight is not; nothing is"
     with pytest.raises(NonFiniteError, match=message):
         train_and_save(tmp_path, None, 4, every=None, observe=poison)
     assert not list(tmp_path.iterdir())

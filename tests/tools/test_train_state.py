@@ -142,7 +142,7 @@ def test_a_parameter_without_gradients_has_no_moments(tmp_path: Path) -> None:
 @pytest.mark.parametrize("second", [0, 1, -3])
 def test_parts_that_overlap_are_refused(second: int) -> None:
     """Their elements are as many as the whole has; the rows that none has were never written."""
-    files = [({"w": torch.ones(2, 3)}, {"parts": json.dumps({"w": [[4, 3], [row, 0]]})}) for row in (0, second)]
+    files = [({"w": torch.ones(2, 3)}, {"parts": json.dumps({"w": [[[4, 3], [row, 0], 2]]})}) for row in (0, second)]
     with pytest.raises(ValueError, match="the parts of tensor 'w' overlap"):
         assemble(files)
 
@@ -152,7 +152,17 @@ def test_parts_in_any_order_are_joined() -> None:
     places = [(0, 4), (3, 0), (0, 0), (3, 4)]
     pieces = [whole[:3, 4:], whole[3:, :4], whole[:3, :4], whole[3:, 4:]]
     files = [
-        ({"w": piece}, {"parts": json.dumps({"w": [[4, 6], list(start)]})})
+        ({"w": piece}, {"parts": json.dumps({"w": [[[4, 6], list(start), len(piece)]]})})
         for start, piece in zip(places, pieces, strict=True)
+    ]
+    assert torch.equal(assemble(files)["w"], whole)
+
+
+def test_rows_of_a_part_may_lie_apart() -> None:
+    """As a tensor-parallel rank's rows of query, key and value, which are one weight."""
+    whole = torch.arange(24.0).view(6, 4)
+    files = [
+        ({"w": whole[rows]}, {"parts": json.dumps({"w": [[[6, 4], [first, 0], 2], [[6, 4], [last, 0], 1]]})})
+        for rows, first, last in (([0, 1, 4], 0, 4), ([2, 3, 5], 2, 5))
     ]
     assert torch.equal(assemble(files)["w"], whole)

@@ -37,12 +37,12 @@ def _gelu_derivative(x: Tensor) -> Tensor:
 
 
 def _swish(x: Tensor, slope: float) -> Tensor:
-    return x * torch.sigmoid(slope * x)
+    return (slope * x).sigmoid_().mul_(x)
 
 
 def _swish_derivative(x: Tensor, slope: float) -> Tensor:
-    s = torch.sigmoid(slope * x)
-    return s + x * s * (1 - s) * slope
+    s = (slope * x).sigmoid_()
+    return (x * s).mul_(1 - s).mul_(slope).add_(s)
 
 
 def _sigmoid_derivative(x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def backward(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float]) -> T
     if name in POINTWISE:
         return dy * POINTWISE[name].derivative(x)
     gate, a, b = _halves(x, name, parameters)
-    da, db = dy * b * gate.derivative(a), dy * gate.function(a)
+    da, db = (dy * b).mul_(gate.derivative(a)), gate.function(a).mul_(dy)
     if name == CLAMPED:
         first, second = x.chunk(2, dim=-1)
         da = torch.where(first > parameters[0], 0.0, da)

@@ -59,9 +59,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.model.check_ranks(self.ranks.tp.size)
-        windows = (len(self.corpus.validation) - 1) // self.model.context
-        held_out = min(windows, self.config.batch_size * self.config.accumulate * self.config.evaluation_batches)
-        self.ranks.check_batch(self.config.batch_size, self.model.context, held_out)
+        self.ranks.check_batch(self.config.batch_size, self.model.context)
         for name in self.names:
             self.checkpoints(name)  # raises ValueError now for what would not work later
         for start in self.start.continued.values():

@@ -30,7 +30,7 @@ from torch import Tensor
 from minifloat.tools.train.parts import assemble
 from minifloat.tools.train.tensor_file import Stored, digest_of, read_bytes, read_tensors
 
-VERSION = 2
+VERSION = 3
 OPTIONS = ("recipe", "model", "batch_size", "accumulate", "learning_rate", "seed")  # the settings that options give
 EXTENDED = "steps"  # the setting that may differ: a run goes on to another end
 MODEL, TRAINING, PLAIN, TOKENIZER = "model", "training", "checkpoint.json", "tokenizer.json"

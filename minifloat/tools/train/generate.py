@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from minifloat import Linear
 from minifloat.recipe import Recipe
 from minifloat.tools.train.checkpoint import MODEL, TOKENIZER, Checkpoint
 from minifloat.tools.train.model import ModelConfig, Transformer
@@ -98,7 +96,7 @@ def load_model(checkpoint: Checkpoint, recipe: Recipe | None, device: torch.devi
     """
     config, state = trained_config(checkpoint), checkpoint.model_state()
     _check_sizes(checkpoint, config, state)
-    model = Transformer(config, partial(Linear, bias=False, recipe=recipe))
+    model = Transformer(config, recipe)
     load_weights(model, state, checkpoint.path)
     return model.to(device).eval()
 
@@ -110,7 +108,7 @@ def _check_sizes(checkpoint: Checkpoint, config: ModelConfig, state: Mapping[str
             f"{checkpoint.path} does not fit its own settings: of {config.layers} layers it has no weights"
         )
     with torch.device("meta"):
-        expected = Transformer(config, partial(nn.Linear, bias=False)).state_dict()
+        expected = Transformer(config).state_dict()
     for name, tensor in expected.items():
         if name not in state or state[name].shape != tensor.shape:
             found = list(state[name].shape) if name in state else "missing"

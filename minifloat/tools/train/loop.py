@@ -195,7 +195,6 @@ def train_step(
         losses.append(loss.detach())
     gradients = [own_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
-    ranks.finish_gradients(model)
     norm = ranks.clip(model, config.clip)
     value, norm_value = torch.stack((ranks.mean(torch.stack(losses).mean()), norm)).tolist()
     if math.isfinite(value) and math.isfinite(norm_value):
@@ -215,13 +214,13 @@ def batch_loss(
 ) -> Tensor:
     """The mean cross entropy in nats a token, fp32 scalar, over the tokens that this rank has.
 
-    It is weighted so that the ranks' mean is that over the batch, where they do not have equally many.
+    It is weighted so that :meth:`Ranks.mean` is that over the batch.
     """
     inputs_BT, targets_BT = (ranks.share(part).to(device, non_blocking=True) for part in batch)
     with torch.autocast(device.type, dtype=config.dtype, enabled=config.dtype != torch.float32):
         logits = model(inputs_BT)
-    loss = F.cross_entropy(logits.flatten(0, -2).float(), ranks.own(targets_BT.flatten()))
-    return loss * ranks.weight(batch[0].shape[0])
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), ranks.own(targets_BT).flatten())
+    return loss * ranks.weight(batch[0])
 
 
 @torch.no_grad()

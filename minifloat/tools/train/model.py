@@ -1,32 +1,26 @@
-"""A Llama-style language model whose linear layers come from a factory.
+"""A Llama-style language model of `minifloat.TransformerLayer`s.
 
-RMSNorm, rotary positions (RoPE), grouped-query attention through PyTorch's SDPA and a SwiGLU MLP. The linears inside
-the blocks are what a recipe quantizes. The embedding, the norms, the attention product and the output head stay in high
-precision: the first and the last layer carry few of the FLOPs and most of the sensitivity.
+RMSNorm, rotary positions (RoPE), grouped-query attention and a SwiGLU MLP, without biases. The linears of the layers
+are what a recipe quantizes. The embedding, the norms, the attention product and the output head stay in high precision:
+the first and the last layer carry few of the FLOPs and most of the sensitivity.
 
-Shape suffixes: B batch, T time (tokens), N tokens of a batch (of this rank), D model width, H query heads, G key/value
-heads, E head width, F MLP width, V vocabulary.
+Shape suffixes: B batch, T time (positions, of this rank), D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minifloat import Linear, Recipe
-from minifloat.distributed import gathered_once
-from minifloat.tools.train.ranks import ALONE, Ranks, fill_normal
+from minifloat import Recipe, RotaryPositionEmbedding, TransformerLayer
+from minifloat.distributed import fully_shard, parallelize
+from minifloat.tools.train.ranks import ALONE, Ranks
 
-# (in_features, out_features) -> a linear without bias; on several ranks with what `Ranks.linear` gives
-LinearFactory = Callable[..., nn.Linear]
-
+EPSILON = 1e-6  # of the norms
 
 MOST = {
     "dim": 2**20, "layers": 10_000, "heads": 2**16, "kv_heads": 2**16, "hidden": 2**22, "context": 2**22,
@@ -109,12 +103,19 @@ class ModelConfig:
 
     def make(self, recipe: Recipe | None, seed: int, ranks: Ranks = ALONE) -> nn.Module:
         """A new model, whose linears compute in `recipe`; each rank keeps its part."""
-        return Transformer(self, partial(Linear, bias=False, recipe=recipe), seed=seed, ranks=ranks).shard()
+        return Transformer(self, recipe, seed=seed, ranks=ranks).shard()
+
+    def layer(self, recipe: Recipe | None, name: str) -> TransformerLayer:
+        """A new block."""
+        return TransformerLayer(
+            self.dim, self.hidden, self.heads, self.kv_heads, EPSILON, hidden_dropout=0.0, attention_dropout=0.0,
+            normalization="RMSNorm", activation="swiglu", bias=False, fuse_qkv_params=True, recipe=recipe, name=name,
+        )  # fmt: skip
 
     @property
     def linears(self) -> int:
-        """How many linears the factory makes: query, key, value, output, gate, up and down of each block."""
-        return 7 * self.layers
+        """How many linears compute in a recipe: `qkv`, `proj`, `fc1` and `fc2` of each block."""
+        return 4 * self.layers
 
 
 MODELS: dict[str, ModelConfig] = {
@@ -125,100 +126,24 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-def rope_tables(context: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each fp32 [context, head_dim / 2]: position times frequency."""
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle = torch.arange(context, dtype=torch.float32)[:, None] * frequency
-    return angle.cos(), angle.sin()
-
-
-def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """RoPE: turns each pair (x[i], x[i + E/2]) by its position's angle; computed in fp32, returned in x's dtype."""
-    a, b = x_BHTE.float().chunk(2, dim=-1)
-    return torch.cat((a * cos_TE - b * sin_TE, a * sin_TE + b * cos_TE), dim=-1).to(x_BHTE.dtype)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions; [N, D] to [N, D]."""
-
-    def __init__(self, config: ModelConfig, linear: LinearFactory, ranks: Ranks) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.query = linear(config.dim, config.heads * config.head_dim, **ranks.linear("column"))
-        self.key = linear(config.dim, config.kv_heads * config.head_dim, **ranks.linear("column"))
-        self.value = linear(config.dim, config.kv_heads * config.head_dim, **ranks.linear("column"))
-        self.output = linear(config.heads * config.head_dim, config.dim, **ranks.linear("row"))
-
-    def forward(self, x_ND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        length = cos_TE.shape[0]
-        with gathered_once():
-            q_ND, k_ND, v_ND = self.query(x_ND), self.key(x_ND), self.value(x_ND)
-        q_BHTE = rotate(self._heads(q_ND, length), cos_TE, sin_TE)
-        k_BGTE = rotate(self._heads(k_ND, length), cos_TE, sin_TE)
-        v_BGTE = self._heads(v_ND, length)
-        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=True)
-        out: Tensor = self.output(y_BHTE.transpose(1, 2).flatten(2).flatten(0, 1))
-        return out
-
-    def _heads(self, x_ND: Tensor, length: int) -> Tensor:
-        """[B, heads, T, E]: all tokens, whatever this rank's are, and this rank's heads."""
-        return x_ND.unflatten(0, (-1, length)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); [N, D] to [N, D]."""
-
-    def __init__(self, config: ModelConfig, linear: LinearFactory, ranks: Ranks) -> None:
-        super().__init__()
-        self.gate = linear(config.dim, config.hidden, **ranks.linear("column"))
-        self.up = linear(config.dim, config.hidden, **ranks.linear("column"))
-        self.down = linear(config.hidden, config.dim, **ranks.linear("row"))
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        with gathered_once():
-            gate_NF, up_NF = self.gate(x_ND), self.up(x_ND)
-        out: Tensor = self.down(F.silu(gate_NF) * up_NF)
-        return out
-
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP around one residual stream."""
-
-    def __init__(self, config: ModelConfig, linear: LinearFactory, ranks: Ranks) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.attention = Attention(config, linear, ranks)
-        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.mlp = SwiGLU(config, linear, ranks)
-
-    def forward(self, x_ND: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        x_ND = x_ND + self.attention(self.attention_norm(x_ND), cos_TE, sin_TE)
-        out: Tensor = x_ND + self.mlp(self.mlp_norm(x_ND))
-        return out
-
-
 class Transformer(nn.Module):
     """Tokens [B, T] (int64) to next-token logits [B, T, V]; T is at most `config.context`.
 
-    `linear` makes each linear inside the blocks. `seed` decides every initial value, whatever the recipe and the number
-    of `ranks`, so that two models of one config and seed start equal. Where ranks split the tokens, each gives the
-    logits of its own, [N, V].
+    `seed` decides every initial value, whatever the recipe and the number of `ranks`, so that two models of one config
+    and seed start equal. Where ranks split the sequences, each gives the logits of its own positions.
     """
 
-    def __init__(self, config: ModelConfig, linear: LinearFactory, *, seed: int = 0, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, config: ModelConfig, recipe: Recipe | None = None, *, seed: int = 0, ranks: Ranks = ALONE
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.ranks = ranks
+        self.config, self.ranks = config, ranks
         config.check_ranks(ranks.tp.size)
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.blocks = nn.ModuleList(Block(config, linear, ranks) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.head = nn.Linear(
-            config.dim, config.vocabulary, bias=False
-        )  # never the factory's: the head is not quantized
-        cos_TE, sin_TE = rope_tables(config.context, config.head_dim, config.rope_base)
-        self.register_buffer("cos_TE", cos_TE, persistent=False)
-        self.register_buffer("sin_TE", sin_TE, persistent=False)
+        self.blocks = nn.ModuleList(config.layer(recipe, f"blocks.{i}") for i in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=EPSILON)
+        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)  # never quantized
+        self.positions = RotaryPositionEmbedding(config.head_dim, rotary_base=config.rope_base)
         self.reset_parameters(seed)
 
     @torch.no_grad()
@@ -226,18 +151,17 @@ class Transformer(nn.Module):
         """Normal weights of variance 1 / in_features; the two that write to the residual stream shrink with depth."""
         generator = torch.Generator().manual_seed(seed)
         depth_scale = 1 / math.sqrt(2 * self.config.layers)
-        self.embedding.weight.normal_(std=self.config.dim**-0.5, generator=generator)
-        widths = {"attention.output": self.config.heads * self.config.head_dim, "mlp.down": self.config.hidden}
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                width = next((width for end, width in widths.items() if name.endswith(end)), 0)
-                std = depth_scale * width**-0.5 if width else self.config.dim**-0.5
-                fill_normal(module.weight, std, generator, self.ranks)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                scale = depth_scale if name.endswith(("proj.weight", "fc2.weight")) else 1.0
+                weight.normal_(std=scale * weight.shape[1] ** -0.5, generator=generator)
 
     def shard(self) -> Transformer:
-        """Lets the ranks that share the data keep rows of each parameter (FSDP2), block by block, on their devices."""
-        from minifloat.distributed import fully_shard
-
+        """Leaves this rank its part of each linear, and of each parameter the rows that FSDP2 gives it."""
+        if self.ranks.alone:
+            return self
+        plan: dict[str, Any] = dict.fromkeys(("embedding", "norm", "head"), "sequence")
+        parallelize(self, self.ranks.tp, sequence_parallel=self.ranks.sequence_parallel, plan=plan)
         if self.ranks.data.size > 1:
             for module in (*self.blocks, self):
                 fully_shard(module, mesh=self.ranks.data_mesh)
@@ -247,10 +171,9 @@ class Transformer(nn.Module):
         length = tokens_BT.shape[1]
         if length > self.config.context:
             raise ValueError(f"{length} tokens in a sequence exceed the model's context of {self.config.context}")
-        cos_TE, sin_TE = self.get_buffer("cos_TE")[:length], self.get_buffer("sin_TE")[:length]
-        x_ND = self.embedding(self.ranks.own(tokens_BT.flatten()))
+        angles, rows = self.positions(length), self.ranks.positions(length)
+        x_TBD = self.embedding(self.ranks.own(tokens_BT).t())
         for block in self.blocks:
-            x_ND = block(x_ND, cos_TE, sin_TE)
-        x_ND = self.norm(x_ND)
-        logits: Tensor = self.head(x_ND if self.ranks.splits_tokens else x_ND.unflatten(0, tokens_BT.shape))
+            x_TBD = block(x_TBD, rotary_pos_emb=angles, rows_per_rank=rows)
+        logits: Tensor = self.head(self.norm(x_TBD).transpose(0, 1))
         return logits

@@ -15,18 +15,19 @@ KEY = "parts"  # of a file's metadata
 
 
 class Place(NamedTuple):
-    """Where a part begins in the whole, in each dim, and the whole one's shape."""
+    """Where so many rows of a part begin in the whole, in each dim, and the whole one's shape."""
 
     shape: list[int]
     start: list[int]
+    rows: int
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Tensors on the CPU; those that are parts of larger ones have a place."""
+    """Tensors on the CPU; those that are parts of larger ones have places, of their rows one after the other."""
 
     tensors: Mapping[str, Tensor]
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, list[Place]] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, str]:
         """The places, as a safetensors file keeps them."""
@@ -36,7 +37,7 @@ class Parts:
 def assemble(files: Iterable[tuple[dict[str, Tensor], dict[str, str]]]) -> dict[str, Tensor]:
     """The whole tensors of all ranks' files, given as tensors and metadata; raises ValueError where a part lacks."""
     whole: dict[str, Tensor] = {}
-    found: dict[str, list[tuple[Place, Tensor]]] = {}
+    found: dict[str, list[tuple[list[Place], Tensor]]] = {}
     for tensors, metadata in files:
         places = _read_places(metadata)
         for name, tensor in tensors.items():
@@ -57,15 +58,18 @@ def assemble(files: Iterable[tuple[dict[str, Tensor], dict[str, str]]]) -> dict[
     return whole
 
 
-def _read_places(metadata: dict[str, str]) -> dict[str, Place]:
+def _read_places(metadata: dict[str, str]) -> dict[str, list[Place]]:
     try:
         places = json.loads(metadata.get(KEY, "{}"))
-        return {name: Place(*place) for name, place in places.items()}
+        return {name: [Place(*place) for place in each] for name, each in places.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the places of a file's parts are unreadable: {error}") from error
 
 
-def _join(name: str, parts: list[tuple[Place, Tensor]]) -> Tensor:
+def _join(name: str, found: list[tuple[list[Place], Tensor]]) -> Tensor:
+    parts: list[tuple[Place, Tensor]] = []
+    for places, tensor in found:
+        parts += zip(places, tensor.split([place.rows for place in places]), strict=True)
     shape, dtype = parts[0][0].shape, parts[0][1].dtype
     if sum(part.numel() for _, part in parts) != math.prod(shape):  # before memory is asked for
         raise ValueError(f"tensor {name!r:.80} of shape {shape!r:.80} is not complete")

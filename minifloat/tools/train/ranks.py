@@ -4,9 +4,8 @@ Ranks are a grid, data x tensor-parallel. Those of one data position share each 
 tensor-parallel position shard their parameters and share the batch (``--fsdp``).
 
 Every rank draws all batches and takes its sequences. Under sequence parallelism what works on tokens one by one
-(embedding, norms, head, loss) sees the rank's own tokens of these only, so that the gradients of its parameters, which
-all tensor-parallel ranks have, are partial sums; the linears gather tokens and scatter sums by themselves. Without it
-every tensor-parallel rank has all tokens there.
+(embedding, norms, head, loss) sees the rank's own positions of these only; without it every tensor-parallel rank has
+all tokens there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifloat.comm.dtensor import own_rows, sharded_like
 from minifloat.comm.group import Group
+from minifloat.nn.sharding import Partition
 from minifloat.optim.gradients import clip_grad_norm_
 from minifloat.tools.train.parts import Parts, Place
 
@@ -83,62 +83,50 @@ class Ranks:
     def splits_tokens(self) -> bool:
         return self.sequence_parallel and self.tp.size > 1
 
-    def linear(self, mode: Literal["column", "row"]) -> dict[str, Any]:
-        """Further arguments of a linear."""
-        if self.tp.size == 1:
-            return {}
-        group = self.tp.process_group
-        return {"parallel_mode": mode, "sequence_parallel": self.sequence_parallel, "tp_group": group}
-
     # ---- who has what of a batch ----
 
-    def check_batch(self, size: int, context: int, held_out: int) -> None:
-        """Raises ValueError where some data rank would have no sequence in a step, or tokens that cannot be split.
+    def check_batch(self, size: int, context: int) -> None:
+        """Raises ValueError where some rank would have no sequence in a step, or no position of one.
 
         Args:
             size: sequences in a micro-batch.
             context: tokens in a sequence.
-            held_out: how many sequences are evaluated; their last batch may be smaller.
         """
         if size < self.data.size:
             raise ValueError(
                 f"{size} sequences in a step are too few for {self.data.size} ranks that share them; choose a "
                 f"--batch-size of at least {self.data.size}, or start fewer ranks"
             )
-        for sequences in (size, held_out % size or size):
-            for own in {sequences // self.data.size or 1, -(-sequences // self.data.size)}:
-                self._check_tokens(own * context)
+        if self.splits_tokens and context < self.tp.size:
+            raise ValueError(
+                f"{context} tokens in a sequence are too few for the {self.tp.size} ranks of --tp, which split them; "
+                "choose a longer --context, or --no-sequence-parallel"
+            )
 
     def share(self, batch_BT: Tensor) -> Tensor:
         """This rank's sequences of a batch, one at least, for all ranks run each forward; see :meth:`weight`."""
         own = batch_BT.tensor_split(self.data.size)[self.data.rank]
         return own if own.shape[0] else batch_BT[:1]
 
-    def weight(self, sequences: int) -> float:
-        """What the mean over its :meth:`share` of so many counts, for their mean to be that of all ranks' values.
+    def weight(self, batch_BT: Tensor) -> float:
+        """What the mean over this rank's tokens of a batch counts, for :meth:`mean` to be that over the whole batch.
 
-        One where ranks have equal numbers, zero where the sequence that a rank has is another's.
+        One on a single rank, zero where the sequence that a rank has is another's.
         """
+        sequences, length = batch_BT.shape
         own = sequences // self.data.size + (self.data.rank < sequences % self.data.size)
-        return own * self.data.size / sequences
+        rows = self.positions(length)
+        return own * self.data.size / sequences * (1.0 if rows is None else rows[self.tp.rank] / length)
 
-    def own(self, tokens_N: Tensor) -> Tensor:
-        """This rank's part of what there is one of for each token of its sequences.
-
-        Raises:
-            ValueError: the tokens of a batch cannot be split evenly.
-        """
+    def positions(self, length: int) -> list[int] | None:
+        """How many positions of a sequence each tensor-parallel rank has; None: all have all."""
         if not self.splits_tokens:
-            return tokens_N
-        self._check_tokens(tokens_N.shape[0])
-        return tokens_N.chunk(self.tp.size)[self.tp.rank]
+            return None
+        return [length // self.tp.size + (rank < length % self.tp.size) for rank in range(self.tp.size)]
 
-    def _check_tokens(self, tokens: int) -> None:
-        if self.splits_tokens and tokens % self.tp.size:
-            raise ValueError(
-                f"{tokens} tokens of a rank's batch, or of the last one that is held out, do not divide by the "
-                f"{self.tp.size} ranks of --tp; choose a --context that does, or --no-sequence-parallel"
-            )
+    def own(self, tokens_BT: Tensor) -> Tensor:
+        """This rank's positions of its sequences."""
+        return tokens_BT.tensor_split(self.tp.size, 1)[self.tp.rank] if self.splits_tokens else tokens_BT
 
     def seed(self, seed: int, step: int) -> int | None:
         """Of the random numbers of a step, which no two data ranks may round with; None: those of one process go on."""
@@ -149,14 +137,11 @@ class Ranks:
     # ---- agreement ----
 
     def mean(self, own: Tensor) -> Tensor:
-        """The mean over all ranks of a value that each has of its own tokens."""
-        total = own
-        for group in ([self.tp] if self.splits_tokens else []) + [self.data]:
-            if group.size > 1:
-                total = total.clone()
-                dist.all_reduce(total, group=group.process_group)
-                total /= group.size
-        return total
+        """The mean over a batch of what each rank has of its own tokens, times their :meth:`weight`."""
+        total = own.clone()
+        for group in ([self.tp] if self.splits_tokens else []) + ([self.data] if self.data.size > 1 else []):
+            dist.all_reduce(total, group=group.process_group)
+        return total / self.data.size
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Some rank says so."""
@@ -186,23 +171,6 @@ class Ranks:
         for name in names:
             dist.distributed_c10d._set_pg_timeout(timeout, Group(name).process_group)
 
-    def finish_gradients(self, model: nn.Module) -> None:
-        """Makes gradients of the sum of tensor-parallel ranks' losses those of their mean, in one all-reduce.
-
-        The means over data ranks are FSDP2's.
-        """
-        if not self.splits_tokens:
-            return
-        # A linear marks all of its parameters, and sums the gradients of those that it does not split by itself.
-        complete = "tensor_model_parallel"
-        gradients = [(own_rows(p.grad), hasattr(p, complete)) for p in model.parameters() if p.grad is not None]
-        torch._foreach_mul_([gradient for gradient, _ in gradients], 1 / self.tp.size)
-        partial = [gradient for gradient, summed in gradients if not summed]
-        flat = torch.cat([gradient.flatten() for gradient in partial])
-        dist.all_reduce(flat, group=self.tp.process_group)
-        for gradient, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
-            gradient.copy_(total.view_as(gradient))
-
     def clip(self, model: nn.Module, limit: float) -> Tensor:
         """Clips the gradients of the whole model, each parameter counted once; returns their norm before that."""
         return clip_grad_norm_(model.parameters(), limit, tp_group=self.tp)
@@ -216,57 +184,65 @@ class Ranks:
             parameters: what each tensor belongs to, by the same names; missing where it belongs to none.
         """
         own: dict[str, Tensor] = {}
-        places: dict[str, Place] = {}
+        places: dict[str, list[Place]] = {}
         for name, tensor in tensors.items():
-            parameter = parameters.get(name)
-            by_rows, by_tp = is_dtensor(tensor), parameter is not None and self._is_part(tensor, parameter)
-            if (self.data.rank and not by_rows) or (self.tp.rank and not by_tp):
+            parameter, by_rows = parameters.get(name), is_dtensor(tensor)
+            cut = self.partition(parameter) if parameter is not None and tensor.shape == parameter.shape else None
+            if (self.data.rank and not by_rows) or (self.tp.rank and cut is None):
                 continue
-            shape, start = list(tensor.shape), [0] * tensor.ndim
-            if by_rows:  # as FSDP2 and `torch.chunk` cut
-                start[0] = min(self.data.rank * math.ceil(shape[0] / self.data.size), shape[0])
-            if by_tp:
-                assert parameter is not None
-                start[dim(parameter)] += self.tp.rank * shape[dim(parameter)]
-                shape[dim(parameter)] *= self.tp.size
             rows = own_rows(tensor).detach()
             own[name] = rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            if by_rows or by_tp:
-                places[name] = Place(shape, start)
+            if by_rows or cut is not None:
+                places[name] = self._places(tensor.shape, cut, by_rows)
         return Parts(own, places)
+
+    def _places(self, shape: Sequence[int], cut: Partition | None, by_rows: bool) -> list[Place]:
+        """Where this rank's part of a tensor lies in the whole; `shape` is that of all data ranks' rows."""
+        whole = shape if cut is None else cut.whole_shape(shape)
+        indices = [torch.arange(extent) for extent in whole]
+        if cut is not None:
+            indices[cut.dim] = cut._replace(dim=0).cut(indices[cut.dim])
+        if by_rows:
+            indices[0] = self._chunk(indices[0])
+        runs = indices[0].tensor_split((indices[0].diff() != 1).nonzero().flatten() + 1)
+        return [
+            Place(list(whole), [int(each[0]) for each in (run, *indices[1:])], len(run)) for run in runs if len(run)
+        ]
 
     def part(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of whole ``tensors``, in the form of its parameters; see :meth:`parts`."""
         result = dict(tensors)
         for name, tensor in tensors.items():
             parameter = parameters.get(name)
-            if parameter is None or tensor.ndim != parameter.ndim:
+            if parameter is None or list(tensor.shape) != self.shape(parameter):
                 continue
-            if sharded(parameter) and self.tp.size > 1:
-                result[name] = tensor.chunk(self.tp.size, dim(parameter))[self.tp.rank].contiguous()
+            if (cut := self.partition(parameter)) is not None:
+                result[name] = cut.cut(tensor)
             if is_dtensor(parameter):
-                result[name] = self._shard(result[name], parameter)
+                own = self._chunk(result[name]).to(own_rows(parameter).device, copy=True)
+                result[name] = sharded_like(parameter, own, parameter.shape)
         return result
+
+    def partition(self, parameter: Tensor) -> Partition | None:
+        """How tensor-parallel ranks have cut it; None where each has all of it."""
+        if self.tp.size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+            return None
+        dim, parts = parameter.partition_dim, parameter.partition_parts  # type: ignore[attr-defined]
+        return Partition(dim, parts, self.tp.size, self.tp.rank)
 
     def shape(self, parameter: Tensor) -> list[int]:
         """The shape of the whole of a parameter."""
-        shape = list(parameter.shape)
-        if sharded(parameter):
-            shape[dim(parameter)] *= self.tp.size
-        return shape
+        cut = self.partition(parameter)
+        return list(parameter.shape if cut is None else cut.whole_shape(parameter.shape))
 
     def numel(self, parameter: Tensor) -> int:
         """Elements of the whole of a parameter."""
         return math.prod(self.shape(parameter))
 
-    def _is_part(self, tensor: Tensor, parameter: Tensor) -> bool:
-        return self.tp.size > 1 and sharded(parameter) and tensor.shape == parameter.shape
-
-    def _shard(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """The DTensor, like ``parameter``, of a tensor that this rank has the whole of, cut as FSDP2 does."""
+    def _chunk(self, tensor: Tensor) -> Tensor:
+        """This data rank's rows, as FSDP2 cuts them."""
         rows = tensor.chunk(self.data.size)  # fewer where there are too few rows
-        own = rows[self.data.rank] if self.data.rank < len(rows) else tensor[:0]
-        return sharded_like(parameter, own.to(own_rows(parameter).device, copy=True), tensor.shape)
+        return rows[self.data.rank] if self.data.rank < len(rows) else tensor[:0]
 
 
 ALONE = Ranks()
@@ -275,24 +251,3 @@ ALONE = Ranks()
 def is_dtensor(tensor: Tensor) -> bool:
     """FSDP2 has sharded it, or what it is the gradient of."""
     return hasattr(tensor, "to_local")  # its class is slow to import
-
-
-def sharded(parameter: Tensor) -> bool:
-    """Each tensor-parallel rank has a part of it, along :func:`dim`."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def dim(parameter: Tensor) -> int:
-    return int(getattr(parameter, "partition_dim", 0))
-
-
-@torch.no_grad()
-def fill_normal(parameter: Tensor, std: float, generator: torch.Generator, ranks: Ranks) -> None:
-    """Normal numbers; a rank that has a part draws the whole, so that models start alike on any number of ranks."""
-    if ranks.tp.size == 1 or not sharded(parameter):
-        parameter.normal_(std=std, generator=generator)
-        return
-    whole = torch.empty(ranks.shape(parameter), dtype=parameter.dtype, device=parameter.device).normal_(
-        std=std, generator=generator
-    )
-    parameter.copy_(whole.chunk(ranks.tp.size, dim(parameter))[ranks.tp.rank])

@@ -23,7 +23,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from minifloat.tools.train import data
 from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
-from minifloat.tools.train.model import MODELS, ModelConfig, Transformer
+from minifloat.tools.train.model import MODELS, ModelConfig
 
 BASELINE = "bf16"
 REORDERED = "bf16-reordered"
@@ -126,15 +125,15 @@ def device_kind(device: torch.device) -> str:
 # ---- One run ----
 
 
-class ReversedLinear(nn.Linear):
+class ReversedLinear(Linear):
     """A linear whose input and output features are in reverse order while it multiplies, in both passes.
 
     So fprop sums over the input features, and dgrad over the output features, from the last to the first.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **_: Any) -> Tensor:
         bias = None if self.bias is None else self.bias.flip(0)
-        return F.linear(x.flip(-1), self.weight.flip(0, 1), bias).flip(-1)
+        return F.linear(inputs[0].flip(-1), self.weight.flip(0, 1), bias).flip(-1)
 
 
 class ReversedBatch(nn.Module):
@@ -154,10 +153,13 @@ class ReversedBatch(nn.Module):
 
 def build(job: Job, sizes: ModelConfig) -> nn.Module:
     """The model that a job trains; its initial weights depend on the seed alone."""
-    if job.name == REORDERED:
-        return ReversedBatch(Transformer(sizes, partial(ReversedLinear, bias=False), seed=job.seed))
-    recipe = None if job.name in (BASELINE, FP32) else named(job.name)
-    return Transformer(sizes, partial(Linear, bias=False, recipe=recipe), seed=job.seed)
+    model = sizes.make(None if job.name in (BASELINE, *CONTROLS) else named(job.name), job.seed)
+    if job.name != REORDERED:
+        return model
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.__class__ = ReversedLinear
+    return ReversedBatch(model)
 
 
 def execute(
