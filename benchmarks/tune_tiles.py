@@ -44,7 +44,7 @@ TILES = {
         Tile(16, cols, warps) for cols, warps in ((256, 2), (256, 4), (512, 4), (512, 8), (1024, 4), (1024, 8))
     ],
 }
-BEHIND_PRODUCERS = [
+FUSED_CASTS = [
     Tile(rows, cols, warps)
     for rows, cols in ((32, 128), (16, 128), (64, 128), (32, 64), (16, 256))
     for warps in (2, 4, 8)
@@ -97,10 +97,10 @@ def main(rows: int = 16384, cols: int = 8192) -> None:
                 f"{name} {what}", moved, TILES[kernel], lambda t, k=kernel, j=made: run[k]([j], None, t),
                 tile(kernel, device),
             )  # fmt: skip
-    behind_producers(x)
+    fused_casts(x)
 
 
-def behind_producers(x: Tensor) -> None:
+def fused_casts(x: Tensor) -> None:
     """Norm, activation and its gradient, cast in blocks by the kernel that computes them: ``x`` is what comes out."""
     size = x.numel()
     wide, gamma = torch.cat([x, x], 1), torch.ones_like(x[0])
@@ -119,7 +119,7 @@ def behind_producers(x: Tensor) -> None:
                 written = sum(dims) * (2 if kernel == "activation_backward" else 1)
                 name = f"{kernel}_{kind}" + "_columnwise" * (kind == "block" and what == "both")
                 moved = size * (read + written)
-                report(f"{name} {what}", moved, BEHIND_PRODUCERS, launch, tile(name, x.device))
+                report(f"{name} {what}", moved, FUSED_CASTS, launch, tile(name, x.device))
 
 
 if __name__ == "__main__":

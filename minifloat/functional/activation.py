@@ -1,17 +1,50 @@
-"""Activations with gradients: the activation operations under autograd."""
+"""Activations: under autograd, and as the outputs that a layer quantizes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.outputs import as_output, guarded
-from minifloat.functional.produced import Activation
-from minifloat.ops.activation import activation_backward, activation_forward
-from minifloat.quantizer import as_matrix
+from minifloat.functional.autograd import as_output, guarded
+from minifloat.functional.fused_cast import FusedCast, FusedOutput, known, measures_amax, reads_fp32
+from minifloat.ops import activation
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+
+_ACTIVATION = activation.activation_forward, activation.activation_cast
+_ACTIVATION_RECOMPUTED = activation.activation_forward.for_recompute(), activation.activation_cast.for_recompute()
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Which activation, a value for a plan: one of ``kernels.activation.NAMES``, and its parameters if it has any."""
+
+    name: str
+    parameters: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parameters) != len(defaults := activation.parameters_of(self.name)):
+            raise ValueError(
+                f"{self.name} has {len(defaults)} parameters, got {len(self.parameters)}; use Activation.of"
+            )
+
+    @classmethod
+    def of(cls, name: str, params: Mapping[str, float] | None = None) -> Activation:
+        """With ``params`` by name, the rest by default: ``limit``, ``alpha``, ``glu_linear_offset`` of clamped_swiglu.
+
+        Raises:
+            ValueError: there is no such activation, or it has no such parameter.
+        """
+        return cls(name, activation.parameters_of(name, params))
+
+    @property
+    def gated(self) -> bool:
+        """Its output is half as wide as its input."""
+        return activation.gated(self.name)
 
 
 def activate(x: Tensor, of: Activation) -> Tensor:
@@ -29,7 +62,7 @@ class ActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, of: Activation) -> Tensor:
-        y, _ = activation_forward(as_matrix(x), of.name, of.parameters, x.dtype, False)
+        y, _ = activation.activation_forward(as_matrix(x), of.name, of.parameters, x.dtype, False)
         ctx.save_for_backward(guarded(x))
         ctx.of = of
         return as_output(y, (*x.shape[:-1], y.shape[-1]))
@@ -39,5 +72,101 @@ class ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         of: Activation = ctx.of
-        dx, _, _ = activation_backward(as_matrix(dy), as_matrix(x), of.name, of.parameters, x.dtype, False, False)
+        dx, _, _ = activation.activation_backward(
+            as_matrix(dy), as_matrix(x), of.name, of.parameters, x.dtype, False, False
+        )
         return as_output(dx, x.shape), None
+
+
+# ---- to be quantized ----
+
+
+def act_value(
+    x: Tensor,
+    of: Activation,
+    quantizer: Quantizer,
+    *,
+    scale: Tensor | None = None,
+    fused: bool = False,
+    return_value: bool = False,
+    recompute: bool = False,
+) -> FusedOutput:
+    """An activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
+
+    Arguments and errors as in :func:`~minifloat.functional.norm.norm_value`.
+    """
+    matrix = as_matrix(x)
+    columns = activation.out_columns(of.name, matrix.shape[1])
+    forward, forward_cast = _ACTIVATION_RECOMPUTED if recompute else _ACTIVATION
+    cast = None if return_value else FusedCast.of(quantizer, scale, fused, x)
+    if cast is not None:
+        outputs = forward_cast(matrix, of.name, of.parameters, *cast.arguments)
+        return FusedOutput(None, x.dtype, quantized=cast.operands(outputs, (matrix.shape[0], columns)))
+    dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
+    measures = measures_amax(quantizer)
+    y, amax = forward(matrix, of.name, of.parameters, dtype, measures)
+    amaxes = (amax,) * len(quantizer.casts) if measures else None
+    return FusedOutput(y.reshape(*x.shape[:-1], columns), x.dtype, amaxes=amaxes)
+
+
+def dact_value(
+    dy: Tensor,
+    x: Tensor,
+    of: Activation,
+    quantizer: Quantizer,
+    *,
+    scale: Tensor | None = None,
+    fused: bool = False,
+    return_value: bool = False,
+    with_column_sum: bool = False,
+) -> FusedOutput:
+    """The gradient of an activation with respect to its input ``x`` [..., K], to be cast with ``quantizer``.
+
+    Delayed scaling reads the fp32 result of plain activations only; that of a gated one is rounded first. The cast of
+    blocks that straddle its two halves is not fused. ``with_column_sum``: give :attr:`FusedOutput.column_sum` too.
+    Other arguments and errors as in :func:`~minifloat.functional.norm.norm_value`.
+    """
+    operands = as_matrix(dy), as_matrix(x), of.name, of.parameters
+    cast = None if return_value else FusedCast.of(quantizer, scale, fused, x)
+    if cast is not None and (cast.given or not of.gated or cast.divides(x.shape[-1] // 2)):
+        *outputs, total = activation.activation_backward_cast(*operands, *cast.arguments, with_column_sum)
+        quantized = cast.operands(outputs, (operands[1].shape[0], operands[1].shape[1]))
+        total = total if cast.given and not of.gated else total.to(x.dtype)
+        return FusedOutput(None, x.dtype, quantized=quantized, column_sum=total if with_column_sum else None)
+    dtype = torch.float32 if reads_fp32(quantizer) and not return_value and not of.gated else x.dtype
+    measures = measures_amax(quantizer)
+    dx, amax, total = activation.activation_backward(*operands, dtype, measures, with_column_sum)
+    amaxes = (amax,) * len(quantizer.casts) if measures else None
+    return FusedOutput(
+        dx.reshape(x.shape), x.dtype, amaxes=amaxes, column_sum=total.to(dtype) if with_column_sum else None
+    )
+
+
+def act_quantize(
+    x: Tensor,
+    of: Activation,
+    quantizer: Quantizer,
+    amaxes: Amaxes | None = None,
+    rng: Tensor | None = None,
+    *,
+    return_value: bool = False,
+    recompute: bool = False,
+) -> FusedOutput:
+    """:func:`act_value` and its cast; ``amaxes`` and ``rng`` as in :func:`~minifloat.functional.norm.norm_quantize`."""
+    output = act_value(x, of, quantizer, **known(quantizer, amaxes), return_value=return_value, recompute=recompute)
+    return output.cast_here(quantizer, amaxes, rng, return_value)
+
+
+def dact_quantize(
+    dy: Tensor,
+    x: Tensor,
+    of: Activation,
+    quantizer: Quantizer,
+    amaxes: Amaxes | None = None,
+    rng: Tensor | None = None,
+    *,
+    return_value: bool = False,
+) -> FusedOutput:
+    """:func:`dact_value` and its cast; other arguments as in :func:`~minifloat.functional.norm.norm_quantize`."""
+    output = dact_value(dy, x, of, quantizer, **known(quantizer, amaxes), return_value=return_value)
+    return output.cast_here(quantizer, amaxes, rng, return_value)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minifloat.functional.amp import autocast_off
 from minifloat.functional.attention_mask import Band, Kind, Mask
+from minifloat.functional.autograd import autocast_off
 
 _MASKS_KEPT = 16
 _FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

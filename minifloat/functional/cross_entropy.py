@@ -16,7 +16,7 @@ from minifloat.comm.checks import Check
 from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.functional.outputs import guarded
+from minifloat.functional.autograd import guarded
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.ops import cross_entropy as kernels
 

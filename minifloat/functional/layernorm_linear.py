@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.at_once import reads_fp32
+from minifloat.functional.autograd import first_order, guarded
+from minifloat.functional.fused_cast import FusedOutput, reads_fp32
 from minifloat.functional.linear import Call, LinearPlan, gradients, pack, unpack
-from minifloat.functional.outputs import first_order, guarded
+from minifloat.functional.norm import Norm, norm_quantize, norm_value
 from minifloat.functional.plan import LinearConfig
-from minifloat.functional.produced import Norm, Produced
-from minifloat.functional.producers import norm_quantize, norm_value
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer
@@ -73,8 +72,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Any:
         scale = input_scale(plan, call)
-        n = norm_produced(norm, plan, x, residual, gamma, beta, scale)
-        operands, w, own = quantize_produced(plan, call, n, weight)
+        n = norm_output(norm, plan, x, residual, gamma, beta, scale)
+        operands, w, own = operands_of_output(plan, call, n, weight)
         y = plan.fprop(operands, w, bias)
         ctx.norm, ctx.plan, ctx.use = norm, plan, call.use
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
@@ -105,7 +104,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw, db
 
 
-def norm_produced(
+def norm_output(
     norm: NormCall,
     plan: LinearPlan,
     x: Tensor,
@@ -113,20 +112,20 @@ def norm_produced(
     gamma: Tensor,
     beta: Tensor | None,
     scale: Tensor | None,
-) -> Produced:
+) -> FusedOutput:
     """N for the linear of ``plan``; it is rounded if it is returned or backward reads it.
 
     ``scale``: of :func:`input_scale`.
     """
     rounded = norm.return_norm or plan.config.backward_override == "high_precision"
     return norm_value(
-        x, gamma, beta, norm.norm, produced_quantizer(plan),
-        residual=residual, scale=scale, at_once=casts_at_once(plan), return_value=rounded,
+        x, gamma, beta, norm.norm, output_quantizer(plan),
+        residual=residual, scale=scale, fused=fuses_blocks(plan), return_value=rounded,
     )  # fmt: skip
 
 
 def norm_outputs(
-    ctx: Any, norm: NormCall, plan: LinearPlan, n: Produced, x: Tensor, residual: Tensor | None
+    ctx: Any, norm: NormCall, plan: LinearPlan, n: FusedOutput, x: Tensor, residual: Tensor | None
 ) -> list[Tensor]:
     """What forward gives beside Y: N and S, each if it is wanted, and with a gradient if what it is made of has one."""
     value, stream = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
@@ -144,12 +143,12 @@ def input_scale(plan: LinearPlan, call: Call) -> Tensor | None:
     return None if plan.saves_value else delayed_scale(call.use, "input", keep=plan.recompute_x)
 
 
-def casts_at_once(plan: LinearPlan) -> bool:
+def fuses_blocks(plan: LinearPlan) -> bool:
     """The kernel that computes X may cast it in blocks: nothing reads X itself, and no other rank has rows of them."""
     return not plan.saves_value and not plan.options.parallel.gathers_input
 
 
-def produced_quantizer(plan: LinearPlan) -> Quantizer:
+def output_quantizer(plan: LinearPlan) -> Quantizer:
     """How the result of a norm or an activation is quantized.
 
     What is gathered is cast once where one cast serves both orientations: memory orders for GEMMs come afterwards.
@@ -159,18 +158,18 @@ def produced_quantizer(plan: LinearPlan) -> Quantizer:
     return quantizer.with_usage(columnwise=False) if once else quantizer
 
 
-def quantize_produced(
-    plan: LinearPlan, call: Call, produced: Produced, weight: Tensor
+def operands_of_output(
+    plan: LinearPlan, call: Call, output: FusedOutput, weight: Tensor
 ) -> tuple[Any, Quantized, Quantized]:
     """The operands of what a norm or an activation computed, which may be cast already, and of the weight."""
-    if produced.quantized is not None:
-        call.x = produced.quantized
+    if output.quantized is not None:
+        call.x = output.quantized
         if call.use is not None:
-            record(call.use, "input", produced.quantized)
-    return plan.quantize_inputs(call, produced.value, weight, None, produced.amaxes, produced.label)
+            record(call.use, "input", output.quantized)
+    return plan.quantize_inputs(call, output.value, weight, None, output.amaxes, output.label)
 
 
-def saved_of_norm(plan: LinearPlan, n: Produced, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
+def saved_of_norm(plan: LinearPlan, n: FusedOutput, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
     """What backward reads of the norm: beta, to recompute N; and what :func:`norm_gradients` takes, if it runs."""
     assert n.stream is not None
     of_gradients = (guarded(n.stream), gamma, *n.saved) if plan.options.needs_x else ()
@@ -183,8 +182,8 @@ def recompute_norm_operand(
     """What wgrad reads of N; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
     how = wgrad_cast(config, scale)
     rounded = norm.return_norm  # as the forward rounded it
-    recomputed = norm_quantize(stream, gamma, beta, norm.norm, *how, return_value=rounded, again=True)
-    return recomputed.quantized.along(COLUMNWISE)
+    recomputed = norm_quantize(stream, gamma, beta, norm.norm, *how, return_value=rounded, recompute=True)
+    return recomputed.operands.along(COLUMNWISE)
 
 
 def wgrad_cast(config: LinearConfig, scale: Tensor | None) -> tuple[Quantizer, Amaxes | None]:

@@ -10,23 +10,23 @@ from torch import Tensor
 
 from minifloat.autocast import Use
 from minifloat.formats import COLUMNWISE
+from minifloat.functional.activation import Activation, act_quantize, act_value, dact_value
+from minifloat.functional.autograd import as_output, first_order
+from minifloat.functional.fused_cast import FusedOutput
 from minifloat.functional.layernorm_linear import (
     NormCall,
-    casts_at_once,
+    fuses_blocks,
     input_scale,
     norm_gradients,
+    norm_output,
     norm_outputs,
-    norm_produced,
-    produced_quantizer,
-    quantize_produced,
+    operands_of_output,
+    output_quantizer,
     recompute_norm_operand,
     saved_of_norm,
     wgrad_cast,
 )
 from minifloat.functional.linear import Call, LinearPlan, gradients, pack, unpack
-from minifloat.functional.outputs import as_output, first_order
-from minifloat.functional.produced import Activation, Produced
-from minifloat.functional.producers import act_quantize, act_value, dact_value
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Operand, Quantized
 
@@ -81,8 +81,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
     ) -> Any:
         plan1, plan2 = mlp.plan1, mlp.plan2
         scale1 = input_scale(plan1, call1)
-        n = norm_produced(mlp.norm, plan1, x, residual, gamma, beta, scale1)
-        operands, w, own = quantize_produced(plan1, call1, n, w1)
+        n = norm_output(mlp.norm, plan1, x, residual, gamma, beta, scale1)
+        operands, w, own = operands_of_output(plan1, call1, n, w1)
         h = plan1.fprop(operands, w, b1)
         saved1 = plan1.save_x(n.value, own), plan1.save_w(w1, w)
         returned, of_norm = norm_outputs(ctx, mlp.norm, plan1, n, x, residual), saved_of_norm(plan1, n, gamma, beta)
@@ -92,10 +92,10 @@ class LayerNormMLPFunction(torch.autograd.Function):
         scale2 = input_scale(plan2, call2)
         rounded = plan2.config.backward_override == "high_precision"  # backward reads A
         a = act_value(
-            h, mlp.activation, produced_quantizer(plan2),
-            scale=scale2, at_once=casts_at_once(plan2), return_value=rounded,
+            h, mlp.activation, output_quantizer(plan2),
+            scale=scale2, fused=fuses_blocks(plan2), return_value=rounded,
         )  # fmt: skip
-        operands, w, own = quantize_produced(plan2, call2, a, w2)
+        operands, w, own = operands_of_output(plan2, call2, a, w2)
         a_value = a.value if plan2.saves_value else None
         del a
         y = plan2.fprop(operands, w, b2)
@@ -147,11 +147,11 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
 def _recompute_activation_operand(mlp: MLPCall, scale: Tensor | None, h: Tensor) -> Operand:
     """What wgrad reads of A; ``scale`` as in :func:`recompute_norm_operand`."""
-    recomputed = act_quantize(h, mlp.activation, *wgrad_cast(mlp.plan2.config, scale), again=True)
-    return recomputed.quantized.along(COLUMNWISE)
+    recomputed = act_quantize(h, mlp.activation, *wgrad_cast(mlp.plan2.config, scale), recompute=True)
+    return recomputed.operands.along(COLUMNWISE)
 
 
-def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, use: Use | None) -> Produced:
+def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, use: Use | None) -> FusedOutput:
     """dH, with its sum over the rows, db1, if that is needed."""
     plan, options = mlp.plan1, mlp.plan1.options
     rounded = plan.config.backward_override is not None  # its gradients read dH itself
@@ -159,12 +159,12 @@ def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, use: Use | None) -> Produ
     quantizer = plan.dy_quantizer if casts else plan.config.grad_output
     scale = delayed_scale(use, "grad_output") if casts and not rounded else None
     return dact_value(
-        da, h, mlp.activation, quantizer, scale=scale, at_once=casts, return_value=rounded,
+        da, h, mlp.activation, quantizer, scale=scale, fused=casts, return_value=rounded,
         with_column_sum=options.needs_b,
     )  # fmt: skip
 
 
-def _grad_operands(mlp: MLPCall, dh: Produced, use: Use | None) -> Quantized:
+def _grad_operands(mlp: MLPCall, dh: FusedOutput, use: Use | None) -> Quantized:
     """The operands of dH for the first linear."""
     plan = mlp.plan1
     if dh.quantized is None:

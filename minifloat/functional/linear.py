@@ -19,9 +19,9 @@ from minifloat.autocast import Use
 from minifloat.comm.collectives import Pending
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import gemm, shared_cast
+from minifloat.functional.autograd import as_output, as_output_eager, first_order, guarded
 from minifloat.functional.gathered import Gathered
 from minifloat.functional.gemm import WeightGemm
-from minifloat.functional.outputs import as_output, as_output_eager, first_order, guarded
 from minifloat.functional.plan import LinearConfig
 from minifloat.functional.quantize import cast_with, delayed_scale, quantize, quantize_part, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel

@@ -16,7 +16,7 @@ from minifloat.arguments import Count, Int, Probability, Size, checked
 from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.functional.amp import autocast_to
+from minifloat.functional.autograd import autocast_to
 from minifloat.functional.cross_entropy import check_arguments, place
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.functional.vocabulary import vocabulary_shards

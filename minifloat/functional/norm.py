@@ -1,18 +1,58 @@
-"""LayerNorm and RMSNorm with gradients: the norm operations under autograd."""
+"""LayerNorm and RMSNorm: under autograd, and as the outputs that a layer quantizes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.outputs import as_output, guarded
-from minifloat.functional.produced import Norm
-from minifloat.ops.norm import norm_forward
+from minifloat.functional.autograd import as_output, guarded
+from minifloat.functional.fused_cast import FusedCast, FusedOutput, known, measures_amax, reads_fp32
+from minifloat.ops import norm
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_NORM = norm.norm_forward, norm.norm_cast
+_NORM_RECOMPUTED = norm.norm_forward.for_recompute(), norm.norm_cast.for_recompute()
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Which norm, as a value for a plan.
+
+    Args:
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        eps: added to the variance.
+        zero_centered_gamma: scale by ``1 + gamma``.
+    """
+
+    normalization: str = "LayerNorm"
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+
+    def __post_init__(self) -> None:
+        norm.check_name(self.normalization)
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, ...], dresidual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """dx like ``x``, dgamma and dbeta (None for RMSNorm) like gamma, all computed in fp32.
+
+        Args:
+            dy: [..., K], any float dtype.
+            saved: :attr:`FusedOutput.saved`.
+            dresidual: another gradient of ``x``, added to dx before its one rounding.
+        """
+        mean, rsigma = saved
+        other = None if dresidual is None else as_matrix(dresidual)
+        dx, dgamma, dbeta = norm.norm_backward(
+            as_matrix(dy), as_matrix(x), gamma, mean, rsigma, self.normalization, self.zero_centered_gamma, other
+        )
+        return as_output(dx, x.shape), dgamma, dbeta if self.normalization == "LayerNorm" else None
 
 
 def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor:
@@ -36,7 +76,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor:
-        y, *saved, _, _ = norm_forward(
+        y, *saved, _, _ = norm.norm_forward(
             x.reshape(-1, x.shape[-1]), gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, x.dtype, False
         )
         ctx.save_for_backward(guarded(x), gamma, *saved)
@@ -49,3 +89,74 @@ class NormFunction(torch.autograd.Function):
         x, gamma, *saved = ctx.saved_tensors
         dx, dgamma, dbeta = ctx.of.gradients(dy, x, gamma, tuple(saved))
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, None
+
+
+# ---- to be quantized ----
+
+
+def norm_value(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    of: Norm,
+    quantizer: Quantizer,
+    *,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    fused: bool = False,
+    return_value: bool = False,
+    recompute: bool = False,
+) -> FusedOutput:
+    """LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
+
+    Args:
+        x: [..., K], bf16, fp16 or fp32.
+        gamma, beta: [K], any float dtype; RMSNorm has no beta.
+        quantizer: of the operand to come; it decides whether the value is rounded.
+        residual: [..., K] in the dtype of ``x``; the sum, rounded to it, is :attr:`FusedOutput.stream`.
+        scale: that of delayed scaling, fp32 [1]: with it the kernel that norms casts too, and gives no value.
+        fused: so it does for blocks that need no amax but their own. Not where ranks that share a block reduce it.
+        return_value: the value is read too, so it is rounded to the dtype of ``x`` whatever the quantizer.
+        recompute: backward recomputes what its forward computed, see ``Operation.for_recompute``.
+
+    Raises:
+        TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
+    """
+    matrix, added = as_matrix(x), None if residual is None else as_matrix(residual)
+    options = of.normalization, of.eps, of.zero_centered_gamma
+    forward, forward_cast = _NORM_RECOMPUTED if recompute else _NORM
+    cast = None if return_value else FusedCast.of(quantizer, scale, fused, x)
+    if cast is not None:
+        *outputs, mean, rsigma, total = forward_cast(matrix, gamma, beta, *options, *cast.arguments, added)
+        quantized = cast.operands(outputs, (matrix.shape[0], matrix.shape[1]))
+        stream = x if residual is None else as_output(total, x.shape)
+        return FusedOutput(None, x.dtype, (mean, rsigma), quantized=quantized, stream=stream)
+    dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
+    measures = measures_amax(quantizer)
+    y, mean, rsigma, amax, total = forward(matrix, gamma, beta, *options, dtype, measures, added)
+    stream = x if residual is None else as_output(total, x.shape)
+    amaxes = (amax,) * len(quantizer.casts) if measures else None
+    return FusedOutput(as_output(y, x.shape), x.dtype, (mean, rsigma), amaxes, stream=stream)
+
+
+def norm_quantize(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    of: Norm,
+    quantizer: Quantizer,
+    amaxes: Amaxes | None = None,
+    rng: Tensor | None = None,
+    *,
+    return_value: bool = False,
+    recompute: bool = False,
+) -> FusedOutput:
+    """:func:`norm_value` and its cast.
+
+    Args:
+        amaxes: ``(scale,)`` for delayed scaling; None otherwise, unless ranks reduced them before.
+        rng: seed and offset of stochastic rounding; None draws them.
+    """
+    options = known(quantizer, amaxes)
+    output = norm_value(x, gamma, beta, of, quantizer, **options, return_value=return_value, recompute=recompute)
+    return output.cast_here(quantizer, amaxes, rng, return_value)

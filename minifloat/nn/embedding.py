@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import Device, FloatDtype, Size, checked
 from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
-from minifloat.functional.outputs import as_output
+from minifloat.functional.autograd import as_output
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.parameters import InitMethod, one_dtype

@@ -12,10 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
-from minifloat.functional.activation import activate
+from minifloat.functional.activation import Activation, activate
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
-from minifloat.functional.produced import Activation
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype

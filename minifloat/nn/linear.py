@@ -14,8 +14,8 @@ from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
+from minifloat.functional.autograd import apply_eager
 from minifloat.functional.linear import LinearFunction
-from minifloat.functional.outputs import apply_eager
 from minifloat.functional.quantize import reuse
 from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor

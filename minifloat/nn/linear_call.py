@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minifloat import finite, recompute
 from minifloat.autocast import Use, checks_finite, current
 from minifloat.comm.ddp import check_reduced
-from minifloat.functional.amp import autocast_enabled
+from minifloat.functional.autograd import autocast_enabled
 from minifloat.functional.linear import Call, LinearOptions, LinearPlan, make_plan
 from minifloat.functional.plan import LinearConfig
 from minifloat.functional.quantize import calibrate

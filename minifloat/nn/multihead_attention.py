@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
 from minifloat.comm.group import Group
 from minifloat.comm.random_state import draw_apart
-from minifloat.functional.amp import autocast_to
+from minifloat.functional.autograd import autocast_to
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor

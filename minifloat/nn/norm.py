@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
-from minifloat.functional.amp import autocast_to
-from minifloat.functional.norm import normalize
-from minifloat.functional.produced import Norm
+from minifloat.functional.autograd import autocast_to
+from minifloat.functional.norm import Norm, normalize
 from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.parameters import one_dtype
 

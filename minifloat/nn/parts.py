@@ -12,7 +12,7 @@ from torch.func import functional_call
 from minifloat import finite
 from minifloat.arguments import Accepts, Device, check_value
 from minifloat.autocast import checks_finite
-from minifloat.functional.amp import autocast_dtype
+from minifloat.functional.autograd import autocast_dtype
 from minifloat.nn.linear import Linear
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe

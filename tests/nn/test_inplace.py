@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import minifloat
 from minifloat import CustomRecipe, Float8CurrentScaling, Quantizer
 from minifloat.comm.group import Group
-from minifloat.functional.activation import activate
-from minifloat.functional.produced import Activation
+from minifloat.functional.activation import Activation, activate
 from minifloat.recipe import Recipe
 from tests.conftest import Pools
 

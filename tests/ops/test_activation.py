@@ -1,4 +1,4 @@
-"""Activations against float64 within derived bounds, and their cast producers bit for bit."""
+"""Activations against float64 within derived bounds, and their fused casts bit for bit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.formats import Format
-from minifloat.functional.produced import Activation
-from minifloat.functional.producers import act_quantize, act_value, dact_quantize, dact_value
+from minifloat.functional.activation import Activation, act_quantize, act_value, dact_quantize, dact_value
 from minifloat.ops.activation import (
     NAMES,
     activation_backward,

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm against float64 within derived bounds, and their cast producers bit for bit."""
+"""LayerNorm and RMSNorm against float64 within derived bounds, and their fused casts bit for bit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat import recipe
 from minifloat.formats import Format
-from minifloat.functional.produced import Norm, Produced
-from minifloat.functional.producers import norm_quantize, norm_value
+from minifloat.functional.fused_cast import FusedOutput
+from minifloat.functional.norm import Norm, norm_quantize, norm_value
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.norm import norm_backward, norm_forward, reference
 from minifloat.quantizer import Quantizer, cast_all
@@ -386,7 +386,7 @@ def test_unquantized_and_mixed_formats_are_rounded_first() -> None:
 
 def test_label_keeps_what_is_shared() -> None:
     operand = Quantizer(Format("e4m3"))(torch.ones(2, 2))
-    row, column = Produced(torch.ones(2, 2), torch.bfloat16).label(operand)
+    row, column = FusedOutput(torch.ones(2, 2), torch.bfloat16).label(operand)
     assert row is column and row is not None and row.dtype == torch.bfloat16
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
-from minifloat.functional.activation import activate
-from minifloat.functional.produced import Activation
+from minifloat.functional.activation import Activation, activate
 from minifloat.ops import activation
 from minifloat.ops.activation import gated, kernels, out_columns, reference
 from minifloat.ops.launch import count_launches

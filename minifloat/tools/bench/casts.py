@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.produced import Activation, Norm
-from minifloat.functional.producers import act_quantize, act_value, dact_quantize, dact_value, norm_quantize, norm_value
+from minifloat.functional.activation import Activation, act_quantize, act_value, dact_quantize, dact_value
+from minifloat.functional.norm import Norm, norm_quantize, norm_value
 from minifloat.operand import Quantized
 from minifloat.ops.quantize import reference
 from minifloat.quantizer import Quantizer
@@ -36,7 +36,7 @@ ORIENTATIONS = ("rowwise", "both")
 GOALS = {"rowwise": 0.90, "both": 0.85}  # of the speed of a copy
 BEHIND_PRODUCER = 0.80
 PLAIN = ("current per tensor", "delayed per tensor")  # what compiled PyTorch casts beside us
-BLOCKS = ("block strips", "mxfp8")  # what producers cast at once, timed beside value and cast
+BLOCKS = ("block strips", "mxfp8")  # fused casts, timed beside value and cast
 
 EPS = 1e-5
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
@@ -177,7 +177,7 @@ def _produce(
         found = act_quantize(x, Activation("swiglu"), how, amaxes)
     else:
         found = dact_quantize(other[0], x, Activation("swiglu"), how, amaxes)
-    return gemm_ready(found.quantized, orientation)
+    return gemm_ready(found.operands, orientation)
 
 
 def _value_and_cast(

@@ -1,7 +1,8 @@
-"""What autograd functions share: how they are called, what they return, what they save of tensors that others hold."""
+"""What autograd functions share: how they are called, in which dtype, what they return, and how they save inputs."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,4 +58,24 @@ def guarded(x: Tensor) -> Tensor:
     return x.detach() if x._is_view() else x  # a node that saves a view of its own output is never freed
 
 
-__all__ = ["apply_eager", "as_output", "as_output_eager", "first_order", "guarded"]
+# ---- torch.autocast, on any device: it does not know ``meta`` ----
+
+
+def autocast_enabled(x: Tensor) -> bool:
+    """``torch.autocast`` is on for the device of ``x``."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of ``torch.autocast`` where that is on for the device of ``x``; else the dtype of ``x``."""
+    return torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else x.dtype
+
+
+def autocast_to(x: Tensor) -> Tensor:
+    """``x`` in its :func:`autocast_dtype`; ``x`` itself where it has that already."""
+    return x.to(autocast_dtype(x))
+
+
+def autocast_off(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Inside, operations on the device of ``x`` take the dtypes that they are given."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat.formats import Format
-from minifloat.functional import at_once
-from minifloat.functional.produced import Activation, Norm, Produced
-from minifloat.functional.producers import act_value, dact_value, norm_value
+from minifloat.functional import fused_cast
+from minifloat.functional.activation import Activation, act_value, dact_value
+from minifloat.functional.fused_cast import FusedOutput
+from minifloat.functional.norm import Norm, norm_value
 from minifloat.nn import LayerNormLinear, LayerNormMLP
 from minifloat.ops.activation import activation_backward_cast, activation_cast, out_columns
 from minifloat.ops.norm import norm_cast
@@ -48,7 +49,9 @@ def quantizers(fmt: Format) -> list[Quantizer]:
     return [Quantizer(fmt, columnwise=False), Quantizer(fmt, rowwise=False), Quantizer(fmt)]
 
 
-def assert_at_once(made: Produced, value: Produced, quantizer: Quantizer, operation: str, calls: Counter[str]) -> None:
+def assert_fused(
+    made: FusedOutput, value: FusedOutput, quantizer: Quantizer, operation: str, calls: Counter[str]
+) -> None:
     """``made`` came quantized from one operation, and is the cast of ``value``."""
     assert calls == {operation: 1} and made.value is None and made.quantized is not None and value.value is not None
     assert_same(made.cast(quantizer), value.cast(quantizer))
@@ -72,9 +75,9 @@ def test_norms(fmt: Format, device: torch.device) -> None:
     ):
         for quantizer in quantizers(fmt):
             with Operations() as seen:
-                made = norm_value(x, gamma, b, norm, quantizer, residual=other, at_once=True)
+                made = norm_value(x, gamma, b, norm, quantizer, residual=other, fused=True)
             value = norm_value(x, gamma, b, norm, quantizer, residual=other)
-            assert_at_once(made, value, quantizer, "norm_cast", seen.calls)
+            assert_fused(made, value, quantizer, "norm_cast", seen.calls)
             assert made.stream is not None and value.stream is not None and torch.equal(made.stream, value.stream)
 
 
@@ -85,13 +88,13 @@ def test_activations(fmt: Format, name: str, device: torch.device) -> None:
     dy = torch.randn(3, 45, out_columns(name, 256)).to(device, BF16)
     for quantizer in quantizers(fmt):
         with Operations() as seen:
-            made = act_value(x, act, quantizer, at_once=True)
-        assert_at_once(made, act_value(x, act, quantizer), quantizer, "activation_cast", seen.calls)
+            made = act_value(x, act, quantizer, fused=True)
+        assert_fused(made, act_value(x, act, quantizer), quantizer, "activation_cast", seen.calls)
         for bias in (False, True):
             with Operations() as seen:
-                made = dact_value(dy, x, act, quantizer, at_once=True, with_column_sum=bias)
+                made = dact_value(dy, x, act, quantizer, fused=True, with_column_sum=bias)
             value = dact_value(dy, x, act, quantizer, with_column_sum=bias)
-            assert_at_once(made, value, quantizer, "activation_backward_cast", seen.calls)
+            assert_fused(made, value, quantizer, "activation_backward_cast", seen.calls)
             if bias:
                 assert made.column_sum is not None and value.column_sum is not None
                 torch.testing.assert_close(made.column_sum, value.column_sum, rtol=2e-2, atol=1e-3)
@@ -101,17 +104,17 @@ def test_where_the_value_is_needed_first(device: torch.device) -> None:
     """Blocks that straddle two halves, an amax of the whole, two formats, a second step, and who asks for the value."""
     swiglu, gelu = Activation.of("swiglu"), Activation.of("gelu")
     x, dy = torch.randn(20, 192).to(device, BF16), torch.randn(20, 96).to(device, BF16)
-    assert dact_value(dy, x, swiglu, Quantizer(STRIPS), at_once=True).quantized is None
-    assert dact_value(dy, x, swiglu, Quantizer(MX), at_once=True).quantized is not None
-    assert dact_value(dy, dy, gelu, Quantizer(STRIPS), at_once=True).quantized is not None  # which has no halves
+    assert dact_value(dy, x, swiglu, Quantizer(STRIPS), fused=True).quantized is None
+    assert dact_value(dy, x, swiglu, Quantizer(MX), fused=True).quantized is not None
+    assert dact_value(dy, dy, gelu, Quantizer(STRIPS), fused=True).quantized is not None  # which has no halves
     nvfp4 = Format("e2m1", 16, scale_rule="two_level")
     for quantizer in (
         *[Quantizer(nvfp4), Quantizer(Format("e4m3")), Quantizer(STRIPS, replace(STRIPS, element="e5m2"))],
         *[Quantizer(replace(STRIPS, block=8)), Quantizer(STRIPS, columnwise_source="rowwise_dequantized")],
         *[Quantizer.identity(), Quantizer(STRIPS, rowwise=False, columnwise=False)],
     ):
-        assert act_value(x, swiglu, quantizer, at_once=True).quantized is None
-    kept = act_value(x, swiglu, Quantizer(MX), at_once=True, return_value=True)
+        assert act_value(x, swiglu, quantizer, fused=True).quantized is None
+    kept = act_value(x, swiglu, Quantizer(MX), fused=True, return_value=True)
     assert kept.quantized is None and kept.value is not None
     assert not casts_blocks(nvfp4) and not casts_blocks(Format("e4m3", scale_rule="given"))
 
@@ -132,7 +135,7 @@ def test_operations_pass_opcheck(device: torch.device) -> None:
 def test_bad_gamma_is_a_value_error(device: torch.device) -> None:
     x = torch.randn(4, 64, device=device)
     with pytest.raises(ValueError, match="gamma has shape"):
-        norm_value(x, x[0, :32], None, Norm("RMSNorm"), Quantizer(MX), at_once=True)
+        norm_value(x, x[0, :32], None, Norm("RMSNorm"), Quantizer(MX), fused=True)
 
 
 # ---- modules ----
@@ -167,7 +170,7 @@ def test_a_step_is_the_same(
         made = run(module, x, dy, None)
     fused = {name: n for name, n in seen.calls.items() if name.startswith(("norm_", "activation_"))}
     assert fused == {**expected, "norm_backward": 1}
-    monkeypatch.setattr(at_once, "casts_blocks", lambda fmt: False)
+    monkeypatch.setattr(fused_cast, "casts_blocks", lambda fmt: False)
     with Operations() as seen:
         apart = run(module, x, dy, None)
     assert not expected.keys() & seen.calls.keys()

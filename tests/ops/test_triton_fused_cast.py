@@ -16,7 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import parse
-from minifloat.functional.produced import Activation, Norm
+from minifloat.functional.activation import Activation
+from minifloat.functional.norm import Norm
 from minifloat.ops import activation
 from minifloat.ops.activation import kernels, out_columns
 from minifloat.ops.launch import count_launches
