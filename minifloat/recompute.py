@@ -30,6 +30,7 @@ from minifloat.recipe import Recipe
 
 _USE = "use minifloat.checkpoint, or pass it context_fn=minifloat.checkpoint_context_fn"
 _graph_task = torch._C._current_graph_task_id
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Layer(Protocol):
@@ -59,7 +60,7 @@ class Sharded(Protocol[P_co]):
 
 
 class Step(NamedTuple):
-    """What one linear of a checkpointed region ran under; ``scale``: delayed scaling's, fp32 [slots], by then."""
+    """What one linear of a checkpointed region ran under; ``scale``: delayed scaling's at that time, fp32 [slots]."""
 
     recipe: Recipe | None
     scale: Tensor | None
@@ -69,7 +70,7 @@ class Tape:
     """The steps of one checkpointed region in their order, and what surrounds it.
 
     ``parallel``: how its sharded modules communicate. ``untaped``: it is inside of a checkpoint of PyTorch that has no
-    tape, whose recomputation would make this one anew.
+    tape, whose recomputation would make another one.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class _Forward(AbstractContextManager[None]):
 
 
 class _Recomputation(_Forward):
-    """A recomputation, which reads ``tape``; entered anew for each backward of a graph that is retained."""
+    """A recomputation, which reads ``tape``; entered for each backward of a graph that is retained."""
 
     def __enter__(self) -> None:
         self.outside = restore_contexts(self.tape.contexts)
@@ -176,7 +177,7 @@ def replayed_scale(layer: Layer, recipe: Recipe | None, scale: Tensor | None) ->
     Raises:
         RuntimeError: a recomputation that cannot be what the forward was.
     """
-    if not _inside and _graph_task() == -1 and torch.is_grad_enabled() and _hook() is None:
+    if not _inside and _graph_task() == -1 and torch.is_grad_enabled() and _top_hooks(True) is None:
         return None
     replay, tapes = _surroundings()
     step = None if replay is None else next(replay.steps, None)
@@ -262,7 +263,7 @@ def _different(layer: Layer, first: Recipe | None, now: Recipe | None) -> Runtim
 
 def _hook() -> Any:
     """What the innermost saved-tensor hooks call with a tensor; None without any."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_hooks(True)
     return None if hooks is None else hooks[0]
 
 
@@ -296,7 +297,7 @@ def _name(recipe: Recipe | None) -> str:
 def refuse_compiled(label: str) -> None:
     """Called by each linear with delayed scaling that is being compiled.
 
-    Compiled code guards ``_inside``: what was compiled before :func:`checkpoint` is around it is compiled anew there.
+    Compiled code guards ``_inside``: what was compiled before :func:`checkpoint` is around it is recompiled there.
 
     Raises:
         RuntimeError: it is inside of a checkpoint, :func:`checkpoint` or PyTorch's own. With ``fullgraph=True`` the

@@ -20,7 +20,7 @@ from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
 FilterFn = Callable[[nn.Module, str], bool]
 """Says whether a linear is converted, from the module and its dotted name."""
 
-# Modules that a wrapper puts between a layer and its parent, and that nobody thinks of as part of its name.
+# Modules that a wrapper puts between a layer and its parent; users leave them out of names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

@@ -1,4 +1,4 @@
-"""Weights that are kept quantized, weights that are quantized once for several microbatches, and how both start."""
+"""Quantized parameters, cached quantized weights, and how both are initialized."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def initialize(weight: Tensor, init_method: InitMethod | None) -> None:
 def quantized_parameter(
     values: nn.Parameter, quantizer: Quantizer, scale: Tensor | None, preserve: bool
 ) -> nn.Parameter:
-    """``values`` as a parameter that is kept quantized; ``scale`` as in ``minifloat.tensor.quantize``.
+    """``values`` as a quantized parameter; ``scale`` as in ``minifloat.tensor.quantize``.
 
     Raises:
         ValueError: the dtype cannot be quantized.

@@ -1,4 +1,4 @@
-"""Tensors that are kept as codes and scales: parameters, and outputs of layers that ask for it."""
+"""Tensors that are stored as codes and scales: parameters, and outputs of layers on request."""
 
 import minifloat.tensor.aten  # what PyTorch's operations do to them  # noqa: F401
 from minifloat.tensor.base import Gatherer

@@ -100,7 +100,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_values(func, args, kwargs)
     new = t._zeros(size, kwargs.get("device") or t.device)
     new = new._map(Tensor.pin_memory) if kwargs.get("pin_memory") else new
-    new._group, new.source_version = t._group, None  # the amax of zeros needs no agreement, which could hang
+    new._group, new.source_version = t._group, None  # the amax of zeros needs no all-reduce, which could hang
     return new
 
 

@@ -1,4 +1,4 @@
-"""A tensor that is kept as codes and scales: parameters, and outputs of layers that ask for it.
+"""A tensor that is stored as codes and scales: parameters, and outputs of layers on request.
 
 To PyTorch it is a tensor of its logical shape and dtype. An operation that does not change it gives what it gives on
 :meth:`QuantizedTensor.dequantize`, bit for bit, in high precision, unless the quantized form holds the result exactly:
@@ -46,9 +46,9 @@ def quantize(
     Args:
         x: [..., K], bf16, fp16 or fp32. Leading dims are flattened for the operands, [M, K].
         quantizer: formats and orientations, also for every later in-place operation.
-        scale: fp32 [1], for delayed scaling. Kept, not copied: later writes cast with what it holds by then.
+        scale: fp32 [1], for delayed scaling. Stored, not copied: later writes cast with its value at that time.
         amax_group: ranks that hold the other shards, whose amaxes this one's are reduced with, now and later.
-        amaxes: what to cast with instead, already agreed on, one a cast (``Quantizer.casts``).
+        amaxes: synchronized amaxes to cast with instead, one a cast (``Quantizer.casts``).
 
     Raises:
         TypeError: ``x`` is not floating point.

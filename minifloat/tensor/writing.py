@@ -31,7 +31,7 @@ def quantize_all_(
     Args:
         targets: written. None may share memory with another one's source.
         sources: of the targets' shapes, fp32, bf16, fp16 or quantized, on any device.
-        amaxes: what to cast with instead, already agreed on, as in :func:`quantize`; None for a target's own.
+        amaxes: synchronized amaxes to cast with instead, as in :func:`quantize`; None for a target's own.
         noop_flag: fp32 [1] on the targets' device, read there: where it is not 0, codes and scales stay as they are.
 
     Raises:
@@ -111,7 +111,7 @@ def cast(
         xs, quantizers: one quantizer a tensor.
         scales: fp32 [1] for delayed scaling, else None.
         groups: what the amaxes of each tensor are reduced over, or None. Ranks list the tensors of a group alike.
-        amaxes: what to cast with instead, already agreed on; None: the tensor's own.
+        amaxes: synchronized amaxes to cast with instead; None: the tensor's own.
         noop_flag: as of ``cast_all``.
 
     Raises:

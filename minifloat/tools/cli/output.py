@@ -188,7 +188,7 @@ class _Droppable(io.FileIO):
 def output_optional() -> Iterator[None]:
     """Inside, standard output and error may break (`| head -1`, a full disk): what they do not take is dropped.
 
-    For commands whose results are files: a training does not end because nobody reads along.
+    For commands whose results are files: a training does not end when its output is closed.
     """
     before = sys.stdout, sys.stderr
     try:
