@@ -136,14 +136,14 @@ def test_a_recording_is_of_its_thread(device: torch.device) -> None:
 def test_a_launch_with_a_tensor_that_has_no_place_is_not_prepared(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Kernel, "compiled", lambda *args: "compiled")
+    monkeypatch.setattr(Kernel, "compiled", lambda *args: (print, 0, ()))
     x, found = torch.ones(16, 16, device=device), torch.zeros(1, device=device)
     with recorded() as launches:
         per_tensor.amax([x], [found])
     assert launches[0].prepare({id(x): 0}) is None
     assert launches[0].prepare({}) is None
     prepared = launches[0].prepare({id(x): 0, id(found): 3})
-    assert prepared is not None and prepared.places == ((0,), (3,))
+    assert prepared is not None and [place((5, 6, 7, 8)) for place in prepared.places] == [(5,), (8,)]
 
 
 # ---- arguments ----
@@ -175,6 +175,26 @@ def test_arguments_reach_the_launcher(compiler: Compiler) -> None:
     ]
     assert rest[2:] == ["e4m3", True]
     assert options == {"grid": (1,), "num_warps": 8, "enable_fp_fusion": False}
+
+
+@pytest.mark.parametrize("scratch", [0, 8])
+def test_the_launcher_in_c_is_called_where_no_scratch_memory_is_needed(compiler: Compiler, scratch: int) -> None:
+    class Launcher:
+        """As Triton's: ``launch`` is in C, a call allocates first."""
+
+        global_scratch_size, profile_scratch_size, launch_cooperative_grid, launch_pdl = scratch, 0, False, True
+
+        def __call__(self, *args: Any) -> None:
+            compiler.runs.append(("by way of Python", *args))
+
+        def launch(self, *args: Any) -> None:
+            compiler.runs.append(args)
+
+    compiler.run = Launcher()  # type: ignore[method-assign, assignment]
+    Kernel(compiler)._launch(0, 5, [x := torch.zeros(4, 8)], [(16, 1), 32], ("e4m3",), 8)
+    metadata, rest = ("metadata", None, None, None), (x.data_ptr(), (16, 1), 32, "e4m3")
+    direct = (5, 1, 1, 77, 1234, False, True, None, None, *metadata, *rest)
+    assert compiler.runs == [("by way of Python", 5, 1, 1, 77, 1234, *metadata, *rest) if scratch else direct]
 
 
 def test_no_integer_is_compiled_in(compiler: Compiler) -> None:
@@ -335,5 +355,5 @@ def test_fifty_token_counts_ask_for_few_variants(fmt: Format, most: int, monkeyp
 
 def test_the_reference_is_no_kernel() -> None:
     with count_launches() as launches:
-        quantize._amax([torch.ones(4, 4)], [Format("e4m3").spec], [ROWWISE])
+        quantize.amax.reference([torch.ones(4, 4)], [Format("e4m3").spec], [ROWWISE])
     assert not launches
