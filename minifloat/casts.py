@@ -39,6 +39,9 @@ def directly(xs: Sequence[Tensor]) -> bool:
     return xs[0].is_cpu or (xs[0].is_cuda and capability.kernels(device.index)[0])
 
 
+new = tuple.__new__  # a NamedTuple without a call of its Python constructor
+
+
 class Arrangement(NamedTuple):
     """How the outputs of the casts of one matrix become its operands.
 
@@ -65,18 +68,18 @@ class Arrangement(NamedTuple):
         """
         made = []
         for fmt, dim in self.layouts:
-            if not fmt.quantized:
+            if fmt.scale_rule == "none":
                 assert values is not None
                 made.append(Operand(as_matrix(values), None, None, fmt, dim, shape, dtype))
                 continue
             codes, scale_inv, measured, level = next(outputs)
             rule = fmt.scale_rule
             amax = measured if rule == "given" else level if rule == "two_level" else None
-            made.append(Operand(codes, scale_inv, amax, fmt, dim, shape, dtype))
+            made.append(new(Operand, (codes, scale_inv, amax, fmt, dim, shape, dtype)))
         row = made[self.row] if self.row >= 0 else None
         if self.second is not None:
             return Quantized(row, self.second(made[0].dequantize()).columnwise)
-        return Quantized(row, made[self.column] if self.column >= 0 else None)
+        return new(Quantized, (row, made[self.column] if self.column >= 0 else None))
 
 
 class Wanted(NamedTuple):

@@ -83,9 +83,9 @@ class Quotient(ScaleRule):
     """``max / amax``; for ``"pow2"`` floored to a power of two."""
 
     def scale(self, amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
-        amax = torch.where(amax < fmt.amax_epsilon, fp32(fmt.amax_epsilon, amax.device), amax)
-        scale = fp32(fmt.max, amax.device) / amax
-        scale = torch.where(scale.isinf(), fp32(largest if fmt.block else FLT_MAX, amax.device), scale)
+        amax = torch.where(amax < fmt.amax_epsilon, fmt.amax_epsilon, amax)
+        scale = amax.new_full((), fmt.encoding.max) / amax
+        scale = torch.where(scale.isinf(), largest if fmt.block else FLT_MAX, scale)
         if self.power_of_two:
             scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)  # clears the mantissa: rounds down
         scale = torch.where(amax.isinf() | (amax == 0) | amax.isnan(), 1.0, scale)

@@ -21,7 +21,6 @@ from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize
 from minifloat.ops.launch import Kernel, count_launches
 from minifloat.ops.quantize import pipeline, reference
-from minifloat.ops.quantize.work import Work
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import QuantizerRole, named
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -162,7 +161,7 @@ def nothing_else() -> Iterator[None]:
         raise AssertionError("a recording should have been replayed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Work, "__call__", never)
+        patch.setattr(pipeline.Recorded, "_step_by_step", never)
         yield
 
 

@@ -25,9 +25,6 @@ MOST_SHAPES = 256
 class Recorded(Work):
     """Does what is requested by kernels, as it did it at the first call of equal shapes."""
 
-    amax = staticmethod(gpu.amax)
-    cast = staticmethod(gpu.cast)
-
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.known: dict[Any, Recording | None] = {}  # None: cannot be replayed
@@ -57,14 +54,28 @@ class Recorded(Work):
                 key += other.shape, other.dtype, other.is_contiguous(), other.get_device()
                 key.append(seen.setdefault(id(other), len(seen)))  # which are one and the same is recorded, too
         if bits & 15 or (device >= 0 and device != torch._C._cuda_getDevice()):  # kernels would read copies
-            return super().__call__(xs, given, rngs, noop)
+            return self._step_by_step([as_matrix(x) for x in xs], given, rngs, noop)
         shapes = tuple(key)
         if shapes not in self.known:
             return self._record(shapes, xs, given, rngs, noop)
         recording = self.known[shapes]
         if recording is None:
-            return super().__call__(xs, given, rngs, noop)
+            return self._step_by_step([as_matrix(x) for x in xs], given, rngs, noop)
         return recording.replay(pointers, given, xs[0].device)
+
+    def _step_by_step(
+        self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
+    ) -> tuple[Sequence[Output], Sequence[Tensor]]:
+        request = self.request
+        amaxes: list[Tensor] = []
+        if request.amax_of:
+            amaxes = gpu.amax([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
+        if not request.cast_of:
+            return (), amaxes
+        levels = [given[j] if own < 0 else amaxes[own] for j, own in enumerate(request.own_level)]
+        sources = [xs[i] for i in request.cast_of]
+        made = gpu.cast(sources, levels, rngs, request.formats, request.dims, request.k_major, noop)
+        return list(zip(made[0::3], made[1::3], made[2::3], levels, strict=True)), amaxes
 
     def _record(
         self,
@@ -79,7 +90,7 @@ class Recorded(Work):
         # Objects of their own: which of the tensors are the same in this call must not matter to the next.
         xs = [as_matrix(x).detach() for x in xs]
         with recorded() as launches:
-            outputs, amaxes = super().__call__(xs, given, rngs, noop)
+            outputs, amaxes = self._step_by_step(xs, given, rngs, noop)
         self.known[key] = None
         plain = all(x.is_contiguous() for x in xs) and all(level is None or _plain(level, xs[0]) for level in given)
         if (

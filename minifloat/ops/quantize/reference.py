@@ -39,7 +39,8 @@ def amax(x: Tensor, fmt: Format, dim: int) -> Tensor:
         fp32: [1]; [M] or [K] with ``amax_per_row``; the grid of blocks for a format with only block scales.
         NaNs are dropped, so the amax of nothing but NaN is 0, as of an empty tensor.
     """
-    x = hadamard.prepare(x, fmt, dim)
+    if fmt.transform != "none":
+        x = hadamard.prepare(x, fmt, dim)
     if fmt.amax_per_row:
         return _amax_of(x, dim)
     if fmt.block and fmt.scale_rule != "two_level":
@@ -66,7 +67,10 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         given = given.float()
         codes = fmt.encoding.encode(x.float() * given)
         return Cast(codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1))
-    source = hadamard.prepare(x, fmt, dim)
+    source = x if fmt.transform == "none" else hadamard.prepare(x, fmt, dim)
+    if fmt.block == 0 and given is not None:
+        multiplier, scale_inv = fmt.scaling.scale(given.reshape(1), fmt, largest)
+        return Cast(fmt.encoding.encode(source.float() * multiplier), scale_inv, x.new_empty(0, dtype=torch.float32))
     blocks = _blocks(source.float(), *fmt.scale_block(dim))
     if fmt.scale_rule == "two_level":
         assert given is not None

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.ops import quantize
+from minifloat.formats import parse
+from minifloat.ops.quantize import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized."""
@@ -39,9 +40,6 @@ class Request(NamedTuple):
 class Work:
     """Does what is requested, by the reference; :class:`pipeline.Recorded` does the same by kernels."""
 
-    amax = staticmethod(quantize.amax.reference)
-    cast = staticmethod(quantize.cast.reference)
-
     def __init__(self, request: Request) -> None:
         self.request = request
 
@@ -52,19 +50,21 @@ class Work:
 
         Args:
             given, rngs: for each cast its amax or scale, if known, and its random seed.
-            noop: as of :data:`quantize.cast`.
+            noop: as of :func:`quantize.cast`.
         """
-        request, amaxes = self.request, []
-        xs = [as_matrix(x) for x in xs]
-        with torch._C._DisableAutocast():  # it would run the reference's fp32 products in bf16
-            if request.amax_of:
-                amaxes = self.amax([xs[i] for i in request.amax_of], request.amax_formats, request.amax_dims)
-            if not request.cast_of:
-                return (), amaxes
-            levels = [given[j] if own < 0 else amaxes[own] for j, own in enumerate(request.own_level)]
-            sources = [xs[i] for i in request.cast_of]
-            made = self.cast(sources, levels, rngs, request.formats, request.dims, request.k_major, noop)
-        return list(zip(made[0::3], made[1::3], made[2::3], levels, strict=True)), amaxes
+        request = self.request
+        amaxes: list[Tensor] = []
+        outputs: list[Output] = []
+        xs = [x if x.dim() == 2 and x.dtype in DTYPES else as_matrix(x) for x in xs]
+        with torch._C._DisableAutocast():  # it would run fp32 products in bf16
+            for i, spec, dim in zip(request.amax_of, request.amax_formats, request.amax_dims, strict=True):
+                amaxes.append(reference.amax(xs[i], parse(spec), dim))
+            for j, own in enumerate(request.own_level):  # in row-major order: the GEMMs of a CPU read any strides
+                level = given[j] if own < 0 else amaxes[own]
+                fmt, dim = parse(request.formats[j]), request.dims[j]
+                codes, scale_inv, measured = reference.cast(xs[request.cast_of[j]], level, rngs[j], fmt, dim)
+                outputs.append((codes.contiguous(), scale_inv, measured, level))
+        return outputs, amaxes
 
 
 def as_matrix(x: Tensor) -> Tensor:
