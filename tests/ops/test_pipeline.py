@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat import casts, quantizer
+from minifloat import capability, casts, quantizer
 from minifloat.formats import IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize
@@ -359,3 +359,32 @@ def test_a_missing_scale_is_an_error(device: torch.device) -> None:
     replayed(xs, [GIVEN, GIVEN], scales=[scale, scale])
     with pytest.raises(ValueError, match="delayed scaling casts with a scale"):
         replayed(xs, [GIVEN, GIVEN], scales=[scale, None])
+
+
+@pytest.mark.parametrize("case", ["current", "delayed", "mxfp8", "nvfp4"])
+def test_operations_replay_too(case: str, device: torch.device) -> None:
+    """What compiled code calls; its outputs share no memory."""
+    quantizers = CASES[case][:2]
+    casts = [(i, fmt, dim) for i, q in enumerate(quantizers) for fmt, dim in q.layouts("cuda")]
+    of, formats, dims = zip(*[(i, fmt.spec, dim) for i, fmt, dim in casts], strict=True)
+    needs = [fmt.needs_amax for _, fmt, _ in casts]
+    k_major = [capability.k_major(fmt) for _, fmt, _ in casts]
+    for call in range(2):
+        matrices = values(device, (32, 48), (17, 33), scale=10.0**call)
+        xs = [matrices[i] for i in of]
+        rng = torch.tensor([5, call], device=device)
+        rngs = [rng if fmt.rounding == "stochastic" else None for _, fmt, _ in casts]
+        given: list[Any] = [torch.full((1,), 3.0, device=device) if "given" in spec else None for spec in formats]
+        with nothing_else() if call else count_launches():
+            if any(needs):
+                found = pipeline.amax(xs, formats, dims)
+                for got, want in zip(found, quantize.amax.reference(xs, formats, dims), strict=True):
+                    assert_same_bits(got, want)
+                given = found
+            actual = pipeline.cast(xs, given, rngs, formats, dims, k_major, None)
+        expected = quantize.cast.reference(xs, given, rngs, formats, dims, k_major, None)
+        for got, want in zip(actual, expected, strict=True):
+            assert_same_bits(got, want)
+            assert strides(got) == strides(want)
+        memory = [each.data_ptr() for each in (*actual, *given) if each is not None and each.numel() > 0]
+        assert len({*memory}) == len(memory)

@@ -7,6 +7,7 @@ GPU takes for a small layer, so that what the first call launched is kept, with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,15 @@ MOST_SHAPES = 256
 
 
 class Recorded(Work):
-    """Does what is requested by kernels, as it did it at the first call of equal shapes."""
+    """Does what is requested by kernels, as it did it at the first call of equal shapes.
 
-    def __init__(self, request: Request) -> None:
+    Args:
+        separate: no outputs share memory, which those of an operation must not.
+    """
+
+    def __init__(self, request: Request, separate: bool = False) -> None:
         super().__init__(request)
+        self.separate = separate
         self.known: dict[Any, Recording | None] = {}  # None: cannot be replayed
 
     def __call__(
@@ -98,8 +104,53 @@ class Recorded(Work):
             and launches
             and all(gpu.casts(parse(spec)) for spec in (*self.request.formats, *self.request.amax_formats))
         ):
-            self.known[key] = Recording.of(self.request, launches, (*xs, *given, *rngs, noop), outputs, amaxes)
+            arguments = *xs, *given, *rngs, noop
+            self.known[key] = Recording.of(self.request, self.separate, launches, arguments, outputs, amaxes)
         return outputs, amaxes
+
+
+MOST_REQUESTS = 256
+"""Of operations: recipes that change at each step must not fill the memory."""
+
+
+@lru_cache(MOST_REQUESTS)
+def _requested(of: tuple[int, ...], formats: tuple[str, ...], dims: tuple[int, ...], k_major: Any) -> Recorded:
+    each = list(of), list(formats), list(dims)
+    if k_major is None:
+        return Recorded(Request(*each, [], [], [], [], []), True)
+    return Recorded(Request([], [], [], *each, list(k_major), [-1] * len(of)), True)
+
+
+def _distinct(xs: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Each tensor once, and which of them stands where in ``xs``."""
+    places: dict[int, int] = {}
+    of = tuple([places.setdefault(id(x), len(places)) for x in xs])
+    return [xs[of.index(place)] for place in range(len(places))], of
+
+
+def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    """As the operation."""
+    distinct, of = _distinct(xs)
+    return list(_requested(of, tuple(formats), tuple(dims), None)(distinct, (), (), None)[1])
+
+
+def cast(
+    xs: Sequence[Tensor],
+    given: Sequence[Tensor | None],
+    rngs: Sequence[Tensor | None],
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+    noop: Tensor | None,
+) -> list[Tensor]:
+    """As the operation."""
+    distinct, of = _distinct(xs)
+    outputs, _ = _requested(of, tuple(formats), tuple(dims), tuple(k_major))(distinct, given, rngs, noop)
+    flat: list[Tensor] = []
+    for codes, scale_inv, measured, _ in outputs:
+        nothing = codes.new_empty(0, dtype=torch.float32) if measured is None else measured
+        flat += codes, scale_inv, nothing
+    return flat
 
 
 def _plain(level: Tensor, x: Tensor) -> bool:
@@ -124,17 +175,24 @@ class Recording(NamedTuple):
     """The launches of a call, and what it allocates: places in a list of addresses in lieu of tensors.
 
     The list is that of the tensors of the call, of codes and scales of each cast, of the zeros, and 0.
+
+    Args:
+        zeros: amaxes to raise; ``shown`` of them are the result, ``shows``: some of them are part of it.
+        separate: as of :class:`Recorded`.
     """
 
     launches: list[Prepared]
     casts: list[_Cast]
     zeros: int
     shown: int
+    separate: bool
+    shows: bool
 
     @classmethod
     def of(
         cls,
         request: Request,
+        separate: bool,
         launches: Sequence[launch.Launch],
         arguments: Sequence[Tensor | None],
         outputs: Sequence[Output],
@@ -147,7 +205,8 @@ class Recording(NamedTuple):
         casts = []
         zeros = [*amaxes]
         for j, ((codes, scale_inv, measured, _), fmt) in enumerate(zip(outputs, formats, strict=True)):
-            shares = j > 0 and fmt.symmetric and request.cast_of[j] == request.cast_of[j - 1] and formats[j - 1] == fmt
+            twins = j > 0 and request.cast_of[j] == request.cast_of[j - 1] and formats[j - 1] == fmt
+            shares = twins and fmt.symmetric and not separate
             place = -1
             if measured is not None and measured.numel():
                 place = len(zeros)
@@ -166,7 +225,8 @@ class Recording(NamedTuple):
         if len(prepared) < len(launches):
             return None
         shown = 0 if outputs else len(amaxes)
-        return cls(prepared, casts, len(zeros), shown)
+        shows = shown > 0 or any(each.measured >= 0 or each.level >= 0 for each in casts)
+        return cls(prepared, casts, len(zeros), shown, separate, shows)
 
     def replay(
         self, pointers: list[int], given: Sequence[Tensor | None], device: torch.device
@@ -182,17 +242,22 @@ class Recording(NamedTuple):
             outputs.append((codes, scale_inv))
             pointers.append(codes.data_ptr())
             pointers.append(scale_inv.data_ptr())
-        if self.zeros:
-            zeros = torch.zeros(self.zeros, dtype=torch.float32, device=device)
-            first = zeros.data_ptr()
+        if self.separate:
+            zeros = [torch.zeros(1, dtype=torch.float32, device=device) for _ in range(self.zeros)]
+            pointers.extend(zero.data_ptr() for zero in zeros)
+        elif self.zeros:
+            whole = torch.zeros(self.zeros, dtype=torch.float32, device=device)
+            first = whole.data_ptr()
             pointers.extend(range(first, first + 4 * self.zeros, 4))
+            if self.shows:
+                zeros = whole.unsafe_split(1)
         pointers.append(0)
         for each in self.launches:
             each.run(pointers)
         for j, (_, _, _, measured, level) in enumerate(self.casts):
             outputs[j] = (
                 *outputs[j],
-                zeros[measured : measured + 1] if measured >= 0 else None,
-                zeros[level : level + 1] if level >= 0 else given[j],
+                zeros[measured] if measured >= 0 else None,
+                zeros[level] if level >= 0 else given[j],
             )
-        return outputs, [zeros[i : i + 1] for i in range(self.shown)]
+        return outputs, list(zeros[: self.shown])
