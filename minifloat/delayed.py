@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat import formats
-from minifloat.arguments import shown
+from minifloat.arguments import checked, shown
 from minifloat.backward_pass import BackwardPass
 from minifloat.comm import ddp
 from minifloat.comm.collectives import max_of_all
@@ -195,11 +195,6 @@ class AmaxHistory(nn.Module):
 
         return restore
 
-    @torch.no_grad()
-    def drop_nonfinite(self) -> None:
-        """Clears infinite and NaN amaxes, which checkpoints of older versions may have."""
-        self.amax_history.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
-
     def history(self, recipe: DelayedScaling, forward: bool) -> History:
         """The buffers under a recipe, cut or zero-padded at the end to its ``amax_history_len``."""
         compiling = torch.compiler.is_compiling()
@@ -336,3 +331,16 @@ class Member:
             members.append(member)
             member = member.before
         return members[::-1]
+
+
+@checked
+@torch.no_grad()
+def forget_overflow(model: nn.Module) -> None:
+    """Removes infinite and NaN amaxes from the delayed scaling histories of ``model``.
+
+    There is no need to call it: what is not finite is not recorded, and an update drops what a checkpoint of an older
+    version has of it. It does nothing to finite amaxes and never waits for the device.
+    """
+    for module in model.modules():
+        if isinstance(module, AmaxHistory):
+            module.amax_history.nan_to_num_(0.0, posinf=0.0, neginf=0.0)

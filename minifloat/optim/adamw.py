@@ -1,22 +1,60 @@
-"""AdamW whose moments may be kept in bf16 or FP8."""
+"""AdamW whose moments may be kept in bf16, or in E4M3 codes with one scale for each 128 elements.
+
+A moment moves by little: with beta2 = 0.999 by a thousandth a step, while a bf16 has steps of 1/256 to 1/128 of its
+value and an E4M3 of 1/16 to 1/8. Rounded to the nearest it would stay where it is. So both low-precision forms round
+stochastically, up or down with probabilities that make the mean exact, which holds the moments to their fp32 course.
+
+E4M3 keeps the second moment as its square root: codes span a factor of about 2^18, which is 2^36 of the moment itself.
+Blocks are of up to 128 consecutive elements of a row, ``p[i]``, so that FSDP2, which shards by rows, shards codes and
+scales alike. Parameters of fewer than two dims, few elements in all, keep moments in fp32. Scales are powers of two:
+then all codes but the smallest have the significant bits of the value, and rounding those stochastically leaves the
+cast nothing to do. A root that is not zero gets a code that is not zero, since an update divides by it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from minifloat.arguments import Fraction, NonNegativeFloat, checked
-from minifloat.comm.dtensor import own_rows
-from minifloat.optim import moments
-from minifloat.optim.masters import is_low_precision
-from minifloat.optim.moments import Moments, kept_as
+from minifloat.comm.dtensor import own_rows, sharded_like
+from minifloat.formats import ROWWISE, Format
+from minifloat.operand import Operand
+from minifloat.optim.master import is_low_precision
+from minifloat.quantizer import Quantizer, cast_all
+
+Moments = Literal["fp32", "bf16", "fp8"]
+State = dict[str, Any]
 
 _BUCKET = 1 << 24
 """Elements whose moments are in fp32 at a time."""
+_E4M3 = Quantizer(Format("e4m3", block=128, scale_rule="pow2"), columnwise=False)
+
+
+class _Form(NamedTuple):
+    """How moments are kept.
+
+    Args:
+        dtype: of the values, or of their codes.
+        dropped: bits of an fp32 mantissa, of 23, beyond those that are kept.
+        second: what a state calls the second moment.
+    """
+
+    dtype: torch.dtype
+    dropped: int
+    second: str = "exp_avg_sq"
+
+
+_FORMS = {
+    "fp32": _Form(torch.float32, 0),
+    "bf16": _Form(torch.bfloat16, 16),
+    "fp8": _Form(torch.uint8, 20, "exp_avg_sq_root"),
+}
 
 
 class AdamW(torch.optim.Optimizer):
@@ -27,12 +65,11 @@ class AdamW(torch.optim.Optimizer):
     p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps).
 
     ``moments`` is what m and v are kept in between steps; the step itself is in fp32, and the update takes m and v as
-    they were before they were rounded. bf16 takes 4 bytes a parameter and fp8 2.06, where fp32 takes 8. See
-    ``minifloat.optim.moments`` for how they are rounded. With ``"fp32"`` state dicts go to and from
-    ``torch.optim.AdamW``. State of a parameter: ``step``; ``exp_avg`` and ``exp_avg_sq`` in the shape of the parameter,
-    fp32 or bf16; with fp8 ``exp_avg`` and ``exp_avg_sq_root`` as uint8 E4M3 codes in the shape of the parameter, and
-    ``exp_avg_scale`` and ``exp_avg_sq_root_scale``, fp32 [rows, blocks of 128 in a row], what codes are multiplied by.
-    fp8 is for parameters of two dims or more; others have fp32.
+    they were before they were rounded, stochastically. bf16 takes 4 bytes a parameter and fp8 2.06, where fp32 takes 8.
+    With ``"fp32"`` state dicts go to and from ``torch.optim.AdamW``. State of a parameter: ``step``; ``exp_avg`` and
+    ``exp_avg_sq`` in the shape of the parameter, fp32 or bf16; with fp8 ``exp_avg`` and ``exp_avg_sq_root`` as uint8
+    E4M3 codes in the shape of the parameter, and ``exp_avg_scale`` and ``exp_avg_sq_root_scale``, fp32 [rows, blocks of
+    128 in a row], what codes are multiplied by. fp8 is for parameters of two dims or more; others have fp32.
 
     Of DTensors, as FSDP2 makes them, each rank steps what it has; the state is DTensors, cut as the parameter is, so
     that ``torch.distributed.checkpoint`` loads it on any number of ranks.
@@ -95,21 +132,20 @@ class AdamW(torch.optim.Optimizer):
                 )
         draws: dict[torch.device, torch.Generator] = {}
         for group in self.param_groups:
-            stepped = {p: self._state(p, group["moments"]) for p in group["params"] if p.grad is not None}
-            for params in _buckets(list(stepped), group["moments"]):
-                kind, states = kept_as(params[0], group["moments"]), [stepped[p] for p in params]
+            for params in _buckets([p for p in group["params"] if p.grad is not None], group["moments"]):
+                kind, device = _kept_as(params[0], group["moments"]), params[0].device
+                states = [self._state(p, kind) for p in params]
                 for state in states:
                     state["step"] += 1
-                device = params[0].device
                 if kind != "fp32" and device not in draws:
                     draws[device] = torch.Generator(device).manual_seed(int(states[0]["step"]))
                 _update(params, states, group, kind, draws.get(device))
         return loss
 
-    def _state(self, p: Tensor, asked: Moments) -> dict[str, Any]:
-        state, kind = self.state[p], kept_as(p, asked)
+    def _state(self, p: Tensor, kind: Moments) -> State:
+        state = self.state[p]
         if not state:
-            made = moments.zeros(p, _names(kind), kind)
+            made = _zeros(p, kind)
             state["step"] = torch.tensor(0.0)
             state.update(made)
         return state
@@ -119,23 +155,18 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:  # load_state_dict gave all state the dtype of the parameter: exactly, if wider
             for p in group["params"]:
                 held = self.state.get(p, {})
-                kind: Moments = group["moments"]
-                kind = "fp32" if kind == "fp8" and _names(kind)[1] not in held else kind
-                held.update({name: held[name].to(moments.dtype(kind)) for name in _names(kind) if name in held})
+                form = _FORMS[group["moments"]]
+                form = form if form.second in held or group["moments"] != "fp8" else _FORMS["fp32"]
+                held.update({name: held[name].to(form.dtype) for name in ("exp_avg", form.second) if name in held})
 
 
 def _update(
-    whole: list[Tensor],
-    states: list[dict[str, Any]],
-    group: dict[str, Any],
-    kind: Moments,
-    draws: torch.Generator | None,
+    whole: list[Tensor], states: list[State], group: dict[str, Any], kind: Moments, draws: torch.Generator | None
 ) -> None:
     """The formulas of the class over lists, in the order of operations of PyTorch's, so that fp32 has its bits."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    first, second = _names(kind)
+    lr, (beta1, beta2), second = float(group["lr"]), group["betas"], _FORMS[kind].second
     params, grads = [own_rows(p) for p in whole], [_own_gradient(p) for p in whole]
-    m, v = moments.load(states, first, kind), moments.load(states, second, kind)
+    m, v = _load(states, "exp_avg", kind), _load(states, second, kind)
     if kind == "fp8":
         torch._foreach_mul_(v, v)  # kept as its root
     if group["weight_decay"] != 0:
@@ -144,8 +175,8 @@ def _update(
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
     roots = torch._foreach_sqrt(v)
-    moments.store(states, first, m, kind, draws)
-    moments.store(states, second, roots if kind == "fp8" else v, kind, draws)
+    _store(states, "exp_avg", m, kind, draws)
+    _store(states, second, roots if kind == "fp8" else v, kind, draws)
     steps = [float(state["step"]) for state in states]
     torch._foreach_div_(roots, [(1 - beta2**step) ** 0.5 for step in steps])
     torch._foreach_add_(roots, group["eps"])
@@ -164,17 +195,13 @@ def _own_gradient(p: Tensor) -> Tensor:
     return own_rows(p.grad)
 
 
-def _names(kind: Moments) -> tuple[str, str]:
-    return ("exp_avg", "exp_avg_sq_root") if kind == "fp8" else ("exp_avg", "exp_avg_sq")
-
-
 def _buckets(params: Sequence[Tensor], kind: Moments) -> Iterator[list[Tensor]]:
     """Parameters of one device and form of moments, few enough for fp32 copies of these to take little memory."""
     bucket: list[Tensor] = []
     held = 0
-    for p in sorted(params, key=lambda p: kept_as(p, kind)):
+    for p in sorted(params, key=lambda p: _kept_as(p, kind)):
         size = own_rows(p).numel()
-        alike = not bucket or (p.device, kept_as(p, kind)) == (bucket[0].device, kept_as(bucket[0], kind))
+        alike = not bucket or (p.device, _kept_as(p, kind)) == (bucket[0].device, _kept_as(bucket[0], kind))
         if bucket and (not alike or held + size > _BUCKET):
             yield bucket
             bucket, held = [], 0
@@ -198,3 +225,77 @@ def _check(group: dict[str, Any]) -> None:
                 f"AdamW steps fp32 parameters, got one of shape {tuple(p.shape)} in {p.dtype}: use "
                 "MasterWeights(params, AdamW, ...), which gives low-precision ones fp32 masters"
             )
+
+
+# ---- moments ----
+
+
+def _kept_as(p: Tensor, moments: Moments) -> Moments:
+    """What the moments of a parameter are kept as where ``moments`` is asked for."""
+    return "fp32" if moments == "fp8" and p.dim() < 2 else moments
+
+
+def _zeros(p: Tensor, kind: Moments) -> State:
+    """The moments of a parameter that has not been stepped; DTensors where it is one.
+
+    Raises:
+        ValueError: a DTensor is sharded by another dim than rows, which would cut blocks.
+    """
+    names = "exp_avg", _FORMS[kind].second
+    values = {name: torch.zeros_like(p, dtype=_FORMS[kind].dtype) for name in names}
+    if kind != "fp8":
+        return values
+    if any(placement.is_shard() and placement.dim != 0 for placement in getattr(p, "placements", ())):
+        raise ValueError(
+            f"fp8 moments are in blocks of a row, which a parameter of shape {tuple(p.shape)} sharded as "
+            f"{p.placements} cuts: use moments='bf16'"  # type: ignore[attr-defined]
+        )
+    rows, blocks = own_rows(p).shape[0], -(-math.prod(p.shape[1:]) // 128)
+    scales = [torch.ones(rows, blocks, dtype=torch.float32, device=p.device) for _ in names]
+    whole = p.shape[0], blocks
+    return values | {f"{name}_scale": sharded_like(p, own, whole) for name, own in zip(names, scales, strict=True)}
+
+
+def _load(states: Sequence[State], name: str, kind: Moments) -> list[Tensor]:
+    """The moments called ``name`` in fp32, of this rank's rows: with ``"fp32"`` the very tensors of the states."""
+    held = [own_rows(state[name]) for state in states]
+    if kind != "fp8":
+        return [moment.float() for moment in held]
+    return [_decode(codes, own_rows(state[f"{name}_scale"])) for codes, state in zip(held, states, strict=True)]
+
+
+def _store(
+    states: Sequence[State], name: str, values: Sequence[Tensor], kind: Moments, generator: torch.Generator | None
+) -> None:
+    """Writes moments that :func:`_load` gave and the step changed."""
+    if kind == "fp32":
+        return
+    assert generator is not None
+    rounded = [_stochastic_round(x, _FORMS[kind].dropped, generator) for x in values]
+    held = [own_rows(state[name]) for state in states]
+    if kind == "bf16":
+        torch._foreach_copy_(held, rounded)
+        return
+    matrices = [x.flatten(1) for x in rounded]
+    casts = cast_all(matrices, [_E4M3] * len(matrices))
+    for state, own, operands, x in zip(states, held, casts, matrices, strict=True):
+        operand = operands.any
+        assert operand.scale_inv is not None
+        codes = operand.codes.masked_fill((operand.codes == 0) & (x > 0), 1)  # 1 is the smallest code above zero
+        own.copy_(codes.view(own.shape))
+        own_rows(state[f"{name}_scale"]).copy_(operand.scale_inv)
+
+
+def _stochastic_round(x: Tensor, dropped: int, generator: torch.Generator) -> Tensor:
+    """fp32 ``x`` with its last ``dropped`` bits zero: one of two neighbours, in the mean ``x``. Inf and NaN stay."""
+    bits = x.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << dropped, bits.shape, dtype=torch.int32, device=x.device, generator=generator)
+    rounded = ((bits + noise) & -(1 << dropped)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
+
+
+def _decode(codes: Tensor, scale_inv: Tensor) -> Tensor:
+    matrix = codes.flatten(1)
+    shape = matrix.shape[0], matrix.shape[1]
+    operand = Operand(matrix, scale_inv, None, _E4M3.row_format, ROWWISE, shape, torch.float32)
+    return operand.dequantize().view(codes.shape)

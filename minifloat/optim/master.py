@@ -1,299 +1,218 @@
-"""Master weights around any optimizer: it steps fp32 copies, and the model's parameters are rounded from those."""
+"""The fp32 value of one low-precision parameter: whole, or as the parameter's own bf16 bits and 16 bits more."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from minifloat.arguments import checked
-from minifloat.optim.gradients import Gradients, gradient
-from minifloat.optim.masters import KEYS, Master, is_low_precision, write
+from minifloat.comm.collectives import max_of_all
+from minifloat.comm.dtensor import own_rows, sharded_like
+from minifloat.comm.group import Group
+from minifloat.tensor import QuantizedTensor, quantize_all_
 
-_OWN_ENTRIES = ("params", "param_names")
+KEYS = ("master", "remainder")
+"""What a state dict calls the two forms."""
 
 
-class MasterWeights(torch.optim.Optimizer):
-    """Steps fp32 masters of low-precision parameters with an optimizer of any class, then rounds the parameters.
+def is_low_precision(p: Tensor) -> bool:
+    """``p`` is quantized, bf16 or fp16: too coarse for an optimizer to step it."""
+    return isinstance(own_rows(p), QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16)
 
-    ``MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)``. Parameters that are
-    :class:`~minifloat.QuantizedTensor`, bf16 or fp16 have masters; others are stepped themselves. A step converts the
-    gradients to fp32, steps, and writes the quantized parameters in one multi-tensor cast and the 16-bit ones in one
-    ``_foreach_copy_``. Param groups, schedulers, hooks, closures and ``zero_grad`` are as for any optimizer.
 
-    A master starts from the parameter's ``get_high_precision_init_val()`` where it has one, which is then cleared, else
-    from its value. Later writes to a parameter by others (loading a model, clipping) are noticed by its version and
-    taken over, in those elements that changed; with a remainder in all, to within the rounding of the parameter: see
-    ``master``. Move the model to its device first.
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 ``values`` as the nearest bf16 and an int16 remainder, from which :func:`join` makes the same 32 bits.
 
-    The gradient is ``p.grad``; where ``p.grad_added_to_main_grad`` is set it is ``p.main_grad``, plus ``p.grad`` if
-    there is one (a tied weight used outside of the GEMM). ``zero_grad`` zeroes such a ``main_grad`` and clears the
-    mark.
+    The remainder is the distance between the two as bit patterns, ``values - (high << 16)``. Half-way cases are rounded
+    away from zero, by adding half a step to the bits: each bf16 then stands for 2^16 values, as many as an int16 has.
+    With ties to even an even bf16 would stand for 2^16 + 1, of which no 16 bits can tell all apart. A NaN becomes the
+    one quiet NaN.
+    """
+    bits = torch.where(values.isnan(), torch.nan, values).view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
-    ``GradScaler``: gradients are unscaled here, in fp32, so that fp16 parameters work; a step that overflowed changes
-    nothing. The scaler sees gradients of parameters only: casts of per-tensor formats saturate, so that an infinite dY
-    gives a finite dW, and shows in the gradients of biases, norms and embeddings instead.
 
-    The state dict is that of the inner optimizer with one entry more a parameter, ``"master"`` or ``"remainder"``.
-    After loading it the parameters are those of the masters, rounded; with a remainder they are half of the master, so
-    load the model's state dict too, before or after.
+def join(high: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 values that :func:`split` took apart.
 
-    Args:
-        params: parameters, param groups or named parameters, as for any optimizer.
-        optimizer_class: called with param groups and ``options``; what it makes is :attr:`inner`.
-        master: ``"fp32"``, or ``"bf16+remainder"``: masters of bf16 parameters are kept as 16 bits beyond the
-            parameter's own, exactly, and are whole during a step only. Saves 2 bytes a parameter between steps.
-            Parameters are then rounded with ties away from zero, and what others write to one is the upper half of its
-            master, which keeps the lower half that it had, or gets 0 where the two do not go together. Quantized and
-            fp16 parameters have fp32 masters.
-        options: of ``optimizer_class``, as keyword arguments; param groups may have their own.
+    A pair that it never gives makes values of another ``high``: (+-0, a negative remainder) is a NaN.
+    """
+    return ((high.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
-    Raises:
-        ValueError: ``master`` is neither, or a remainder of sharded parameters, or what the optimizer class raises.
+
+class Master:
+    """The master weights of one parameter, in its shape and on its device.
+
+    Attributes:
+        param: the low-precision parameter.
+        values: fp32, what the inner optimizer steps; empty between steps where there is a remainder.
+        remainder: int16, which together with the parameter's own bf16 bits is the fp32 value; else None.
     """
 
-    inner: torch.optim.Optimizer
-    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step
-
-    @checked
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: Callable[..., torch.optim.Optimizer],
-        *,
-        master: Literal["fp32", "bf16+remainder"] = "fp32",
-        **options: Any,
-    ) -> None:
-        self._with_remainder = master == "bf16+remainder"
-        self._masters: dict[Tensor, Master] = {}
-        self._make_inner: Callable[..., torch.optim.Optimizer] | None = lambda groups: optimizer_class(
-            groups, **options
-        )
-        super().__init__(params, {})
-        self.defaults = dict(self.inner.defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, with masters for those that train and are of low precision."""
-        super().add_param_group(param_group)
-        outer = self.param_groups[-1]
-        for p in outer["params"]:
-            if is_low_precision(p) and p.requires_grad:
-                self._masters[p] = Master(p, self._with_remainder)
-        group = _options(outer) | {"params": [self._stepped(p) for p in outer["params"]]}
-        if self._make_inner is not None:
-            self.inner, self._make_inner = self._make_inner([group]), None
-        else:
-            self.inner.add_param_group(group)
-        for key, value in _options(self.inner.param_groups[-1]).items():
-            outer.setdefault(key, value)
-        for master in self._masters.values():
-            master.release()
-
-    def _stepped(self, p: Tensor) -> Tensor:
-        return self._masters[p].values if p in self._masters else p
-
-    def _params(self) -> Iterator[Tensor]:
-        return chain.from_iterable(group["params"] for group in self.param_groups)
-
-    # ---- step ----
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the inner optimizer, and the parameters that follow from it.
-
-        Raises:
-            ValueError: a parameter has moved to another device, or ``GradScaler`` is used with ``main_grad``.
-        """
-        if self._overflowed():
-            return None
-        with torch.no_grad():
-            self._prepare()
-            gradients = Gradients(list(self._params()), self._masters, getattr(self, "grad_scale", None))
-            try:
-                if closure is None:
-                    gradients.hand_over()
-                    loss = self.inner.step()
-                else:
-                    loss = self.inner.step(self._reevaluation(closure, gradients))
-                if not all(_stands_still(group) for group in self.inner.param_groups):
-                    write(self._with_gradient())
-            finally:
-                gradients.take_back()
-                for master in self._masters.values():
-                    master.release()
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            outer.update(_options(inner))  # some optimizers keep state in their groups
-        self._publish()
-        return loss
-
-    def _overflowed(self) -> bool:
-        """What ``GradScaler`` found, which sets ``found_inf`` and ``grad_scale`` for the time of a step."""
-        found: Tensor | int | None = getattr(self, "found_inf", None)  # 0 where nothing has a gradient
-        if found is None:
-            return False
-        if any(getattr(p, "grad_added_to_main_grad", False) for p in self._params()):
-            raise ValueError(
-                "GradScaler looks at p.grad alone and would miss an overflow in main_grad; train in bf16 without a "
-                "scaler, or without fuse_wgrad_accumulation"
-            )
-        return bool(found)
-
-    def _prepare(self) -> None:
-        for p in self._params():
-            if p not in self._masters and is_low_precision(p) and gradient(p) is not None:
-                self._adopt(p)
-        for p, master in self._masters.items():
-            if master.values.device != p.device:
+    def __init__(self, param: Tensor, with_remainder: bool) -> None:
+        self.param = param
+        self.values = nn.Parameter(_initial_values(param))
+        self.remainder: Tensor | None = None
+        if with_remainder and param.dtype == torch.bfloat16 and not isinstance(self.rows, QuantizedTensor):
+            if self.rows is not param:
                 raise ValueError(
-                    f"a parameter of shape {tuple(p.shape)} is on {p.device} and its master on "
-                    f"{master.values.device}: move the model to its device before MasterWeights is made"
+                    f"master='bf16+remainder' is not for sharded parameters, as one of shape {tuple(param.shape)} is: "
+                    "use master='fp32', whose masters are sharded too"
                 )
-            master.follow()
-            master.load()
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_options(outer))
-
-    def _adopt(self, p: Tensor) -> None:
-        """Makes a master for a parameter that was frozen when it was added."""
-        master = self._masters[p] = Master(p, self._with_remainder)
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner["params"] = [self._stepped(each) for each in outer["params"]]
-        if p in self.inner.state:  # what some optimizers make at once, in the dtype of the parameter
-            state = self.inner.state.pop(p)
-            lower = {k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype == p.dtype}
-            self.inner.state[master.values] = state | lower
-
-    def _with_gradient(self) -> list[Master]:
-        return [master for master in self._masters.values() if master.values.grad is not None]
-
-    def _reevaluation(self, closure: Callable[[], Any], gradients: Gradients) -> Callable[[], Any]:
-        """The closure as the inner optimizer may call it several times: at the parameters of its latest masters."""
-
-        def evaluate() -> Any:
+            high, self.remainder = split(self.values.detach())
             with torch.no_grad():
-                write(self._with_gradient())
-            gradients.take_back()
-            with torch.enable_grad():
-                loss = closure()
-            gradients.hand_over()
-            return loss
+                param.copy_(high)
+        self.mark_written()
 
-        return evaluate
+    @property
+    def rows(self) -> Tensor:
+        """The parameter, or what this rank has of it."""
+        return own_rows(self.param)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, ``main_grad`` included where backward has added to it."""
-        super().zero_grad(set_to_none)
-        for p in self._params():
-            if getattr(p, "grad_added_to_main_grad", False):
-                p.main_grad.zero_()  # type: ignore[attr-defined]
-                p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    def mark_written(self) -> None:
+        """The parameter as it is now follows from these values."""
+        self._version: int | None = _version(self.param)
 
-    # ---- state ----
+    def mark_unknown(self) -> None:
+        """The parameter may hold anything: :meth:`follow` has to look."""
+        self._version = None
 
-    def _publish(self) -> None:
-        """Shows in :attr:`state`, by the model's parameters, what the inner optimizer keeps for what it steps."""
-        self.state = defaultdict(dict)
-        for p in self._params():
-            master = self._masters.get(p)
-            held = self.inner.state.get(self._stepped(p), {}) | ({} if master is None else master.state())
-            if held:
-                self.state[p] = held
+    def load(self) -> None:
+        """Makes :attr:`values` whole."""
+        if self.remainder is not None and self.values.shape != self.param.shape:
+            self.values.data = join(self.param.detach(), self.remainder)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As that of the inner optimizer, with ``"master"`` (fp32) or ``"remainder"`` (int16) beside its entries."""
-        self._publish()
-        return super().state_dict()
+    def rounded(self) -> Tensor:
+        """What is to be written to the parameter; a remainder is kept of it here."""
+        if self.remainder is None:
+            return self.values.detach()
+        high, remainder = split(self.values.detach())
+        self.remainder.copy_(remainder)
+        return high
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` gave, and rounds the parameters from the loaded masters.
+    def release(self) -> None:
+        """Frees :attr:`values` where a remainder replaces them."""
+        if self.remainder is not None:
+            self.values.data = self.values.new_empty(0)
 
-        Raises:
-            ValueError: it is that of another optimizer or model; nothing is loaded then.
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Takes over what others wrote to the parameter; where it still holds the rounded master, that stays.
+
+        With a remainder the parameter's bits are the upper half of the value, whoever wrote them: the remainder stays,
+        so that the value is one that rounds to what was written. Where no such value has this remainder, which is so
+        for most zeros, it becomes 0, and the value what was written.
         """
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        saved = self._by_parameter(state_dict)
-        groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
-        states = {i: _without_masters(entries) for i, entries in state_dict["state"].items()}
-        self.inner.load_state_dict({"state": states, "param_groups": groups})
-        for outer, inner, group in zip(
-            self.param_groups, self.inner.param_groups, state_dict["param_groups"], strict=True
-        ):
-            outer.update(_options(inner))
-            if "param_names" in group:
-                outer["param_names"] = group["param_names"]
-        for p, master in self._masters.items():
-            if any(key in saved[p] for key in KEYS):
-                master.restore(saved[p])
-        # With a remainder the parameter is a part of the master: it comes with the model's state. And codes that came
-        # with it stay, where they were cast with an earlier delayed scale.
-        whole = [master for master in self._masters.values() if master.remainder is None]
-        write([master for master in whole if not master.is_written()])
-        self._publish()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        if _version(self.param) == self._version:
+            return
+        if self.remainder is not None:
+            high = self.param.detach()
+            rounded, _ = split(join(high, self.remainder))
+            self.remainder.masked_fill_(rounded.view(torch.int16) != high.view(torch.int16), 0)
+        else:
+            now, values = _exact(own_rows(self.param.detach())), own_rows(self.values)
+            values.copy_(torch.where(self._rounds_to(now), values, now))
+        self.mark_written()
 
-    def _by_parameter(self, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-        """The state of each parameter, checked. Those that trained when it was saved get a master, if they have none.
+    def _rounds_to(self, now: Tensor) -> Tensor:
+        """Where the values round to ``now``, those of the parameter."""
+        held, values = own_rows(self.param.detach()), own_rows(self.values.detach())
+        scale = _scale_of_codes(held)
+        if scale is None:
+            return _exact(held.clone().copy_(values)) == now
+        # Known through its reciprocal, to an ulp or two: what either neighbour rounds to is taken for the same code.
+        same = torch.zeros_like(now, dtype=torch.bool)
+        for factor in (1 - 2**-22, 1.0, 1 + 2**-22):
+            rounded = held.clone()
+            rounded.scale = scale * factor  # type: ignore[attr-defined]
+            same |= (_exact(rounded.copy_(values)) - now).abs() <= now.abs() * 2**-18
+        return same
 
-        Those that did not, and train now, keep the master that they have.
+    def is_written(self) -> bool:
+        """The parameter holds the rounded master under a delayed scale, which that of its next cast may differ from.
+
+        A collective of the ranks that shard it: all of them write, or none does, for their codes have one scale.
         """
-        sizes = [
-            [len(group["params"]) for group in groups] for groups in (self.param_groups, state_dict["param_groups"])
-        ]
-        if sizes[0] != sizes[1]:
+        rows: Any = self.rows
+        if _scale_of_codes(rows) is None:
+            return False
+        differs = (~self._rounds_to(_exact(rows.detach()))).any().float().view(1)
+        return not bool(max_of_all([differs], Group.of(rows.amax_group))[0])
+
+    def state(self) -> dict[str, Tensor]:
+        """What a state dict keeps."""
+        if self.remainder is not None:
+            return {"remainder": self.remainder}
+        return {"master": self.values.detach()}
+
+    def check(self, saved: Mapping[str, Any], index: int) -> None:
+        """Raises a ValueError if :meth:`restore` could not take ``saved``, the state of parameter number ``index``."""
+        wanted, other = KEYS if self.remainder is None else KEYS[::-1]
+        if wanted not in saved:
             raise ValueError(
-                f"the state dict has param groups of {sizes[1]} parameters, the optimizer of {sizes[0]}: make the "
-                "groups as they were when it was saved"
+                f"the state of parameter {index} has a {other!r} where this optimizer keeps a {wanted!r}: make it with "
+                "the master= that the state was saved with"
             )
-        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        saved = {p: state_dict["state"].get(i, {}) for i, p in zip(ids, self._params(), strict=True)}
-        with_master = {p for p, entries in saved.items() if any(key in entries for key in KEYS)}
-        if self._masters and not with_master:
+        if saved[wanted].shape != self.param.shape:
             raise ValueError(
-                "the state dict has no master weights, it is that of a plain optimizer: load it into one, or start "
-                "MasterWeights from the loaded model"
+                f"the {wanted} of parameter {index} is of shape {tuple(saved[wanted].shape)}, the parameter of "
+                f"{tuple(self.param.shape)}: the state dict belongs to another model"
             )
-        for i, (p, entries) in enumerate(saved.items()):
-            if p in with_master and not is_low_precision(p):
-                raise ValueError(f"the state of parameter {i} has a master, but it is {p.dtype} here and needs none")
-            if p in with_master and p not in self._masters:
-                self._adopt(p)
-            if p in with_master:
-                self._masters[p].check(entries, i)
-        return saved
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"inner": self.inner, "_masters": self._masters, "_with_remainder": self._with_remainder}
-        return super().__getstate__() | own | {"_make_inner": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for master in self._masters.values():  # a copied parameter counts its versions anew
-            if master.remainder is None:
-                master.mark_written()
-            else:
-                master.mark_unknown()
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state` gave."""
+        if self.remainder is not None:
+            self.remainder.copy_(saved["remainder"])
+            self.mark_unknown()  # the parameter may not have been loaded
+        else:
+            self.values.copy_(saved["master"])
 
 
-def _stands_still(group: dict[str, Any]) -> bool:
-    """A step changes no master, such as the one that PyTorch makes for an optimizer to have state to be loaded.
-
-    Writing parameters then would cast them anew, with another delayed scale than their codes have been loaded with.
-    """
-    rate = group.get("lr", 1.0)
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return False  # to look would wait for the device
-    return float(rate) == 0
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _OWN_ENTRIES}
+@torch.no_grad()
+def write(masters: Sequence[Master]) -> None:
+    """Rounds masters to their parameters: the quantized ones in one multi-tensor cast, the others in one copy."""
+    quantized = [master for master in masters if isinstance(master.rows, QuantizedTensor)]
+    others = [master for master in masters if not isinstance(master.rows, QuantizedTensor)]
+    if quantized:
+        quantize_all_([m.rows for m in quantized], [own_rows(m.rounded()) for m in quantized])  # type: ignore[misc]
+    if others:
+        torch._foreach_copy_([m.rows for m in others], [own_rows(m.rounded()) for m in others])
+    for master in masters:
+        master.mark_written()
 
 
-def _without_masters(entries: Any) -> Any:
-    return {k: v for k, v in entries.items() if k not in KEYS} if isinstance(entries, dict) else entries
+def _scale_of_codes(t: Tensor) -> Tensor | None:
+    """The delayed scale that ``t`` was cast with, which its ``scale`` has left behind since; None in other formats."""
+    operands = t._operands if isinstance(t, QuantizedTensor) else ()
+    for operand in operands:
+        if operand is not None and operand.format.scale_rule == "given" and operand.scale_inv is not None:
+            return operand.scale_inv.reciprocal()
+    return None
+
+
+def _exact(t: Tensor) -> Tensor:
+    return t.dequantize(torch.float32) if isinstance(t, QuantizedTensor) else t.float()
+
+
+def _version(p: Tensor) -> int:
+    """Counts the writes to ``p``: those to a DTensor as such, and those to what this rank has of it."""
+    rows = own_rows(p)
+    if rows is p:
+        return p._version
+    return p._version + (rows._operands.any.codes if isinstance(rows, QuantizedTensor) else rows)._version
+
+
+@torch.no_grad()
+def _initial_values(param: Tensor) -> Tensor:
+    """The values before the first cast where the parameter has kept them, which it then forgets; else its own."""
+    rows = own_rows(param)
+    if not isinstance(rows, QuantizedTensor):
+        return _exact(param.detach())
+    kept = rows.get_high_precision_init_val()
+    rows.clear_high_precision_init_val()  # also those that a load has made stale
+    values = _exact(rows.detach()) if kept is None else kept.to(rows.device, torch.float32, copy=True)
+    return sharded_like(param, values.reshape(rows.shape), param.shape)

@@ -21,7 +21,7 @@ import minifloat
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import Format
 from minifloat.optim import AdamW, MasterWeights, forget_overflow, moments
-from minifloat.optim.masters import join, split
+from minifloat.optim.master import join, split
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, quantize, writing

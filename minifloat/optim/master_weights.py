@@ -1,0 +1,331 @@
+"""Master weights around any optimizer: it steps fp32 copies, and the model's parameters are rounded from those."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from minifloat.arguments import checked
+from minifloat.optim.gradients import gradient
+from minifloat.optim.master import KEYS, Master, is_low_precision, write
+
+_OWN_ENTRIES = ("params", "param_names")
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Steps fp32 masters of low-precision parameters with an optimizer of any class, then rounds the parameters.
+
+    ``MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)``. Parameters that are
+    :class:`~minifloat.QuantizedTensor`, bf16 or fp16 have masters; others are stepped themselves. A step converts the
+    gradients to fp32, steps, and writes the quantized parameters in one multi-tensor cast and the 16-bit ones in one
+    ``_foreach_copy_``. Param groups, schedulers, hooks, closures and ``zero_grad`` are as for any optimizer.
+
+    A master starts from the parameter's ``get_high_precision_init_val()`` where it has one, which is then cleared, else
+    from its value. Later writes to a parameter by others (loading a model, clipping) are noticed by its version and
+    taken over, in those elements that changed; with a remainder in all, to within the rounding of the parameter: see
+    ``master``. Move the model to its device first.
+
+    The gradient is ``p.grad``; where ``p.grad_added_to_main_grad`` is set it is ``p.main_grad``, plus ``p.grad`` if
+    there is one (a tied weight used outside of the GEMM). ``zero_grad`` zeroes such a ``main_grad`` and clears the
+    mark.
+
+    ``GradScaler``: gradients are unscaled here, in fp32, so that fp16 parameters work; a step that overflowed changes
+    nothing. The scaler sees gradients of parameters only: casts of per-tensor formats saturate, so that an infinite dY
+    gives a finite dW, and shows in the gradients of biases, norms and embeddings instead.
+
+    The state dict is that of the inner optimizer with one entry more a parameter, ``"master"`` or ``"remainder"``.
+    After loading it the parameters are those of the masters, rounded; with a remainder they are half of the master, so
+    load the model's state dict too, before or after.
+
+    Args:
+        params: parameters, param groups or named parameters, as for any optimizer.
+        optimizer_class: called with param groups and ``options``; what it makes is :attr:`inner`.
+        master: ``"fp32"``, or ``"bf16+remainder"``: masters of bf16 parameters are kept as 16 bits beyond the
+            parameter's own, exactly, and are whole during a step only. Saves 2 bytes a parameter between steps.
+            Parameters are then rounded with ties away from zero, and what others write to one is the upper half of its
+            master, which keeps the lower half that it had, or gets 0 where the two do not go together. Quantized and
+            fp16 parameters have fp32 masters.
+        options: of ``optimizer_class``, as keyword arguments; param groups may have their own.
+
+    Raises:
+        ValueError: ``master`` is neither, or a remainder of sharded parameters, or what the optimizer class raises.
+    """
+
+    inner: torch.optim.Optimizer
+    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step
+
+    @checked
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        master: Literal["fp32", "bf16+remainder"] = "fp32",
+        **options: Any,
+    ) -> None:
+        self._with_remainder = master == "bf16+remainder"
+        self._masters: dict[Tensor, Master] = {}
+        self._make_inner: Callable[..., torch.optim.Optimizer] | None = lambda groups: optimizer_class(
+            groups, **options
+        )
+        super().__init__(params, {})
+        self.defaults = dict(self.inner.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, with masters for those that train and are of low precision."""
+        super().add_param_group(param_group)
+        outer = self.param_groups[-1]
+        for p in outer["params"]:
+            if is_low_precision(p) and p.requires_grad:
+                self._masters[p] = Master(p, self._with_remainder)
+        group = _options(outer) | {"params": [self._stepped(p) for p in outer["params"]]}
+        if self._make_inner is not None:
+            self.inner, self._make_inner = self._make_inner([group]), None
+        else:
+            self.inner.add_param_group(group)
+        for key, value in _options(self.inner.param_groups[-1]).items():
+            outer.setdefault(key, value)
+        for master in self._masters.values():
+            master.release()
+
+    def _stepped(self, p: Tensor) -> Tensor:
+        return self._masters[p].values if p in self._masters else p
+
+    def _params(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    # ---- step ----
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the inner optimizer, and the parameters that follow from it.
+
+        Raises:
+            ValueError: a parameter has moved to another device, or ``GradScaler`` is used with ``main_grad``.
+        """
+        if self._overflowed():
+            return None
+        with torch.no_grad():
+            self._prepare()
+            gradients = _SteppedGradients(list(self._params()), self._masters, getattr(self, "grad_scale", None))
+            try:
+                if closure is None:
+                    gradients.set()
+                    loss = self.inner.step()
+                else:
+                    loss = self.inner.step(self._reevaluation(closure, gradients))
+                if not all(_is_noop_step(group) for group in self.inner.param_groups):
+                    write(self._with_gradient())
+            finally:
+                gradients.restore()
+                for master in self._masters.values():
+                    master.release()
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update(_options(inner))  # some optimizers keep state in their groups
+        self._publish()
+        return loss
+
+    def _overflowed(self) -> bool:
+        """What ``GradScaler`` found, which sets ``found_inf`` and ``grad_scale`` for the time of a step."""
+        found: Tensor | int | None = getattr(self, "found_inf", None)  # 0 where nothing has a gradient
+        if found is None:
+            return False
+        if any(getattr(p, "grad_added_to_main_grad", False) for p in self._params()):
+            raise ValueError(
+                "GradScaler looks at p.grad alone and would miss an overflow in main_grad; train in bf16 without a "
+                "scaler, or without fuse_wgrad_accumulation"
+            )
+        return bool(found)
+
+    def _prepare(self) -> None:
+        for p in self._params():
+            if p not in self._masters and is_low_precision(p) and gradient(p) is not None:
+                self._adopt(p)
+        for p, master in self._masters.items():
+            if master.values.device != p.device:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is on {p.device} and its master on "
+                    f"{master.values.device}: move the model to its device before MasterWeights is made"
+                )
+            master.follow()
+            master.load()
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_options(outer))
+
+    def _adopt(self, p: Tensor) -> None:
+        """Makes a master for a parameter that was frozen when it was added."""
+        master = self._masters[p] = Master(p, self._with_remainder)
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner["params"] = [self._stepped(each) for each in outer["params"]]
+        if p in self.inner.state:  # what some optimizers make at once, in the dtype of the parameter
+            state = self.inner.state.pop(p)
+            lower = {k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype == p.dtype}
+            self.inner.state[master.values] = state | lower
+
+    def _with_gradient(self) -> list[Master]:
+        return [master for master in self._masters.values() if master.values.grad is not None]
+
+    def _reevaluation(self, closure: Callable[[], Any], gradients: _SteppedGradients) -> Callable[[], Any]:
+        """The closure as the inner optimizer may call it several times: at the parameters of its latest masters."""
+
+        def evaluate() -> Any:
+            with torch.no_grad():
+                write(self._with_gradient())
+            gradients.restore()
+            with torch.enable_grad():
+                loss = closure()
+            gradients.set()
+            return loss
+
+        return evaluate
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, ``main_grad`` included where backward has added to it."""
+        super().zero_grad(set_to_none)
+        for p in self._params():
+            if getattr(p, "grad_added_to_main_grad", False):
+                p.main_grad.zero_()  # type: ignore[attr-defined]
+                p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    # ---- state ----
+
+    def _publish(self) -> None:
+        """Shows in :attr:`state`, by the model's parameters, what the inner optimizer keeps for what it steps."""
+        self.state = defaultdict(dict)
+        for p in self._params():
+            master = self._masters.get(p)
+            held = self.inner.state.get(self._stepped(p), {}) | ({} if master is None else master.state())
+            if held:
+                self.state[p] = held
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of the inner optimizer, with ``"master"`` (fp32) or ``"remainder"`` (int16) beside its entries."""
+        self._publish()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` gave, and rounds the parameters from the loaded masters.
+
+        Raises:
+            ValueError: it is that of another optimizer or model; nothing is loaded then.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        saved = self._by_parameter(state_dict)
+        groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
+        states = {i: _without_masters(entries) for i, entries in state_dict["state"].items()}
+        self.inner.load_state_dict({"state": states, "param_groups": groups})
+        for outer, inner, group in zip(
+            self.param_groups, self.inner.param_groups, state_dict["param_groups"], strict=True
+        ):
+            outer.update(_options(inner))
+            if "param_names" in group:
+                outer["param_names"] = group["param_names"]
+        for p, master in self._masters.items():
+            if any(key in saved[p] for key in KEYS):
+                master.restore(saved[p])
+        # With a remainder the parameter is a part of the master: it comes with the model's state. And codes that came
+        # with it stay, where they were cast with an earlier delayed scale.
+        whole = [master for master in self._masters.values() if master.remainder is None]
+        write([master for master in whole if not master.is_written()])
+        self._publish()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _by_parameter(self, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
+        """The state of each parameter, checked. Those that trained when it was saved get a master, if they have none.
+
+        Those that did not, and train now, keep the master that they have.
+        """
+        sizes = [
+            [len(group["params"]) for group in groups] for groups in (self.param_groups, state_dict["param_groups"])
+        ]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the state dict has param groups of {sizes[1]} parameters, the optimizer of {sizes[0]}: make the "
+                "groups as they were when it was saved"
+            )
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        saved = {p: state_dict["state"].get(i, {}) for i, p in zip(ids, self._params(), strict=True)}
+        with_master = {p for p, entries in saved.items() if any(key in entries for key in KEYS)}
+        if self._masters and not with_master:
+            raise ValueError(
+                "the state dict has no master weights, it is that of a plain optimizer: load it into one, or start "
+                "MasterWeights from the loaded model"
+            )
+        for i, (p, entries) in enumerate(saved.items()):
+            if p in with_master and not is_low_precision(p):
+                raise ValueError(f"the state of parameter {i} has a master, but it is {p.dtype} here and needs none")
+            if p in with_master and p not in self._masters:
+                self._adopt(p)
+            if p in with_master:
+                self._masters[p].check(entries, i)
+        return saved
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"inner": self.inner, "_masters": self._masters, "_with_remainder": self._with_remainder}
+        return super().__getstate__() | own | {"_make_inner": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for master in self._masters.values():  # a copied parameter counts its versions anew
+            if master.remainder is None:
+                master.mark_written()
+            else:
+                master.mark_unknown()
+
+
+class _SteppedGradients:
+    """The gradients of a step, given to what the inner optimizer steps; those of the parameters stay as they are."""
+
+    def __init__(self, params: list[Tensor], masters: dict[Tensor, Master], grad_scale: Tensor | None) -> None:
+        self._params = params
+        self._masters = masters
+        # Through float64, as GradScaler does, so that what is stepped has the same bits.
+        self._unscale = None if grad_scale is None else grad_scale.double().reciprocal().float()
+        self._replaced: list[tuple[Tensor, Tensor | None]] = []
+
+    def set(self) -> None:
+        """Sets ``grad`` of what the inner optimizer steps, in its dtype and unscaled."""
+        for p in self._params:
+            master = self._masters.get(p)
+            stepped = p if master is None else master.values
+            grad = gradient(p)
+            if grad is not None:
+                grad = grad.to(stepped.dtype)
+                grad = grad if self._unscale is None else grad * self._unscale.to(grad.device)
+            if master is None and grad is not p.grad:
+                self._replaced.append((p, p.grad))
+            stepped.grad = grad
+
+    def restore(self) -> None:
+        """Undoes :meth:`set`."""
+        for master in self._masters.values():
+            master.values.grad = None
+        for p, grad in self._replaced:
+            p.grad = grad
+        self._replaced.clear()
+
+
+def _is_noop_step(group: dict[str, Any]) -> bool:
+    """A step changes no master, such as the one that PyTorch makes for an optimizer to have state to be loaded.
+
+    Writing parameters then would cast them anew, with another delayed scale than their codes have been loaded with.
+    """
+    rate = group.get("lr", 1.0)
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return False  # to look would wait for the device
+    return float(rate) == 0
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OWN_ENTRIES}
+
+
+def _without_masters(entries: Any) -> Any:
+    return {k: v for k, v in entries.items() if k not in KEYS} if isinstance(entries, dict) else entries
