@@ -36,7 +36,7 @@ _BUCKET = 1 << 24
 _E4M3 = Quantizer(Format("e4m3", block=128, scale_rule="pow2"), columnwise=False)
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """How moments are kept.
 
     Args:
@@ -50,10 +50,10 @@ class _Form(NamedTuple):
     second: str = "exp_avg_sq"
 
 
-_FORMS = {
-    "fp32": _Form(torch.float32, 0),
-    "bf16": _Form(torch.bfloat16, 16),
-    "fp8": _Form(torch.uint8, 20, "exp_avg_sq_root"),
+FORMS = {
+    "fp32": Form(torch.float32, 0),
+    "bf16": Form(torch.bfloat16, 16),
+    "fp8": Form(torch.uint8, 20, "exp_avg_sq_root"),
 }
 
 
@@ -132,9 +132,10 @@ class AdamW(torch.optim.Optimizer):
                 )
         draws: dict[torch.device, torch.Generator] = {}
         for group in self.param_groups:
-            for params in _buckets([p for p in group["params"] if p.grad is not None], group["moments"]):
+            stepped = {p: self._state(p, _kept_as(p, group["moments"])) for p in group["params"] if p.grad is not None}
+            for params in _buckets(list(stepped), group["moments"]):
                 kind, device = _kept_as(params[0], group["moments"]), params[0].device
-                states = [self._state(p, kind) for p in params]
+                states = [stepped[p] for p in params]
                 for state in states:
                     state["step"] += 1
                 if kind != "fp32" and device not in draws:
@@ -145,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
     def _state(self, p: Tensor, kind: Moments) -> State:
         state = self.state[p]
         if not state:
-            made = _zeros(p, kind)
+            made = _new_moments(p, kind)
             state["step"] = torch.tensor(0.0)
             state.update(made)
         return state
@@ -155,8 +156,8 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:  # load_state_dict gave all state the dtype of the parameter: exactly, if wider
             for p in group["params"]:
                 held = self.state.get(p, {})
-                form = _FORMS[group["moments"]]
-                form = form if form.second in held or group["moments"] != "fp8" else _FORMS["fp32"]
+                form = FORMS[group["moments"]]
+                form = form if form.second in held or group["moments"] != "fp8" else FORMS["fp32"]
                 held.update({name: held[name].to(form.dtype) for name in ("exp_avg", form.second) if name in held})
 
 
@@ -164,9 +165,9 @@ def _update(
     whole: list[Tensor], states: list[State], group: dict[str, Any], kind: Moments, draws: torch.Generator | None
 ) -> None:
     """The formulas of the class over lists, in the order of operations of PyTorch's, so that fp32 has its bits."""
-    lr, (beta1, beta2), second = float(group["lr"]), group["betas"], _FORMS[kind].second
+    lr, (beta1, beta2), second = float(group["lr"]), group["betas"], FORMS[kind].second
     params, grads = [own_rows(p) for p in whole], [_own_gradient(p) for p in whole]
-    m, v = _load(states, "exp_avg", kind), _load(states, second, kind)
+    m, v = load_moments(states, "exp_avg", kind), load_moments(states, second, kind)
     if kind == "fp8":
         torch._foreach_mul_(v, v)  # kept as its root
     if group["weight_decay"] != 0:
@@ -175,8 +176,8 @@ def _update(
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
     roots = torch._foreach_sqrt(v)
-    _store(states, "exp_avg", m, kind, draws)
-    _store(states, second, roots if kind == "fp8" else v, kind, draws)
+    store_moments(states, "exp_avg", m, kind, draws)
+    store_moments(states, second, roots if kind == "fp8" else v, kind, draws)
     steps = [float(state["step"]) for state in states]
     torch._foreach_div_(roots, [(1 - beta2**step) ** 0.5 for step in steps])
     torch._foreach_add_(roots, group["eps"])
@@ -235,14 +236,14 @@ def _kept_as(p: Tensor, moments: Moments) -> Moments:
     return "fp32" if moments == "fp8" and p.dim() < 2 else moments
 
 
-def _zeros(p: Tensor, kind: Moments) -> State:
+def _new_moments(p: Tensor, kind: Moments) -> State:
     """The moments of a parameter that has not been stepped; DTensors where it is one.
 
     Raises:
         ValueError: a DTensor is sharded by another dim than rows, which would cut blocks.
     """
-    names = "exp_avg", _FORMS[kind].second
-    values = {name: torch.zeros_like(p, dtype=_FORMS[kind].dtype) for name in names}
+    names = "exp_avg", FORMS[kind].second
+    values = {name: torch.zeros_like(p, dtype=FORMS[kind].dtype) for name in names}
     if kind != "fp8":
         return values
     if any(placement.is_shard() and placement.dim != 0 for placement in getattr(p, "placements", ())):
@@ -256,7 +257,7 @@ def _zeros(p: Tensor, kind: Moments) -> State:
     return values | {f"{name}_scale": sharded_like(p, own, whole) for name, own in zip(names, scales, strict=True)}
 
 
-def _load(states: Sequence[State], name: str, kind: Moments) -> list[Tensor]:
+def load_moments(states: Sequence[State], name: str, kind: Moments) -> list[Tensor]:
     """The moments called ``name`` in fp32, of this rank's rows: with ``"fp32"`` the very tensors of the states."""
     held = [own_rows(state[name]) for state in states]
     if kind != "fp8":
@@ -264,14 +265,14 @@ def _load(states: Sequence[State], name: str, kind: Moments) -> list[Tensor]:
     return [_decode(codes, own_rows(state[f"{name}_scale"])) for codes, state in zip(held, states, strict=True)]
 
 
-def _store(
+def store_moments(
     states: Sequence[State], name: str, values: Sequence[Tensor], kind: Moments, generator: torch.Generator | None
 ) -> None:
-    """Writes moments that :func:`_load` gave and the step changed."""
+    """Writes moments that :func:`load_moments` gave and the step changed."""
     if kind == "fp32":
         return
     assert generator is not None
-    rounded = [_stochastic_round(x, _FORMS[kind].dropped, generator) for x in values]
+    rounded = [stochastic_round(x, FORMS[kind].dropped, generator) for x in values]
     held = [own_rows(state[name]) for state in states]
     if kind == "bf16":
         torch._foreach_copy_(held, rounded)
@@ -286,7 +287,7 @@ def _store(
         own_rows(state[f"{name}_scale"]).copy_(operand.scale_inv)
 
 
-def _stochastic_round(x: Tensor, dropped: int, generator: torch.Generator) -> Tensor:
+def stochastic_round(x: Tensor, dropped: int, generator: torch.Generator) -> Tensor:
     """fp32 ``x`` with its last ``dropped`` bits zero: one of two neighbours, in the mean ``x``. Inf and NaN stay."""
     bits = x.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << dropped, bits.shape, dtype=torch.int32, device=x.device, generator=generator)

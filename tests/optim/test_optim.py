@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import minifloat
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import Format
-from minifloat.optim import AdamW, MasterWeights, forget_overflow, moments
+from minifloat.optim import AdamW, MasterWeights, adamw, forget_overflow
 from minifloat.optim.master import join, split
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
@@ -761,7 +761,7 @@ def test_low_precision_moments_follow_those_in_fp32(kind: Any) -> None:
         reference.step()
     state, wanted = optimizer.state[p], reference.state[plain]
     names = ("exp_avg", "exp_avg_sq_root" if kind == "fp8" else "exp_avg_sq")
-    m, v = (moments.load([state], name, kind)[0] for name in names)
+    m, v = (adamw.load_moments([state], name, kind)[0] for name in names)
     root = v if kind == "fp8" else v.sqrt()
     ratio = root / wanted["exp_avg_sq"].sqrt()
     assert abs(ratio.mean() - 1) < 0.03 and ratio.std() < (0.3 if kind == "fp8" else 0.06)
@@ -773,14 +773,14 @@ def test_low_precision_moments_follow_those_in_fp32(kind: Any) -> None:
 def test_stochastic_rounding_is_exact_in_the_mean(dropped: int) -> None:
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(64) * 3
-    rounded = torch.stack([moments.stochastic_round(x, dropped, draws) for _ in range(4096)])
+    rounded = torch.stack([adamw.stochastic_round(x, dropped, draws) for _ in range(4096)])
     step = torch.finfo(torch.float32).eps * 2**dropped * x.abs()  # at most, between neighbours
     assert ((rounded - x).abs() <= step).all() and (rounded.view(torch.int32) & (1 << dropped) - 1).eq(0).all()
     assert ((rounded.double().mean(0) - x).abs() <= 5 * step / 2 / 4096**0.5).all()
     nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # all bits of the mantissa
     special = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0]), nans])
     for _ in range(4):
-        kept = moments.stochastic_round(special, dropped, draws)
+        kept = adamw.stochastic_round(special, dropped, draws)
         assert torch.equal(kept.nan_to_num(7.0), special.nan_to_num(7.0)) and kept.isnan().sum() == 4
 
 
@@ -834,7 +834,7 @@ def test_state_of_odd_shapes_and_its_size(kind: Any) -> None:
         state = optimizer.state[p]
         own: Any = "fp32" if kind == "fp8" and p.dim() < 2 else kind
         names = ("exp_avg", "exp_avg_sq_root" if own == "fp8" else "exp_avg_sq")
-        assert all(state[name].shape == p.shape and state[name].dtype == moments.dtype(own) for name in names)
+        assert all(state[name].shape == p.shape and state[name].dtype == adamw.FORMS[own].dtype for name in names)
         held = sum(t.numel() * t.element_size() for key, t in state.items() if key != "step")
         blocks = len(p) * -(-p[0].numel() // 128) if p.numel() and p.dim() else 0
         assert held == {"fp32": 8 * p.numel(), "bf16": 4 * p.numel(), "fp8": 2 * p.numel() + 8 * blocks}[own]

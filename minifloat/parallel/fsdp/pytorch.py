@@ -268,10 +268,9 @@ def is_allocated(tensor: Tensor) -> bool:
 
 
 def record_stream(tensors: Iterable[Tensor]) -> None:
-    """The current stream may still read these when they are freed, which another one has allocated."""
+    """The current stream may still read these, which are on a GPU, when they are freed: another one allocated them."""
     for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:

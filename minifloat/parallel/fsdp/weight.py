@@ -20,7 +20,7 @@ from minifloat.parallel.fsdp.pytorch import ShardedParameter
 from minifloat.parallel.fsdp.rows import cut_rows, row_unit
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
-from minifloat.tensor import QuantizedTensor
+from minifloat.tensor import QuantizedTensor, operand_ops
 
 _BOTH = (ROWWISE, COLUMNWISE)
 
@@ -136,8 +136,9 @@ class ShardedWeight:
     def _release(self) -> None:
         """Frees the parts, if they can be cast again; to be called in the stream that waits for the gather."""
         if self.cast is not None and self.parts is not None:
-            held = [operand for part in self.parts for operand in part if operand is not None]
-            pytorch.record_stream(tensor for operand in held for tensor in operand.tensors if tensor is not None)
+            if self.parts[0].any.codes.is_cuda:
+                held = [operand for part in self.parts for operand in part if operand is not None]
+                pytorch.record_stream(tensor for operand in held for tensor in operand_ops.buffers(operand))
             self.parts = None
 
     # ---- a gather of FSDP2's ----
