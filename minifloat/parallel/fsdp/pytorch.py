@@ -275,7 +275,4 @@ def record_stream(tensors: Iterable[Tensor]) -> None:
 
 def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """What is written inside is no change to autograd, which has saved the tensors to read what will be written."""
-    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
-        tuple(tensors)
-    )
-    return kept
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

@@ -36,23 +36,12 @@ class ShardedWeight:
     Shards in high precision are cast at the start of each outermost forward, together with those of all other weights
     (:func:`~minifloat.parallel.fsdp.casting.cast_shards`). The cast shards are freed after the all-gather, and cast
     again for backward with the amaxes and scales of then, so that a rank does not hold its codes of all weights at
-    once. Shards of a quantized parameter are sent as they are. Rows of a block, of either orientation, that straddles
-    ranks are sent by the rank of its first row. Which orientation, FSDP2's training state says:
+    once. Shards of a quantized parameter are sent as they are. The rows of a block that straddles ranks, in either
+    orientation, are sent by the rank of its first row.
 
-    =====================================================  ==========================================
-    a gather                                               sends
-    =====================================================  ==========================================
-    for a forward after which the layer is sharded again   rowwise
-    for a backward                                         columnwise; rowwise too where an earlier
-                                                           backward has read it, as recomputation does
-    any other: a layer that stays unsharded,               both; rowwise alone without grad mode
-    an ``unshard()`` by hand, in a recomputation
-    for a layer whose forward is compiled, but the first   both
-    =====================================================  ==========================================
-
-    A compiled layer cannot ask for what is missing, as in a recomputation, so that all is there.
-    A symmetric format has one operand, which is sent each time. What a call needs and finds missing is gathered then
-    and there (:meth:`fetch`): a wrong guess costs a gather, never a wrong number.
+    Which orientations a gather sends follows from FSDP2's training state (docs/fsdp.md, Which orientation). A compiled
+    layer cannot ask for what is missing, so that all is there. What another call finds missing is gathered then and
+    there (:meth:`fetch`): a wrong guess costs a gather, never a wrong number.
 
     Attributes:
         layer, quantizer: whose weight, and how it is cast.
