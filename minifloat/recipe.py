@@ -17,6 +17,8 @@ from minifloat.recipes.block import Float8BlockScaling
 from minifloat.recipes.current import Float8CurrentScaling
 from minifloat.recipes.custom import CustomRecipe
 from minifloat.recipes.delayed import DelayedScaling, DelayedScalingRequest
+from minifloat.recipes.mxfp4 import MXFP4BlockScaling
+from minifloat.recipes.mxfp6 import MXFP6BlockScaling
 from minifloat.recipes.mxfp8 import MXFP8BlockScaling
 from minifloat.recipes.nvfp4 import NVFP4BlockScaling
 
@@ -28,6 +30,8 @@ _NAMED: dict[str, Recipe] = {
     "block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
+    "mxfp4": MXFP4BlockScaling(),
+    "mxfp6": MXFP6BlockScaling(),
 }
 NAMES = tuple(_NAMED)
 capability.PAIRS.extend(pair for each in _NAMED.values() for pair in each.pairs)
@@ -131,6 +135,8 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "MMParams",
+    "MXFP4BlockScaling",
+    "MXFP6BlockScaling",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "OwnRecipe",

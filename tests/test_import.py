@@ -29,6 +29,8 @@ PUBLIC = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MXFP4BlockScaling",
+    "MXFP6BlockScaling",
     "MXFP8BlockScaling",
     "MultiheadAttention",
     "NVFP4BlockScaling",

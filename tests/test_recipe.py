@@ -32,6 +32,8 @@ from minifloat.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MMParams,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -223,6 +225,8 @@ def test_nvfp4_cast_options_that_users_may_read(off: bool) -> None:
         ("block", Float8BlockScaling()),
         ("mxfp8", MXFP8BlockScaling()),
         ("nvfp4", NVFP4BlockScaling()),
+        ("mxfp4", MXFP4BlockScaling()),
+        ("mxfp6", MXFP6BlockScaling()),
     ],
 )
 def test_short_names(name: str, recipe: Recipe) -> None:
@@ -230,7 +234,7 @@ def test_short_names(name: str, recipe: Recipe) -> None:
     assert recipes.named(name) == recipe
     assert recipes.as_recipe(name) is recipes.named(name)
     assert recipes.as_recipe(recipe) is recipe
-    assert name in recipes.NAMES and len(recipes.NAMES) == 5
+    assert name in recipes.NAMES and len(recipes.NAMES) == 7
 
 
 # ---- Values ----

@@ -23,6 +23,7 @@ Choose = Callable[[Sequence[T]], T]
 TENSOR = ["e4m3/tensor/given", "e5m2/tensor/given", "e4m3/tensor/fp32", "e5m2/tensor/pow2/eps=0.5"]
 BLOCKS = [
     "e4m3/1x128/pow2", "e5m2/1x128/fp32", "e4m3/128x128/pow2", "e4m3/128x128/fp32/eps=0.001",
+    "e2m1/1x32/e8m0", "e2m1/32x32/e8m0", "e2m3/1x32/e8m0", "e3m2/32x32/e8m0",
     "e4m3/1x32/e8m0", "e5m2/1x32/e8m0", "e4m3/32x32/e8m0", "e4m3/1x16/fp32", "e4m3/16x16/pow2",
 ]  # fmt: skip
 NVFP4 = [

@@ -43,10 +43,9 @@ def code_values(operand: Operand) -> F32:
         return numpy(codes)
     if codes.numel() == 0:
         return np.zeros(stored_shape(operand), np.float32)
-    if not fmt.packed:
-        return oracle.decode_fp8(_bytes(codes), fmt.element)
     dim: oracle.Dim = -1 if operand.dim == ROWWISE else 0
-    return oracle.decode_e2m1(oracle.unpack(_bytes(codes), dim, stored_shape(operand)[dim]))
+    found = oracle.unpack(_bytes(codes), dim, stored_shape(operand)[dim]) if fmt.packed else _bytes(codes)
+    return (oracle.decode_fp8 if fmt.element in ("e4m3", "e5m2") else oracle.decode_small)(found, fmt.element)
 
 
 def block_scales(operand: Operand) -> F32:

@@ -49,6 +49,8 @@ ELEMENTS = {
     "e4m3": Element(mantissa_bits=3, bias=7, max=448.0, max_code=0x7E),
     "e5m2": Element(mantissa_bits=2, bias=15, max=57344.0, max_code=0x7B),
     "e2m1": Element(mantissa_bits=1, bias=1, max=6.0, max_code=7),
+    "e2m3": Element(mantissa_bits=3, bias=1, max=7.5, max_code=31),
+    "e3m2": Element(mantissa_bits=2, bias=3, max=28.0, max_code=31),
 }
 
 
@@ -97,10 +99,23 @@ def decode_fp8(codes: U8, fmt: str) -> F32:
     return np.where(codes & 0x80, -value, value)
 
 
+def cast_small(x: F32, fmt: str) -> U8:
+    """numerics.md 0.2: nearest even, saturating, sign kept also on zero, NaN to the largest code. Not packed."""
+    largest = ELEMENTS[fmt].max_code
+    code = _magnitude_code(x, ELEMENTS[fmt]) | np.where(np.signbit(x), np.uint8(largest + 1), np.uint8(0))
+    return np.where(np.isnan(x), np.uint8(largest), code)
+
+
+def decode_small(codes: U8, fmt: str) -> F32:
+    """Values of unpacked codes of 4 or 6 bits."""
+    largest = np.uint8(ELEMENTS[fmt].max_code)
+    value = _magnitude_value(codes & largest, ELEMENTS[fmt])
+    return np.where(codes > largest, -value, value)
+
+
 def cast_e2m1(x: F32) -> U8:
     """numerics.md 0.2: nearest even, saturating, sign kept also on zero, NaN to 7. Codes 0..15, not packed."""
-    code = _magnitude_code(x, ELEMENTS["e2m1"]) | np.where(np.signbit(x), np.uint8(8), np.uint8(0))
-    return np.where(np.isnan(x), np.uint8(7), code)
+    return cast_small(x, "e2m1")
 
 
 @np.errstate(all="ignore")
@@ -126,8 +141,7 @@ def _e2m1_step(magnitude: F32) -> F32:
 
 def decode_e2m1(codes: U8) -> F32:
     """Values of unpacked codes 0..15."""
-    value = _magnitude_value(codes & np.uint8(7), ELEMENTS["e2m1"])
-    return np.where(codes & 8, -value, value)
+    return decode_small(codes, "e2m1")
 
 
 def to_bf16(x: F32) -> F32:
@@ -254,13 +268,13 @@ def per_tensor_given(x: F32, fmt: str, scale: F32 | float) -> tuple[U8, F32, F32
 
 @np.errstate(all="ignore")
 def _scaled_cast(x: F32, scale: F32, fmt: str) -> U8:
-    return cast_fp8(x * scale, fmt)
+    return cast_fp8(x * scale, fmt) if fmt in ("e4m3", "e5m2") else cast_small(x * scale, fmt)
 
 
 @np.errstate(all="ignore")
 def dequantize_per_tensor(codes: U8, scale_inv: F32, fmt: str) -> F32:
     """value * scale_inv in float32."""
-    return decode_fp8(codes, fmt) * scale_inv
+    return (decode_fp8 if fmt in ("e4m3", "e5m2") else decode_small)(codes, fmt) * scale_inv
 
 
 def delayed_update(

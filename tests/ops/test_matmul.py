@@ -35,6 +35,7 @@ TILE32 = replace(STRIP32, tile=True)
 MX = Format(block=32, scale_rule="e8m0")
 MX5 = replace(MX, element="e5m2")
 MX_TILE = replace(MX, tile=True)
+MX4, MX6, MX6_WIDE = (Format(element, 32, scale_rule="e8m0") for element in ("e2m1", "e2m3", "e3m2"))
 NV = Format("e2m1", 16, scale_rule="two_level")
 NV_TILE = replace(NV, tile=True)
 NV_STOCHASTIC = replace(NV, rounding="stochastic")
@@ -67,7 +68,7 @@ PAIRS = [
     (STRIP32, STRIP32), (STRIP5, TILE), (MX, MX), (MX5, MX), (MX5, MX5), (MX, MX_TILE), (NV, NV_TILE), (NV, NV),
     (NV_STOCHASTIC, NV_TILE), (NV_46, NV_46_TILE), (NV, NV_46), (NV_ROWS, NV_TILE), (NV, NV_ROWS), (NV_ROWS, NV_ROWS),
     (NV_46_ROWS, NV_46_TILE), (STRIP, MX), (MX5, TILE32), (E4, NV), (NV_TILE, E5), (MX, NV_TILE), (NV, STRIP32),
-    (E4, STRIP), (MX, E5), (NV_ROWS, E4),
+    (E4, STRIP), (MX, E5), (NV_ROWS, E4), (MX4, MX4), (MX4, replace(MX4, tile=True)), (MX6, MX6), (MX6_WIDE, MX6),
 ]  # fmt: skip
 ROTATED = [(NV_ROTATED, NV_ROTATED), (NV_ROTATED_STOCHASTIC, NV_ROTATED)]
 CASES = [(gemm, *pair) for gemm in GEMMS for pair in PAIRS] + [("wgrad", *pair) for pair in ROTATED]

@@ -33,6 +33,8 @@ FORMATS = [
     *(POW2, replace(POW2, tile=True), replace(POW2, block=64, element="e5m2", amax_epsilon=1e-3)),
     *(FP32, replace(FP32, element="e4m3", tile=True, amax_epsilon=0.0), replace(FP32, block=16)),
     *(MX, replace(MX, tile=True), replace(MX, element="e5m2")),
+    *(replace(MX, element="e2m1"), replace(MX, element="e2m1", tile=True)),
+    *(replace(MX, element="e2m3"), replace(MX, element="e3m2", tile=True)),
 ]
 SHAPES = [(1, 1), (1, 128), (128, 128), (64, 96), (129, 130), (0, 128), (128, 0)]
 FOR_EACH_FORMAT = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)

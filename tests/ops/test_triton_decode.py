@@ -37,6 +37,8 @@ def _formats() -> Iterator[Format]:
     yield from (Format("e4m3", 256, scale_rule="pow2"), Format("e4m3", 512, True, "e8m0"), Format("e4m3", 2, True))
     yield from (Format("e4m3", 128), Format("e4m3", 128, True), Format("e4m3", 32, False, "e8m0", "hadamard16"))
     yield from (Format("e4m3", 4, scale_rule="e8m0"), Format("e5m2", 256, scale_rule="fp32", transform="hadamard16"))
+    for element in ("e2m1", "e2m3", "e3m2"):
+        yield Format(element, 32, scale_rule="e8m0")
     for block in (2, 16):
         yield Format("e2m1", block, scale_rule="two_level")
         yield Format("e2m1", block, True, "two_level", block_scale_max=256.0)
