@@ -112,6 +112,7 @@ def _target(x: Tensor, fmt: Format, dim: int, k_major: bool, level: Tensor | Non
 
 def _job(x: Tensor, fmt: Format, orientation: Orientation, levels: bool = False) -> Job:
     def target(dim: int, k_major: bool) -> Target:
+        k_major = k_major and not fmt.packed  # which no GEMM asks for
         return _target(x, fmt, dim, k_major, reference.amax(x, fmt, dim) * 1.5 if levels else None)
 
     row = target(ROWWISE, False) if orientation.row else None
