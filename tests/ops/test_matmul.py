@@ -404,7 +404,7 @@ def random_codes(
         if shape[along] % 2:
             codes.select(along, -1).bitwise_and_(0xF)  # an odd tail is followed by a zero
     else:
-        codes = torch.randint(-3, 4, shape).float().to(ELEMENTS[fmt.element].dtype).view(torch.uint8)
+        codes = ELEMENTS[fmt.element].encode(torch.randint(-3, 4, shape).float())
     grid = [-(-size // block) for size, block in zip(shape, fmt.scale_block(along), strict=True)] if fmt.block else [1]
     powers = torch.randint(exponents[0], exponents[1] + 1, grid)
     scales = torch.exp2(powers.double()).float()
