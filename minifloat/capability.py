@@ -47,6 +47,12 @@ def _per_tensor(a: Format, b: Format, device: torch.device) -> Support:
     capability, _ = _device_facts(device)
     if "e5m2" == a.element == b.element:
         return False, "cuBLASLt has no E5M2 by E5M2 product"
+    if a.amax_per_row or b.amax_per_row:
+        if not (a.amax_per_row and b.amax_per_row and a.element == b.element == "e4m3"):
+            return False, "no library multiplies scales of rows by one scale, or by E5M2"
+        if capability >= (9, 0):
+            return True, f"torch._scaled_mm (scales of rows, FP8 tensor cores of sm_{capability[0]}{capability[1]})"
+        return False, _lacks(device, capability, "FP8 product with scales of rows (sm_90 and later)")
     if capability >= (8, 9):
         return True, f"torch._scaled_mm (cuBLASLt, FP8 tensor cores of sm_{capability[0]}{capability[1]})"
     return False, _lacks(device, capability, "FP8 tensor cores (sm_89 and later)")
@@ -120,7 +126,7 @@ def symmetric_memory(a: Format, b: Format, device: torch.device) -> Support:
         return False, f"{device.type}: symmetric memory is that of several NVIDIA GPUs"
     if not (a.quantized or b.quantized):
         return True, "torch.ops.symm_mem"
-    if a.block or b.block or not (a.quantized and b.quantized):
+    if a.grid or b.grid or not (a.quantized and b.quantized):
         return False, "PyTorch's products on symmetric memory have one scale for a tensor, or none"
     native, reason = supports(a, b, device)
     return native, "torch.ops.symm_mem" if native else reason

@@ -37,7 +37,7 @@ def start_all_to_all(
     check_exchanged("all_to_all", operand.codes, send, receive, group, check)
     if group.size == 1:
         return Pending([], lambda: operand)
-    fields = ["codes"] + ["scale_inv"] * (fmt.block > 0) + ["amax"] * fmt.amax_per_row
+    fields = ["codes"] + ["scale_inv"] * fmt.grid + ["amax"] * (operand.amax is not None and fmt.amax_per_row)
     own = [getattr(operand, field) for field in fields]
     transfers = [start_exchange(x, send, receive, group) for x in own]
     shape = sum(receive), operand.shape[1]

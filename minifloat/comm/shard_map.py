@@ -138,7 +138,7 @@ class ShardMap:
 
     def scales(self, fmt: Format, dim: int) -> ShardMap:
         """Rows of the grid of scales that each rank holds; for one scale for the whole tensor none is sharded."""
-        if not fmt.quantized or fmt.block == 0:
+        if not fmt.quantized or not fmt.owns_scales(dim):
             return ShardMap((0,) * self.size)
         return ShardMap(tuple([scale_shape(fmt, dim, rows, 1)[0] for rows in self.sources(fmt, dim).rows]))
 
@@ -146,9 +146,9 @@ class ShardMap:
     def gathered(self, fmt: Format, dim: int) -> tuple[tuple[str, ShardMap], ...]:
         """The fields of an operand that are all-gathered, and the rows that each rank has; others are equal on all."""
         fields = [("codes", self.codes(fmt, dim))]
-        if fmt.quantized and fmt.block:
+        if fmt.quantized and fmt.owns_scales(dim):
             fields.append(("scale_inv", self.scales(fmt, dim)))
-        if fmt.amax_per_row and dim == ROWWISE:
+        if fmt.block and fmt.amax_per_row and dim == ROWWISE:
             fields.append(("amax", self))
         return tuple(fields)
 
@@ -162,14 +162,14 @@ class ShardMap:
         """
         width = code_shape(fmt, dim, 1, cols)[1] * (1 if fmt.quantized else itemsize)
         count = self.codes(fmt, dim).largest * width
-        if fmt.quantized and fmt.block:
+        if fmt.quantized and fmt.owns_scales(dim):
             count += self.scales(fmt, dim).largest * scale_shape(fmt, dim, 1, cols)[1] * fmt.scale_dtype.itemsize
-        return count + 4 * self.largest * (fmt.amax_per_row and dim == ROWWISE)
+        return count + 4 * self.largest * (fmt.block > 0 and fmt.amax_per_row and dim == ROWWISE)
 
     def agreement_bytes(self, fmt: Format, dim: int, cols: int, itemsize: int, rank: int) -> int:
         """Bytes that ``rank`` sends before its cast: amaxes to reduce, rows of straddling units."""
         unit = unit_rows(fmt, dim)
         count = 0 if self.aligned(unit) else sum(self.sent(unit)[rank]) * cols * itemsize
-        if fmt.needs_amax and not (fmt.amax_per_row and dim == ROWWISE):
+        if fmt.reduces_amax(dim):
             count += 4 * (cols if fmt.amax_per_row else 1)
         return count

@@ -174,7 +174,7 @@ def _shared_amaxes(quantizer: Quantizer) -> tuple[int, ...]:
     """The casts whose amax all ranks share."""
     return tuple([
         i for i, (fmt, dim) in enumerate(quantizer.casts)
-        if fmt.needs_amax and not (fmt.amax_per_row and dim == ROWWISE)
+        if fmt.reduces_amax(dim)
     ])  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def carries(a: Operand, shards: ShardMap, group: Group) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and a.format.block == 0
+        and not a.format.grid
         and not a.format.packed
         and shards.is_even
         and shards.largest > 0

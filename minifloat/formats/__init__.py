@@ -35,7 +35,7 @@ class Format:
     Args:
         element: a name in ``ELEMENTS``: ``"e4m3"``, ``"e5m2"``, ``"e2m1"``, or ``"identity"`` for values left as they
             are.
-        block: elements along the scaled dim that share a scale; 0 is one scale for the whole tensor.
+        block: elements along the scaled dim that share a scale; 0 is one scale for the whole tensor, or its rows.
         tile: a ``block x block`` square shares the scale instead of a ``1 x block`` strip.
         scale_rule: ``"fp32"`` (max / amax), ``"pow2"`` (the same, floored to a power of two), ``"e8m0"`` (amax / max,
             raised to a power of two, OCP MX), ``"two_level"`` (E4M3 block scales under an fp32 amax, NVFP4) or
@@ -44,7 +44,8 @@ class Format:
         rounding: ``"nearest"`` (ties to even), ``"stochastic"``, or the 4-over-6 search by absolute or squared error.
         amax_epsilon: lower bound of the amax, ``fp32`` and ``pow2`` rules only.
         block_scale_max: largest E4M3 block scale that ``two_level`` aims at: 448, or 256 with 4-over-6.
-        amax_per_row: ``two_level`` keeps one amax for each row (column, if columnwise), not one for the tensor.
+        amax_per_row: one amax for each row (column, if columnwise) in lieu of one for the tensor: of ``two_level``
+            its second level, of block 0 the only one.
     """
 
     element: str = "e4m3"
@@ -75,9 +76,12 @@ class Format:
             raise ValueError(f"scale rule {self.scale_rule!r} (tile={self.tile}) needs a block length, got block=0")
         if self.scaling.element not in ("", self.element):
             raise ValueError(f"scale rule {self.scale_rule!r} takes {self.scaling.element}, got {self.element!r}")
-        if (self.rounding != "nearest" or self.amax_per_row) and self.scale_rule != "two_level":
+        if self.rounding != "nearest" and self.scale_rule != "two_level":
+            raise ValueError(f"rounding {self.rounding!r} needs scale rule 'two_level'")
+        if self.amax_per_row and not (self.scale_rule == "two_level" or (self.block == 0 and self.scaling.own)):
             raise ValueError(
-                f"rounding {self.rounding!r} with amax_per_row={self.amax_per_row} needs scale rule 'two_level'"
+                f"amax_per_row needs scale rule 'two_level', or a rule that takes an amax and block=0, got "
+                f"{self.scale_rule!r}, block={self.block}"
             )
         if self.scale_rule == "given" and self.block:
             raise ValueError(f"a given scale is one for the whole tensor, got block={self.block}")
@@ -123,7 +127,7 @@ class Format:
     @cached_property
     def symmetric(self) -> bool:
         """One cast serves both orientations: nothing in it depends on which dim is contracted."""
-        strips = self.block > 0 and not self.tile
+        strips = (self.block > 0 and not self.tile) or self.amax_per_row
         return not strips and self.transform == "none" and self.rounding != "stochastic"
 
     @property
@@ -131,14 +135,27 @@ class Format:
         """The cast needs an amax over more than one block, so over a group where the tensor is sharded."""
         return self.quantized and (self.scale_rule == "two_level" or (self.block == 0 and self.scale_rule != "given"))
 
+    def reduces_amax(self, dim: int) -> bool:
+        """Cast along ``dim``, its amax is over all rows, so over the ranks that share them."""
+        return self.needs_amax and not (self.amax_per_row and dim == ROWWISE)
+
     @property
     def segment(self) -> int:
         """Elements along the contracted dim that the scaled product sums before it applies their scale."""
         return 128 if self.block == 0 or self.scale_rule == "two_level" else min(self.block, 128)
 
+    @property
+    def grid(self) -> bool:
+        """Scales lie in a grid of blocks in the [M, K] layout, rather than being one."""
+        return self.block > 0 or self.amax_per_row
+
+    def owns_scales(self, dim: int) -> bool:
+        """Cast along ``dim``, each rank of those that share the rows has scales of its own; else all have the same."""
+        return self.block > 0 or (self.amax_per_row and dim == ROWWISE)
+
     def scale_block(self, dim: int) -> tuple[int, int]:
-        """Rows and columns that share a scale when cast along ``dim``; per tensor is given as (0, 0)."""
-        if self.block == 0 or self.tile:
+        """Rows and columns that share a scale when cast along ``dim``; 0 stands for all of them."""
+        if self.tile or not self.grid:
             return self.block, self.block
         return (1, self.block) if dim == ROWWISE else (self.block, 1)
 
@@ -146,14 +163,15 @@ class Format:
 def _spell(fmt: Format) -> str:
     if not fmt.quantized:
         return fmt.element
-    blocks = "tensor" if fmt.block == 0 else f"{fmt.block if fmt.tile else 1}x{fmt.block}"
+    whole = "row" if fmt.amax_per_row else "tensor"
+    blocks = whole if fmt.block == 0 else f"{fmt.block if fmt.tile else 1}x{fmt.block}"
     parts = [fmt.element, blocks, fmt.scale_rule]
     parts += [part for part in (fmt.transform, fmt.rounding) if part not in ("none", "nearest")]
     if fmt.amax_epsilon:
         parts.append(f"eps={float(fmt.amax_epsilon)!r}")
     if fmt.block_scale_max != 448.0:
         parts.append(f"max={float(fmt.block_scale_max)!r}")
-    return "/".join(parts + ["amax_per_row"] * fmt.amax_per_row)
+    return "/".join(parts + ["amax_per_row"] * (fmt.amax_per_row and fmt.block > 0))
 
 
 MOST_PARSED = 1024  # formats with a new number at each step must not fill the memory
@@ -177,7 +195,9 @@ def parse(spec: str) -> Format:
     blocks, scale_rule, *options = rest
     rows, _, block = blocks.partition("x")
     values: dict[str, object] = {"element": element, "scale_rule": scale_rule}
-    if blocks != "tensor":
+    if blocks == "row":
+        values["amax_per_row"] = True
+    elif blocks != "tensor":
         values |= {"block": int(block), "tile": rows == block}
     for option in options:
         key, _, number = option.partition("=")

@@ -31,7 +31,7 @@ def reads_fp32(quantizer: Quantizer) -> bool:
 def measures_amax(quantizer: Quantizer) -> bool:
     """All that its casts need to know of the value is one amax, which the kernel that computes it can find."""
     casts = quantizer.casts
-    return len(casts) > 0 and all(fmt.needs_amax and fmt.block == 0 for fmt, _ in casts)
+    return len(casts) > 0 and all(fmt.needs_amax and not fmt.grid for fmt, _ in casts)
 
 
 class FusedCast(NamedTuple):

@@ -48,7 +48,7 @@ def prepare_shard(
 
 def _holds_for_whole(held: Quantized, fmt: Format, dim: int, shards: ShardMap, scales_agree: bool) -> bool:
     """``held`` has an operand of this format with the scales that the whole would have."""
-    own = fmt.block > 0 and (fmt.scale_rule != "two_level" or (fmt.amax_per_row and dim == ROWWISE))
+    own = fmt.owns_scales(dim) and not fmt.reduces_amax(dim)
     serves = any(operand is not None and operand.serves(dim) and operand.format == fmt for operand in held)
     along = ROWWISE if fmt.symmetric else dim
     return serves and (own or scales_agree or not fmt.quantized) and shards.aligned(unit_rows(fmt, along))

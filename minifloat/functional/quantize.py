@@ -144,7 +144,8 @@ def pairs_with(w: Quantized, config: LinearConfig, dgrad: bool) -> bool:
     for dim, other in others:
         held = [o.format for o in w if o is not None and o.serves(dim)]
         if not any(
-            (mine.block, mine.packed, mine.transform) == (other.block, other.packed, other.transform)
+            (mine.block, mine.grid, mine.packed, mine.transform)
+            == (other.block, other.grid, other.packed, other.transform)
             for mine in held
             if mine.quantized and other.quantized
         ):

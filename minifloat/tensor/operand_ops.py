@@ -70,7 +70,7 @@ def cut(operand: Operand, begin: int, end: int) -> Operand | None:
         return None
     first, last = _code_rows(operand, begin), _code_rows(operand, end)
     scale_inv, amax = operand.scale_inv, operand.amax
-    if scale_inv is not None and fmt.block:
+    if scale_inv is not None and fmt.owns_scales(operand.dim):
         scale_inv = scale_inv[begin // block : None if end == rows else end // block]
     if amax is not None and fmt.amax_per_row and operand.dim == ROWWISE:
         amax = amax[begin:end]
@@ -94,7 +94,7 @@ def _code_rows(operand: Operand, row: int) -> int:
 def shared_levels(operand: Operand) -> tuple[Tensor, ...]:
     """What every row of the operand is scaled with: the one scale of a tensor, or the amax above block scales."""
     fmt = operand.format
-    level = operand.amax if fmt.scale_rule == "two_level" else operand.scale_inv if fmt.block == 0 else None
+    level = operand.amax if fmt.scale_rule == "two_level" else None if fmt.block else operand.scale_inv
     return () if level is None or (fmt.amax_per_row and operand.dim == ROWWISE) else (level,)
 
 

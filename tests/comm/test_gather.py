@@ -74,6 +74,7 @@ CORNERS = [
     example((7, 8), "e2m1/16x16/two_level"), example((0, 33), "identity"), example((200, 1), PER_TENSOR),
     example((5, 9), PLAIN, HADAMARD, dtype="float32", kind="special"),
     example((20, 13), TILES, PLAIN, chained=True), example((20, 13), "e2m1/16x16/two_level", STRIPS, chained=True),
+    example((33, 30), "e4m3/row/fp32"), example((0, 7), "e4m3/row/fp32"),
     example((33, 30), "e2m1/1x32/e8m0"), example((1, 64), "e2m1/32x32/e8m0"), example((33, 30), "e3m2/1x32/e8m0"),
     example((3, 2), STOCHASTIC, STOCHASTIC.replace("two_level", "two_level/hadamard16"), cols=33),
 ]  # fmt: skip
@@ -103,7 +104,8 @@ TRAVELS = [
     example((16, 16), PER_TENSOR), example((40, 33), PER_TENSOR), example((40, 33), STRIPS, cols=130),
     example((40, 33), TILES, cols=130), example((128, 128), STRIPS), example((40, 33), PLAIN, HADAMARD),
     example((40, 33), "identity", dtype="float32"), example((0, 33), "e2m1/1x16/two_level/amax_per_row"),
-    example((40, 33), "e4m3/tensor/given"), example((40, 33), "e2m1/16x16/two_level"),
+    example((40, 33), "e4m3/tensor/given"), example((40, 33), "e4m3/row/fp32"),
+    example((40, 33), "e2m1/16x16/two_level"),
 ]  # fmt: skip
 
 

@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 T = TypeVar("T")
 Choose = Callable[[Sequence[T]], T]
 
-TENSOR = ["e4m3/tensor/given", "e5m2/tensor/given", "e4m3/tensor/fp32", "e5m2/tensor/pow2/eps=0.5"]
+TENSOR = ["e4m3/tensor/given", "e5m2/tensor/given", "e4m3/tensor/fp32", "e5m2/tensor/pow2/eps=0.5",
+    "e4m3/row/fp32", "e4m3/row/pow2/eps=0.5",
+]  # fmt: skip
 BLOCKS = [
     "e4m3/1x128/pow2", "e5m2/1x128/fp32", "e4m3/128x128/pow2", "e4m3/128x128/fp32/eps=0.001",
     "e2m1/1x32/e8m0", "e2m1/32x32/e8m0", "e2m3/1x32/e8m0", "e3m2/32x32/e8m0",

@@ -70,7 +70,7 @@ def whole_scale(operand: Operand) -> tuple[F32, float]:
         return numpy(operand.amax), 6 * fmt.block_scale_max
     if fmt.block or operand.scale_inv is None:
         return np.ones(1, np.float32), 1.0
-    return numpy(operand.scale_inv), 1.0
+    return numpy(operand.scale_inv).reshape(-1), 1.0
 
 
 def contracted(x: F32, along: int) -> F32:

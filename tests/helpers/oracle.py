@@ -260,6 +260,13 @@ def per_tensor_current(
     return _scaled_cast(x, scale, fmt), reciprocal(scale)
 
 
+def per_row(x: F32, fmt: str, pow2: bool, eps: float, dim: Dim, amax: F32 | None = None) -> tuple[U8, F32]:
+    """numerics.md 1.9: codes [M, K]; scale_inv [M, 1] for dim=-1, [1, K] for dim=0, by the amax of each line."""
+    largest = amax_of(x, 1 if dim else 0) if amax is None else amax
+    scale = scale_from_amax(np.expand_dims(largest, dim), ELEMENTS[fmt].max, pow2, eps, float(FLT_MAX))
+    return _scaled_cast(x, scale, fmt), reciprocal(scale)
+
+
 def per_tensor_given(x: F32, fmt: str, scale: F32 | float) -> tuple[U8, F32, F32]:
     """numerics.md 1.1 (delayed): codes [M, K], scale_inv [1] and the amax [1] of the unscaled x."""
     given = np.asarray(scale, np.float32).reshape(1)

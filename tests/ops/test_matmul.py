@@ -20,6 +20,7 @@ from minifloat.functional.gemm import dgrad, fprop, wgrad
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, matmul
 from minifloat.ops.matmul import Gemm, count_gemms
+from minifloat.ops.quantize import scale_shape
 from minifloat.quantizer import Quantizer
 from tests.helpers import linear_model as model
 from tests.helpers import oracle
@@ -35,6 +36,7 @@ TILE32 = replace(STRIP32, tile=True)
 MX = Format(block=32, scale_rule="e8m0")
 MX5 = replace(MX, element="e5m2")
 MX_TILE = replace(MX, tile=True)
+ROWS, ROWS_POW2 = (Format(amax_per_row=True, scale_rule=rule) for rule in ("fp32", "pow2"))
 MX4, MX6, MX6_WIDE = (Format(element, 32, scale_rule="e8m0") for element in ("e2m1", "e2m3", "e3m2"))
 NV = Format("e2m1", 16, scale_rule="two_level")
 NV_TILE = replace(NV, tile=True)
@@ -69,6 +71,7 @@ PAIRS = [
     (NV_STOCHASTIC, NV_TILE), (NV_46, NV_46_TILE), (NV, NV_46), (NV_ROWS, NV_TILE), (NV, NV_ROWS), (NV_ROWS, NV_ROWS),
     (NV_46_ROWS, NV_46_TILE), (STRIP, MX), (MX5, TILE32), (E4, NV), (NV_TILE, E5), (MX, NV_TILE), (NV, STRIP32),
     (E4, STRIP), (MX, E5), (NV_ROWS, E4), (MX4, MX4), (MX4, replace(MX4, tile=True)), (MX6, MX6), (MX6_WIDE, MX6),
+    (ROWS, ROWS), (ROWS_POW2, ROWS), (ROWS, E4), (ROWS, MX),
 ]  # fmt: skip
 ROTATED = [(NV_ROTATED, NV_ROTATED), (NV_ROTATED_STOCHASTIC, NV_ROTATED)]
 CASES = [(gemm, *pair) for gemm in GEMMS for pair in PAIRS] + [("wgrad", *pair) for pair in ROTATED]
@@ -405,7 +408,7 @@ def random_codes(
             codes.select(along, -1).bitwise_and_(0xF)  # an odd tail is followed by a zero
     else:
         codes = ELEMENTS[fmt.element].encode(torch.randint(-3, 4, shape).float())
-    grid = [-(-size // block) for size, block in zip(shape, fmt.scale_block(along), strict=True)] if fmt.block else [1]
+    grid = scale_shape(fmt, along, *shape)
     powers = torch.randint(exponents[0], exponents[1] + 1, grid)
     scales = torch.exp2(powers.double()).float()
     amax = None

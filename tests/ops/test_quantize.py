@@ -64,7 +64,8 @@ def _nvfp4_formats() -> Iterator[Format]:
             yield from (found, replace(found, tile=True), replace(found, amax_per_row=True))
 
 
-FORMATS = [*_fp8_formats(), *_nvfp4_formats(), *_mx_formats()]
+ROWS = [Format(amax_per_row=True), Format(amax_per_row=True, scale_rule="pow2", amax_epsilon=1e-3)]
+FORMATS = [*_fp8_formats(), *_nvfp4_formats(), *_mx_formats(), *ROWS]
 CASTS = [
     (fmt, dim)
     for fmt in FORMATS
@@ -210,6 +211,8 @@ def expected(
     if fmt.scale_rule == "e8m0":
         codes, scales = oracle.mxfp8(values, fmt.element, dim, fmt.tile)
         return Expected(oracle.pack(codes, dim) if fmt.packed else codes, scales, None)
+    if fmt.block == 0 and fmt.amax_per_row:
+        return Expected(*oracle.per_row(values, fmt.element, pow2, eps, dim, level), None)  # type: ignore[arg-type]
     if fmt.block == 0:
         return Expected(*oracle.per_tensor_current(values, fmt.element, pow2, eps, level), None)
     if fmt.tile:

@@ -39,6 +39,7 @@ def _formats() -> Iterator[Format]:
     yield from (Format("e4m3", 4, scale_rule="e8m0"), Format("e5m2", 256, scale_rule="fp32", transform="hadamard16"))
     for element in ("e2m1", "e2m3", "e3m2"):
         yield Format(element, 32, scale_rule="e8m0")
+    yield Format(amax_per_row=True)
     for block in (2, 16):
         yield Format("e2m1", block, scale_rule="two_level")
         yield Format("e2m1", block, True, "two_level", block_scale_max=256.0)
@@ -97,6 +98,7 @@ def operand(fmt: Format, dim: int, rows: int, cols: int) -> tuple[Tensor, Tensor
     """Codes, scales and amax of which no cast made sense: all codes, scale bytes 0 and 255, denormals, infinities."""
     codes = torch.randint(0, 256, code_shape(fmt, dim, rows, cols), dtype=torch.uint8)
     codes.view(-1)[: min(256, codes.numel())] = torch.arange(256, dtype=torch.uint8)[: codes.numel()]
+    codes &= 0xFF if fmt.packed else (1 << fmt.encoding.bits) - 1
     shape = scale_shape(fmt, dim, rows, cols)
     if fmt.scale_dtype == torch.float32:
         return codes, hard_floats(shape, 126 if torch.rand(()) < 0.5 else 6), None

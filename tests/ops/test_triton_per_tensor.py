@@ -36,16 +36,18 @@ def values(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
     return x.to(dtype)
 
 
-def level_of(x: Tensor, fmt: Format) -> Tensor:
+def level_of(x: Tensor, fmt: Format, dim: int = ROWWISE) -> Tensor:
     if fmt.scale_rule == "given":
         return torch.tensor([3.7], device=x.device)
-    return reference.amax(x, fmt, ROWWISE)
+    return reference.amax(x, fmt, dim)
 
 
 def job(x: Tensor, fmt: Format, row: bool, column: bool, k_major: bool = True) -> Job:
     def target(dim: int) -> Target:
         codes, scale = empty_cast(x, fmt, dim, k_major)
-        return Target(fmt, dim, level_of(x, fmt), codes.fill_(0xAB), scale.fill_(7), x.new_zeros(1).float(), k_major)
+        return Target(
+            fmt, dim, level_of(x, fmt, dim), codes.fill_(0xAB), scale.fill_(7), x.new_zeros(1).float(), k_major
+        )
 
     return Job(ready(x), None, target(ROWWISE) if row else None, target(COLUMNWISE) if column else None)
 
@@ -71,6 +73,20 @@ def test_cast_is_the_reference(
         per_tensor.cast([made], None)
     assert launches == {"cast_tensor_kernel": 1}
     check(made, x, fmt)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+@pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
+def test_scales_of_rows(rule: str, shape: tuple[int, int], dim: int, device: torch.device) -> None:
+    """One scale a row or a column, of which a matrix without elements has as many."""
+    fmt, x = Format(scale_rule=rule, amax_per_row=True), values(shape, torch.bfloat16, device)
+    jobs = [job(each, fmt, dim == ROWWISE, dim == COLUMNWISE) for each in (x, x[: shape[0] // 2])]
+    with count_launches() as launches:
+        per_tensor.cast(jobs, None)
+    assert launches == ({"cast_tensor_kernel": 1} if x.numel() else {})
+    for made in jobs:
+        check(made, made.x, fmt)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -82,7 +82,8 @@ class Product:
         if backend == "emulated":
             self._backend = _emulated
         elif backend == "native":
-            self._backend = _native_block if self._a[0].block else _native_per_tensor
+            rows = self._a[0].amax_per_row or self._b[0].amax_per_row
+            self._backend = _native_block if self._a[0].block else _native_rows if rows else _native_per_tensor
 
     def __call__(
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
@@ -182,6 +183,26 @@ def _native_per_tensor(
         return _cut(product, a, b)
     product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, torch.float32, None, fast_accum)
     return _finish(_cut(product, a, b), bias, out_dtype)
+
+
+def _native_rows(
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+) -> Tensor:
+    """One scale a row of ``a`` and of ``b``; on a GPU the library takes them where the output is bf16."""
+    align = (16, 16) if a.codes.is_cuda else (1, 1)
+    left = native.k_major(a.codes, a.format, a.along, align)
+    right = native.k_major(b.codes, b.format, b.along, align)
+    scales = a.scale_inv.reshape(-1, 1), b.scale_inv.reshape(1, -1)
+    if not a.codes.is_cuda:
+        return _finish(
+            native.per_tensor(left, scales[0], right, scales[1], torch.float32, None, False), bias, out_dtype
+        )
+    if out_dtype == torch.bfloat16 and (left.shape[0], right.shape[0]) == (a.outer, b.outer):
+        epilogue = None if bias is None else bias.bfloat16()
+        return native.per_tensor(left, scales[0], right, scales[1], out_dtype, epilogue, fast_accum)
+    one = torch.ones(1, dtype=torch.float32, device=left.device)
+    product = _cut(native.per_tensor(left, one, right, one, torch.float32, None, fast_accum), a, b)
+    return _finish(product * (scales[0] * scales[1]), bias, out_dtype)
 
 
 def _cut(product: Tensor, a: _Matrix, b: _Matrix) -> Tensor:

@@ -42,7 +42,7 @@ def spread(
     length = contracted_length(codes, fmt, dim, along)
     shape = torch.Size((outer, length) if along == ROWWISE else (length, outer))
     values = _bf16(codes, fmt, dim, shape)
-    factor, divisor = scale_inv, 1.0
+    factor, divisor = scale_inv.reshape(-1), 1.0
     if fmt.block:
         if fmt.scale_rule == "two_level":
             assert amax is not None

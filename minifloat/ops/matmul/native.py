@@ -40,7 +40,9 @@ def per_tensor(
     fast: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``a`` [m, k] times ``b`` [n, k] transposed, one scale each; a GPU writes it to ``out``, if that is given.
+    """``a`` [m, k] times ``b`` [n, k] transposed, one scale each, or [m, 1] and [1, n].
+
+    A GPU writes it to ``out``, if that is given.
 
     On a CPU the codes are multiplied as fp64, whose sums of E4M3 products are exact: the result depends neither on the
     number of threads nor on how a product is split. ``torch._scaled_mm`` takes hundreds of times as long there, where

@@ -105,7 +105,7 @@ def spread(
     shape = torch.Size((outer, length) if along == ROWWISE else (length, outer))
     values = decode(codes, fmt, dim, shape, torch.float64)
     scales: Tensor | None = None
-    factor, divisor = scale_inv, 1.0
+    factor, divisor = scale_inv.reshape(-1), 1.0
     if fmt.block:
         rows, cols = fmt.scale_block(dim)
         if fmt.scale_rule == "two_level":

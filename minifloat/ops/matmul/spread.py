@@ -81,7 +81,7 @@ def spread(
     """
     length = contracted_length(codes, fmt, dim, along)
     shape = (outer, length) if along == ROWWISE else (length, outer)
-    factor, divisor = scale_inv, 1.0
+    factor, divisor = scale_inv.reshape(-1), 1.0
     rule, level, strides = None, "none", (0, 0)
     if fmt.scale_rule == "two_level":
         assert amax is not None

@@ -129,12 +129,13 @@ def code_shape(fmt: Format, dim: int, rows: int, cols: int) -> tuple[int, int]:
 def scale_shape(fmt: Format, dim: int, rows: int, cols: int) -> tuple[int, ...]:
     """Shape of the scales: [1], or one an element of the grid of blocks."""
     rows = hadamard.padded(rows) if fmt.transform == "hadamard16" else rows
-    return _grid(fmt, dim, rows, cols) if fmt.block else (1,)
+    return _grid(fmt, dim, rows, cols) if fmt.grid else (1,)
 
 
 def _grid(fmt: Format, dim: int, rows: int, cols: int) -> tuple[int, int]:
-    block_rows, block_cols = fmt.scale_block(dim)
-    return (rows + block_rows - 1) // block_rows, (cols + block_cols - 1) // block_cols
+    sizes = zip((rows, cols), fmt.scale_block(dim), strict=True)
+    grid_rows, grid_cols = [(size + block - 1) // block if block else 1 for size, block in sizes]
+    return grid_rows, grid_cols
 
 
 def empty_cast(x: Tensor, fmt: Format, dim: int, k_major: bool, columns: int | None = None) -> tuple[Tensor, Tensor]:

@@ -188,8 +188,10 @@ def decode(codes: Tensor, fmt: Format, dim: int, factors: Factors, out: Tensor) 
     aligned_m = (k_major or out_k_major) and aligned([M, codes.shape[0], codes.stride(1) if k_major else 0])
     aligned_k = aligned([K, codes.shape[1], 0 if k_major else codes.stride(0)])
     # One scale for everything is a grid of any blocks, with nothing between one and the next.
-    block = fmt.scale_block(dim) if fmt.block else (TILE.rows, TILE.cols)
-    scale_strides = scale_inv.stride() if fmt.block else (0, 0)
+    rows, cols = fmt.scale_block(dim)
+    block = rows or TILE.rows, cols or TILE.cols
+    strides = scale_inv.stride() if fmt.grid else (0, 0)
+    scale_strides = strides[0] if rows else 0, strides[1] if cols else 0
     _decode(
         triton.cdiv(M, TILE.rows) * triton.cdiv(K, TILE.cols),
         (codes, scale_inv, at_16_bytes(factors.levels), out),

@@ -1,4 +1,4 @@
-"""One scale a tensor, in Triton: the amax of several tensors in one launch, and their casts in another.
+"""One scale a tensor, or a row, in Triton: the amax of several tensors in one launch, and their casts in another.
 
 The amax is one reading of the tensor. The cast reads it again and writes the codes along the rows, along the columns
 (transposed in memory, as the tensor cores of sm_90 want them), or both; under delayed scaling it finds the amax too.
@@ -49,6 +49,7 @@ def cast_tensor_kernel(
     xs, levels, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes, noop,
     starts, Ms, Ks,
     COUNT: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
+    PER_ROW: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, CAN_SKIP: tl.constexpr,
     ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -56,15 +57,22 @@ def cast_tensor_kernel(
         return
     program = tl.program_id(0)
     x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
-    level = tl.load(pick(levels, starts, program, COUNT))
     M = extent(pick(Ms, starts, program, COUNT), ALIGNED_M)
     K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
     place = program - pick(starts, starts, program, COUNT)
-    scale, scale_inv = RULE.kernels.scale(level, MAX, EPSILON, FLT_MAX)
     first_m, first_k = corner(place, K, BLOCK_M, BLOCK_K)
     m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     values = load_tile(x, m, k, M, K)
-    codes = ELEMENT.kernels.encode(values * scale, ELEMENT)
+    level = pick(levels, starts, program, COUNT)
+    if PER_ROW:  # or column: one of ROW and COLUMN
+        line = k if COLUMN else m
+        inside = line < (K if COLUMN else M)
+        scale, scale_inv = RULE.kernels.scale(tl.load(level + line, mask=inside, other=1.0), MAX, EPSILON, FLT_MAX)
+        scaled = values * tl.expand_dims(scale, 0 if COLUMN else 1)
+    else:
+        scale, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, FLT_MAX)
+        scaled = values * scale
+    codes = ELEMENT.kernels.encode(scaled, ELEMENT)
     if COLUMN:
         codes = single_bytes(codes, M)
     if ROW:
@@ -77,7 +85,11 @@ def cast_tensor_kernel(
             record_max(pick(row_amaxes, starts, program, COUNT), amax)
         if COLUMN:
             record_max(pick(column_amaxes, starts, program, COUNT), amax)
-    if place == 0:
+    if PER_ROW:
+        scales = pick(column_scales if COLUMN else row_scales, starts, program, COUNT)
+        if (first_m if COLUMN else first_k) == 0:
+            tl.store(scales + line, scale_inv, mask=inside)
+    elif place == 0:
         if ROW:
             tl.store(pick(row_scales, starts, program, COUNT), scale_inv)
         if COLUMN:
@@ -100,8 +112,15 @@ def amax(xs: Sequence[Tensor], amaxes: Sequence[Tensor], choice: Tile | None = N
 
 def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
     """Casts a group of jobs; measured amaxes are raised, so they must be 0 before."""
+    fmt = jobs[0].targets[0].format
+    if fmt.amax_per_row:
+        for job in jobs:
+            if not job.x.numel():
+                job.targets[0].scale_inv.fill_(1.0)  # as of an amax of 0
+        jobs = [job for job in jobs if job.x.numel()]
+        if not jobs:
+            return
     first = jobs[0]
-    fmt = first.targets[0].format
     choice = choice or tile("cast_tensor", first.x.device)
     # A tensor of no elements still has a scale: one program, which finds nothing to cast.
     counts = [max(1, triton.cdiv(j.x.shape[0], choice.rows) * triton.cdiv(j.x.shape[1], choice.cols)) for j in jobs]
@@ -115,7 +134,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
     levels = programs.pad([_level(job) for job in jobs])
     constants = (
         len(programs.starts), first.row is not None, first.column is not None,
-        first.column is not None and first.column.k_major, fmt.scale_rule == "given",
+        first.column is not None and first.column.k_major, fmt.scale_rule == "given", fmt.amax_per_row,
         fmt.encoding, fmt.max, fmt.scaling, fmt.amax_epsilon, noop is not None,
         aligned(rows), aligned(cols), choice.rows, choice.cols,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         block_amax = _block_amax(blocks) if given is None else given.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
         multiplier, scale_inv = fmt.scaling.scale(block_amax, fmt, largest)
         codes = fmt.encoding.encode(blocks * multiplier)
-        scale_inv = scale_inv.reshape(-1) if fmt.block == 0 else scale_inv[:, 0, :, 0]
+        scale_inv = scale_inv[:, 0, :, 0] if fmt.grid else scale_inv.reshape(-1)
     codes = _unblock(codes, source.shape)
     return Cast(_pack(codes, dim) if fmt.packed else codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32))
 
@@ -96,7 +96,7 @@ def dequantize(
 
 def _factors(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
     """What codes in blocks are multiplied by, fp32."""
-    factor = scale_inv if fmt.block == 0 else scale_inv[:, None, :, None]
+    factor = scale_inv[:, None, :, None] if fmt.grid else scale_inv
     values = fmt.scaling.values(factor)
     if fmt.scale_rule != "two_level":
         return values
@@ -107,7 +107,7 @@ def _factors(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> T
 def scale_values(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
     """The same in the shape of ``scale_inv``."""
     factors = _factors(scale_inv, amax, fmt, dim)
-    return factors.clone() if fmt.block == 0 else factors[:, 0, :, 0].clone()
+    return factors[:, 0, :, 0].clone() if fmt.grid else factors.clone()
 
 
 def decode(codes: Tensor, fmt: Format, dim: int, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -212,12 +212,14 @@ def _block_amax(blocks: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, rows: int, cols: int) -> Tensor:
-    """[M, K] as [M/rows, rows, K/cols, cols], zero-padded; (0, 0) is one block of everything."""
-    if rows == 0:
+    """[M, K] as [M/rows, rows, K/cols, cols], zero-padded; 0 stands for all rows or columns, at least one."""
+    if rows == cols == 0:
         return x[None, :, None, :]
-    pad_rows, pad_cols = -x.shape[0] % rows, -x.shape[1] % cols
+    pad_rows = -x.shape[0] % rows if rows else int(x.shape[0] == 0)
+    pad_cols = -x.shape[1] % cols if cols else int(x.shape[1] == 0)
     if pad_rows or pad_cols:
         x = torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))
+    rows, cols = rows or x.shape[0], cols or x.shape[1]
     return x.reshape(x.shape[0] // rows, rows, x.shape[1] // cols, cols)
 
 
