@@ -21,6 +21,7 @@ from minifloat.recipes.mxfp4 import MXFP4BlockScaling
 from minifloat.recipes.mxfp6 import MXFP6BlockScaling
 from minifloat.recipes.mxfp8 import MXFP8BlockScaling
 from minifloat.recipes.nvfp4 import NVFP4BlockScaling
+from minifloat.recipes.rowwise import Float8RowwiseScaling
 
 Format = ElementPair  # as Transformer Engine spells it
 
@@ -32,6 +33,7 @@ _NAMED: dict[str, Recipe] = {
     "nvfp4": NVFP4BlockScaling(),
     "mxfp4": MXFP4BlockScaling(),
     "mxfp6": MXFP6BlockScaling(),
+    "rowwise": Float8RowwiseScaling(),
 }
 NAMES = tuple(_NAMED)
 capability.PAIRS.extend(pair for each in _NAMED.values() for pair in each.pairs)
@@ -134,6 +136,7 @@ __all__ = [
     "ElementPair",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
     "MMParams",
     "MXFP4BlockScaling",
     "MXFP6BlockScaling",

@@ -24,6 +24,7 @@ PUBLIC = [
     "DotProductAttention",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
     "Format",
     "LayerNorm",
     "LayerNormLinear",

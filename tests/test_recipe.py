@@ -31,6 +31,7 @@ from minifloat.recipe import (
     ElementPair,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MMParams,
     MXFP4BlockScaling,
     MXFP6BlockScaling,
@@ -227,6 +228,7 @@ def test_nvfp4_cast_options_that_users_may_read(off: bool) -> None:
         ("nvfp4", NVFP4BlockScaling()),
         ("mxfp4", MXFP4BlockScaling()),
         ("mxfp6", MXFP6BlockScaling()),
+        ("rowwise", Float8RowwiseScaling()),
     ],
 )
 def test_short_names(name: str, recipe: Recipe) -> None:
@@ -234,7 +236,7 @@ def test_short_names(name: str, recipe: Recipe) -> None:
     assert recipes.named(name) == recipe
     assert recipes.as_recipe(name) is recipes.named(name)
     assert recipes.as_recipe(recipe) is recipe
-    assert name in recipes.NAMES and len(recipes.NAMES) == 7
+    assert name in recipes.NAMES and len(recipes.NAMES) == 8
 
 
 # ---- Values ----
@@ -923,10 +925,11 @@ def test_blocks_of_one() -> None:
         ({"block": -16}, "block is -16"),
         ({"amax_epsilon": -1.0}, "amax_epsilon is -1.0"),
         ({"tile": True}, "needs a block length"),
-        ({"block": 16, "scale_rule": "two_level"}, "go together"),
-        ({"element": "e2m1"}, "go together"),
+        ({"block": 16, "scale_rule": "two_level"}, "takes e2m1, got 'e4m3'"),
+        ({"element": "e2m1"}, "needs a block length"),
         ({"rounding": "stochastic"}, "needs scale rule .two_level."),
-        ({"amax_per_row": True}, "needs scale rule .two_level."),
+        ({"amax_per_row": True, "block": 32}, "amax_per_row needs scale rule .two_level."),
+        ({"amax_per_row": True, "scale_rule": "given"}, "amax_per_row needs"),
         ({"block": 32, "scale_rule": "given"}, "one for the whole tensor"),
         (
             {"element": "e2m1", "block": 16, "tile": True, "scale_rule": "two_level", "amax_per_row": True},
