@@ -24,6 +24,7 @@ FORMATS: dict[str, tuple[Format, Format]] = {name: (a, b) for name, a, b in PAIR
     "strips by MXFP8": (STRIP, Format(block=32, scale_rule="e8m0")),
 }
 PER_TENSOR = {"FP8 per tensor", "FP8 per tensor, E5M2 gradient"}
+SM_90 = PER_TENSOR | {"FP8 rowwise"}
 STRIPS = {"FP8 1x128 by 128x128", "FP8 1x128 by 1x128", "fp32 scales"}
 
 
@@ -52,13 +53,13 @@ GPUS: dict[tuple[tuple[int, int], str], tuple[set[str], bool, bool]] = {
     ((8, 6), "13.0"): (set(), True, False),
     ((8, 9), "12.8"): (PER_TENSOR, True, True),
     ((8, 9), "12.9"): (PER_TENSOR, True, True),
-    ((9, 0), "12.8"): (PER_TENSOR, True, True),
-    ((9, 0), "12.9"): (PER_TENSOR | STRIPS, True, True),
-    ((9, 0), "13.0"): (PER_TENSOR | STRIPS, True, True),
-    ((10, 0), "12.8"): (PER_TENSOR, True, True),
-    ((10, 0), "13.0"): (PER_TENSOR, True, True),
-    ((12, 0), "12.9"): (PER_TENSOR, True, True),
-    ((12, 0), "13.0"): (PER_TENSOR, True, True),
+    ((9, 0), "12.8"): (SM_90, True, True),
+    ((9, 0), "12.9"): (SM_90 | STRIPS, True, True),
+    ((9, 0), "13.0"): (SM_90 | STRIPS, True, True),
+    ((10, 0), "12.8"): (SM_90, True, True),
+    ((10, 0), "13.0"): (SM_90, True, True),
+    ((12, 0), "12.9"): (SM_90, True, True),
+    ((12, 0), "13.0"): (SM_90, True, True),
 }
 """By compute capability and CUDA version: what a library multiplies, whether bf16 products and Triton kernels run."""
 
@@ -77,7 +78,7 @@ def test_rows(
         assert (name, chosen) == (name, wanted) and reason
         assert capability.supports(a, b, GPU)[0] == (name in native)
         assert capability.emulates(a, b, GPU)[0] == emulated
-        assert capability.symmetric_memory(a, b, GPU)[0] == (name in native and not a.block)
+        assert capability.symmetric_memory(a, b, GPU)[0] == (name in native and not a.grid)
     assert capability.symmetric_memory(IDENTITY, IDENTITY, GPU)[0]
     assert not capability.symmetric_memory(IDENTITY, Format(), GPU)[0]
     assert capability.kernels(0)[0] == triton

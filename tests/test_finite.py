@@ -18,7 +18,7 @@ M, N, K = 48, 40, 56
 POISONED = 3, 5  # row and column of the one element that is not finite
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=4),
-    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")},
+    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6")},
 }
 
 # docs/numerics.md 5. "finite": nowhere. "line": every element of the row or column that reads it. "huge": the same line
@@ -29,6 +29,9 @@ WHERE = {
     "block": {"inf": "finite", "nan": "line"},
     "mxfp8": {"inf": "huge", "nan": "line"},
     "nvfp4": {"inf": "all", "nan": "finite"},
+    "rowwise": {"inf": "finite", "nan": "line"},
+    "mxfp4": {"inf": "huge", "nan": "finite"},
+    "mxfp6": {"inf": "huge", "nan": "finite"},
     "none": {"inf": "huge", "nan": "line"},
 }
 # What reads a tensor, and whether its row or its column of the result does.
@@ -76,7 +79,8 @@ def test_where_it_goes(name: str, tensor: str, value: str) -> None:
         else:
             line = found[result].select(*reads)
             huge = line.abs() > 1e30
-            assert (line.isnan() if value == "nan" else huge).float().mean() > 0.9, result
+            most = 0.6 if name == "mxfp4" else 0.9  # E2M1 codes of the other operand are 0 more often
+            assert (line.isnan() if value == "nan" else huge).float().mean() > most, result
             others = torch.arange(found[result].shape[reads[0]]) != reads[1]
             both = [each[result].movedim(reads[0], 0)[others] for each in (found, clean)]
             assert torch.equal(*both), result

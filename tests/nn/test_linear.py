@@ -38,6 +38,9 @@ from minifloat.recipe import (
     DelayedScalingRequest,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizerRole,
@@ -134,6 +137,12 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4 4over6 448": NVFP4BlockScaling(True, True, nvfp4_4over6="activations", nvfp4_4over6_e4m3_use_256="none"),
     "nvfp4 rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
     "nvfp4 rows 4over6": NVFP4BlockScaling(True, True, row_scaled_activation=True, nvfp4_4over6="activations"),
+    "rowwise": named("rowwise"),
+    "rowwise pow2": Float8RowwiseScaling(use_power_2_scales=True),
+    "mxfp4": named("mxfp4"),
+    "mxfp4 2d": MXFP4BlockScaling(enable_2d_quantization=True),
+    "mxfp6": named("mxfp6"),
+    "mxfp6 e3m2": MXFP6BlockScaling("e3m2"),
     "custom quantized forward": CustomRecipe(quantized_forward),
     "custom quantized backward": CustomRecipe(quantized_backward),
     "custom mxfp8 then nvfp4": CustomRecipe(mxfp8_then_nvfp4),
@@ -353,9 +362,11 @@ def exact_unit(quantizer: Quantizer) -> float:
     """A number whose products with 1, 2 and 4 the formats represent, and whose amax gives scales without rounding.
 
     Scales are the largest value of the format over the amax: 1.75 * 2^8 and 1.75 * 2^15 for FP8, 2688 = 21 * 2^7 or
-    1536 = 3 * 2^9 for the two levels of NVFP4.
+    1536 = 3 * 2^9 for the two levels of NVFP4. Those of MXFP4 are powers of two.
     """
     formats = [fmt for fmt in (quantizer.row_format, quantizer.format(COLUMNWISE)) if fmt.packed]
+    if formats and formats[0].scale_rule == "e8m0":
+        return 1.5
     return {448.0: 5.25, 256.0: 3.0}[formats[0].block_scale_max] if formats else 1.75
 
 
