@@ -37,7 +37,7 @@ def _gelu_derivative(x: Tensor) -> Tensor:
 
 
 def _swish(x: Tensor, slope: float) -> Tensor:
-    return (slope * x).sigmoid_().mul_(x)
+    return (slope * x).sigmoid_() * x
 
 
 def _swish_derivative(x: Tensor, slope: float) -> Tensor:
