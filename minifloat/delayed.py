@@ -13,7 +13,7 @@ from minifloat import formats
 from minifloat.arguments import checked, shown
 from minifloat.backward_pass import BackwardPass
 from minifloat.comm import ddp
-from minifloat.comm.collectives import max_of_all
+from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
 from minifloat.ops import delayed as kernels
 from minifloat.quantizer import are_scales
@@ -70,11 +70,38 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
     return found if dist.get_world_size() > 1 else None
 
 
+def check_same_scale(why: str, ranks: Group, recipe: DelayedScaling, group: Group | None) -> None:
+    """The ranks of a gathered tensor cast it with the same delayed scale.
+
+    Args:
+        why: what is gathered, as errors begin: ``"Linear 'proj': the weight is sharded"``.
+        ranks: those that gather it.
+        group: the ranks over which amaxes are reduced; None if this rank keeps its own.
+
+    Raises:
+        ValueError: some rank of ``ranks`` is not in ``group``.
+    """
+    if not recipe.reduce_amax:
+        raise ValueError(
+            f"{why}, and all ranks must cast with one scale, but DelayedScaling(reduce_amax=False) gives each rank its "
+            "own; use reduce_amax=True"
+        )
+    if group is not None and group.size == dist.get_world_size():
+        return
+    reducing = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group.process_group))
+    missing = set(dist.get_process_group_ranks(ranks.process_group)) - reducing
+    if missing:
+        raise ValueError(
+            f"{why}, and all ranks must cast with one scale, but autocast's amax_reduction_group leaves out ranks "
+            f"{sorted(missing)}; give it one that contains them"
+        )
+
+
 def reduce(histories: Sequence[History], group: Group) -> None:
     """Makes the newest amaxes the largest of all ranks: one MAX all-reduce for all of them."""
     newest = [history.amax_history[0] for history in histories]
     if group.size > 1:
-        for amaxes, largest in zip(newest, max_of_all(newest, group), strict=True):
+        for amaxes, largest in zip(newest, all_reduce_max(newest, group), strict=True):
             amaxes.copy_(largest)
 
 

@@ -1,8 +1,8 @@
 """The collectives that layers use: asynchronous handles in eager mode, functional collectives under a compiler.
 
-Sums are in the dtype of what is summed, never quantized. What is only moved travels as bytes: some backends know no
+Sums are in the dtype of what is summed, never quantized. What is only moved is sent as bytes: some backends know no
 8-bit floats, and coalesce one dtype only. With ``check=True`` ranks first compare dtype, sizes and row counts, which
-costs a small all-gather and a synchronisation with the host, and raise alike where those disagree.
+costs a small all-gather and a synchronisation with the host, and all of them raise where those differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ class Pending(Generic[T]):
         return finish()
 
 
-def as_bytes(x: Tensor) -> Tensor:
+def wait_tensor(x: Tensor) -> Tensor:
+    """The result of a functional collective."""
+    result: Tensor = _functional.wait_tensor(x)
+    return result
+
+
+def _as_bytes(x: Tensor) -> Tensor:
     """The memory of ``x`` [rows, ...] as uint8 [rows, bytes of a row]; a copy unless ``x`` is contiguous."""
     if x.dtype == torch.uint8 and x.dim() == 2:
         return x.contiguous()
@@ -57,8 +63,8 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
-def from_bytes(data: Tensor, like: Tensor) -> Tensor:
-    """The inverse of :func:`as_bytes` for tensors of other rows of the same kind as ``like``."""
+def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`_as_bytes` for tensors of other rows of the same kind as ``like``."""
     shape = data.shape[0], *like.shape[1:]
     if data.numel() == 0:
         return like.new_empty(shape)
@@ -66,14 +72,83 @@ def from_bytes(data: Tensor, like: Tensor) -> Tensor:
     return values if like.dim() == 2 else values.reshape(shape)
 
 
-def waited(x: Tensor) -> Tensor:
-    """What a functional collective gave, once it is there."""
-    result: Tensor = _functional.wait_tensor(x)
-    return result
+# ---- moving rows ----
 
 
-# The two collectives of a quantized gather are called as methods of the process group: PyTorch's functions look at so
-# much first that a small gather takes longer on the host than on the device. Their options are made once.
+def start_all_gather_rows(
+    xs: Sequence[Tensor],
+    maps: Sequence[ShardMap],
+    group: Group,
+    into: Sequence[Tensor | None] | None = None,
+    *,
+    overlapped: bool = True,
+) -> Pending[list[Tensor]]:
+    """Gathers several tensors along their first dim, in one call of the backend.
+
+    Equal row counts are received in place. Others are padded to the largest and put together after the wait. Inside a
+    coalescing region that the caller has opened on the group the transfers join it: they are complete when its own
+    handle was waited for, and the one returned here has nothing more to wait for.
+
+    Args:
+        xs: [rows, ...] each, of any dtype: this rank's rows.
+        maps: the rows of every rank, for each tensor.
+        into: contiguous tensors [sum(rows), ...] to fill; None where there is none.
+        overlapped: with what is computed meanwhile. Where the wait follows at once, a transfer in the stream of the
+            computation needs no events between streams.
+    """
+    targets = [None] * len(xs) if into is None else list(into)
+    if group.size == 1:
+        return Pending([], lambda: [_into(target, x) for x, target in zip(xs, targets, strict=True)])
+    sends, receives, places = [], [], []
+    for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True)):
+        data, largest = _as_bytes(x), rows.largest
+        own, width = data.shape
+        if largest * width == 0:
+            continue
+        if own != largest:
+            padded = data.new_empty(largest, width)
+            padded[:own] = data
+            data = padded
+        sends.append(data)
+        receives.append(_as_bytes(target) if target is not None and rows.is_even else None)
+        places.append(place)
+    transfer = _start_all_gather(sends, receives, group, overlapped)
+
+    def finish() -> list[Tensor]:
+        gathered = dict(zip(places, transfer.wait(), strict=True))
+        return [
+            _whole(gathered.get(place), x, rows, target)
+            for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True))
+        ]
+
+    return Pending([], finish)
+
+
+def _start_all_gather(
+    sends: Sequence[Tensor], receives: Sequence[Tensor | None], group: Group, overlapped: bool
+) -> Pending[list[Tensor]]:
+    """``sends``: uint8 [rows, bytes], contiguous, of one size on all ranks; ``receives``: [size * rows, bytes]."""
+    if torch.compiler.is_compiling():
+        gathered = _functional.all_gather_into_tensor_coalesced(list(sends), group.size, group.name)
+        return Pending([], lambda: [_into(into, wait_tensor(x)) for x, into in zip(gathered, receives, strict=True)])
+    targets = [
+        send.new_empty(group.size * send.shape[0], send.shape[1]) if target is None else target
+        for send, target in zip(sends, receives, strict=True)
+    ]
+    process_group = group.process_group
+    if process_group in dist.distributed_c10d._world.pg_coalesce_state:
+        gather_one = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        for target, send in zip(targets, sends, strict=True):
+            gather_one(target, send, group=process_group, async_op=True)
+    elif targets:
+        options = _gather_options(overlapped)
+        work = process_group.allgather_into_tensor_coalesced(targets, list(sends), options)
+        return Pending([] if work is None else [work], lambda: targets)
+    return Pending([], lambda: targets)
+
+
+# The two collectives of a quantized gather are methods of the process group: PyTorch's functions look at so much first
+# that a small gather takes longer on the host than on the device. Their options are made once.
 
 
 @functools.cache
@@ -90,106 +165,20 @@ def _max_options() -> Any:
     return options
 
 
-# ---- moving rows ----
-
-
-def start_transfers(
-    sends: Sequence[Tensor], receives: Sequence[Tensor | None], group: Group, *, overlapped: bool = True
-) -> Pending[list[Tensor]]:
-    """Concatenates over the ranks each of several tensors, in one call of the backend.
-
-    Inside a coalescing region that the caller has opened on the group the transfers join it: they are there when its
-    own handle was waited for, and the one returned here has nothing more to wait for.
-
-    Args:
-        sends: uint8 [rows, bytes], contiguous, of one size on all ranks.
-        receives: uint8 [size * rows, bytes] to receive into, contiguous; None: new ones.
-        overlapped: beside what is computed meanwhile. Where the wait follows at once, a transfer in the stream of the
-            computation needs no events between streams.
-    """
-    if torch.compiler.is_compiling():
-        gathered = _functional.all_gather_into_tensor_coalesced(list(sends), group.size, group.name)
-        return Pending([], lambda: [_into(into, waited(x)) for x, into in zip(gathered, receives, strict=True)])
-    targets = [
-        send.new_empty(group.size * send.shape[0], send.shape[1]) if target is None else target
-        for send, target in zip(sends, receives, strict=True)
-    ]
-    process_group = group.process_group
-    work = None
-    if coalescing(process_group):
-        gather_one = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-        for target, send in zip(targets, sends, strict=True):
-            gather_one(target, send, group=process_group, async_op=True)
-    elif targets:
-        work = process_group.allgather_into_tensor_coalesced(targets, list(sends), _gather_options(overlapped))
-    return Pending([] if work is None else [work], lambda: targets)
-
-
-def coalescing(process_group: dist.ProcessGroup) -> bool:
-    """The caller has opened a coalescing region on the group."""
-    return process_group in dist.distributed_c10d._world.pg_coalesce_state
-
-
 def _into(target: Tensor | None, value: Tensor) -> Tensor:
     return value if target is None else target.copy_(value)
 
 
-def start_all_gather_rows(
-    xs: Sequence[Tensor],
-    maps: Sequence[ShardMap],
-    group: Group,
-    into: Sequence[Tensor | None] | None = None,
-    *,
-    overlapped: bool = True,
-) -> Pending[list[Tensor]]:
-    """Gathers several tensors along their first dim, in one call of the backend.
-
-    Equal row counts go straight to their place. Others are padded to the largest and put together after the wait.
-
-    Args:
-        xs: [rows, ...] each, of any dtype: this rank's rows.
-        maps: the rows of every rank, for each tensor.
-        into: contiguous tensors [sum(rows), ...] to fill; None where there is none.
-        overlapped: as in :func:`start_transfers`.
-    """
-    targets = [None] * len(xs) if into is None else list(into)
-    if group.size == 1:
-        return Pending([], lambda: [_into(target, x) for x, target in zip(xs, targets, strict=True)])
-    sends, receives, places = [], [], []
-    for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True)):
-        data, largest = as_bytes(x), rows.largest
-        own, width = data.shape
-        if largest * width == 0:
-            continue
-        if own != largest:
-            padded = data.new_empty(largest, width)
-            padded[:own] = data
-            data = padded
-        sends.append(data)
-        receives.append(as_bytes(target) if target is not None and rows.is_even else None)
-        places.append(place)
-    transfer = start_transfers(sends, receives, group, overlapped=overlapped)
-
-    def finish() -> list[Tensor]:
-        gathered = dict(zip(places, transfer.wait(), strict=True))
-        return [
-            _put_together(gathered.get(place), x, rows, target)
-            for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True))
-        ]
-
-    return Pending([], finish)
-
-
-def _put_together(data: Tensor | None, x: Tensor, rows: ShardMap, target: Tensor | None) -> Tensor:
+def _whole(data: Tensor | None, x: Tensor, rows: ShardMap, target: Tensor | None) -> Tensor:
     """The whole, from the rows of all ranks as bytes, those of each padded to the largest number."""
     if data is None:
         return x.new_empty(rows.total, *x.shape[1:]) if target is None else target
     if rows.is_even:
-        return from_bytes(data, x) if target is None else target
+        return _from_bytes(data, x) if target is None else target
     parts = data.split([length for count in rows.rows for length in (count, rows.largest - count)])[::2]
     if target is None:
-        return from_bytes(torch.cat(parts), x)
-    torch.cat(parts, out=as_bytes(target))
+        return _from_bytes(torch.cat(parts), x)
+    torch.cat(parts, out=_as_bytes(target))
     return target
 
 
@@ -205,14 +194,14 @@ def all_gather_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check =
 
 def start_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending[Tensor]:
     """Starts :func:`exchange_rows`."""
-    data = as_bytes(x)
+    data = _as_bytes(x)
     if torch.compiler.is_compiling():
         exchanged = _functional.all_to_all_single(data, list(receive), list(send), group.name)
-        return Pending([], lambda: from_bytes(waited(exchanged), x))
+        return Pending([], lambda: _from_bytes(wait_tensor(exchanged), x))
     received = data.new_empty(sum(receive), data.shape[1])
     splits = list(receive), list(send)
     work = dist.all_to_all_single(received, data, *splits, group=group.process_group, async_op=True)
-    return Pending([work], lambda: from_bytes(received, x))
+    return Pending([work], lambda: _from_bytes(received, x))
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -220,7 +209,7 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
     return start_exchange(x, send, receive, group).wait()
 
 
-# ---- sums ----
+# ---- reductions ----
 
 
 def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Pending[Tensor]:
@@ -239,7 +228,7 @@ def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, chec
         return Pending([], lambda: x[:own])
     if torch.compiler.is_compiling():
         scattered = _functional.reduce_scatter_tensor(send, "sum", group.size, group.name)
-        return Pending([], lambda: waited(scattered)[:own])
+        return Pending([], lambda: wait_tensor(scattered)[:own])
     summed = x.new_empty(largest, *x.shape[1:])
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     work = scatter(summed, send, group=group.process_group, async_op=True)
@@ -266,7 +255,7 @@ def start_all_reduce(x: Tensor, group: Group, *, check: Check = False) -> Pendin
         return Pending([], lambda: x)
     if torch.compiler.is_compiling():
         reduced = _functional.all_reduce(x.contiguous(), "sum", group.name)
-        return Pending([], lambda: waited(reduced))
+        return Pending([], lambda: wait_tensor(reduced))
     addend = x.contiguous()
     work = dist.all_reduce(addend, group=group.process_group, async_op=True)
     return Pending([work], lambda: addend)
@@ -281,7 +270,7 @@ def all_reduce(x: Tensor, group: Group, *, check: Check = False) -> Tensor:
     return start_all_reduce(x, group, check=check).wait()
 
 
-def max_of_all(xs: Sequence[Tensor], group: Group, *, in_place: bool = False) -> list[Tensor]:
+def all_reduce_max(xs: Sequence[Tensor], group: Group, *, in_place: bool = False) -> list[Tensor]:
     """The largest over the ranks of each element of several fp32 tensors [n], in one all-reduce.
 
     ``in_place``: the result may take the memory of ``xs``.
@@ -290,7 +279,7 @@ def max_of_all(xs: Sequence[Tensor], group: Group, *, in_place: bool = False) ->
         return list(xs)
     largest = xs[0] if in_place and len(xs) == 1 else torch.cat(list(xs))
     if torch.compiler.is_compiling():
-        largest = waited(_functional.all_reduce(largest, "max", group.name))
+        largest = wait_tensor(_functional.all_reduce(largest, "max", group.name))
     else:
         work = group.process_group.allreduce([largest], _max_options())
         if work is not None:  # of a backend that does not work in the stream

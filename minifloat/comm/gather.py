@@ -1,9 +1,8 @@
-"""The quantized all-gather: codes and scales on the wire, and exactly the quantized whole on every rank."""
+"""The quantized all-gather: exactly the quantized whole on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -46,8 +45,8 @@ def start_gather(
 ) -> Pending[list[Quantized]]:
     """Starts to gather several quantized tensors in one call of the backend; ``wait()`` gives them.
 
-    Nothing but codes, scales of blocks and amaxes of rows travels. A scale or amax of the whole tensor is this rank's
-    own, since all agree on it. The amax that a delayed cast measured stays that of this rank's rows.
+    Nothing but codes, scales of blocks and amaxes of rows is sent. A scale or amax of the whole tensor is this rank's
+    own: all ranks have the same. The amax that a delayed cast measured stays that of this rank's rows.
 
     Args:
         parts: of each tensor what :func:`~minifloat.comm.sharded_cast.quantize_shard` gave.
@@ -55,7 +54,7 @@ def start_gather(
         rowwise, columnwise: the orientations wanted.
         into: the wholes, whose memory is filled and which are returned. Equal row counts go straight there.
         gemm_ready: lay codes out in memory as this device's GEMMs read them (see ``Quantizer.layouts``); once, after
-            the wait, where that is not how they travel.
+            the wait, where they are gathered in another order.
         check: compare sizes and row counts of all ranks first, and raise on each of them if they disagree.
 
     Raises:
@@ -81,12 +80,12 @@ def _start(
     *,
     overlapped: bool,
 ) -> Pending[list[Quantized]]:
-    plans = [_plan(part, dims) for part in parts]
+    wanted = [{dim: part.along(dim) for dim in dims} for part in parts]
     xs: list[Tensor] = []
     maps: list[ShardMap] = []
     places: list[Tensor | None] = []
-    for plan, target in zip(plans, targets, strict=True):
-        for dim, operand in plan.operands.items():
+    for operands, target in zip(wanted, targets, strict=True):
+        for dim, operand in _distinct(operands):
             into = None if target is None else _checked_target(operand, target.along(dim), shards)
             for field, rows in shards.gathered(operand.format, operand.dim):
                 x, place = getattr(operand, field), getattr(into, field, None)
@@ -99,27 +98,17 @@ def _start(
     def finish() -> list[Quantized]:
         gathered = iter(transfer.wait())
         return [
-            _assemble(plan, gathered, shards, target, gemm_ready) for plan, target in zip(plans, targets, strict=True)
+            _assemble(operands, gathered, shards, target, gemm_ready)
+            for operands, target in zip(wanted, targets, strict=True)
         ]
 
     return Pending([], finish)
 
 
-class _Plan(NamedTuple):
-    """What is gathered of a tensor: the operands, by the first dim that each serves; for each wanted dim which one."""
-
-    operands: dict[int, Operand]
-    serving: dict[int, int]
-
-
-def _plan(part: Quantized, dims: Sequence[int]) -> _Plan:
-    plan = _Plan({}, {})
-    for dim in dims:
-        operand = part.along(dim)
-        known = [first for first, other in plan.operands.items() if other is operand]
-        plan.serving[dim] = known[0] if known else dim
-        plan.operands.setdefault(plan.serving[dim], operand)
-    return plan
+def _distinct(operands: Mapping[int, Operand]) -> list[tuple[int, Operand]]:
+    """What is gathered: one operand that serves two dims once, with the first of them."""
+    items = list(operands.items())
+    return [item for i, item in enumerate(items) if all(item[1] is not earlier for _, earlier in items[:i])]
 
 
 def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Operand:
@@ -139,10 +128,16 @@ def _whole(own: Operand, gathered: Iterator[Tensor], shards: ShardMap) -> Operan
 
 
 def _assemble(
-    plan: _Plan, gathered: Iterator[Tensor], shards: ShardMap, into: Quantized | None, gemm_ready: bool
+    operands: Mapping[int, Operand],
+    gathered: Iterator[Tensor],
+    shards: ShardMap,
+    into: Quantized | None,
+    gemm_ready: bool,
 ) -> Quantized:
-    wholes = {dim: _whole(own, gathered, shards) for dim, own in plan.operands.items()}
-    found = {dim: _laid_out(wholes[i], dim) if gemm_ready else wholes[i] for dim, i in plan.serving.items()}
+    wholes = {id(own): _whole(own, gathered, shards) for _, own in _distinct(operands)}
+    found = {dim: wholes[id(own)] for dim, own in operands.items()}
+    if gemm_ready:
+        found = {dim: _laid_out(whole, dim) for dim, whole in found.items()}
     if into is None:
         return Quantized(found.get(ROWWISE), found.get(COLUMNWISE))
     for dim, operand in found.items():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minifloat.comm.checks import Check, check_sharded
-from minifloat.comm.collectives import exchange_rows, max_of_all, waited
+from minifloat.comm.collectives import all_reduce_max, exchange_rows, wait_tensor
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap, cached, unit_rows
 from minifloat.formats import COLUMNWISE, ROWWISE
@@ -142,7 +142,7 @@ def _quantize_chained(
 
 def _drawn_by_first(x: Tensor, group: Group) -> Tensor:
     """Seed and offset, int64 [2]. All ranks draw, so that their generators stay in step."""
-    return waited(torch.ops._c10d_functional.broadcast(quantize.draw_seed(x), 0, group.name))
+    return wait_tensor(torch.ops._c10d_functional.broadcast(quantize.draw_seed(x), 0, group.name))
 
 
 # ---- amax synchronization ----
@@ -164,7 +164,7 @@ def reduce_amaxes(
             level = result[i][j]
             if level is not None:
                 shared[i, j] = level
-    for (i, j), largest in zip(shared, max_of_all(list(shared.values()), group, in_place=in_place), strict=True):
+    for (i, j), largest in zip(shared, all_reduce_max(list(shared.values()), group, in_place=in_place), strict=True):
         result[i][j] = largest
     return [tuple(levels) for levels in result]
 

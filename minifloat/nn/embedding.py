@@ -20,7 +20,7 @@ from minifloat.functional.autograd import as_output
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.sharding import Partition, mark, tensor_parallel
+from minifloat.nn.tensor_parallel import Partition, mark, tensor_parallel
 from minifloat.recompute import parallel_of
 
 

@@ -21,7 +21,7 @@ from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.parameters import InitMethod, one_dtype, parameter_init
-from minifloat.nn.sharding import tensor_parallel
+from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import parallel_of
 from minifloat.tensor import QuantizedTensor

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from minifloat import finite, recompute
 from minifloat.autocast import Use, checks_finite, current
 from minifloat.comm.ddp import check_reduced
+from minifloat.delayed import check_same_scale
 from minifloat.functional.autograd import autocast_enabled
 from minifloat.functional.linear import Call, LinearOptions, LinearPlan, make_plan
 from minifloat.functional.plan import LinearConfig
@@ -18,7 +19,6 @@ from minifloat.functional.quantize import calibrate
 from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
 from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.sharding import check_scales_agree
 from minifloat.ops import matmul
 from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, Recipe
@@ -86,7 +86,7 @@ class LinearCalls(LinearState):
         use = None if config.delayed is None else self._use(config.delayed, replayed, needs_x or needs_w or needs_b)
         if use is not None and config.delayed is not None and parallel.sequence_parallel:
             why = f"{self._label}: sequence_parallel=True gathers tensors"
-            check_scales_agree(why, parallel.group, config.delayed, use.group)
+            check_same_scale(why, parallel.group, config.delayed, use.group)
         cast_now = type(weight) is nn.Parameter and is_first_microbatch is None
         w = None if cast_now else self._weight_operands(plan, use, weight, is_first_microbatch)
         return plan, Call(use, None, w), weight, bias

@@ -12,7 +12,7 @@ from minifloat.comm.dtensor import is_dtensor, own_part, own_rows
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn import parameters
 from minifloat.nn.parameters import InitMethod
-from minifloat.nn.sharding import Partition, mark, partitions
+from minifloat.nn.tensor_parallel import Partition, mark, partitions
 from minifloat.tensor import QuantizedTensor
 
 

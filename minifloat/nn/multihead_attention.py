@@ -32,7 +32,7 @@ from minifloat.nn.multihead_parts import (
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import LayerOfLinears, Normalization, call_alone, call_on_stream, make_norm, part_name
 from minifloat.nn.rope import apply_rotary_pos_emb
-from minifloat.nn.sharding import tensor_parallel
+from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of

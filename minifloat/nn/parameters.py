@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
-from minifloat.comm.collectives import max_of_all
+from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.operand import Quantized
@@ -164,7 +164,7 @@ def set_scale(
     amaxes = [levels[0] for levels in find_amaxes(plain, [Quantizer(Format(fmt.element))] * len(plain))]
     amax = torch.cat([level for level in amaxes if level is not None]).amax(0, keepdim=True)
     if amax_group is not None:
-        (amax,) = max_of_all([amax], Group.of(amax_group))
+        (amax,) = all_reduce_max([amax], Group.of(amax_group))
     largest = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0**-margin)
     fresh = (largest / amax).clamp(max=FLT_MAX)
     scale.copy_(torch.where(amax.isfinite() & (amax > 0), fresh, scale))

@@ -25,7 +25,7 @@ from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.multihead_parts import check_parallel
-from minifloat.nn.sharding import Partition, partitions
+from minifloat.nn.tensor_parallel import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
 from minifloat.tensor import QuantizedTensor, quantize
 

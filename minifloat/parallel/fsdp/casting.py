@@ -14,7 +14,6 @@ from minifloat.autocast import current
 from minifloat.comm.group import Group
 from minifloat.comm.sharded_cast import quantize_shard, reduce_amaxes
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.nn.sharding import check_scales_agree
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp.rows import QuantizedRows
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
@@ -119,5 +118,5 @@ def _check_scales(weight: ShardedWeight, recipe: DelayedScaling, checked: set[tu
     if weight.group.size > 1 and (recipe, weight.group) not in checked:
         context = current()
         group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
-        check_scales_agree(f"{weight.layer._label}: the weight is sharded", weight.group, recipe, group)
+        delayed.check_same_scale(f"{weight.layer._label}: the weight is sharded", weight.group, recipe, group)
         checked.add((recipe, weight.group))

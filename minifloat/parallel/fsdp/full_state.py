@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifloat.arguments import Device, checked
-from minifloat.comm.collectives import max_of_all
+from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.dtensor import sharded_like
 from minifloat.comm.gather import gather
 from minifloat.nn.linear import Linear
@@ -104,7 +104,7 @@ def _with_agreed_amax(operand: Operand, group: Any) -> Operand:
     """Delayed scaling has measured it on each rank's rows."""
     if operand.format.scale_rule != "given" or operand.amax is None:
         return operand
-    return operand._replace(amax=max_of_all([operand.amax], group)[0])
+    return operand._replace(amax=all_reduce_max([operand.amax], group)[0])
 
 
 def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Tensor:

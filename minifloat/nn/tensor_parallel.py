@@ -1,4 +1,4 @@
-"""Which part of its parameters a rank holds, and the constructor arguments of parallel layers that decide it."""
+"""The constructor arguments of tensor-parallel layers, and which part of their parameters a rank holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.comm.group import Group
 from minifloat.functional.tensor_parallel import UNSHARDED, Mode, TensorParallel
-from minifloat.recipe import DelayedScaling
 
 
 class Partition(NamedTuple):
@@ -113,30 +112,3 @@ def mark(parameter: Tensor, partition: Partition | None) -> None:
     }
     for name, value in notes.items():
         setattr(parameter, name, value)
-
-
-def check_scales_agree(why: str, ranks: Group, recipe: DelayedScaling, group: Group | None) -> None:
-    """Raises where the ranks of a gathered tensor would cast it with different delayed scales.
-
-    Args:
-        why: what is gathered, as errors begin: ``"Linear 'proj': the weight is sharded"``.
-        ranks: those that gather it.
-        group: the ranks that agree on delayed scaling's amaxes; None if this rank keeps them for itself.
-
-    Raises:
-        ValueError: some rank of ``ranks`` does not agree with this one.
-    """
-    if not recipe.reduce_amax:
-        raise ValueError(
-            f"{why}, and all ranks must cast with one scale, but DelayedScaling(reduce_amax=False) gives each rank its "
-            "own; use reduce_amax=True"
-        )
-    if group is not None and group.size == dist.get_world_size():
-        return
-    agree = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group.process_group))
-    missing = set(dist.get_process_group_ranks(ranks.process_group)) - agree
-    if missing:
-        raise ValueError(
-            f"{why}, and all ranks must cast with one scale, but autocast's amax_reduction_group leaves out ranks "
-            f"{sorted(missing)}; give it one that contains them"
-        )
