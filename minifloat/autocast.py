@@ -138,13 +138,16 @@ class Use:
         context: autocast | None,
         scale: Tensor | None = None,
     ) -> None:
-        forward, backward_history = states[0].history(recipe, True), states[1].history(recipe, False)
+        compiling = self.compiling = torch.compiler.is_compiling()
+        forward = states[0].history(recipe, True, compiling)
         self.states = states
-        self.histories = forward if scale is None else forward._replace(scale=scale), backward_history
+        self.histories = (
+            forward if scale is None else forward._replace(scale=scale, slots=()),
+            states[1].history(recipe, False, compiling),
+        )
         self.records = records, backward
         self.region = None if context is None else context.region
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
-        compiling = torch.compiler.is_compiling()
         self.shared = self.region is not None and self.group is not None and not compiling
         self.first = True
         if self.region is not None and records:
@@ -165,7 +168,7 @@ class Use:
         """Updates the forward history now if no ``autocast`` will do it at its end."""
         if self.region is None and self.records[0]:
             delayed.update([self.histories[0]], self.group)
-            if not torch.compiler.is_compiling():
+            if not self.compiling:
                 self.states[0].progress.recording = False
 
     def backward_begins(self) -> None:

@@ -24,13 +24,15 @@ class History(NamedTuple):
     """One direction of one layer: scales fp32 [n], amaxes fp32 [L, n], and the rule from these to those.
 
     Row 0 is of the step in progress, the last row of the newest finished one.
-    ``rule``: as :func:`rule` gives it; ``recipe``: for algorithms of the user's own.
+    ``rule``: as :func:`rule` gives it; ``recipe``: for algorithms of the user's own; ``slots``: views of the scales,
+    fp32 [1] each, where these are made once.
     """
 
     scale: Tensor
     amax_history: Tensor
     recipe: DelayedScaling
     rule: str
+    slots: tuple[Tensor, ...] = ()
 
 
 def rule(recipe: DelayedScaling, forward: bool) -> str:
@@ -49,6 +51,8 @@ _CUSTOM = "custom"
 
 # ---- updates ----
 
+_AVAILABLE = dist.is_available()
+
 
 def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> Group | None:
     """The group that amaxes are reduced over, all ranks by default; None where ranks do not reduce.
@@ -59,7 +63,7 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
         ValueError: this is the forward of a ``DistributedDataParallel`` inside of its ``join()``, where ranks that have
             no more data take part in DDP's collectives alone.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not _AVAILABLE or not dist.is_initialized():
         return None
     ddp.keep_histories()
     if not recipe.reduce_amax:
@@ -222,9 +226,8 @@ class AmaxHistory(nn.Module):
 
         return restore
 
-    def history(self, recipe: DelayedScaling, forward: bool) -> History:
+    def history(self, recipe: DelayedScaling, forward: bool, compiling: bool) -> History:
         """The buffers under a recipe, cut or zero-padded at the end to its ``amax_history_len``."""
-        compiling = torch.compiler.is_compiling()
         known, buffers = None if compiling else self.progress.history, self._buffers
         if (
             known is not None
@@ -238,7 +241,8 @@ class AmaxHistory(nn.Module):
             kept = self.amax_history[:wanted]
             with torch.inference_mode(False):  # or training could not write to it later
                 self.amax_history = torch.nn.functional.pad(kept.clone(), (0, 0, 0, wanted - kept.shape[0]))
-        found = History(self.scale, self.amax_history, recipe, rule(recipe, forward))
+        slots = () if compiling else self.scale.split(1)
+        found = History(self.scale, self.amax_history, recipe, rule(recipe, forward), slots)
         if not compiling:
             self.progress.history = found
         return found
@@ -312,7 +316,9 @@ class Region:
         """Reduces and updates the histories of one direction, each once, with one reduction a group."""
         newest = self.forward if forward else self.backward
         members = [] if newest is None else newest.in_order()
-        histories = {state: m.state.history(m.recipe, forward) for state, m in {m.state: m for m in members}.items()}
+        compiling = torch.compiler.is_compiling()
+        latest = {member.state: member.recipe for member in members}
+        histories = {state: state.history(recipe, forward, compiling) for state, recipe in latest.items()}
         groups: dict[Group, dict[AmaxHistory, History]] = {}
         for member in members:
             if member.group is not None:

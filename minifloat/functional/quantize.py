@@ -77,20 +77,25 @@ def cast_with(
     return cast_all([x], [quantizer], [amaxes], scales=[scale], gemm_ready=gemm_ready)[0]
 
 
-def _slot(kind: str) -> tuple[int, int]:
-    """Direction (0 forward, 1 backward) and index in its histories."""
-    return (0, FORWARD_SLOTS.index(kind)) if kind in FORWARD_SLOTS else (1, BACKWARD_SLOTS.index(kind))
+_SLOTS = {
+    kind: (direction, slot)
+    for direction, kinds in enumerate((FORWARD_SLOTS, BACKWARD_SLOTS))
+    for slot, kind in enumerate(kinds)
+}
+"""Direction (0 forward, 1 backward) and index in its histories."""
 
 
 def delayed_scale(use: Use | None, kind: str, keep: bool = False) -> Tensor | None:
     """The layer's scale for ``kind``, fp32 [1]; with ``keep`` one that the next update leaves as it is."""
     if use is None:
         return None
-    direction, slot = _slot(kind)
+    direction, slot = _SLOTS[kind]
     if direction:
         use.backward_begins()
-    scale = use.histories[direction].scale
-    return delayed.read_scale(scale, slot) if keep else scale[slot : slot + 1]
+    history = use.histories[direction]
+    if keep:
+        return delayed.read_scale(history.scale, slot)
+    return history.slots[slot] if history.slots else history.scale[slot : slot + 1]
 
 
 def record(use: Use, kind: str, result: Quantized) -> None:
@@ -102,7 +107,7 @@ def record_all(use: Use, kinds: Sequence[str], results: Sequence[Quantized]) -> 
     """The same of several tensors of one direction, in one launch."""
     slots, amaxes, direction = [], [], 0
     for kind, result in zip(kinds, results, strict=True):
-        direction, slot = _slot(kind)
+        direction, slot = _SLOTS[kind]
         for operand in result if use.records[direction] else ():
             if operand is not None and operand.format.scale_rule == "given" and operand.amax is not None:
                 slots.append(slot)
@@ -116,7 +121,7 @@ def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], use: Use) -> None:
     """Records the amaxes of tensors that are computed with in high precision."""
     amaxes = find_amaxes(xs, [Quantizer(Format())] * len(xs))
     for levels, kind in zip(amaxes, kinds, strict=True):
-        direction, slot = _slot(kind)
+        direction, slot = _SLOTS[kind]
         assert levels[0] is not None
         delayed.record_amax_(use.histories[direction].amax_history, [slot], [levels[0]])
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifloat.comm.collectives import max_of_all
+from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.dtensor import own_rows, sharded_like
 from minifloat.comm.group import Group
 from minifloat.tensor import QuantizedTensor, quantize_all_
@@ -140,7 +140,7 @@ class Master:
         if _scale_of_codes(rows) is None:
             return False
         differs = (~self._rounds_to(_exact(rows.detach()))).any().float().view(1)
-        return not bool(max_of_all([differs], Group.of(rows.amax_group))[0])
+        return not bool(all_reduce_max([differs], Group.of(rows.amax_group))[0])
 
     def state(self) -> dict[str, Tensor]:
         """What a state dict keeps."""
