@@ -101,15 +101,10 @@ def start_all_gather_rows(
         return Pending([], lambda: [_into(target, x) for x, target in zip(xs, targets, strict=True)])
     sends, receives, places = [], [], []
     for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True)):
-        data, largest = _as_bytes(x), rows.largest
-        own, width = data.shape
-        if largest * width == 0:
+        data = _as_bytes(x)
+        if rows.largest * data.shape[1] == 0:
             continue
-        if own != largest:
-            padded = data.new_empty(largest, width)
-            padded[:own] = data
-            data = padded
-        sends.append(data)
+        sends.append(padded_rows(data, rows.largest))
         receives.append(_as_bytes(target) if target is not None and rows.is_even else None)
         places.append(place)
     transfer = _start_all_gather(sends, receives, group, overlapped)
@@ -122,6 +117,15 @@ def start_all_gather_rows(
         ]
 
     return Pending([], finish)
+
+
+def padded_rows(x: Tensor, rows: int) -> Tensor:
+    """``x`` followed by rows of any value, so that all ranks send as much."""
+    if x.shape[0] == rows:
+        return x
+    padded = x.new_empty(rows, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return padded
 
 
 def _start_all_gather(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.comm.collectives import start_all_gather_rows
+from minifloat.comm.collectives import padded_rows, start_all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
@@ -38,11 +38,7 @@ class Buffer(NamedTuple):
         """What this rank sends of its rows ``own``, 1-D, of one size on all ranks."""
         if self.rows.size == 1:
             return own.new_empty(0)
-        if own.shape[0] == self.rows.largest:
-            return own.contiguous().view(-1)
-        padded = own.new_empty(self.rows.largest, *own.shape[1:])
-        padded[: own.shape[0]] = own
-        return padded.view(-1)
+        return padded_rows(own, self.rows.largest).contiguous().view(-1)
 
     def complete(self, own: Tensor) -> None:
         """Fills ``whole`` from what was received, whose memory is freed then; of one rank from its ``own`` rows."""
