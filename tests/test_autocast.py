@@ -23,7 +23,7 @@ from minifloat import backward_pass
 from minifloat.autocast import autocast, current, get_default_recipe
 from minifloat.functional import count_gemms, gemm
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear, prepare
-from minifloat.operand import Quantized
+from minifloat.operand import Operand
 from minifloat.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -364,7 +364,7 @@ def test_scales_by_a_callable() -> None:
         assert seen[-1][2:] == (BACKWARD_MAX, recipe)
 
 
-Spy = dict[str, tuple[Quantized, Quantized]]
+Spy = dict[str, tuple[Operand, Operand]]
 
 
 @pytest.fixture
@@ -372,22 +372,19 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     """The operands that each of the three GEMMs got last."""
     seen: Spy = {}
 
-    def watch(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(a: Quantized, b: Quantized, *args: Any, **kwargs: Any) -> Tensor:
-            seen[name] = a, b
-            return original(a, b, *args, **kwargs)
+    original = gemm._check
 
-        return run
+    def check(name: str, a: Operand, b: Operand) -> Any:
+        seen[name] = a, b
+        return original(name, a, b)
 
-    for name in ("fprop", "dgrad", "wgrad"):
-        monkeypatch.setattr(gemm, name, watch(name, getattr(gemm, name)))
+    monkeypatch.setattr(gemm, "_check", check)
     return seen
 
 
-def same_codes(value: Quantized, x: Tensor, element: str, scale: float) -> bool:
+def same_codes(operand: Operand, x: Tensor, element: str, scale: float) -> bool:
     """The operand holds the oracle's codes of ``x`` under a given scale."""
     codes, scale_inv, _ = oracle.per_tensor_given(x.detach().numpy(), element, scale)
-    operand = value.any
     assert operand.scale_inv is not None
     return bool(np.array_equal(operand.codes.numpy(), codes) and np.array_equal(operand.scale_inv.numpy(), scale_inv))
 
@@ -674,7 +671,7 @@ def test_an_exception_in_a_forward_of_its_own_recipe(context: Callable[[], Any])
     """A layer outside of any context that raised after its casts has recorded nothing, wherever it runs next."""
     layer = Linear(16, 8, recipe=DELAYED)
     twin = copy.deepcopy(layer)
-    with pytest.raises(KeyError), mock.patch.object(gemm, "fprop", _raise):
+    with pytest.raises(KeyError), mock.patch.object(gemm, "_check", _raise):
         layer(batch(3) * 100)
     for each in (layer, twin):
         with context():
@@ -686,7 +683,7 @@ def test_an_exception_in_a_forward_keeps_no_model() -> None:
     """Nothing outside of it refers to a layer whose forward raised."""
     layer = Linear(16, 8, recipe=DELAYED)
     alive = weakref.ref(layer.forward_scaling)
-    with pytest.raises(KeyError), mock.patch.object(gemm, "fprop", _raise):
+    with pytest.raises(KeyError), mock.patch.object(gemm, "_check", _raise):
         layer(batch(3))
     del layer
     gc.collect()
