@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifloat.comm.dtensor import own_rows, sharded_like
 from minifloat.comm.group import Group
-from minifloat.nn.sharding import Partition
+from minifloat.nn.tensor_parallel import Partition
 from minifloat.optim.gradients import clip_grad_norm_
 from minifloat.tools.train.parts import Parts, Place
 
