@@ -20,7 +20,7 @@ from minifloat.tools.train import checkpoint_writer as module
 from minifloat.tools.train import loop, tensor_file
 from minifloat.tools.train.checkpoint import PLAIN, Checkpoint, CheckpointError, latest, locate
 from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
-from minifloat.tools.train.parts import Parts
+from minifloat.tools.train.local_tensors import LocalTensors
 from minifloat.tools.train.tensor_file import Stored
 from tests.helpers.micro_training import CPU, change_index, losses, micro_corpus, micro_model, train_and_save
 
@@ -33,7 +33,7 @@ def files_of(folder: Path) -> list[str]:
 
 def save(checkpoints: Checkpoints, step: int, values: dict[str, Any] | None = None) -> Path:
     """A checkpoint of two tensors."""
-    model, training = Parts({"w": torch.ones(2)}), Parts({"t": torch.zeros(0, 3)})
+    model, training = LocalTensors({"w": torch.ones(2)}), LocalTensors({"t": torch.zeros(0, 3)})
     return checkpoints.save(step, model, training, values or {})
 
 
@@ -79,7 +79,9 @@ def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     assert found.step == 4 and found.path == saved and found.content("note.txt") == b"kept along"
     assert found.content("tokenizer.json") is None
     assert torch.equal(found.model_state()["w"], torch.ones(2)) and found.training_state()["t"].shape == (0, 3)
-    assert checkpoints.save(4, Parts({}), Parts({}), {}) == found.path and locate(tmp_path) == found  # there already
+    assert (
+        checkpoints.save(4, LocalTensors({}), LocalTensors({}), {}) == found.path and locate(tmp_path) == found
+    )  # there already
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

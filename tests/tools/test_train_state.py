@@ -19,7 +19,7 @@ from minifloat.tools.train import loop
 from minifloat.tools.train.checkpoint import CheckpointError, locate
 from minifloat.tools.train.checkpoint_writer import Checkpoints, Saver
 from minifloat.tools.train.data import Batches
-from minifloat.tools.train.parts import assemble
+from minifloat.tools.train.local_tensors import assemble
 from minifloat.tools.train.ranks import ALONE
 from minifloat.tools.train.state import TrainState
 from minifloat.tools.train.tensor_file import Stored

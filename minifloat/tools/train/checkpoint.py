@@ -7,7 +7,7 @@
         tokenizer.json         where the run has a tokenizer
 
 Of several ranks each writes what it has, to `model-00001-of-00004.safetensors` and so on, whose metadata says which
-parts of which tensors these are. `checkpoint_writer` writes them. Only missing files and wrong content are damage: a
+shards of which tensors these are. `checkpoint_writer` writes them. Only missing files and wrong content are damage: a
 file that cannot be read now may be good.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minifloat.tools.train.parts import assemble
+from minifloat.tools.train.local_tensors import assemble
 from minifloat.tools.train.tensor_file import Stored, digest_of, read_bytes, read_tensors
 
 VERSION = 3

@@ -35,7 +35,7 @@ from minifloat.tools.train.checkpoint import (
     digest_of_plain,
     named,
 )
-from minifloat.tools.train.parts import Parts
+from minifloat.tools.train.local_tensors import LocalTensors
 from minifloat.tools.train.ranks import Ranks
 from minifloat.tools.train.tensor_file import Stored, digest_of, write_tensors
 
@@ -93,8 +93,8 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        model: Parts,
-        training: Parts,
+        model: LocalTensors,
+        training: LocalTensors,
         values: Mapping[str, Any],
         rank: int = 0,
         exchange: Callable[[Any], list[Any]] = lambda value: [value],
@@ -113,7 +113,7 @@ class Checkpoints:
             if not all(together(exchange, lambda: not first or self._prepare(target))):
                 return target  # is there already
             size = len(exchange(None))
-            found = together(exchange, lambda: _write_parts(_aside(target), model, training, rank, size))
+            found = together(exchange, lambda: _write_files(_aside(target), model, training, rank, size))
             stored = {name: each for one in found for name, each in one.items()}
             together(exchange, lambda: self._finish(target, step, values, stored) if first else None)
         except (SaveError, RuntimeError) as error:  # the latter where a rank is gone
@@ -190,7 +190,7 @@ class Saver:
         self._thread: Thread | None = None
         self._error: Exception | None = None
 
-    def save(self, step: int, model: Parts, training: Parts, values: Mapping[str, Any]) -> Path:
+    def save(self, step: int, model: LocalTensors, training: LocalTensors, values: Mapping[str, Any]) -> Path:
         """Begins to write, when the save before has ended; returns the folder that will be there.
 
         Raises:
@@ -265,14 +265,14 @@ def together(exchange: Callable[[Any], list[Any]], action: Callable[[], Any]) ->
     return [each for each, _ in answers]
 
 
-def _write_parts(folder: Path, model: Parts, training: Parts, rank: int, size: int) -> dict[str, Stored]:
+def _write_files(folder: Path, model: LocalTensors, training: LocalTensors, rank: int, size: int) -> dict[str, Stored]:
     """The files of one rank, on the disk."""
     of = "" if size == 1 else f"-{rank + 1:05}-of-{size:05}"
     stored = {}
-    for kind, parts in ((MODEL, model), (TRAINING, training)):
+    for kind, local in ((MODEL, model), (TRAINING, training)):
         name = f"{kind}{of}.safetensors"
         try:
-            stored[name] = write_tensors(folder / name, parts.tensors, parts.metadata())
+            stored[name] = write_tensors(folder / name, local.tensors, local.metadata())
             _sync(folder / name)
         except OSError as error:  # of a full disk, which does not say where
             raise OSError(f"{name}: {error}") from error

@@ -26,7 +26,7 @@ from minifloat.comm.dtensor import own_rows, sharded_like
 from minifloat.comm.group import Group
 from minifloat.nn.tensor_parallel import Partition
 from minifloat.optim.gradients import clip_grad_norm_
-from minifloat.tools.train.parts import Parts, Place
+from minifloat.tools.train.local_tensors import Chunk, LocalTensors
 
 THIS_PROCESS = Group()
 SAVE_TIMEOUT = timedelta(hours=1)  # longer than a rank ever takes to write its part of a checkpoint
@@ -177,14 +177,14 @@ class Ranks:
 
     # ---- checkpoints, which fit any number of ranks ----
 
-    def parts(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Parts:
+    def local_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> LocalTensors:
         """What this rank saves of ``tensors``, copied to the CPU; the first one saves what all have. Not a collective.
 
         Args:
             parameters: what each tensor belongs to, by the same names; missing where it belongs to none.
         """
         own: dict[str, Tensor] = {}
-        places: dict[str, list[Place]] = {}
+        chunks: dict[str, list[Chunk]] = {}
         for name, tensor in tensors.items():
             parameter, by_rows = parameters.get(name), is_dtensor(tensor)
             cut = self.partition(parameter) if parameter is not None and tensor.shape == parameter.shape else None
@@ -193,10 +193,10 @@ class Ranks:
             rows = own_rows(tensor).detach()
             own[name] = rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
             if by_rows or cut is not None:
-                places[name] = self._places(tensor.shape, cut, by_rows)
-        return Parts(own, places)
+                chunks[name] = self._chunks(tensor.shape, cut, by_rows)
+        return LocalTensors(own, chunks)
 
-    def _places(self, shape: Sequence[int], cut: Partition | None, by_rows: bool) -> list[Place]:
+    def _chunks(self, shape: Sequence[int], cut: Partition | None, by_rows: bool) -> list[Chunk]:
         """Where this rank's part of a tensor lies in the whole; `shape` is that of all data ranks' rows."""
         whole = shape if cut is None else cut.whole_shape(shape)
         indices = [torch.arange(extent) for extent in whole]
@@ -206,11 +206,11 @@ class Ranks:
             indices[0] = self._chunk(indices[0])
         runs = indices[0].tensor_split((indices[0].diff() != 1).nonzero().flatten() + 1)
         return [
-            Place(list(whole), [int(each[0]) for each in (run, *indices[1:])], len(run)) for run in runs if len(run)
+            Chunk(list(whole), [int(each[0]) for each in (run, *indices[1:])], len(run)) for run in runs if len(run)
         ]
 
-    def part(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of whole ``tensors``, in the form of its parameters; see :meth:`parts`."""
+    def shard(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of whole ``tensors``, in the form of its parameters; see :meth:`local_tensors`."""
         result = dict(tensors)
         for name, tensor in tensors.items():
             parameter = parameters.get(name)

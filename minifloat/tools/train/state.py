@@ -51,19 +51,19 @@ class TrainState:
     def save(self, saver: Saver, peak_bytes: int | None) -> Path:
         """Begins to write a copy; returns the folder that will be there."""
         saver.wait()  # before the copy, which takes memory
-        model = self.ranks.parts(self.model.state_dict(), dict(self.model.named_parameters()))
+        model = self.ranks.local_tensors(self.model.state_dict(), dict(self.model.named_parameters()))
         training = self._optimizer_tensors() | self._random() | {"history": history_tensor(self.history)}
         gemms = [[*key, count] for key, count in sorted(self.gemms.items())]
         unused = sorted(set(self._parameter_names()) - set(self._optimizer_states()))
         values = {"gemms": gemms, "peak_bytes": peak_bytes or 0, "unused": unused}
-        return saver.save(self.step, model, self.ranks.parts(training, self._of_optimizer()), values)
+        return saver.save(self.step, model, self.ranks.local_tensors(training, self._of_optimizer()), values)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Raises CheckpointError when the files are damaged, or not of this model."""
         training, parameters = checkpoint.training_state(), dict(self.model.named_parameters())
         model = checkpoint.model_state()
         try:
-            self.model.load_state_dict(self.ranks.part(model, parameters))
+            self.model.load_state_dict(self.ranks.shard(model, parameters))
             self._load_optimizer(training, checkpoint.values.get("unused", []))
             self._set_random(training)
             self.history = read_history(training["history"])
@@ -80,7 +80,7 @@ class TrainState:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """The model's parameters alone, as the start of another run; raises ValueError when they do not fit."""
-        weights = self.ranks.part(checkpoint.model_state(), dict(self.model.named_parameters()))
+        weights = self.ranks.shard(checkpoint.model_state(), dict(self.model.named_parameters()))
         load_weights(self.model, weights, checkpoint.path)
 
     def mark(self) -> None:
@@ -145,7 +145,7 @@ class TrainState:
                 if list(tensor.shape) != shape or tensor.dtype != dtype:
                     found = f"{tensor.dtype} of shape {list(tensor.shape)}"
                     raise ValueError(f"optimizer/{name}/{key} is {found}, not {dtype} of {shape}")
-            states[i] = self.ranks.part(state, dict.fromkeys(state, parameter))
+            states[i] = self.ranks.shard(state, dict.fromkeys(state, parameter))
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": states})
 
 

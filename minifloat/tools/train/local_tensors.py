@@ -1,4 +1,4 @@
-"""What one rank has of a set of tensors, and the whole ones, put together from what all of them have."""
+"""The tensors of a checkpoint that one rank has, some of them sharded, and the whole ones assembled from all ranks'."""
 
 from __future__ import annotations
 
@@ -14,71 +14,71 @@ from torch import Tensor
 KEY = "parts"  # of a file's metadata
 
 
-class Place(NamedTuple):
-    """Where so many rows of a part begin in the whole, in each dim, and the whole one's shape."""
+class Chunk(NamedTuple):
+    """Consecutive rows of a shard: the whole tensor's shape, and the chunk's offset in it, in each dim."""
 
     shape: list[int]
-    start: list[int]
+    offset: list[int]
     rows: int
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Tensors on the CPU; those that are parts of larger ones have places, of their rows one after the other."""
+class LocalTensors:
+    """Tensors on the CPU; ``chunks``: of those that are shards of larger ones, in the order of their rows."""
 
     tensors: Mapping[str, Tensor]
-    places: Mapping[str, list[Place]] = field(default_factory=dict)
+    chunks: Mapping[str, list[Chunk]] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, str]:
-        """The places, as a safetensors file keeps them."""
-        return {KEY: json.dumps(self.places)} if self.places else {}
+        """The chunks, as a safetensors file keeps them."""
+        return {KEY: json.dumps(self.chunks)} if self.chunks else {}
 
 
 def assemble(files: Iterable[tuple[dict[str, Tensor], dict[str, str]]]) -> dict[str, Tensor]:
-    """The whole tensors of all ranks' files, given as tensors and metadata; raises ValueError where a part lacks."""
+    """The whole tensors of all ranks' files, given as tensors and metadata; raises ValueError where a chunk lacks."""
     whole: dict[str, Tensor] = {}
-    found: dict[str, list[tuple[list[Place], Tensor]]] = {}
+    found: dict[str, list[tuple[list[Chunk], Tensor]]] = {}
     for tensors, metadata in files:
-        places = _read_places(metadata)
+        chunks = _read_chunks(metadata)
         for name, tensor in tensors.items():
-            if name in places:
-                found.setdefault(name, []).append((places[name], tensor))
+            if name in chunks:
+                found.setdefault(name, []).append((chunks[name], tensor))
             elif name in whole:
                 raise ValueError(f"tensor {name!r:.80} is in two files")
             else:
                 whole[name] = tensor
-    for name, parts in found.items():
+    for name, shards in found.items():
         if name in whole:
             raise ValueError(f"tensor {name!r:.80} is in two files")
         try:
-            whole[name] = _join(name, parts)
+            whole[name] = _join(name, shards)
         except (TypeError, LookupError, RuntimeError, OverflowError) as error:
             raise ValueError(f"the parts of tensor {name!r:.80} have no place in it: {error}") from error
-        parts.clear()
+        shards.clear()
     return whole
 
 
-def _read_places(metadata: dict[str, str]) -> dict[str, list[Place]]:
+def _read_chunks(metadata: dict[str, str]) -> dict[str, list[Chunk]]:
     try:
-        places = json.loads(metadata.get(KEY, "{}"))
-        return {name: [Place(*place) for place in each] for name, each in places.items()}
+        found = json.loads(metadata.get(KEY, "{}"))
+        return {name: [Chunk(*chunk) for chunk in chunks] for name, chunks in found.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the places of a file's parts are unreadable: {error}") from error
 
 
-def _join(name: str, found: list[tuple[list[Place], Tensor]]) -> Tensor:
-    parts: list[tuple[Place, Tensor]] = []
-    for places, tensor in found:
-        parts += zip(places, tensor.split([place.rows for place in places]), strict=True)
+def _join(name: str, shards: list[tuple[list[Chunk], Tensor]]) -> Tensor:
+    parts: list[tuple[Chunk, Tensor]] = []
+    for chunks, tensor in shards:
+        parts += zip(chunks, tensor.split([chunk.rows for chunk in chunks]), strict=True)
     shape, dtype = parts[0][0].shape, parts[0][1].dtype
     if sum(part.numel() for _, part in parts) != math.prod(shape):  # before memory is asked for
         raise ValueError(f"tensor {name!r:.80} of shape {shape!r:.80} is not complete")
     whole, filled = torch.empty(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
-    for place, part in parts:
-        if place.shape != shape or part.dtype != dtype or part.ndim != len(shape) or len(place.start) != len(shape):
+    for chunk, part in parts:
+        if chunk.shape != shape or part.dtype != dtype or part.ndim != len(shape) or len(chunk.offset) != len(shape):
             raise ValueError(f"the parts of tensor {name!r:.80} are of different ones")
         for target, values in ((whole, part), (filled, True)):
-            for dim, (start, size) in enumerate(zip(place.start, part.shape, strict=True)):
+            for dim, (start, size) in enumerate(zip(chunk.offset, part.shape, strict=True)):
                 target = target.narrow(dim, start, size)
             target[...] = values
     if not bool(filled.all()):
