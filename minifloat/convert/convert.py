@@ -44,6 +44,9 @@ class Conv1DLinear(Linear):
     def _weight_matrix(self) -> Tensor:
         return self.weight.t()
 
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight.t(), self.bias
+
     def reset_parameters(self) -> None:
         """As a new ``Conv1D``: normal values of standard deviation 0.02, no bias, delayed scaling's state as new."""
         super().reset_parameters()
