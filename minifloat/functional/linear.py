@@ -254,6 +254,11 @@ def _save_along(dim: int, x: Tensor | None, operands: Quantized) -> Operand:
     return operands.along(dim)
 
 
+def _save_x_along(dim: int, x: Tensor | None, operands: Quantized) -> Operand:
+    operand = operands.along(dim)
+    return operand if operand.format.quantized else operand._replace(codes=guarded(operand.codes))
+
+
 def unquantized(x: Tensor) -> Operand:
     """The values of ``x`` [..., K] as an operand."""
     matrix = as_matrix(x.dequantize() if isinstance(x, QuantizedTensor) else x)
@@ -466,7 +471,7 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     along = ROWWISE if override == "dequantized" else COLUMNWISE  # the orientation of X and W that backward reads
     load: Callable[[Operand], Operand] = _dequantized if override == "dequantized" else _itself
 
-    save_x: Callable[..., Operand | None] = partial(_save_along, along)
+    save_x: Callable[..., Operand | None] = partial(_save_x_along, along)
     load_x: Callable[..., Any] = _saved_x
     if override == "high_precision" or (saves_value and override is None):
         save_x = _save_value
