@@ -8,7 +8,7 @@ that kernels have no case for it. The formulas are in ``docs/numerics.md``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -61,6 +61,9 @@ class Format:
     spec: str = field(init=False, repr=False, compare=False)
     """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
 
+    symmetric: bool = field(init=False, repr=False, compare=False)
+    """One cast serves both orientations: nothing in it depends on which dim is contracted."""
+
     def __post_init__(self) -> None:
         for kind, name, known in (
             ("element", self.element, tuple(ELEMENTS)),
@@ -90,6 +93,9 @@ class Format:
         if self.transform == "hadamard16" and (self.block % 16 or self.tile):
             raise ValueError(f"hadamard16 needs strips of whole groups of 16, got block={self.block} tile={self.tile}")
         object.__setattr__(self, "spec", _spell(self))
+        strips = (self.block > 0 and not self.tile) or self.amax_per_row
+        symmetric = not strips and self.transform == "none" and self.rounding != "stochastic"
+        object.__setattr__(self, "symmetric", symmetric)  # no cached_property, whose lock Dynamo does not trace
 
     def __hash__(self) -> int:
         return hash(self.spec)
@@ -123,12 +129,6 @@ class Format:
     def scale_dtype(self) -> torch.dtype:
         """How scales are stored."""
         return self.scaling.dtype
-
-    @cached_property
-    def symmetric(self) -> bool:
-        """One cast serves both orientations: nothing in it depends on which dim is contracted."""
-        strips = (self.block > 0 and not self.tile) or self.amax_per_row
-        return not strips and self.transform == "none" and self.rounding != "stochastic"
 
     @property
     def needs_amax(self) -> bool:
