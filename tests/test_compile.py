@@ -67,7 +67,7 @@ RECIPES: dict[str, Recipe] = {
     "high precision backward": Float8CurrentScaling(backward_override="high_precision"),
     "dequantized backward": MXFP8BlockScaling(backward_override="dequantized"),
 }
-NAMED = ["delayed", "current", "block", "mxfp8", "nvfp4", "custom"]
+NAMED = ["delayed", "current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6", "custom"]
 STATEFUL = ("delayed", "custom")
 IN, HIDDEN, OUT = 32, 48, 17
 Way = str  # "own": the layers' recipe; "outside", "inside": autocast around, or in, the compiled function

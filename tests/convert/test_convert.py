@@ -26,7 +26,7 @@ from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, named
 from tests.nn.test_linear import Casts
 
-RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
+RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -44,7 +44,7 @@ def hybrid_weights(role: QuantizerRole) -> Quantizer:
 DELAYED = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
 RECIPES: dict[str, Recipe] = {
     "delayed": DELAYED,
-    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")},
+    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6")},
     "custom": CustomRecipe(hybrid_weights),
 }
 each_recipe = pytest.mark.parametrize("name", RECIPES)

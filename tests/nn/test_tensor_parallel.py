@@ -19,7 +19,7 @@ from tests.nn.test_linear import RECIPES as LINEAR_RECIPES
 BF16, FP32 = torch.bfloat16, torch.float32
 DELAYED = DelayedScaling(amax_history_len=3)
 NAMED: dict[str, Recipe | None] = {"none": None, "delayed": DELAYED} | {
-    name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")
+    name: named(name) for name in ("current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6")
 }
 RECIPES: dict[str, Recipe] = {name: recipe for name, recipe in LINEAR_RECIPES.items() if name not in NAMED} | {
     "mxfp8 dequantized": replace(named("mxfp8"), backward_override="dequantized"),  # type: ignore[type-var]
