@@ -33,6 +33,7 @@ from minifloat.recipe import (
     NVFP4BlockScaling,
     QuantizerRole,
     Recipe,
+    named,
 )
 
 
@@ -55,6 +56,9 @@ RECIPES: dict[str, Recipe] = {
     "block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
+    "rowwise": named("rowwise"),
+    "mxfp4": named("mxfp4"),
+    "mxfp6": named("mxfp6"),
     "custom": CustomRecipe(hybrid),
     "current epsilon": Float8CurrentScaling(amax_epsilon=1e-3),
     "current pow2": Float8CurrentScaling(use_power_2_scales=True),

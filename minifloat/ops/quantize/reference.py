@@ -68,7 +68,7 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         codes = fmt.encoding.encode(x.float() * given)
         return Cast(codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1))
     source = x if fmt.transform == "none" else hadamard.prepare(x, fmt, dim)
-    if fmt.block == 0 and given is not None:
+    if given is not None and not fmt.grid:
         multiplier, scale_inv = fmt.scaling.scale(given.reshape(1), fmt, largest)
         return Cast(fmt.encoding.encode(source.float() * multiplier), scale_inv, x.new_empty(0, dtype=torch.float32))
     blocks = _blocks(source.float(), *fmt.scale_block(dim))
