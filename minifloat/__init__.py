@@ -14,8 +14,7 @@ from minifloat.arguments import checked
 from minifloat.autocast import autocast, get_default_recipe
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.formats import Format
-from minifloat.functional.cross_entropy import cross_entropy
-from minifloat.functional.linear_cross_entropy import linear_cross_entropy
+from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.nn import (
     DotProductAttention,
     LayerNorm,

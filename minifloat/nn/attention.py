@@ -10,9 +10,16 @@ from torch import Tensor, nn
 
 from minifloat.arguments import Count, Fraction, PositiveFloat, Size, checked
 from minifloat.functional.attention import Backend, attention, choose_backend
-from minifloat.functional.attention_mask import Band, Mask, Places, packed_places, padded_places, simplified
+from minifloat.functional.attention_mask import (
+    Band,
+    Mask,
+    Places,
+    check_cu_seqlens,
+    packed_places,
+    padded_places,
+    simplified,
+)
 from minifloat.functional.autograd import autocast_to
-from minifloat.functional.packed import check_cu_seqlens
 from minifloat.nn.inputs import check_tensor
 
 QKVFormat = Literal["sbhd", "bshd", "thd"]

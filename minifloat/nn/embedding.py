@@ -17,8 +17,8 @@ from minifloat.arguments import Device, FloatDtype, Size, checked
 from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import as_output
+from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.tensor_parallel import TensorParallel
-from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import Partition, mark, tensor_parallel
 from minifloat.recompute import parallel_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import Accepts, Count, Device, PositiveFloat, Size, checked
-from minifloat.functional import packed
+from minifloat.functional import attention_mask
 
 TensorFormat = Literal["sbhd", "bshd", "thd"]
 RotaryPercent = Annotated[float, Accepts("a number above 0, at most 1", lambda value: 0 < value <= 1)]
@@ -136,8 +136,8 @@ def _angles(
 ) -> Tensor:
     """[positions, r] laid out so as to broadcast over ``t``."""
     if cu_seqlens is not None:
-        position = packed.positions(cu_seqlens, t.shape[0])
-        sequence = packed.sequence_ids(cu_seqlens, t.shape[0])
+        position = attention_mask.positions(cu_seqlens, t.shape[0])
+        sequence = attention_mask.sequence_ids(cu_seqlens, t.shape[0])
         last = cu_seqlens.numel() - 2
         if start_positions is not None and last >= 0:
             position = position + start_positions[sequence.clamp(max=last)]
@@ -171,7 +171,7 @@ def _check(
             f"{t.shape[-1]} channels of t"
         )
     if tensor_format == "thd":
-        packed.check_cu_seqlens(name, "cu_seqlens", cu_seqlens)
+        attention_mask.check_cu_seqlens(name, "cu_seqlens", cu_seqlens)
         sequences = -1 if cu_seqlens is None else cu_seqlens.numel() - 1
     elif cu_seqlens is not None:
         raise ValueError(f"{name}: cu_seqlens is for tensor_format='thd', not {tensor_format!r}; leave it out")

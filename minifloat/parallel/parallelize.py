@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from minifloat.arguments import checked
 from minifloat.comm.group import Group
+from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.tensor_parallel import Mode, Overlap, TensorParallel
-from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP

@@ -18,10 +18,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
-from minifloat.functional.cross_entropy import cross_entropy
-from minifloat.functional.linear_cross_entropy import linear_cross_entropy
+from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy, vocabulary_shards
 from minifloat.functional.tensor_parallel import TensorParallel
-from minifloat.functional.vocabulary import vocabulary_shards
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.ops import cross_entropy as kernels
 from tests.conftest import Pools

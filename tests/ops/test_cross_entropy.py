@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minifloat.functional.cross_entropy import cross_entropy
-from minifloat.functional.linear_cross_entropy import linear_cross_entropy
+from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.ops import cross_entropy as kernels
 
 # Of gradients that are at most 1, which are rounded once to the dtype of the logits.
