@@ -371,14 +371,13 @@ Spy = dict[str, tuple[Operand, Operand]]
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     """The operands that each of the three GEMMs got last."""
     seen: Spy = {}
+    original = gemm.check_operands
 
-    original = gemm._check
-
-    def check(name: str, a: Operand, b: Operand) -> Any:
+    def watch(name: str, a: Operand, b: Operand) -> Any:
         seen[name] = a, b
         return original(name, a, b)
 
-    monkeypatch.setattr(gemm, "_check", check)
+    monkeypatch.setattr(gemm, "check_operands", watch)
     return seen
 
 
@@ -671,7 +670,7 @@ def test_an_exception_in_a_forward_of_its_own_recipe(context: Callable[[], Any])
     """A layer outside of any context that raised after its casts has recorded nothing, wherever it runs next."""
     layer = Linear(16, 8, recipe=DELAYED)
     twin = copy.deepcopy(layer)
-    with pytest.raises(KeyError), mock.patch.object(gemm, "_check", _raise):
+    with pytest.raises(KeyError), mock.patch.object(gemm, "check_operands", _raise):
         layer(batch(3) * 100)
     for each in (layer, twin):
         with context():
@@ -683,7 +682,7 @@ def test_an_exception_in_a_forward_keeps_no_model() -> None:
     """Nothing outside of it refers to a layer whose forward raised."""
     layer = Linear(16, 8, recipe=DELAYED)
     alive = weakref.ref(layer.forward_scaling)
-    with pytest.raises(KeyError), mock.patch.object(gemm, "_check", _raise):
+    with pytest.raises(KeyError), mock.patch.object(gemm, "check_operands", _raise):
         layer(batch(3))
     del layer
     gc.collect()

@@ -47,7 +47,7 @@ def multiply(
     """
     if not torch.compiler.is_compiling():
         return multiply_eager(gemm, a, b, out_dtype, bias, fast_accum)
-    a_along, m, b_along, n = _check(gemm, a, b)
+    a_along, m, b_along, n = check_operands(gemm, a, b)
     if a.scale_inv is None or b.scale_inv is None:
         return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
     return matmul.scaled_mm(
@@ -61,14 +61,14 @@ def multiply_eager(
     gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
 ) -> Tensor:
     """:func:`multiply` where no compiler traces it: by a product that is prepared once for each pair of formats."""
-    a_along, m, b_along, n = _check(gemm, a, b)
+    a_along, m, b_along, n = check_operands(gemm, a, b)
     if a.scale_inv is None or b.scale_inv is None:
         return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
     product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
     return product(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum)
 
 
-def _check(gemm: str, a: Operand, b: Operand) -> tuple[int, int, int, int]:
+def check_operands(gemm: str, a: Operand, b: Operand) -> tuple[int, int, int, int]:
     """For each operand the dim that is contracted and the size of the other one."""
     a_along, b_along = _CONTRACTED[gemm]
     for operand, along in ((a, a_along), (b, b_along)):

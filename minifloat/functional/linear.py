@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from minifloat.functional.autograd import as_output, as_output_eager, first_orde
 from minifloat.functional.gathered import Gathered
 from minifloat.functional.gemm import WeightGemm
 from minifloat.functional.plan import LinearConfig
-from minifloat.functional.quantize import cast_with, delayed_scale, quantize, quantize_part, reuse
-from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
+from minifloat.functional.quantize import RoleCasts, cast_with, delayed_scale, quantize, quantize_part, reuse
+from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.functional.weight_gradient import Sink, into_main_grad, left_for_later, to_autograd
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
@@ -39,6 +39,7 @@ class LinearOptions:
     """What a call asks of a linear, beside its recipe.
 
     Args:
+        device: type of the device.
         dtype: of the activations: what the output and both gradients are computed to.
         needs_x, needs_w, needs_b: whether input, weight and bias need gradients.
         parallel: how the linear is split over ranks, with the rows of the call.
@@ -52,11 +53,12 @@ class LinearOptions:
         wgrad_tasks: the list to which backward appends the computation of dW, in lieu of computing it.
     """
 
+    device: str
     dtype: torch.dtype
     needs_x: bool
     needs_w: bool
     needs_b: bool
-    parallel: TensorParallel = UNSHARDED
+    parallel: TensorParallel
     input_is_quantized: bool = False
     recompute_x: bool = False
     quantize_output: bool = False
@@ -268,8 +270,16 @@ def unquantized(x: Tensor) -> Operand:
 # ---- forward ----
 
 
+class _InputCasts(NamedTuple):
+    """The casts of X and W together, and of each by itself where the other exists already."""
+
+    both: RoleCasts
+    x: RoleCasts
+    w: RoleCasts
+
+
 def _quantize_inputs(
-    quantizers: tuple[Quantizer, Quantizer],
+    casts: _InputCasts,
     call: Call,
     x: Tensor | None,
     weight: Tensor,
@@ -283,27 +293,26 @@ def _quantize_inputs(
     ``label``: what is done to operands that are cast from it.
     """
     x_operands, w_operands = call.x, call.w
+    if w_operands is None and isinstance(weight, QuantizedTensor):
+        weight = weight.dequantize()
     if x_operands is None:
         assert x is not None
+        x = x.dequantize() if isinstance(x, QuantizedTensor) else x
         given = None if x_amaxes is None else (x_amaxes, None)  # the weight's own are found
         if w_operands is None:
-            x_operands, w_operands = quantize((x, weight), quantizers, _INPUTS, call.use, x_scale, amaxes=given)
+            x_operands, w_operands = casts.both((x, weight), call.use, x_scale, given)
         else:
-            (x_operands,) = quantize(
-                (x,), quantizers[:1], _INPUTS[:1], call.use, x_scale, amaxes=None if given is None else given[:1]
-            )
+            (x_operands,) = casts.x((x,), call.use, x_scale, None if given is None else given[:1])
         x_operands = x_operands if label is None else label(x_operands)
     elif w_operands is None:
-        (w_operands,) = quantize((weight,), quantizers[1:], _INPUTS[1:], call.use)
+        (w_operands,) = casts.w((weight,), call.use)
     assert w_operands is not None
     return x_operands, w_operands, x_operands
 
 
-_INPUTS = ("input", "weight")
-
-
 def _quantize_and_gather(
-    quantizers: tuple[Quantizer, Quantizer],
+    casts: _InputCasts,
+    quantizer: Quantizer,
     parallel: TensorParallel,
     call: Call,
     x: Tensor | None,
@@ -316,11 +325,12 @@ def _quantize_and_gather(
     part, w = call.x, call.w
     if part is None:
         assert x is not None
-        part = quantize_part(x, quantizers[0], "input", call.use, parallel, x_scale, x_amaxes)
+        part = quantize_part(x, quantizer, "input", call.use, parallel, x_scale, x_amaxes)
         part = part if label is None else label(part)
     gathered = shared_cast.gathered(part) or parallel.gather(part, rowwise=True)
     if w is None:
-        (w,) = quantize((weight,), quantizers[1:], _INPUTS[1:], call.use)
+        weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+        (w,) = casts.w((weight,), call.use)
     return shared_cast.offer(part, gathered), w, part
 
 
@@ -359,7 +369,7 @@ def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, use: Use | N
     """``x`` as a tensor that the next layer takes as it is."""
     if not quantizer.quantized:
         return x
-    operands = quantize([x], [quantizer], [kind], use, gemm_ready=False)[0]
+    operands = quantize(x, quantizer, kind, use, gemm_ready=False)
     scale = delayed_scale(use, kind)
     return QuantizedTensor.from_operands(
         operands, quantizer, x.shape, x.dtype, scale=None if scale is None else scale.clone()
@@ -369,15 +379,15 @@ def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, use: Use | N
 # ---- backward ----
 
 
-def _quantize_dy(quantizer: Quantizer, dy: Tensor, use: Use | None, amaxes: Amaxes | None = None) -> Quantized:
+def _quantize_dy(
+    casts: RoleCasts, quantizer: Quantizer, dy: Tensor, use: Use | None, amaxes: Amaxes | None = None
+) -> Quantized:
     if isinstance(dy, QuantizedTensor):
         existing = reuse(dy, quantizer)
         if existing is not None:
             return existing
-    return quantize((dy,), (quantizer,), _DY, use, amaxes=None if amaxes is None else (amaxes,))[0]
-
-
-_DY = ("grad_output",)
+        dy = dy.dequantize()
+    return casts((dy,), use, None, None if amaxes is None else (amaxes,))[0]
 
 
 def _unquantized_dy(dy: Tensor, use: Use | None, amaxes: Amaxes | None = None) -> Quantized:
@@ -467,7 +477,11 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         columnwise=needs_w and override is None and not saves_value and not recompute_x
     )
     w_quantizer = config.weight.with_usage(columnwise=needs_x and override is None)
-    quantizers = x_quantizer, w_quantizer
+    casts = _InputCasts(
+        RoleCasts((x_quantizer, w_quantizer), ("input", "weight"), options.device),
+        RoleCasts((x_quantizer,), ("input",), options.device),
+        RoleCasts((w_quantizer,), ("weight",), options.device),
+    )
     along = ROWWISE if override == "dequantized" else COLUMNWISE  # the orientation of X and W that backward reads
     load: Callable[[Operand], Operand] = _dequantized if override == "dequantized" else _itself
 
@@ -482,7 +496,10 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         load_x = partial(_gather_x, parallel, along, load_x)
 
     dy_quantizer = config.grad_output.with_usage(rowwise=needs_x, columnwise=needs_w) if override is None else None
-    quantize_dy: Callable[..., Any] = _unquantized_dy if dy_quantizer is None else partial(_quantize_dy, dy_quantizer)
+    quantize_dy: Callable[..., Any] = _unquantized_dy
+    if dy_quantizer is not None:
+        dy_casts = RoleCasts((dy_quantizer,), ("grad_output",), options.device)
+        quantize_dy = partial(_quantize_dy, dy_casts, dy_quantizer)
     if gathers_dy:
         quantize_dy = partial(_gather_dy, options, dy_quantizer)
 
@@ -516,9 +533,9 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         gathers_x,
         options.main_grad or options.wgrad_tasks is not None,
         recompute_x,
-        quantize_inputs=partial(_quantize_and_gather, quantizers, parallel)
+        quantize_inputs=partial(_quantize_and_gather, casts, x_quantizer, parallel)
         if gathers_x
-        else partial(_quantize_inputs, quantizers),
+        else partial(_quantize_inputs, casts),
         fprop=partial(_sharded_fprop, parallel, options.dtype, config.fast_fprop)
         if sharded
         else partial(_fprop, multiply, options.dtype, config.fast_fprop),

@@ -13,42 +13,49 @@ from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfi
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Quantized
 from minifloat.ops import delayed
-from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
+from minifloat.quantizer import Amaxes, Quantizer, cast_all, casts, find_amaxes
 from minifloat.tensor import QuantizedTensor
 
 
-def quantize(
-    xs: Sequence[Tensor],
-    quantizers: Sequence[Quantizer],
-    kinds: Sequence[str],
-    use: Use | None,
-    input_scale: Tensor | None = None,
-    *,
-    amaxes: Sequence[Amaxes | None] | None = None,
-    gemm_ready: bool = True,
-) -> list[Quantized]:
-    """Quantizes the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...), for its GEMMs.
+class RoleCasts:
+    """Casts the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...), for its GEMMs on a device.
 
     A delayed scale is read from the layer's history (that of the input may be given), and the amax that the cast
-    measured is recorded there. ``amaxes``: those of each tensor, None where they are still to be found.
+    measured is recorded there. A plan keeps one of these: what its casts launch is recorded in it.
     """
-    xs = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in xs]
-    scales = None
-    if use is not None:
-        scales = [delayed_scale(use, kind) for kind in kinds]
-        if input_scale is not None:
-            scales[kinds.index("input")] = input_scale
-    if torch.compiler.is_compiling():  # each by itself: siblings' casts of one input are common subexpressions then
-        known, given = amaxes or [None] * len(xs), scales or [None] * len(xs)
-        results = [
-            cast_with(x, quantizer, scale, levels, gemm_ready=gemm_ready)
-            for x, quantizer, scale, levels in zip(xs, quantizers, given, known, strict=True)
-        ]
-    else:
-        results = cast_all(xs, quantizers, amaxes, scales=scales, gemm_ready=gemm_ready)
-    if use is not None:
-        record_all(use, kinds, results)
-    return results
+
+    def __init__(self, quantizers: Sequence[Quantizer], kinds: Sequence[str], gemm_ready_on: str) -> None:
+        self.quantizers, self.kinds, self.gemm_ready = quantizers, kinds, gemm_ready_on != ""
+        self.casts = None if torch.compiler.is_compiling() else casts(quantizers, gemm_ready_on)
+
+    def __call__(
+        self,
+        xs: Sequence[Tensor],
+        use: Use | None,
+        input_scale: Tensor | None = None,
+        amaxes: Sequence[Amaxes | None] | None = None,
+    ) -> list[Quantized]:
+        """The operands of ``xs``; ``amaxes``: those of each tensor, None where they are still to be found."""
+        scales = None if use is None else [delayed_scale(use, kind) for kind in self.kinds]
+        if scales is not None and input_scale is not None:
+            scales[self.kinds.index("input")] = input_scale
+        if self.casts is not None:
+            results = self.casts(xs, amaxes, scales=scales)
+        else:  # each by itself: under a compiler siblings' casts of one input are common subexpressions
+            known, given = amaxes or [None] * len(xs), scales or [None] * len(xs)
+            results = [
+                cast_with(x, quantizer, scale, levels, gemm_ready=self.gemm_ready)
+                for x, quantizer, scale, levels in zip(xs, self.quantizers, given, known, strict=True)
+            ]
+        if use is not None:
+            record_all(use, self.kinds, results)
+        return results
+
+
+def quantize(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None, *, gemm_ready: bool = True) -> Quantized:
+    """The operands of one tensor, as :class:`RoleCasts` makes them; of a quantized one, of its values."""
+    x = x.dequantize() if isinstance(x, QuantizedTensor) else x
+    return RoleCasts([quantizer], [kind], x.device.type if gemm_ready else "")([x], use)[0]
 
 
 def quantize_part(
@@ -60,7 +67,7 @@ def quantize_part(
     scale: Tensor | None = None,
     amaxes: Amaxes | None = None,
 ) -> Quantized:
-    """This rank's part of a tensor that is to be gathered; arguments as of :func:`quantize`, of one tensor.
+    """This rank's part of a tensor that is to be gathered; arguments as of :class:`RoleCasts`, of one tensor.
 
     ``amaxes`` are those of this rank's rows. What a delayed cast records is their amax too: ranks agree at the update.
     """

@@ -74,10 +74,11 @@ class LinearCalls(LinearState):
             # Not inside of backward: a checkpoint's recomputation is no other microbatch.
             weight.main_grad_is_old = True  # type: ignore[attr-defined]
         options = (
-            dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x, fp8_output, fp8_grad,
-            main_grad, is_first_microbatch is True, self._wgrad_tasks if self.delay_wgrad_compute else None,
+            weight.device.type, dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x,
+            fp8_output, fp8_grad, main_grad, is_first_microbatch is True,
+            self._wgrad_tasks if self.delay_wgrad_compute else None,
         )  # fmt: skip
-        key = (weight.dtype, *options[:4], parallel.mode and parallel, *options[5:-1], options[-1] is None)
+        key = (weight.dtype, *options[:5], parallel.mode and parallel, *options[6:-1], options[-1] is None)
         plan = None if compiling else self._plans.get(key)
         if plan is None:
             plan = self._new_plan(config, weight, options)

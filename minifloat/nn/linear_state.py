@@ -232,7 +232,7 @@ class LinearState(LinearParameters):
         cached = self._weight_cache
         if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
             return cached.operands
-        operands = quantize([weight.detach()], [quantizer], ["weight"], use)[0]
+        operands = quantize(weight.detach(), quantizer, "weight", use)
         self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
         return operands
 

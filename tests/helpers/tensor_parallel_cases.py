@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -114,23 +115,16 @@ class Case:
 def multiplied(gathers_input: bool) -> Iterator[list[Operand]]:
     """Lists the operand that was, or would be, gathered of each GEMM that reads it."""
     seen: list[Operand] = []
-    plain = {name: getattr(gemm, name) for name in ("fprop", "dgrad", "wgrad")}
+    place = {"fprop": 0, "wgrad": 1} if gathers_input else {"dgrad": 0, "wgrad": 0}
+    check = gemm.check_operands
 
-    def spied(name: str, place: int, dim: int) -> Callable[..., Tensor]:
-        def multiply(*operands: Any, **options: Any) -> Tensor:
-            seen.append(operands[place].along(dim))
-            return plain[name](*operands, **options)
+    def spied(name: str, *operands: Operand) -> Any:
+        if name in place:
+            seen.append(operands[place[name]])
+        return check(name, *operands)
 
-        return multiply
-
-    reads = {"fprop": (0, ROWWISE), "wgrad": (1, COLUMNWISE)}
-    for name, (place, dim) in (reads if gathers_input else {"dgrad": (0, ROWWISE), "wgrad": (0, COLUMNWISE)}).items():
-        setattr(gemm, name, spied(name, place, dim))
-    try:
+    with mock.patch.object(gemm, "check_operands", spied):
         yield seen
-    finally:
-        for name, function in plain.items():
-            setattr(gemm, name, function)
 
 
 def states(module: nn.Module) -> Results:
