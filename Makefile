@@ -60,7 +60,7 @@ lint: $(VENV)/.installed-test ## ruff, mypy, layers of imports, and ASCII in eve
 	$(BIN)/python -m ruff format --check
 	! LC_ALL=C grep -rn --include='*.py' --exclude-dir='.?*' '[^[:print:][:space:]]' .
 	$(BIN)/python -m mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.installed-test ## let ruff fix and format the sources
 	$(BIN)/python -m ruff check --fix
