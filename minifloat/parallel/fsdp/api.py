@@ -24,7 +24,7 @@ from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor
 
-_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts")
+_TP_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts")
 """What a tensor-parallel parameter says of itself, and the DTensor that takes its place must say too."""
 
 
@@ -43,19 +43,19 @@ def fully_shard(
 
     Call it bottom-up, as PyTorch's own, and on the whole model in the end. What is sharded stays a DTensor in high
     precision: optimizers, clipping and checkpoints are those of any FSDP2 model. The weight of a
-    :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, travels as codes
-    and scales: those of quantizing the whole weight, of one parameter or of several, bit for bit, whatever the number
-    of rows and of ranks. Each pass sends the orientation that it reads. The rest is gathered in high precision, as in
-    PyTorch: norms, embeddings, biases, and weights that :func:`sharded_weights` does not list.
+    :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, is gathered as
+    codes and scales: those of quantizing the whole weight, of one parameter or of several, bit for bit, whatever the
+    number of rows and of ranks. Each pass sends the orientation that it reads. The rest is gathered in high precision,
+    as in PyTorch: norms, embeddings, biases, and weights that :func:`sharded_weights` does not list.
 
     Weights are cast from the sharded parameters, once at the start of each forward of the outermost module, with
     one all-reduce for all amaxes. ``mp_policy.param_dtype`` is the dtype of what they stand for in the layer, and of
     their gradients, not one that they are rounded to first. Delayed scaling's buffers are not sharded; the ranks of
-    ``mesh`` must agree on its amaxes, which they do unless told otherwise.
+    ``mesh`` must reduce its amaxes, which they do unless told otherwise.
 
     Args:
         mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params: as of PyTorch's. Over two dims of a mesh
-            the second one shards, and is what weights are agreed on over; the first one replicates.
+            the second one shards, and amaxes are reduced over it; the first one replicates.
         recipe: a recipe or its short name, which every linear in ``module`` that has none of its own gets for good:
             what is gathered cannot depend on the ``autocast`` around a call.
 
@@ -78,7 +78,7 @@ def fully_shard(
         for param in group.fsdp_params:
             layer, name, shared = pytorch.layer_of(param)
             whole, noted = before[layer, name], notes[layer, name]
-            param.sharded_param.__dict__.update({mark: noted[mark] for mark in _MARKS if mark in noted})
+            param.sharded_param.__dict__.update({mark: noted[mark] for mark in _TP_ATTRIBUTES if mark in noted})
             if isinstance(whole, QuantizedTensor):
                 _gather_quantized(whole, initial[layer, name], layer, param, group)
             elif isinstance(layer, Linear) and name in layer._weight_names and not shared:

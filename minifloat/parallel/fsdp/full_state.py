@@ -51,7 +51,7 @@ def load_full_state_dict(
     """Loads what :func:`full_state_dict`, or the unsharded model's ``state_dict()``, gave; a collective.
 
     Where codes go to a parameter of the same formats they are taken as they are. All else is a cast of the values, with
-    amaxes that the ranks agree on: codes of another recipe, or high precision, give those of the unsharded model.
+    amaxes that the ranks reduce: codes of another recipe, or high precision, give those of the unsharded model.
 
     Args:
         state: on every rank, or with ``from_rank0`` on rank 0, which sends the others one tensor after the other.
@@ -96,11 +96,11 @@ def _whole(sharded: DTensor) -> Tensor:
     rowwise, columnwise = (operand is not None for operand in part)
     operands = gather(part, cover.all_owned, cover.group, rowwise=rowwise, columnwise=columnwise)
     if cover.group.size > 1:
-        operands = operand_ops.each(operands, lambda o: _with_agreed_amax(o, cover.group))
+        operands = operand_ops.each(operands, lambda o: _with_reduced_amax(o, cover.group))
     return QuantizedTensor.from_operands(operands, rows.quantizer, sharded.shape, rows.dtype)
 
 
-def _with_agreed_amax(operand: Operand, group: Any) -> Operand:
+def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
     """Delayed scaling has measured it on each rank's rows."""
     if operand.format.scale_rule != "given" or operand.amax is None:
         return operand

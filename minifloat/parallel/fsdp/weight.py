@@ -83,7 +83,7 @@ class ShardedWeight:
         self._dims = _BOTH if quantizer.columnwise else (ROWWISE,)
         self._under_way: tuple[Collection[int], Sequence[Quantized]] | None = None
         self._backward_reads_both = False
-        self._asks = False  # the layer asked in its latest forward: a compiled one takes what is there
+        self._fetched_in_forward = False  # not so a compiled layer, which takes what is there
 
     # ---- this rank's part ----
 
@@ -137,7 +137,7 @@ class ShardedWeight:
         if number == 0:
             dims = self._dims_to_gather()
             if self._fsdp.training_state == "FORWARD":
-                self._asks = False
+                self._fetched_in_forward = False
             if self._fsdp.training_state == "IDLE":
                 self.parts = self.cast = None  # not cast since the last step
             if not hasattr(self, "gathered"):
@@ -179,7 +179,7 @@ class ShardedWeight:
 
     def held_for_backward(self) -> Collection[int]:
         """Of the dims that forward has gathered those that backward reads."""
-        both = self._backward_reads_both or not self._asks
+        both = self._backward_reads_both or not self._fetched_in_forward
         return [dim for dim in (_BOTH if both else self._dims[-1:]) if self._has(dim)] or (ROWWISE,)
 
     def _register_storage(self, dims: Collection[int]) -> None:
@@ -190,12 +190,12 @@ class ShardedWeight:
         """The dims that the pass which gathers will contract; see the class."""
         state, in_backward = self._fsdp.training_state, pytorch.in_backward()
         again = self._fsdp.reshard_after_backward
-        if state == "PRE_BACKWARD" and again and self._asks and not self._backward_reads_both:
+        if state == "PRE_BACKWARD" and again and self._fetched_in_forward and not self._backward_reads_both:
             return self._dims[-1:]
         grad = self._fsdp.grad_enabled
         read_at_once = grad and recompute.hooks_read()  # what forward saves for backward
         gathered_later = state == "FORWARD" and self.gathers_for_backward and not in_backward and not read_at_once
-        no_backward = self._asks and not grad and not in_backward
+        no_backward = self._fetched_in_forward and not grad and not in_backward
         return (ROWWISE,) if gathered_later or no_backward else self._dims
 
     # ---- a call of the layer ----
@@ -216,7 +216,7 @@ class ShardedWeight:
         Raises:
             ValueError: the call wants another format.
         """
-        self._asks = True
+        self._fetched_in_forward = True
         wanted = self._dims if quantizer.columnwise else (ROWWISE,)
         for dim in wanted:
             if quantizer.format(dim) != self.quantizer.format(dim) and not self.is_quantized:
