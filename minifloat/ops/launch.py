@@ -8,6 +8,7 @@ tokens is not another kernel.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,9 @@ Integers = Sequence[int | tuple[int, ...]]
 
 MOST_COMPILED = 1024
 """Handles that a kernel keeps: formats whose numbers change at each step are constants of it, each compiled."""
+
+MOST_BY_VALUE = 8
+"""Matrices whose arguments are arguments of the launch; those of more are in a table on the device."""
 
 _counters: list[Counter[str]] = []
 
@@ -68,6 +72,48 @@ def ready(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def most_matrices(device: int) -> int:
+    """Matrices that one launch takes: any number, but while a CUDA graph is captured.
+
+    Its replays would read the table again from host memory, which is freed.
+    """
+    capturing = device >= 0 and torch.cuda.is_current_stream_capturing()
+    return MOST_BY_VALUE if capturing else sys.maxsize
+
+
+def in_table(tensors: Tensors, integers: Integers) -> tuple[Tensors, Integers]:
+    """The arguments of a launch on many matrices by way of a table on the device.
+
+    A tuple of tensors becomes the first of them and how many elements after it the others begin, int64; a tuple of
+    integers becomes as many in the table. Kernels find theirs with ``device.matrix_of`` and ``device.pick``.
+    """
+    pointers = [tuple([each.data_ptr() for each in t]) for t in tensors if isinstance(t, tuple)]
+    sizes = [t[0].element_size() for t in tensors if isinstance(t, tuple)]
+    first = tensors[0]
+    assert isinstance(first, tuple) and all(isinstance(each, tuple) for each in integers)
+    rows = iter(_table(pointers, sizes, integers, first[0].device))
+    by_table = [(t[0], next(rows)) if isinstance(t, tuple) else t for t in tensors]
+    return [*by_table, *[(row,) for row in rows]], ()
+
+
+def _table(
+    pointers: Sequence[tuple[int, ...]], sizes: Sequence[int], integers: Integers, device: torch.device
+) -> Tensor:
+    """int64 [tuples, matrices], rows beginning at multiples of 16 bytes; ``sizes`` of elements that are pointed at."""
+    rows = [
+        [(each - addresses[0]) // size for each in addresses] for addresses, size in zip(pointers, sizes, strict=True)
+    ]
+    rows += [list(each) for each in integers if isinstance(each, tuple)]
+    rows = [row + [0] * (len(row) % 2) for row in rows]
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _is_long(tensors: Tensors) -> bool:
+    first = tensors[0]
+    return isinstance(first, tuple) and len(first) > MOST_BY_VALUE
+
+
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Keeps what this thread launches inside, to be launched again with other tensors."""
@@ -100,20 +146,26 @@ class Launch(NamedTuple):
                 return None
             alone = isinstance(tensor, tuple) and len(found) == 1
             places.append(itemgetter(slice(found[0], found[0] + 1)) if alone else itemgetter(*found))
-        compiled = self.kernel.compiled(self.tensors, self.integers, self.constants, self.warps)
+        tensors, integers, sizes = self.tensors, self.integers, None
+        if _is_long(tensors):
+            sizes = tuple([t[0].element_size() if isinstance(t, tuple) else 0 for t in tensors])
+            tensors, integers = in_table(tensors, integers)
+        compiled = self.kernel.compiled(tensors, integers, self.constants, self.warps)
         if compiled is None:
             return None
-        first = self.tensors[0]
+        first = tensors[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
         rest = (*self.integers, *self.constants)
-        return Prepared(self.kernel.name, *compiled, self.programs, device, tuple(places), rest)
+        name, programs, numbers = self.kernel.name, self.programs, tuple(self.integers)
+        return Prepared(name, *compiled, programs, device, tuple(places), rest, sizes, numbers)
 
 
 class Prepared(NamedTuple):
     """A launch that takes addresses.
 
     ``run``, ``function`` and ``head`` are of the compiled kernel; ``places`` take the argument for each tensor from a
-    list of addresses; ``rest`` are the other arguments.
+    list of addresses; ``rest`` are the other arguments. Of many matrices ``sizes`` are the bytes of an element for each
+    argument that is a tuple, and ``integers`` what else goes to the table.
     """
 
     name: str
@@ -124,15 +176,37 @@ class Prepared(NamedTuple):
     device: int
     places: tuple[Callable[[Sequence[int]], Any], ...]
     rest: tuple[Any, ...]
+    sizes: tuple[int, ...] | None
+    integers: tuple[Any, ...]
 
     def run(self, pointers: Sequence[int]) -> None:
         """Launches on the current stream of the device, which must be the current one."""
-        name, launch, function, head, programs, device, places, rest = self
+        name, launch, function, head, programs, device, places, rest, sizes, _ = self
+        if sizes is not None:
+            self._run_on_many(pointers, sizes)
+            return
         for counter in _counters:
             counter[name] += 1
         launch(
             programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, *head,
             *map(call, places, repeat(pointers)), *rest,
+        )  # fmt: skip
+
+    def _run_on_many(self, pointers: Sequence[int], sizes: Sequence[int]) -> None:
+        """The same by way of a table, see :func:`in_table`."""
+        addresses = [place(pointers) for place in self.places]
+        lists = [each for each, size in zip(addresses, sizes, strict=True) if size]
+        on = torch.device("cuda", self.device) if self.device >= 0 else torch.device("cpu")
+        table = _table(lists, [size for size in sizes if size], self.integers, on)
+        begin, step = table.data_ptr(), table.stride(0) * table.element_size()
+        rows = iter(range(begin, begin + step * table.shape[0], step))
+        arguments = [(each[0], next(rows)) if size else each for each, size in zip(addresses, sizes, strict=True)]
+        constants = self.rest[len(self.integers) :]
+        for counter in _counters:
+            counter[self.name] += 1
+        self.launch(
+            self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(self.device), self.function, *self.head,
+            *arguments, *[(row,) for row in rows], *constants,
         )  # fmt: skip
 
 
@@ -182,6 +256,8 @@ class Kernel:
             counter[self.name] += 1
         if _local.launches is not None:
             _local.launches.append(Launch(self, programs, tensors, integers, constants, warps))
+        if _is_long(tensors):
+            tensors, integers = in_table(tensors, integers)
         first = tensors[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
         if device < 0:  # Triton's interpreter, in tests

@@ -59,6 +59,8 @@ def _run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: 
     if not warmup:
         rewritten = interpreter.InterpretedFunction(self.fn).rewrite()
         _memory[:] = _spans((*args, *kwargs.values()))
+        if any(isinstance(arg, tuple) and getattr(arg[-1], "dtype", None) == torch.int64 for arg in args):
+            _memory.append((0, 2**64 - 1))  # a table says where matrices are
         with np.errstate(all="ignore"):
             interpreter.GridExecutor(rewritten, self.arg_names, grid, self.pre_run_hooks)(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import weakref
@@ -20,7 +21,7 @@ from minifloat.formats import IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize
 from minifloat.ops.launch import Kernel, count_launches
-from minifloat.ops.quantize import pipeline, reference
+from minifloat.ops.quantize import gpu, job, pipeline, reference
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import QuantizerRole, named
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -388,3 +389,19 @@ def test_operations_replay_too(case: str, device: torch.device) -> None:
             assert strides(got) == strides(want)
         memory = [each.data_ptr() for each in (*actual, *given) if each is not None and each.numel() > 0]
         assert len({*memory}) == len(memory)
+
+
+def test_any_number_of_matrices_is_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But while a CUDA graph is captured, which would read the table of arguments again from the host."""
+    how, shapes = [E4M3] * 11, [(8 + i, 16 + i % 3) for i in range(11)]
+    for call in range(4):
+        if call == 2:
+            monkeypatch.setattr(launch, "most_matrices", lambda device: launch.MOST_BY_VALUE)
+            monkeypatch.setattr(job, "most_matrices", lambda device: launch.MOST_BY_VALUE)
+            monkeypatch.setattr(gpu, "most_matrices", lambda device: launch.MOST_BY_VALUE)
+        xs = values(device, *shapes, scale=10.0 ** (call - 8))
+        with count_launches() as launches, nothing_else() if call % 2 else contextlib.nullcontext():
+            actual = replayed(xs, how)
+        assert set(launches.values()) == {1 if call < 2 else 2}
+        assert_same(actual, by_reference(xs, how))
+    assert [type(each) for each in known(how)] == [pipeline.Recording] * 2

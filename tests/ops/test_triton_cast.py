@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops import quantize
 from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize import gpu
-from tests.helpers import triton_interpreter  # noqa: F401
+from minifloat.ops.quantize import gpu, per_tensor
+from tests.helpers import triton_interpreter
 
 E4M3, E5M2, GIVEN = Format("e4m3"), Format("e5m2", scale_rule="pow2"), Format("e4m3", scale_rule="given")
 MX, STRIPS = Format(block=32, scale_rule="e8m0"), Format(block=128, scale_rule="pow2")
@@ -209,17 +209,16 @@ def test_dtypes_and_formats_side_by_side(device: torch.device) -> None:
     check_amax([cast for cast in casts if cast[1].needs_amax])
 
 
-@pytest.mark.parametrize("count", [3, 9, 17])
+@pytest.mark.parametrize("count", [3, 8, 9, 17, 64])
 def test_many_tensors(count: int, device: torch.device) -> None:
     xs = [values((1 + i, 16), device) * (i + 1) for i in range(count)]
-    launches = -(-count // 8)
-    assert check_amax([(x, E4M3, ROWWISE) for x in xs]) == {"amax_kernel": launches}
-    for fmt in (GIVEN, MX, NV) if count < 8 else (GIVEN,):
+    assert check_amax([(x, E4M3, ROWWISE) for x in xs]) == {"amax_kernel": 1}
+    for fmt in (GIVEN, MX, NV) if count < 10 else (GIVEN,):
         casts = [(x, fmt, dim) for x in xs for dim in (ROWWISE, COLUMNWISE)]
         levels = [level_of(x, fmt, ROWWISE) for x in xs for _ in range(2)]
         if fmt == GIVEN:
             levels[1::2] = levels[0::2]
-        assert list(check(casts, levels=levels).values()) == [launches]
+        assert list(check(casts, levels=levels).values()) == [1]
 
 
 def test_amaxes_in_one_reading(device: torch.device) -> None:
@@ -341,3 +340,22 @@ def test_large() -> None:
         check(casts)
         if fmt.needs_amax:
             check_amax(casts)
+
+
+@pytest.mark.parametrize("count", [1, 8, 0], ids=["one", "eight", "in a table"])
+def test_compiled(count: int) -> None:
+    """Wide accesses and no spills, wherever the matrices' arguments are."""
+
+    def of_each(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        return (dtype,) * count if count else (dtype, torch.int64)
+
+    bf16, fp32, codes = of_each(torch.bfloat16), of_each(torch.float32), of_each(torch.uint8)
+    integers = [(7,) * count if count else (torch.int64,)] * 3
+    amax = triton_interpreter.compile_for(per_tensor.amax_kernel, bf16, fp32, *integers, count, 16384, num_warps=8)
+    constants = (True, True, True, False, False, E4M3.encoding, 448.0, E4M3.scaling, 0.0, False, True, True, 64, 128)
+    cast = triton_interpreter.compile_for(
+        per_tensor.cast_tensor_kernel, bf16, fp32, codes, fp32, fp32, codes, fp32, fp32, torch.float32, *integers,
+        count, *constants, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    assert "ld.global.v4.b32" in amax.ptx and amax.spills == 0
+    assert "ld.global.v4.b32" in cast.ptx and "st.global.v4.b32" in cast.ptx and cast.spills == 0

@@ -18,8 +18,11 @@ from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.device import (
     corner,
     extent,
+    first_program,
     load_tile,
+    matrix_of,
     pick,
+    pick_wide,
     single_bytes,
     skips,
     store_codes,
@@ -141,18 +144,19 @@ def cast_block_kernel(
     if skips(noop, CAN_SKIP):
         return
     program = tl.program_id(0)
-    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
-    M = extent(pick(Ms, starts, program, COUNT), ALIGNED_M)
-    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    first_m, first_k = corner(program - pick(starts, starts, program, COUNT), K, BLOCK_M, BLOCK_K)
+    matrix = matrix_of(starts, program, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT)
+    M = extent(pick(Ms, starts, matrix, COUNT), ALIGNED_M)
+    K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
+    first_m, first_k = corner(program - first_program(starts, matrix, COUNT), K, BLOCK_M, BLOCK_K)
     values = load_tile(x, first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K), M, K)
     store_block_cast(
         values, first_m, first_k, M, K,
-        pick(row_levels, starts, program, COUNT), tl.multiple_of(pick(row_codes, starts, program, COUNT), 16),
-        pick(row_scales, starts, program, COUNT), pick(column_levels, starts, program, COUNT),
-        tl.multiple_of(pick(column_codes, starts, program, COUNT), 16), pick(column_scales, starts, program, COUNT),
-        pick(row_strides_m, starts, program, COUNT), pick(row_strides_k, starts, program, COUNT),
-        pick(column_strides_m, starts, program, COUNT), pick(column_strides_k, starts, program, COUNT),
+        pick(row_levels, starts, matrix, COUNT), pick_wide(row_codes, starts, matrix, COUNT),
+        pick(row_scales, starts, matrix, COUNT), pick(column_levels, starts, matrix, COUNT),
+        pick_wide(column_codes, starts, matrix, COUNT), pick(column_scales, starts, matrix, COUNT),
+        pick(row_strides_m, starts, matrix, COUNT), pick(row_strides_k, starts, matrix, COUNT),
+        pick(column_strides_m, starts, matrix, COUNT), pick(column_strides_k, starts, matrix, COUNT),
         ROW, COLUMN, K_MAJOR, GIVEN, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
     )  # fmt: skip
 
@@ -217,7 +221,7 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
         ]
         strides += [programs.pad_integers([grid.stride(i) for grid in grids]) for i in (0, 1)]
     constants = (
-        len(programs.starts), first.row is not None, first.column is not None,
+        programs.variant, first.row is not None, first.column is not None,
         first.column is not None and first.column.k_major, given, fmt.block, fmt.tile,
         fmt.encoding, fmt.max, rule, fmt.amax_epsilon, input_max(first.x),
         noop is not None, aligned(rows), aligned(cols), block_m, block_k,

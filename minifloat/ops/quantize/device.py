@@ -9,12 +9,58 @@ FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def pick(values, starts, program, COUNT: tl.constexpr):
-    """That of ``values`` whose range of programs, which begins at ``starts``, holds ``program``."""
-    chosen = values[0]
-    for i in tl.static_range(1, COUNT):
-        chosen = tl.where(program >= starts[i], values[i], chosen)
+def matrix_of(starts, program, COUNT: tl.constexpr):
+    """What :func:`pick` takes for a program: itself, or, where a table has the matrices, the number of its matrix."""
+    found = program
+    if COUNT == 0:
+        found = program * 0
+        last = tl.load(starts[0]).to(tl.int32) - 1  # the first one's start is 0: their number is in its place
+        while found < last:
+            middle = (found + last + 1) // 2
+            begun = tl.load(starts[0] + middle) <= program
+            last = tl.where(begun, last, middle - 1)
+            found = tl.where(begun, middle, found)
+    return found
+
+
+@triton.jit
+def first_program(starts, matrix, COUNT: tl.constexpr):
+    """Of a matrix, which :func:`matrix_of` gave."""
+    if COUNT == 0:
+        first = tl.where(matrix > 0, tl.load(starts[0] + matrix), 0).to(tl.int32)
+    else:
+        first = pick(starts, starts, matrix, COUNT)
+    return first
+
+
+@triton.jit
+def pick(values, starts, matrix, COUNT: tl.constexpr):
+    """That of ``values`` whose range of programs, which begins at ``starts``, holds the program of ``matrix``.
+
+    In a table (``launch.in_table``) integers are themselves, and addresses are elements after the first one.
+    """
+    if COUNT == 0:
+        chosen = tl.load(values[len(values) - 1] + matrix)
+        if len(values) == 2:
+            chosen = values[0] + chosen
+        else:
+            chosen = chosen.to(tl.int32)
+    else:
+        chosen = values[0]
+        for i in tl.static_range(1, COUNT):
+            chosen = tl.where(matrix >= starts[i], values[i], chosen)
     return chosen
+
+
+@triton.jit
+def pick_wide(values, starts, matrix, COUNT: tl.constexpr):
+    """The same of addresses that are multiples of 16 bytes, which the compiler shall know."""
+    if COUNT == 0:
+        UNIT: tl.constexpr = 128 // values[0].dtype.element_ty.primitive_bitwidth
+        chosen = values[0] + tl.load(values[1] + matrix) // UNIT * UNIT
+    else:
+        chosen = pick(values, starts, matrix, COUNT)
+    return tl.multiple_of(chosen, 16)
 
 
 @triton.jit

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import quantize
-from minifloat.ops.launch import ready
+from minifloat.ops.launch import most_matrices, ready
 from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, decode, empty_cast, nvfp4, per_tensor
-from minifloat.ops.quantize.job import LARGEST_GROUP, Job, Target, groups
+from minifloat.ops.quantize.job import Job, Target, groups
 
 
 def casts(fmt: Format) -> bool:
@@ -53,9 +53,10 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
             nothing = found.new_empty(0)
             target = Target(fmt, dim, None, nothing, nothing, found, False)
             blocks.amax([Job(ready(x), None, *((target, None) if dim == ROWWISE else (None, target)))])
+    most = most_matrices(xs[0].get_device())
     for pairs in plain.values():
-        for first in range(0, len(pairs), LARGEST_GROUP):
-            group = pairs[first : first + LARGEST_GROUP]
+        for first in range(0, len(pairs), most):
+            group = pairs[first : first + most]
             per_tensor.amax([x for x, _ in group], [found for _, found in group])
     return results
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import Format
-
-LARGEST_GROUP = 8
-"""Matrices that one launch takes."""
+from minifloat.ops.launch import MOST_BY_VALUE, most_matrices
 
 
 class Target(NamedTuple):
@@ -52,15 +50,16 @@ class Job(NamedTuple):
 
 
 def groups(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Jobs that one launch can do: alike in dtype, formats and kind of ``rng``, at most :data:`LARGEST_GROUP`."""
+    """Jobs that one launch can do: alike in dtype, formats and kind of ``rng``, at most ``launch.most_matrices``."""
     alike: dict[object, list[Job]] = {}
     for job in jobs:
         targets = [(t.format, t.dim, t.k_major, t.level is None) for t in job.targets]
         key = (job.x.device, job.x.dtype, job.sharded, *targets)
         alike.setdefault(key, []).append(job)
     for group in alike.values():
-        for first in range(0, len(group), LARGEST_GROUP):
-            yield group[first : first + LARGEST_GROUP]
+        most = most_matrices(group[0].x.get_device())
+        for first in range(0, len(group), most):
+            yield group[first : first + most]
 
 
 class Programs(NamedTuple):
@@ -68,7 +67,8 @@ class Programs(NamedTuple):
 
     Args:
         total: number of programs.
-        starts: first program of each matrix, as many as the kernel has variants for: 1, 2 or :data:`LARGEST_GROUP`.
+        starts: first program of each matrix, as many as the kernel has variants for: 1, 2 or :data:`MOST_BY_VALUE`. Of
+            more matrices as many as there are, whose number is in the place of the first one's 0.
     """
 
     total: int
@@ -81,8 +81,15 @@ class Programs(NamedTuple):
         for count in counts:
             starts.append(total)
             total += count
-        padded = next(size for size in (1, 2, LARGEST_GROUP) if size >= len(counts))
+        if len(counts) > MOST_BY_VALUE:
+            return cls(total, (len(counts), *starts[1:]))
+        padded = next(size for size in (1, 2, MOST_BY_VALUE) if size >= len(counts))
         return cls(total, tuple(starts + [total] * (padded - len(counts))))
+
+    @property
+    def variant(self) -> int:
+        """``COUNT`` of the kernels: matrices whose arguments are arguments of the launch; 0 if they are in a table."""
+        return len(self.starts) if len(self.starts) <= MOST_BY_VALUE else 0
 
     def pad(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``values`` of the matrices, repeated for the places that no matrix takes."""

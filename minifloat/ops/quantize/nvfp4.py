@@ -15,7 +15,17 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize import per_tensor
-from minifloat.ops.quantize.device import corner, extent, load_tile, pick, record_max, skips
+from minifloat.ops.quantize.device import (
+    corner,
+    extent,
+    first_program,
+    load_tile,
+    matrix_of,
+    pick,
+    pick_wide,
+    record_max,
+    skips,
+)
 from minifloat.ops.quantize.job import Job, Programs, Target, aligned
 from minifloat.ops.quantize.nvfp4_device import (
     GROUP,
@@ -117,20 +127,21 @@ def cast_nvfp4_kernel(
     if skips(noop, CAN_SKIP):
         return
     program = tl.program_id(0)
-    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
-    rng = pick(rngs, starts, program, COUNT)
-    M = pick(Ms, starts, program, COUNT)
-    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    m, k = corner(program - pick(starts, starts, program, COUNT), K, GROUP, LINES)
+    matrix = matrix_of(starts, program, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT)
+    rng = pick(rngs, starts, matrix, COUNT)
+    M = pick(Ms, starts, matrix, COUNT)
+    K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
+    m, k = corner(program - first_program(starts, matrix, COUNT), K, GROUP, LINES)
     if ROW is not None:
-        level = pick(row_levels, starts, program, COUNT)
-        codes = tl.multiple_of(pick(row_codes, starts, program, COUNT), 16)
-        scales = tl.multiple_of(pick(row_scales, starts, program, COUNT), 16)
+        level = pick(row_levels, starts, matrix, COUNT)
+        codes = pick_wide(row_codes, starts, matrix, COUNT)
+        scales = pick_wide(row_scales, starts, matrix, COUNT)
         _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, ROW, False, SHARDED, ALIGNED_K, LINES)
     if COLUMN is not None:
-        level = pick(column_levels, starts, program, COUNT)
-        codes = tl.multiple_of(pick(column_codes, starts, program, COUNT), 16)
-        scales = tl.multiple_of(pick(column_scales, starts, program, COUNT), 16)
+        level = pick(column_levels, starts, matrix, COUNT)
+        codes = pick_wide(column_codes, starts, matrix, COUNT)
+        scales = pick_wide(column_scales, starts, matrix, COUNT)
         _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, COLUMN, COLUMN_IS_COLUMNWISE, SHARDED, ALIGNED_K, LINES)
 
 
@@ -140,14 +151,15 @@ def rotated_amax_kernel(
     COUNT: tl.constexpr, ROW: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
-    M = pick(Ms, starts, program, COUNT)
-    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    m, k = corner(program - pick(starts, starts, program, COUNT), K, GROUP, LINES)
+    matrix = matrix_of(starts, program, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT)
+    M = pick(Ms, starts, matrix, COUNT)
+    K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
+    m, k = corner(program - first_program(starts, matrix, COUNT), K, GROUP, LINES)
     values = load_columns(x, m, k + tl.arange(0, LINES), M, K)
     if ROW:
-        record_max(pick(row_amaxes, starts, program, COUNT), tl.max(largest(values), axis=0))
-    record_max(pick(column_amaxes, starts, program, COUNT), tl.max(largest(rotate(values)), axis=0))
+        record_max(pick(row_amaxes, starts, matrix, COUNT), tl.max(largest(values), axis=0))
+    record_max(pick(column_amaxes, starts, matrix, COUNT), tl.max(largest(rotate(values)), axis=0))
 
 
 @triton.jit
@@ -156,15 +168,16 @@ def line_amax_kernel(
     COUNT: tl.constexpr, COLUMN: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
-    M = pick(Ms, starts, program, COUNT)
-    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    first_m, first_k = corner(program - pick(starts, starts, program, COUNT), K, BLOCK_M, BLOCK_K)
+    matrix = matrix_of(starts, program, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT)
+    M = pick(Ms, starts, matrix, COUNT)
+    K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
+    first_m, first_k = corner(program - first_program(starts, matrix, COUNT), K, BLOCK_M, BLOCK_K)
     m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     values = tl.abs(load_tile(x, m, k, M, K))
     line, lines = (k, K) if COLUMN else (m, M)
     found = tl.maximum(tl.max(values, axis=0 if COLUMN else 1), 0.0)  # of nothing but NaN it is NaN
-    target = (pick(amaxes, starts, program, COUNT) + line).to(tl.pointer_type(tl.int32), bitcast=True)
+    target = (pick(amaxes, starts, matrix, COUNT) + line).to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(target, found.to(tl.int32, bitcast=True), mask=line < lines, sem="relaxed")
 
 
@@ -183,7 +196,7 @@ def amax(xs: Sequence[Tensor], fmt: Format, dim: int, amaxes: Sequence[Tensor], 
     if fmt.amax_per_row:
         choice = choice or tile("amax_nvfp4_lines", xs[0].device)
         programs = _programs(xs, choice)
-        constants = (len(programs.starts), dim == COLUMNWISE, _aligned(xs), choice.rows, choice.cols)
+        constants = (programs.variant, dim == COLUMNWISE, _aligned(xs), choice.rows, choice.cols)
         tensors = programs.pad(xs), programs.pad(amaxes)
         _line_amax(programs.total, tensors, (programs.starts, *_sizes(programs, xs)), constants, choice.warps)
     elif fmt.transform == "hadamard16":
@@ -213,7 +226,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
         outputs.append(programs.pad([target.codes for target in targets]))
         outputs.append(programs.pad([target.scale_inv for target in targets]))
     constants = (
-        len(programs.starts), row and row.format, column and column.format,
+        programs.variant, row and row.format, column and column.format,
         column is not None and column.dim == COLUMNWISE, noop is not None, first.sharded, _aligned(xs), choice.cols,
     )  # fmt: skip
     rngs = programs.pad([_level(job.targets[0]) if job.rng is None else ready(job.rng) for job in jobs])
@@ -239,7 +252,7 @@ def _amax_rotated(
 ) -> None:
     choice = choice or tile("amax_nvfp4", xs[0].device)
     programs = _programs(xs, choice)
-    constants = (len(programs.starts), row_amaxes is not None, _aligned(xs), choice.cols)
+    constants = (programs.variant, row_amaxes is not None, _aligned(xs), choice.cols)
     columns = programs.pad(column_amaxes)
     rows = columns if row_amaxes is None else programs.pad(row_amaxes)
     integers = (programs.starts, *_sizes(programs, xs))

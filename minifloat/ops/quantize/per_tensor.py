@@ -18,8 +18,11 @@ from minifloat.ops.quantize.device import (
     FLT_MAX,
     corner,
     extent,
+    first_program,
     load_tile,
+    matrix_of,
     pick,
+    pick_wide,
     record_max,
     single_bytes,
     skips,
@@ -32,16 +35,17 @@ from minifloat.ops.tiles import Tile, tile
 @triton.jit
 def amax_kernel(xs, amaxes, starts, Ms, Ks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # what is read last, the cast finds in the cache: its beginning
-    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
-    size = pick(Ms, starts, program, COUNT).to(tl.int64) * pick(Ks, starts, program, COUNT)
-    first = (program - pick(starts, starts, program, COUNT)).to(tl.int64) * BLOCK
+    matrix = matrix_of(starts, program, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT)
+    size = pick(Ms, starts, matrix, COUNT).to(tl.int64) * pick(Ks, starts, matrix, COUNT)
+    first = (program - first_program(starts, matrix, COUNT)).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     if first + BLOCK <= size:  # nearly always: without a mask the loads are wide whatever the size
         values = tl.load(x + first + at)
     else:
         values = tl.load(x + first + at, mask=first + at < size, other=0.0)
     largest = tl.max(tl.abs(values.to(tl.float32)), axis=0)  # which drops NaN
-    record_max(pick(amaxes, starts, program, COUNT), tl.maximum(largest, 0.0))  # of nothing but NaN 0
+    record_max(pick(amaxes, starts, matrix, COUNT), tl.maximum(largest, 0.0))  # of nothing but NaN 0
 
 
 @triton.jit
@@ -56,14 +60,15 @@ def cast_tensor_kernel(
     if skips(noop, CAN_SKIP):
         return
     program = tl.program_id(0)
-    x = tl.multiple_of(pick(xs, starts, program, COUNT), 16)
-    M = extent(pick(Ms, starts, program, COUNT), ALIGNED_M)
-    K = extent(pick(Ks, starts, program, COUNT), ALIGNED_K)
-    place = program - pick(starts, starts, program, COUNT)
+    matrix = matrix_of(starts, program, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT)
+    M = extent(pick(Ms, starts, matrix, COUNT), ALIGNED_M)
+    K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
+    place = program - first_program(starts, matrix, COUNT)
     first_m, first_k = corner(place, K, BLOCK_M, BLOCK_K)
     m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
     values = load_tile(x, m, k, M, K)
-    level = pick(levels, starts, program, COUNT)
+    level = pick(levels, starts, matrix, COUNT)
     if PER_ROW:  # or column: one of ROW and COLUMN
         line = k if COLUMN else m
         inside = line < (K if COLUMN else M)
@@ -76,24 +81,24 @@ def cast_tensor_kernel(
     if COLUMN:
         codes = single_bytes(codes, M)
     if ROW:
-        store_codes(tl.multiple_of(pick(row_codes, starts, program, COUNT), 16), codes, m, k, M, K, False)
+        store_codes(pick_wide(row_codes, starts, matrix, COUNT), codes, m, k, M, K, False)
     if COLUMN:
-        store_codes(tl.multiple_of(pick(column_codes, starts, program, COUNT), 16), codes, m, k, M, K, K_MAJOR)
+        store_codes(pick_wide(column_codes, starts, matrix, COUNT), codes, m, k, M, K, K_MAJOR)
     if GIVEN:
         amax = tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), 0.0)
         if ROW:
-            record_max(pick(row_amaxes, starts, program, COUNT), amax)
+            record_max(pick(row_amaxes, starts, matrix, COUNT), amax)
         if COLUMN:
-            record_max(pick(column_amaxes, starts, program, COUNT), amax)
+            record_max(pick(column_amaxes, starts, matrix, COUNT), amax)
     if PER_ROW:
-        scales = pick(column_scales if COLUMN else row_scales, starts, program, COUNT)
+        scales = pick(column_scales if COLUMN else row_scales, starts, matrix, COUNT)
         if (first_m if COLUMN else first_k) == 0:
             tl.store(scales + line, scale_inv, mask=inside)
     elif place == 0:
         if ROW:
-            tl.store(pick(row_scales, starts, program, COUNT), scale_inv)
+            tl.store(pick(row_scales, starts, matrix, COUNT), scale_inv)
         if COLUMN:
-            tl.store(pick(column_scales, starts, program, COUNT), scale_inv)
+            tl.store(pick(column_scales, starts, matrix, COUNT), scale_inv)
 
 
 _amax = Kernel(amax_kernel)
@@ -107,7 +112,7 @@ def amax(xs: Sequence[Tensor], amaxes: Sequence[Tensor], choice: Tile | None = N
     programs = Programs.of([triton.cdiv(x.numel(), block) for x in xs])
     sizes = [programs.pad_integers([x.shape[i] for x in xs]) for i in (0, 1)]
     tensors = programs.pad(xs), programs.pad(amaxes)
-    _amax(programs.total, tensors, (programs.starts, *sizes), (len(programs.starts), block), choice.warps)
+    _amax(programs.total, tensors, (programs.starts, *sizes), (programs.variant, block), choice.warps)
 
 
 def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
@@ -133,7 +138,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
             outputs.append(programs.pad([getattr(target, part) for target in targets]))
     levels = programs.pad([_level(job) for job in jobs])
     constants = (
-        len(programs.starts), first.row is not None, first.column is not None,
+        programs.variant, first.row is not None, first.column is not None,
         first.column is not None and first.column.k_major, fmt.scale_rule == "given", fmt.amax_per_row,
         fmt.encoding, fmt.max, fmt.scaling, fmt.amax_epsilon, noop is not None,
         aligned(rows), aligned(cols), choice.rows, choice.cols,

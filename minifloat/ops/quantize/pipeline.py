@@ -47,6 +47,8 @@ class Recorded(Work):
             pointers.append(pointer)
             bits |= pointer
             key += x.shape, x.dtype, x.is_contiguous()
+        if len(xs) > launch.MOST_BY_VALUE:
+            key.append(launch.most_matrices(device))
         others = (*given, *rngs, noop)
         seen: dict[int, int] = {}
         for other in others:
