@@ -489,7 +489,8 @@ def test_loading_high_precision(name: str, strict: bool) -> None:
     layer.load_state_dict(source.state_dict(), strict=strict)
     assert torch.equal(values(layer.weight), cast(source.weight, RECIPES[name]).dequantize())
     assert torch.equal(layer.bias, source.bias)
-    assert values(layer.weight).abs().max() > 0.9 * source.weight.abs().max()
+    least = 0.8 if name == "mxfp4" else 0.9  # E2M1 has nothing between 4 and 6, and its scale is a power of two
+    assert values(layer.weight).abs().max() > least * source.weight.abs().max()
 
 
 def _large(layer: Linear, factor: float = 1000.0) -> dict[str, Tensor]:

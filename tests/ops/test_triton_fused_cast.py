@@ -34,7 +34,7 @@ from tests.ops.test_triton_activation import inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STRIPS, TILES, MX, MX_TILES = "e4m3/1x128/pow2", "e4m3/128x128/fp32/eps=0.001", "e4m3/1x32/e8m0", "e5m2/32x32/e8m0"
-SPECS = [STRIPS, TILES, "e5m2/1x64/fp32", MX, MX_TILES]
+SPECS = [STRIPS, TILES, "e5m2/1x64/fp32", MX, MX_TILES, "e3m2/32x32/e8m0"]
 FOR_EACH_FORMAT = pytest.mark.parametrize("spec", SPECS)
 Wanted = tuple[bool, bool, bool]
 """Along the rows, along the columns, and whether in memory as GEMMs read them that want the contracted dim last."""
@@ -42,6 +42,7 @@ ROW, COLUMN, PLAIN, BOTH = (True, False, True), (False, True, True), (False, Tru
 CASES: list[tuple[str, Wanted]] = [
     *[(spec, BOTH) for spec in SPECS],
     *[(STRIPS, ROW), (TILES, COLUMN), (MX, ROW), (MX, COLUMN), (MX, PLAIN), (MX_TILES, ROW)],
+    ("e2m1/1x32/e8m0", (True, True, False)),  # of packed codes no GEMM asks for another order
 ]
 FOR_EACH_CASE = pytest.mark.parametrize(("spec", "wanted"), CASES)
 
