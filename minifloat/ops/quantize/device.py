@@ -127,12 +127,12 @@ def store_packed(target, codes, first_m, first_k, M, K, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def store_tensor_cast(
-    values, scale, row_codes, column_codes, m, n, M, N, first, width,
+def store_scaled(
+    scaled, row_codes, column_codes, m, n, M, N, first, width,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """Stores the codes of a tile, cast with one scale, of the N columns from ``first`` on of a matrix [M, width]."""
-    codes = ELEMENT.kernels.encode(values * scale, ELEMENT)
+    """Stores the codes of a tile of scaled values, of the N columns from ``first`` on of a matrix [M, width]."""
+    codes = ELEMENT.kernels.encode(scaled, ELEMENT)
     if COLUMN:
         codes = single_bytes(codes, M)
     if ROW:

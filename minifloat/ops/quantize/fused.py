@@ -12,7 +12,7 @@ from torch import Tensor
 from minifloat.formats import Format
 from minifloat.ops.quantize import FusedCodes
 from minifloat.ops.quantize.blocks import store_block_cast, whole_blocks
-from minifloat.ops.quantize.device import record_max, store_tensor_cast
+from minifloat.ops.quantize.device import record_max, store_scaled
 from minifloat.ops.quantize.job import aligned, input_max
 from minifloat.ops.tiles import Tile, tile
 
@@ -37,8 +37,8 @@ def store_result(
         tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
     elif BLOCK == 0:
         multiplier, scale_inv = RULE.kernels.scale(tl.load(scale), MAX, EPSILON, LARGEST)
-        store_tensor_cast(
-            values, multiplier, row_codes, column_codes, m, n, M, N, first, width, ROW, COLUMN, K_MAJOR, ELEMENT
+        store_scaled(
+            values * multiplier, row_codes, column_codes, m, n, M, N, first, width, ROW, COLUMN, K_MAJOR, ELEMENT
         )
         if tl.program_id(0) == 0:
             tl.store(row_scales, scale_inv)

@@ -24,9 +24,8 @@ from minifloat.ops.quantize.device import (
     pick,
     pick_wide,
     record_max,
-    single_bytes,
     skips,
-    store_codes,
+    store_scaled,
 )
 from minifloat.ops.quantize.job import Job, Programs, aligned
 from minifloat.ops.tiles import Tile, tile
@@ -77,13 +76,10 @@ def cast_tensor_kernel(
     else:
         scale, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, FLT_MAX)
         scaled = values * scale
-    codes = ELEMENT.kernels.encode(scaled, ELEMENT)
-    if COLUMN:
-        codes = single_bytes(codes, M)
-    if ROW:
-        store_codes(pick_wide(row_codes, starts, matrix, COUNT), codes, m, k, M, K, False)
-    if COLUMN:
-        store_codes(pick_wide(column_codes, starts, matrix, COUNT), codes, m, k, M, K, K_MAJOR)
+    store_scaled(
+        scaled, pick_wide(row_codes, starts, matrix, COUNT), pick_wide(column_codes, starts, matrix, COUNT),
+        m, k, M, K, 0 * K, K, ROW, COLUMN, K_MAJOR, ELEMENT,
+    )  # fmt: skip
     if GIVEN:
         amax = tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), 0.0)
         if ROW:
