@@ -146,7 +146,7 @@ class Casts:
     ) -> list[Quantized]:
         """Quantizes ``xs``; arguments as of :func:`cast_all`."""
         given = self._nothing
-        if torch.compiler.is_compiling() or not directly(xs):
+        if torch.compiler.is_dynamo_compiling() or not directly(xs):
             return self._by_operations(xs, amaxes, rngs, scales, noop_flag)
         if amaxes is not None or self._takes_scales:
             given = self._given(amaxes, scales)
@@ -166,7 +166,7 @@ class Casts:
         """The amaxes of ``xs``; see :func:`find_amaxes`."""
         if not self.request.amax_of:
             return [(None,) * len(wanted) for wanted in self._needs_amax]
-        if torch.compiler.is_compiling() or not directly(xs):
+        if torch.compiler.is_dynamo_compiling() or not directly(xs):
             sources = [as_matrix(xs[i]) for i in self.request.amax_of]
             found = iter(quantize.amax(sources, self.request.amax_formats, self.request.amax_dims))
         else:

@@ -16,7 +16,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)`` of eager code, past what ``torch.func`` needs: ten Python calls each time."""
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():  # as after a graph break
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_dynamo_compiling():  # as after a graph break
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

@@ -125,13 +125,15 @@ class Call:
     Args:
         use: where delayed scaling reads its scales and records its amaxes.
         x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
-        shares_x: forward leaves the operands of X here, for siblings to come; not in a compiled graph.
+        eager: no compiler traces it.
+        shares_x: forward leaves the operands of X here, for siblings to come.
     """
 
-    __slots__ = ("shares_x", "use", "w", "x")
+    __slots__ = ("eager", "shares_x", "use", "w", "x")
 
-    def __init__(self, use: Use | None, x: Quantized | None, w: Quantized | None, shares_x: bool = False) -> None:
-        self.use, self.x, self.w, self.shares_x = use, x, w, shares_x
+    def __init__(self, use: Use | None, x: Quantized | None, w: Quantized | None, eager: bool) -> None:
+        self.use, self.x, self.w, self.eager = use, x, w, eager
+        self.shares_x = False
 
 
 class LinearFunction(torch.autograd.Function):
@@ -228,8 +230,11 @@ def unpack(layouts: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Ope
             continue
         if not compiling:  # a read of memory that FSDP2 has freed would end the process
             assert not codes.numel() or codes.untyped_storage().nbytes(), "saved codes were freed before backward"
-        operands.append(Operand(codes, scale_inv, amax, *layout))
+        operands.append(_new(Operand, (codes, scale_inv, amax, *layout)))
     return operands
+
+
+_new = tuple.__new__  # a NamedTuple without a call of its Python constructor
 
 
 def _nothing(*_: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -161,11 +160,10 @@ class Linear(LinearCalls):
         ranks = (parallel.group, parallel.shards) if plan.gathers_x else None
         if ranks is None and isinstance(x, QuantizedTensor):
             call.x = reuse(x, quantizer)
-        eager = not torch.compiler.is_compiling()
-        shares = eager and plan.shares_x and call.x is None
+        shares = call.eager and plan.shares_x and call.x is None
         if shares:
             call.x, call.shares_x = shared_cast.find(source, dtype, quantizer, self, ranks), True
-        if eager:
+        if call.eager:
             y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
         else:
             y = LinearFunction.apply(plan, call, x, weight, bias)  # type: ignore[no-untyped-call]

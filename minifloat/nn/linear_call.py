@@ -90,7 +90,7 @@ class LinearCalls(LinearState):
             check_same_scale(why, parallel.group, config.delayed, use.group)
         cast_now = type(weight) is nn.Parameter and is_first_microbatch is None
         w = None if cast_now else self._weight_operands(plan, use, weight, is_first_microbatch)
-        return plan, Call(use, None, w), weight, bias
+        return plan, Call(use, None, w, not compiling), weight, bias
 
     def _new_plan(self, config: LinearConfig, weight: Tensor, options: tuple[Any, ...]) -> LinearPlan:
         if weight.dtype not in DTYPES:
