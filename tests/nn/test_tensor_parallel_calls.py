@@ -38,7 +38,6 @@ EACH = pytest.mark.parametrize(
     [None, DelayedScaling(amax_history_len=3), *(named(name) for name in ("current", "block", "mxfp8", "nvfp4"))],
     ids=["none", "delayed", "current", "block", "mxfp8", "nvfp4"],
 )
-GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 # ---- What is freed, and what runs beside what -----------------------------------------------------------------------
@@ -61,7 +60,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[Watch]:
-        along, plain = Gathered.along, {name: getattr(gemm, name) for name in GEMMS}
+        along, check = Gathered.along, gemm.check_operands
         start_sum = TensorParallel._start_sum
         gather = TensorParallel.gather
 
@@ -86,19 +85,16 @@ class Watch:
 
             return Pending([], finish)
 
-        def watched(name: str) -> Callable[..., Tensor]:
-            def multiply(*operands: Any, **options: Any) -> Tensor:
-                self.assert_dead(*(o.codes for each in operands[:2] for o in each if o is not None))
-                self.events.append(name)
-                return plain[name](*operands, **options)
-
-            return multiply
+        def watched_gemm(name: str, *operands: Operand) -> Any:
+            self.assert_dead(*(operand.codes for operand in operands))
+            self.events.append(name)
+            return check(name, *operands)
 
         with (
             mock.patch.object(Gathered, "along", watched_along),
             mock.patch.object(TensorParallel, "gather", watched_gather),
             mock.patch.object(TensorParallel, "_start_sum", watched_sum),
-            mock.patch.multiple(gemm, **{name: watched(name) for name in GEMMS}),
+            mock.patch.object(gemm, "check_operands", watched_gemm),
         ):
             yield self
 

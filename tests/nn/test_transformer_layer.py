@@ -613,8 +613,8 @@ def test_every_linear_is_told_which_microbatch_it_is(monkeypatch: pytest.MonkeyP
     """Fused, part by part, and behind a hook."""
     layer, x = TransformerLayer(**SIZES, layer_type="decoder"), tokens()
     given: list[bool | None] = []
-    ready = Linear._ready_weight
-    monkeypatch.setattr(Linear, "_ready_weight", lambda self, *call: given.append(call[-1]) or ready(self, *call))
+    ready = Linear._weight_operands
+    monkeypatch.setattr(Linear, "_weight_operands", lambda self, *call: given.append(call[-1]) or ready(self, *call))
     for part in (None, layer.self_attention, layer.layernorm_mlp.norm):
         if part is not None:
             part.register_forward_pre_hook(lambda *_: None)
