@@ -11,7 +11,7 @@ import torch
 
 import minifloat
 from minifloat import formats, quantizer
-from minifloat.functional.plan import LinearConfig
+from minifloat.functional.linear_config import LinearConfig
 from minifloat.quantizer import Quantizer
 
 # What these are of there is a handful of in a process: devices, kernels, booleans, nothing.

@@ -12,9 +12,11 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.fused_cast import FusedOutput, reads_fp32
-from minifloat.functional.linear import Call, LinearPlan, gradients, pack, unpack
+from minifloat.functional.linear import gradients, pack, unpack
+from minifloat.functional.linear_config import LinearConfig
+from minifloat.functional.linear_plan import LinearPlan
+from minifloat.functional.linear_steps import Call
 from minifloat.functional.norm import Norm, norm_quantize, norm_value
-from minifloat.functional.plan import LinearConfig
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer

@@ -26,7 +26,9 @@ from minifloat.functional.layernorm_linear import (
     saved_of_norm,
     wgrad_cast,
 )
-from minifloat.functional.linear import Call, LinearPlan, gradients, pack, unpack
+from minifloat.functional.linear import gradients, pack, unpack
+from minifloat.functional.linear_plan import LinearPlan
+from minifloat.functional.linear_steps import Call
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Operand, Quantized
 

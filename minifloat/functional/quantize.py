@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minifloat.autocast import Use
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig
+from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Quantized
 from minifloat.ops import delayed

@@ -13,8 +13,9 @@ from minifloat.autocast import Use, checks_finite, current
 from minifloat.comm.ddp import check_reduced
 from minifloat.delayed import check_same_scale
 from minifloat.functional.autograd import autocast_enabled
-from minifloat.functional.linear import Call, LinearOptions, LinearPlan, make_plan
-from minifloat.functional.plan import LinearConfig
+from minifloat.functional.linear_config import LinearConfig, LinearOptions
+from minifloat.functional.linear_plan import LinearPlan, make_plan
+from minifloat.functional.linear_steps import Call
 from minifloat.functional.quantize import calibrate
 from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
 from minifloat.nn.inputs import check_meta, check_tensor

@@ -14,8 +14,8 @@ from minifloat.autocast import Use
 from minifloat.comm.ddp import check_synchronized
 from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.delayed import AmaxHistory, history_length
-from minifloat.functional.linear import LinearPlan
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
+from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
+from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED
 from minifloat.nn import parameters

@@ -42,8 +42,8 @@ from minifloat import delayed, nn
 from minifloat.formats import IDENTITY, ROWWISE
 from minifloat.functional import gemm
 from minifloat.functional.activation import Activation
+from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.functional.norm import Norm
-from minifloat.functional.plan import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.activation import activation_backward, activation_forward
 from minifloat.ops.norm import norm_backward, norm_forward

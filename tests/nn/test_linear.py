@@ -27,7 +27,7 @@ from minifloat.autocast import autocast
 from minifloat.convert import convert
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.gemm import wgrad
-from minifloat.functional.plan import LinearConfig, linear_config
+from minifloat.functional.linear_config import LinearConfig, linear_config
 from minifloat.nn import Linear, prepare, quantized_model_init
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.matmul import count_gemms

@@ -14,7 +14,7 @@ from minifloat import LayerNormLinear, LayerNormMLP, Linear, autocast, capabilit
 from minifloat.comm import symmetric_memory
 from minifloat.comm.group import Group
 from minifloat.formats import ROWWISE, Format
-from minifloat.functional.plan import linear_config
+from minifloat.functional.linear_config import linear_config
 from minifloat.ops import matmul
 from minifloat.ops.matmul import native
 from minifloat.quantizer import Quantizer

@@ -1,9 +1,13 @@
-"""How a recipe quantizes the tensors of one linear layer."""
+"""What a recipe and a call ask of one linear layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
 from minifloat.recipes.base import BackwardOverride
@@ -64,3 +68,37 @@ def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = Fa
         backward_override=recipe.backward_override,
         save_original_input=save_original_input,
     )
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """What a call asks of a linear, beside its recipe.
+
+    Args:
+        device: type of the device.
+        dtype: of the activations: what the output and both gradients are computed to.
+        needs_x, needs_w, needs_b: whether input, weight and bias need gradients.
+        parallel: how the linear is split over ranks, with the rows of the call.
+        input_is_quantized: X comes quantized and is its own original: nothing else is kept of it.
+        recompute_x: backward recomputes the operand of X that wgrad reads, from what the norm or activation that
+            computed X saves. Only where dX is needed, backward is quantized, and no rank gathers X.
+        quantize_output, quantize_grad_input: return those as :class:`QuantizedTensor`.
+        main_grad: dW is added to ``weight.main_grad``; no gradient is returned for it.
+        overwrite_main_grad: in the first microbatch of a step it replaces what is there, once after each time that
+            ``weight.main_grad_is_old`` was set.
+        wgrad_tasks: the list to which backward appends the computation of dW, in lieu of computing it.
+    """
+
+    device: str
+    dtype: torch.dtype
+    needs_x: bool
+    needs_w: bool
+    needs_b: bool
+    parallel: TensorParallel
+    input_is_quantized: bool = False
+    recompute_x: bool = False
+    quantize_output: bool = False
+    quantize_grad_input: bool = False
+    main_grad: bool = False
+    overwrite_main_grad: bool = False
+    wgrad_tasks: list[Callable[[], None]] | None = None

@@ -1,0 +1,277 @@
+"""The steps of a linear: what a plan chooses from for each of its callables.
+
+Each does one thing in one way, for one choice of recipe, parallelism and options; ``linear_plan.py`` binds what the
+plan knows and the autograd functions call them in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.autocast import Use
+from minifloat.comm.collectives import Pending
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
+from minifloat.functional import shared_cast
+from minifloat.functional.autograd import guarded
+from minifloat.functional.gathered import Gathered
+from minifloat.functional.gemm import WeightGemm
+from minifloat.functional.linear_config import LinearOptions
+from minifloat.functional.quantize import RoleCasts, delayed_scale, quantize, quantize_part, reuse
+from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.operand import Operand, Quantized
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+from minifloat.tensor import QuantizedTensor
+
+Gemm = Callable[..., Tensor]
+
+
+class Call:
+    """What differs between calls under one plan.
+
+    Args:
+        use: where delayed scaling reads its scales and records its amaxes.
+        x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
+        eager: no compiler traces it.
+        shares_x: forward leaves the operands of X here, for siblings to come.
+    """
+
+    __slots__ = ("eager", "shares_x", "use", "w", "x")
+
+    def __init__(self, use: Use | None, x: Quantized | None, w: Quantized | None, eager: bool) -> None:
+        self.use, self.x, self.w, self.eager = use, x, w, eager
+        self.shares_x = False
+
+
+# ---- what backward saves ----
+
+
+def nothing(*_: Any) -> None:
+    return None
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+def save_value(x: Tensor | None, operands: Quantized) -> Operand | None:
+    """The value, which the caller may change before backward; None where it was never computed."""
+    if x is None:
+        return None
+    operand = unquantized(x)
+    return operand._replace(codes=guarded(operand.codes))
+
+
+def save_weight_value(weight: Tensor, operands: Quantized) -> Operand:
+    return unquantized(weight)
+
+
+def save_along(dim: int, x: Tensor | None, operands: Quantized) -> Operand:
+    return operands.along(dim)
+
+
+def save_x_along(dim: int, x: Tensor | None, operands: Quantized) -> Operand:
+    operand = operands.along(dim)
+    return operand if operand.format.quantized else operand._replace(codes=guarded(operand.codes))
+
+
+def unquantized(x: Tensor) -> Operand:
+    """The values of ``x`` [..., K] as an operand."""
+    matrix = as_matrix(x.dequantize() if isinstance(x, QuantizedTensor) else x)
+    return Operand(matrix, None, None, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), matrix.dtype)
+
+
+# ---- forward ----
+
+
+class InputCasts(NamedTuple):
+    """The casts of X and W together, and of each by itself where the other exists already."""
+
+    both: RoleCasts
+    x: RoleCasts
+    w: RoleCasts
+
+
+def quantize_inputs(
+    casts: InputCasts,
+    call: Call,
+    x: Tensor | None,
+    weight: Tensor,
+    x_scale: Tensor | None = None,
+    x_amaxes: Amaxes | None = None,
+    label: Callable[[Quantized], Quantized] | None = None,
+) -> tuple[Quantized, Quantized, Quantized]:
+    """X and W in the orientations that forward and backward read, those that do not exist yet in one launch a phase.
+
+    ``x``: None if its operands exist; ``x_scale``, ``x_amaxes``: what its cast needs to know, if that is known;
+    ``label``: what is done to operands that are cast from it.
+    """
+    x_operands, w_operands = call.x, call.w
+    if w_operands is None and isinstance(weight, QuantizedTensor):
+        weight = weight.dequantize()
+    if x_operands is None:
+        assert x is not None
+        x = x.dequantize() if isinstance(x, QuantizedTensor) else x
+        given = None if x_amaxes is None else (x_amaxes, None)  # the weight's own are found
+        if w_operands is None:
+            x_operands, w_operands = casts.both((x, weight), call.use, x_scale, given)
+        else:
+            (x_operands,) = casts.x((x,), call.use, x_scale, None if given is None else given[:1])
+        x_operands = x_operands if label is None else label(x_operands)
+    elif w_operands is None:
+        (w_operands,) = casts.w((weight,), call.use)
+    assert w_operands is not None
+    return x_operands, w_operands, x_operands
+
+
+def quantize_and_gather(
+    casts: InputCasts,
+    quantizer: Quantizer,
+    parallel: TensorParallel,
+    call: Call,
+    x: Tensor | None,
+    weight: Tensor,
+    x_scale: Tensor | None = None,
+    x_amaxes: Amaxes | None = None,
+    label: Callable[[Quantized], Quantized] | None = None,
+) -> tuple[Any, Quantized, Quantized]:
+    """The same where X is gathered, which goes on while the weight is cast."""
+    part, w = call.x, call.w
+    if part is None:
+        assert x is not None
+        part = quantize_part(x, quantizer, "input", call.use, parallel, x_scale, x_amaxes)
+        part = part if label is None else label(part)
+    gathered = shared_cast.gathered(part) or parallel.gather(part, rowwise=True)
+    if w is None:
+        weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+        (w,) = casts.w((weight,), call.use)
+    return shared_cast.offer(part, gathered), w, part
+
+
+def fprop(multiply: Gemm, dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None) -> Tensor:
+    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast)
+
+
+def sharded_fprop(parallel: TensorParallel, dtype: torch.dtype, fast: bool, x: Any, w: Quantized, bias: Any) -> Tensor:
+    return parallel.output(WeightGemm("fprop", w, dtype, fast), x, bias)
+
+
+AsOutput = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+def output(as_output: AsOutput, y: Tensor, x_shape: torch.Size, use: Use | None) -> Tensor:
+    return as_output(y, (*x_shape[:-1], y.shape[1]))
+
+
+def sharded_output(
+    as_output: AsOutput, parallel: TensorParallel, y: Tensor, x_shape: torch.Size, use: Use | None
+) -> Tensor:
+    return as_output(y, parallel.output_shape(x_shape, y.shape[1]))
+
+
+def grad_input(as_output: AsOutput, dx: Tensor, x_shape: torch.Size, use: Use | None) -> Tensor:
+    return as_output(dx, x_shape)
+
+
+def quantized(
+    output: Callable[..., Tensor], quantizer: Quantizer, kind: str, y: Tensor, x_shape: torch.Size, use: Use | None
+) -> Tensor:
+    return as_quantized_tensor(output(y, x_shape, use), quantizer, kind, use)
+
+
+def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None) -> Tensor:
+    """``x`` as a tensor that the next layer takes as it is."""
+    if not quantizer.quantized:
+        return x
+    operands = quantize(x, quantizer, kind, use, gemm_ready=False)
+    scale = delayed_scale(use, kind)
+    return QuantizedTensor.from_operands(
+        operands, quantizer, x.shape, x.dtype, scale=None if scale is None else scale.clone()
+    )
+
+
+# ---- backward ----
+
+
+def quantize_dy(
+    casts: RoleCasts, quantizer: Quantizer, dy: Tensor, use: Use | None, amaxes: Amaxes | None = None
+) -> Quantized:
+    if isinstance(dy, QuantizedTensor):
+        existing = reuse(dy, quantizer)
+        if existing is not None:
+            return existing
+        dy = dy.dequantize()
+    return casts((dy,), use, None, None if amaxes is None else (amaxes,))[0]
+
+
+def unquantized_dy(dy: Tensor, use: Use | None, amaxes: Amaxes | None = None) -> Quantized:
+    return Quantized(unquantized(dy), None)
+
+
+def gather_dy(plan_options: LinearOptions, quantizer: Quantizer | None, dy: Tensor, use: Use | None) -> Gathered:
+    parallel = plan_options.parallel
+    if quantizer is None:
+        part = Quantized(unquantized(dy), None)
+    else:
+        part = quantize_part(dy, quantizer, "grad_output", use, parallel)
+    return parallel.gather(part, rowwise=plan_options.needs_x, columnwise=plan_options.needs_w)
+
+
+def _one_orientation(operand: Operand) -> Quantized:
+    return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
+
+
+def dequantized(operand: Operand) -> Operand:
+    return unquantized(operand.dequantize())
+
+
+def load_saved(operand: Operand, scale: Tensor | None) -> Operand:
+    return operand
+
+
+def cast_value(cast: Callable[..., Quantized], quantizer: Quantizer, value: Operand, scale: Tensor | None) -> Operand:
+    """X was saved in high precision: cast now, and not recorded again."""
+    return cast(value.codes, quantizer, scale).along(COLUMNWISE)
+
+
+def gather_x(
+    parallel: TensorParallel, along: int, load: Callable[..., Operand], operand: Operand, scale: Tensor | None
+) -> Gathered:
+    part = _one_orientation(load(operand, scale))
+    return parallel.gather(part, rowwise=along == ROWWISE, columnwise=along != ROWWISE, multiplied=False)
+
+
+def dgrad(
+    multiply: Gemm, load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand
+) -> Tensor:
+    return multiply("dgrad", dy.along(ROWWISE), load(w), dtype, None, fast)
+
+
+def sharded_dgrad(
+    options: LinearOptions, load: Callable[[Operand], Operand], fast: bool, dy: Quantized | Gathered, w: Operand
+) -> Pending[Tensor]:
+    wgrad_follows = options.needs_w and options.wgrad_tasks is None
+    product = WeightGemm("dgrad", _one_orientation(load(w)), options.dtype, fast)
+    return options.parallel.start_grad_input(product, dy, wgrad_follows)
+
+
+def wgrad(
+    multiply: Gemm, load: Callable[[Operand], Operand], fast: bool, dy: Operand, x: Operand, dtype: torch.dtype
+) -> Tensor:
+    return multiply("wgrad", dy, load(x), dtype, None, fast)
+
+
+def wgrad_of_gathered(along: int, wgrad: Callable[..., Tensor], dy: Operand, x: Gathered, dtype: torch.dtype) -> Tensor:
+    return wgrad(dy, x.along(along), dtype)
+
+
+def column_sum(dy: Tensor) -> Tensor:
+    """The gradient of a bias, [N]: dY summed over its rows."""
+    return as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
+
+
+def reduced_column_sum(parallel: TensorParallel, dy: Tensor) -> Pending[Tensor | None]:
+    return parallel.start_reduce_bias_gradient(column_sum(dy))
