@@ -78,7 +78,7 @@ def test_two_kernels_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_some_groups(capsys: pytest.CaptureFixture[str]) -> None:
     """As a script, which finds the interpreter by itself."""
-    command = [sys.executable, str(ROOT / "tests" / "sanitize.py"), "--only", "transp"]
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "sanitize.py"), "--only", "transp"]
     run = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("transpose: 12 launches")

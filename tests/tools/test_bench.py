@@ -353,17 +353,27 @@ def test_changes_are_medians_over_pairs_of_processes() -> None:
     assert against.changes(found) == [against.Change("suite: row", "ours", None, None, None, "", "")]
 
 
+WRONG = """
+_right = multiply_eager
+
+
+def multiply_eager(gemm, *a, **k):
+    return _right(gemm, *a, **k) * (2 if gemm == "wgrad" else 1)
+"""
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A git repository of this package, whose first commit has a Linear that is wrong by a factor."""
+    """A git repository of this package, whose first commit has a Linear that is wrong by a factor and no benchmark."""
     root = tmp_path / "repository"
     shutil.copytree(Path(minifloat.__file__).parent, root / "minifloat", ignore=shutil.ignore_patterns("__pycache__"))
-    amp = root / "minifloat" / "functional" / "gemm.py"
-    right = amp.read_text()
+    gemm, suite = root / "minifloat" / "functional" / "gemm.py", root / "minifloat" / "tools" / "bench" / "host.py"
+    files = {path: path.read_text() for path in (gemm, suite)}
     git = ("git", "-C", str(root), "-c", "user.name=test", "-c", "user.email=test@example.org")
     subprocess.run((*git, "init", "--quiet"), check=True)
-    for source in (right + "\n_wgrad = wgrad\n\n\ndef wgrad(*a, **k):\n    return 2 * _wgrad(*a, **k)\n", right):
-        amp.write_text(source)
+    for sources in ({gemm: files[gemm] + WRONG, suite: "raise NotImplementedError"}, files):
+        for path, source in sources.items():
+            path.write_text(source)
         subprocess.run((*git, "add", "."), check=True)
         subprocess.run((*git, "commit", "--quiet", "-m", "a revision"), check=True)
     return root

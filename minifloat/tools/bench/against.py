@@ -63,7 +63,8 @@ def worktree(revision: str, root: Path) -> Iterator[Path]:
         tree = Path(folder) / "tree"
         git(root, "worktree", "add", "--detach", str(tree), revision)
         try:
-            here, there = Path(__file__).parent, tree / "minifloat" / "bench"
+            here = Path(__file__).parent
+            there = tree / here.relative_to(Path(minifloat.__file__).parents[1])
             shutil.rmtree(there, ignore_errors=True)
             shutil.copytree(here, there, ignore=shutil.ignore_patterns("__pycache__"))
             yield tree

@@ -25,7 +25,9 @@ def rounding(bits: int, stochastic: bool = False) -> float:
     return 2.0 ** -(bits + 1) / math.sqrt(3) * (math.sqrt(2) if stochastic else 1)
 
 
-_E4M3, _E5M2, _E2M1 = rounding(3), rounding(2), rounding(1)
+_E4M3 = _E2M3 = rounding(3)
+_E5M2 = _E3M2 = rounding(2)
+_E2M1 = rounding(1)
 
 BOUNDS = {
     "bf16": 0.01,  # one rounding of the result is 0.0023 at most; intermediate results are rounded too
@@ -34,6 +36,9 @@ BOUNDS = {
     "block": math.hypot(_E4M3, _E4M3),
     "mxfp8": math.hypot(_E4M3, _E4M3),
     "nvfp4": math.hypot(_E2M1, rounding(1, stochastic=True)),
+    "mxfp4": math.hypot(_E2M1, _E2M1),
+    "mxfp6": math.hypot(_E2M3, _E3M2),
+    "rowwise": math.hypot(_E4M3, _E4M3),
 }
 """Largest relative L2 error of output and gradients of one linear, by recipe."""
 
