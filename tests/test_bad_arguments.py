@@ -73,7 +73,7 @@ NAMES: dict[str, str] = {
         "fp8_dpa fp8_mha rotary_percent model module optimizer normalization activation attention_type "
         "layer_type attn_mask_type qkv_format overlap self_attn_mask_type enc_dec_attn_mask_type "
         "attn_input_format tensor_format reduction master moments element scale_rule transform rounding "
-        "fp8_format fp4_format x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim fp8_gemm_fprop "
+        "fp8_format fp4_format forward_element gradient_element x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim fp8_gemm_fprop "
         "fp8_gemm_dgrad fp8_gemm_wgrad nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
         "quantization_alignment tensor_type row_format columnwise_source logits target hidden weight t freqs "
         "quantizer shards group part x w dy out_dtype betas rows xs params"

@@ -67,7 +67,7 @@ class Format:
     def __post_init__(self) -> None:
         for kind, name, known in (
             ("element", self.element, tuple(ELEMENTS)),
-            ("scale rule", self.scale_rule, tuple(SCALE_RULES)),
+            ("scale_rule", self.scale_rule, tuple(SCALE_RULES)),
             ("transform", self.transform, get_args(Transform)),
             ("rounding", self.rounding, get_args(Rounding)),
         ):

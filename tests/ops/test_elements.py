@@ -32,7 +32,7 @@ def test_small_elements(name: str, device: torch.device) -> None:
 def test_unknown_names_are_errors_where_a_format_is_made() -> None:
     with pytest.raises(ValueError, match="unknown element 'e1m2'; known: e4m3, e5m2, e2m1, identity, e2m3, e3m2"):
         Format("e1m2")
-    with pytest.raises(ValueError, match="unknown scale rule 'e4m0'"):
+    with pytest.raises(ValueError, match="unknown scale_rule 'e4m0'"):
         Format(scale_rule="e4m0")
     with pytest.raises(ValueError, match="takes e2m1, got 'e2m3'"):
         Format("e2m3", 16, scale_rule="two_level")
