@@ -142,7 +142,8 @@ class Use:
         forward = states[0].history(recipe, True, compiling)
         self.states = states
         self.histories = (
-            forward if scale is None else forward._replace(scale=scale, slots=()),
+            # Spelled out: torch.compile of PyTorch 2.11 does not trace _replace of what it returns.
+            forward if scale is None else delayed.History(scale, forward.amax_history, recipe, forward.rule),
             states[1].history(recipe, False, compiling),
         )
         self.records = records, backward
