@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 from collections import Counter
 
 import pytest
@@ -29,8 +30,14 @@ def test_caches_have_a_bound() -> None:
 
 def test_a_recipe_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward under 50 recipes in turn, some with a state, keep what one keeps."""
-    for limit in ("MOST_USAGES", "MOST_CASTS"):
-        monkeypatch.setattr(quantizer, limit, 8)
+    contexts = importlib.import_module("minifloat.autocast")  # the package's attribute is the class
+    for module, limit, kept in [
+        (quantizer, "MOST_USAGES", "_with_usages"),
+        (quantizer, "MOST_CASTS", "_casts"),
+        (contexts, "_MAX_RECIPES", "_recipes"),
+    ]:
+        monkeypatch.setattr(module, limit, 8)
+        monkeypatch.setattr(module, kept, {})  # what other tests left in it would be dropped in between
     layer, x = minifloat.Linear(32, 32), torch.randn(4, 32)
 
     def step(i: int) -> None:
@@ -55,6 +62,6 @@ def test_a_recipe_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = alive()
     for i in range(10, 50):
         step(i)
-        assert len(quantizer._with_usages) <= 8 and len(quantizer._casts) <= 8
+        assert max(map(len, (quantizer._with_usages, quantizer._casts, contexts._recipes))) <= 8
     assert alive() == before
     assert formats.parse.cache_info().currsize <= formats.MOST_PARSED

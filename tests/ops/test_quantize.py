@@ -831,7 +831,7 @@ def test_rowwise_hadamard_is_a_value_error() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"element": "e3m2"}, "e3m2"),
+        ({"element": "e4m1"}, "e4m1"),
         ({"block": 24}, "block is 24"),
         ({"block": -1}, "block is -1"),
         ({"amax_epsilon": -1e-3}, "amax_epsilon is -0.001"),
