@@ -50,7 +50,7 @@ def steps(rank: int, size: int, recipe: Any) -> list[tuple[list[Tensor], int, in
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "delayed", None])
 def test_the_same_bits_and_fewer_bytes(recipe: Any, worker_pool: Pools) -> None:
-    """133 rows: a block straddles the ranks. Siblings agree on amaxes, and move its rows to the first rank, once only."""
+    """133 rows: a block straddles the ranks. Siblings agree on amaxes, and send its rows to the first, once only."""
     for rank, (alone, siblings, in_context) in enumerate(worker_pool(2).run(steps, recipe)):
         (tensors, sent, back), (shared, sent_shared, _), (once, sent_once, back_once) = alone, siblings, in_context
         assert len(tensors) == 7
