@@ -60,8 +60,8 @@ def run_on_rank(rank: int, world_size: int, code: str, folder: Path) -> None:
 
 def test_documents_have_code() -> None:
     """The blocks are found: examples of use, the phases, the worked format and rule, a worked vector."""
-    counts = [len(BLOCKS[name]) for name in ("README.md", "docs/architecture.md", "docs/numerics.md")]
-    assert counts == [3, 3, 1]
+    counts = [len(BLOCKS[name]) for name in ("README.md", "docs/architecture.md", "docs/kernels.md", "docs/numerics.md")]
+    assert counts == [3, 1, 2, 1]
 
 
 @pytest.mark.parametrize("block", parameters(on_ranks=False))
@@ -82,8 +82,8 @@ def test_code_for_ranks_in_documents(block: Block, tmp_path: Path, worker_pool: 
 
 
 def test_a_new_scale_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/architecture.md: an object that is made known by its name; casts, products and compilers follow."""
-    code = next(block.code for block in BLOCKS["docs/architecture.md"] if "class Headroom" in block.code)
+    """docs/kernels.md: an object that is made known by its name; casts, products and compilers follow."""
+    code = next(block.code for block in BLOCKS["docs/kernels.md"] if "class Headroom" in block.code)
     monkeypatch.setitem(formats.SCALE_RULES, "headroom", None)  # type: ignore[arg-type]  # which restores the registry
     exec(compile(code, "document", "exec"), {"__name__": "document"})
     fmt = Format("e4m3", block=64, scale_rule="headroom")
