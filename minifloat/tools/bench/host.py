@@ -18,6 +18,7 @@ SHAPE = 64, 256, 256  # tokens, out, in
 TINY = 16, 64, 64
 RECIPES = ("delayed", "current", "block", "mxfp8")
 GOALS = {"forward": 60.0, "forward + backward": 300.0}  # microseconds
+COMPILED_GOAL = 1 / 1.5  # the ratio to compiled PyTorch: at most 1.5 times its time
 
 
 def forward(module: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], x: Tensor, dy: Tensor) -> Call:
@@ -26,8 +27,8 @@ def forward(module: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], x:
     return lambda: [module(leaf)]
 
 
-def build(direction: str, device: torch.device, tiny: bool) -> Case:
-    """All contenders, forward alone or with backward."""
+def build(direction: str, compiled: bool, device: torch.device, tiny: bool) -> Case:
+    """All contenders, forward alone or with backward, eager or each compiled as one graph."""
     tokens, out, into = TINY if tiny else SHAPE
     x, w, dy = data(device, tokens, out, into)
     reference: Outputs = expected(torch_linear(w, torch.float32), x, dy)
@@ -36,13 +37,26 @@ def build(direction: str, device: torch.device, tiny: bool) -> Case:
         start, reference = forward, reference[:1]
 
     def contender(name: str, make: Callable[[], Made], recipe: str) -> Contender:
-        goals: dict[Measure, float] = {"microseconds": GOALS[direction]} if name.startswith("minifloat") else {}
-        return Contender(name, lambda: start(*make(), x, dy), gate.against(reference), gate.bound(recipe), goals=goals)
+        def setup() -> Call:
+            module, parameters = make()
+            called = torch.compile(module, fullgraph=True, dynamic=False) if compiled else module
+            return start(called, parameters, x, dy)
+
+        goals: dict[Measure, float] = {"ratio": COMPILED_GOAL} if compiled else {"microseconds": GOALS[direction]}
+        return Contender(
+            f"{name}, compiled" if compiled else name, setup, gate.against(reference), gate.bound(recipe),
+            goals=goals if name.startswith("minifloat") else {}, compiled=compiled,
+        )  # fmt: skip
 
     contenders = [contender("torch bf16", partial(torch_linear, w), "bf16")]
     contenders += [contender(f"minifloat {name}", partial(our_linear, w, name), name) for name in RECIPES]
-    contenders += [contender(f"TE {name}", partial(te_linear, w, name), name) for name in TE_RECIPES]
-    return Case(tuple(contenders), ("torch bf16",), host=True)
+    if not compiled:
+        contenders += [contender(f"TE {name}", partial(te_linear, w, name), name) for name in TE_RECIPES]
+    return Case(tuple(contenders), (contenders[0].name,), host=True)
 
 
-ROWS = tuple(Row("host", f"{' x '.join(map(str, SHAPE))}, {way}", partial(build, way)) for way in GOALS)
+ROWS = tuple(
+    Row("host", f"{' x '.join(map(str, SHAPE))}{', compiled' * compiled}, {way}", partial(build, way, compiled))
+    for compiled in (False, True)
+    for way in GOALS
+)
