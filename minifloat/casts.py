@@ -228,6 +228,13 @@ class Casts:
             drawn[cast] = seeds[i]
         return drawn
 
+    def _by_one_operation(self, matrices: Sequence[Tensor], drawn: Sequence[Tensor | None]) -> list[Quantized]:
+        """Both phases at once; the dispatcher costs more than a phase."""
+        made = quantize.amax_and_cast(matrices, drawn, *self.request)
+        count = len(self.request.amax_of)
+        levels = [None if own < 0 else made[own] for own in self.request.own_level]
+        return self._operands(matrices, made[count:], levels)
+
     def _by_operations(
         self,
         xs: Sequence[Tensor],
@@ -238,6 +245,8 @@ class Casts:
     ) -> list[Quantized]:
         """The same where a compiler, autograd or a dispatch mode sees each operation."""
         matrices = [as_matrix(x) for x in xs]
+        if amaxes is None and noop_flag is None and self.request.amax_of and self._sources and not self._takes_scales:
+            return self._by_one_operation(matrices, self._drawn(matrices, rngs))
         if amaxes is None:
             levels: Sequence[Amaxes | None] = self.amaxes(matrices)
         else:
@@ -250,6 +259,11 @@ class Casts:
         if self._sources:
             request, sources = self.request, [matrices[i] for i, _, _ in self._sources]
             made = quantize.cast(sources, given, drawn, request.formats, request.dims, request.k_major, noop_flag)
+        return self._operands(matrices, made, given)
+
+    def _operands(
+        self, matrices: Sequence[Tensor], made: Sequence[Tensor], given: Sequence[Tensor | None]
+    ) -> list[Quantized]:
         outputs = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
         return [
             each.operands(outputs, (x.shape[0], x.shape[1]), x.dtype, x)

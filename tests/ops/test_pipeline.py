@@ -120,6 +120,7 @@ def by_reference(
         patch.setattr(casts, "directly", lambda xs: False)
         patch.setattr(quantize, "amax", quantize.amax.reference)
         patch.setattr(quantize, "cast", quantize.cast.reference)
+        patch.setattr(quantize, "amax_and_cast", quantize.amax_and_cast.reference)
         patch.setattr(quantize, "dequantize", quantize.dequantize.reference)
         return cast_all(xs, how, amaxes, scales=scales, gemm_ready=True)
 

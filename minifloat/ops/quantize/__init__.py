@@ -85,6 +85,40 @@ def _transposed(x: Tensor) -> Tensor:
     return x.t().contiguous().t()
 
 
+_amax, _cast = amax.reference, cast.reference
+
+
+@operation(lambda: _recorded().amax_and_cast)
+def amax_and_cast(
+    xs: Sequence[Tensor],
+    rngs: Sequence[Tensor | None],
+    amax_of: Sequence[int],
+    amax_formats: Sequence[str],
+    amax_dims: Sequence[int],
+    cast_of: Sequence[int],
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+    own_level: Sequence[int],
+) -> list[Tensor]:
+    """The amaxes, then what :data:`cast` gives with them: both phases where no rank is asked between them.
+
+    The lists are those of :class:`~minifloat.ops.quantize.work.Request`.
+    """
+    amaxes = _amax([xs[i] for i in amax_of], amax_formats, amax_dims)
+    given = [None if own < 0 else amaxes[own] for own in own_level]
+    return amaxes + _cast([xs[i] for i in cast_of], given, rngs, formats, dims, k_major, None)
+
+
+@amax_and_cast.fake
+def _(
+    xs: Sequence[Tensor], rngs: Any, amax_of: Sequence[int], amax_formats: Sequence[str], amax_dims: Sequence[int],
+    cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool], _own_level: Any,
+) -> list[Tensor]:  # fmt: skip
+    amaxes = amax.shapes([xs[i] for i in amax_of], amax_formats, amax_dims)
+    return amaxes + cast.shapes([xs[i] for i in cast_of], (), rngs, formats, dims, k_major, None)
+
+
 @operation(lambda: _kernels().dequantize)
 def dequantize(
     codes: Tensor,

@@ -147,7 +147,22 @@ def cast(
 ) -> list[Tensor]:
     """As the operation."""
     distinct, of = _distinct(xs)
-    outputs, _ = _requested(of, tuple(formats), tuple(dims), tuple(k_major))(distinct, given, rngs, noop)
+    return _flat(_requested(of, tuple(formats), tuple(dims), tuple(k_major))(distinct, given, rngs, noop)[0])
+
+
+@lru_cache(MOST_REQUESTS)
+def _amax_and_cast(*lists: tuple[Any, ...]) -> Recorded:
+    return Recorded(Request(*map(list, lists)), True)
+
+
+def amax_and_cast(xs: Sequence[Tensor], rngs: Sequence[Tensor | None], *lists: Sequence[Any]) -> list[Tensor]:
+    """As the operation."""
+    work = _amax_and_cast(*map(tuple, lists))
+    outputs, amaxes = work(xs, [None] * len(rngs), rngs, None)
+    return [*amaxes, *_flat(outputs)]
+
+
+def _flat(outputs: Sequence[Output]) -> list[Tensor]:
     flat: list[Tensor] = []
     for codes, scale_inv, measured, _ in outputs:
         nothing = codes.new_empty(0, dtype=torch.float32) if measured is None else measured
@@ -226,7 +241,7 @@ class Recording(NamedTuple):
         prepared = [each for each in (one.prepare(slots) for one in launches) if each is not None]
         if len(prepared) < len(launches):
             return None
-        shown = 0 if outputs else len(amaxes)
+        shown = len(amaxes) if separate or not outputs else 0
         shows = shown > 0 or any(each.measured >= 0 or each.level >= 0 for each in casts)
         return cls(prepared, casts, len(zeros), shown, separate, shows)
 
