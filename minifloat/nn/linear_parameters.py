@@ -49,10 +49,11 @@ class LinearParameters(nn.Linear):
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """W, and b where forward adds it. Straight from the parameters: nn.Module's ``__getattr__`` takes longer."""
-        weight = self._parameters.get("weight")
-        if weight is None or self.parameters_split is not None:
+        own = self._parameters
+        weight = own.get("weight")
+        if weight is None or "bias" not in own or self.parameters_split is not None:  # some are no parameters any more
             return self._weight_matrix(), None if self.return_bias else self._bias_vector()
-        return weight, None if self.return_bias else self._parameters.get("bias")
+        return weight, None if self.return_bias else own["bias"]
 
     def _gathered_weight(self) -> QuantizedTensor | None:
         """W where FSDP2 has gathered ``parameters_split`` as codes of the whole; its gradients are nobody's."""

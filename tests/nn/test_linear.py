@@ -839,6 +839,46 @@ def test_kept_weight_is_kept_once() -> None:
     assert storages.alive([*outputs, *layer.parameters()]) == sorted([M * K, 4] * 3 + [N * K, 4])
 
 
+# ---- Plans that are kept --------------------------------------------------------------------------------------------
+
+
+def _half(layer: Linear) -> None:
+    layer.to(torch.bfloat16)
+
+
+def _freeze(layer: Linear) -> None:
+    layer.weight.requires_grad_(False)
+
+
+def _parametrize(name: str) -> Callable[[Linear], None]:
+    return lambda layer: nn.utils.parametrize.register_parametrization(layer, name, nn.Tanh()) and None
+
+
+def _recipe(layer: Linear) -> None:
+    layer.recipe = "mxfp8"
+
+
+@pytest.mark.parametrize("change", [_half, _freeze, _recipe, _parametrize("weight"), _parametrize("bias")])
+def test_plans_follow_what_changes(change: Callable[[Linear], None]) -> None:
+    """A layer that has run computes after a change what one does that is changed first."""
+    used = Linear(37, 16, recipe="current")
+    fresh = copy.deepcopy(used)
+    x, dy = torch.randn(5, 37), torch.randn(5, 16)
+    used(x.requires_grad_()).backward(dy)
+    used.zero_grad()
+    results = []
+    for layer in (used, fresh):
+        change(layer)
+        leaf = x.detach().requires_grad_()
+        y = layer(leaf)
+        y.backward(dy.to(y.dtype))
+        results.append((y, leaf.grad, *[p.grad for p in layer.parameters()]))
+    for first, second in zip(*results, strict=True):
+        assert (first is None and second is None) or torch.equal(first, second)
+    plain = torch.nn.functional.linear(x.to(y.dtype), used.weight.to(y.dtype), used.bias.to(y.dtype))
+    assert (y - plain).norm() < 0.1 * plain.norm()
+
+
 # ---- State ----------------------------------------------------------------------------------------------------------
 
 HISTORY_KEYS = {f"{side}_scaling.{name}" for side in ("forward", "backward") for name in ("scale", "amax_history")}
