@@ -108,17 +108,9 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
 
     sharded = parallel.mode is not None
     compiling = torch.compiler.is_compiling()
-    own_memory = as_output if compiling else as_output_eager
     multiply = gemm.multiply if compiling else gemm.multiply_eager
     wgrad = partial(steps.wgrad, multiply, load, config.fast_wgrad)
-    output: Callable[..., Tensor] = partial(steps.output, own_memory)
-    if sharded:
-        output = partial(steps.sharded_output, own_memory, parallel)
-    if options.quantize_output:
-        output = partial(steps.quantized, output, config.output, "output")
-    grad_input: Callable[..., Tensor] = partial(steps.grad_input, own_memory)
-    if options.quantize_grad_input:
-        grad_input = partial(steps.quantized, grad_input, config.grad_input, "grad_input")
+    output, grad_input = _outputs(config, options, compiling)
     return LinearPlan(
         config,
         options,
@@ -175,6 +167,22 @@ def _save_and_load(
     if parallel.gathers_input:
         load = partial(steps.gather_x, parallel, along, load)
     return save, load
+
+
+def _outputs(
+    config: LinearConfig, options: LinearOptions, compiling: bool
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """What forward does to Y before it returns it, and backward to dX."""
+    own_memory = as_output if compiling else as_output_eager
+    output: Callable[..., Tensor] = partial(steps.output, own_memory)
+    if options.parallel.mode is not None:
+        output = partial(steps.sharded_output, own_memory, options.parallel)
+    if options.quantize_output:
+        output = partial(steps.quantized, output, config.output, "output")
+    grad_input: Callable[..., Tensor] = partial(steps.grad_input, own_memory)
+    if options.quantize_grad_input:
+        grad_input = partial(steps.quantized, grad_input, config.grad_input, "grad_input")
+    return output, grad_input
 
 
 def _sink(options: LinearOptions) -> Sink:
