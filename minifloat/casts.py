@@ -229,7 +229,7 @@ class Casts:
         return drawn
 
     def _by_one_operation(self, matrices: Sequence[Tensor], drawn: Sequence[Tensor | None]) -> list[Quantized]:
-        """Both phases at once; the dispatcher costs more than a phase."""
+        """Both phases at once in compiled code, where the dispatcher costs more than a phase."""
         made = quantize.amax_and_cast(matrices, drawn, *self.request)
         count = len(self.request.amax_of)
         levels = [None if own < 0 else made[own] for own in self.request.own_level]
@@ -245,7 +245,8 @@ class Casts:
     ) -> list[Quantized]:
         """The same where a compiler, autograd or a dispatch mode sees each operation."""
         matrices = [as_matrix(x) for x in xs]
-        if amaxes is None and noop_flag is None and self.request.amax_of and self._sources and not self._takes_scales:
+        both = amaxes is None and noop_flag is None and not self._takes_scales
+        if both and self.request.amax_of and self._sources and torch.compiler.is_dynamo_compiling():
             return self._by_one_operation(matrices, self._drawn(matrices, rngs))
         if amaxes is None:
             levels: Sequence[Amaxes | None] = self.amaxes(matrices)
