@@ -69,7 +69,7 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
     ) -> None:
         self.enabled = enabled
         self.calibrating = calibrating
-        self.recipe: Recipe = _first_equal(get_default_recipe() if recipe is None else as_recipe(recipe))
+        self.recipe: Recipe = first_equal(get_default_recipe() if recipe is None else as_recipe(recipe))
         self.amax_reduction_group = amax_reduction_group
         self.check_finite = check_finite
         self.region = Region()
@@ -97,7 +97,7 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
             region.forget()
 
 
-def _first_equal(recipe: Recipe) -> Recipe:
+def first_equal(recipe: Recipe) -> Recipe:
     """The first of equal recipes: layers cache by identity, and a loop may make its recipe anew in each step."""
     ours = type(recipe).__module__.startswith("minifloat.") and not isinstance(recipe, CustomRecipe)
     if not ours or torch.compiler.is_compiling():

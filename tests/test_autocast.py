@@ -1198,3 +1198,15 @@ def test_overflow_on_one_rank(worker_pool: Pools) -> None:
     amax = largest(batch(1))
     assert states[0][1][0] == float(amax)
     assert states[0][0][0] == float(np.float32(FORWARD_MAX) / max(amax, largest(batch(0))))
+
+
+def test_prepare_gives_what_autocast_uses() -> None:
+    """Of equal recipes, whichever of them came first: else a compiled forward would still have to make it."""
+    layer, first, second = Linear(16, 8), MXFP8BlockScaling(), MXFP8BlockScaling()
+    with autocast(recipe=first):
+        Linear(16, 8)(batch(0))
+    prepare(layer, second)
+    prepared = layer._latest_config
+    with autocast(recipe=second):
+        layer(batch(0))
+    assert prepared is not None and layer._latest_config is prepared

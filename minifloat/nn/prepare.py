@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from minifloat.arguments import checked
+from minifloat.autocast import first_equal
 from minifloat.nn.linear import Linear
 from minifloat.recipe import RecipeLike, as_recipe
 
@@ -20,7 +21,7 @@ def prepare(model: nn.Module, recipe: RecipeLike) -> nn.Module:
     Returns:
         ``model``.
     """
-    chosen = as_recipe(recipe)
+    chosen = first_equal(as_recipe(recipe))  # the object that autocast gives
     for module in model.modules():
         if isinstance(module, Linear) and module.recipe is None:
             module._config(chosen)
