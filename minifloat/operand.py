@@ -60,27 +60,14 @@ class Operand(NamedTuple):
         return reference.scale_values(self.scale_inv, self.amax, self.format, self.dim)
 
     @property
-    def layout(self) -> Layout:
-        """All but the tensors."""
-        return Layout(self.format, self.dim, self.shape, self.dtype)
+    def layout(self) -> tuple[Format, int, tuple[int, int], torch.dtype]:
+        """All but the tensors: format, dim, shape and dtype."""
+        return self[3:]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What a GEMM reads, for saving; :meth:`Layout.operand` puts it back. A merely measured amax is left out."""
+        """Codes, scales and amax as GEMMs read them: an amax that the cast only measured is None."""
         return self.codes, self.scale_inv, self.amax if self.format.scale_rule == "two_level" else None
-
-
-class Layout(NamedTuple):
-    """What an operand's tensors mean; see :class:`Operand`."""
-
-    format: Format
-    dim: int
-    shape: tuple[int, int]
-    dtype: torch.dtype
-
-    def operand(self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
-        """The operand of these tensors."""
-        return Operand(codes, scale_inv, amax, *self)
 
 
 class Quantized(NamedTuple):

@@ -88,10 +88,7 @@ def gradients(
 
 
 def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:
-    """The tensors of operands, for ``save_for_backward``, where autograd's hooks see them, and all else of them.
-
-    An amax that a cast measured is left out; no GEMM reads it.
-    """
+    """The tensors of operands, for ``save_for_backward``, where autograd's hooks see them, and their layouts."""
     tensors: list[Tensor | None] = []
     layouts: list[Any] = []
     for operand in operands:
@@ -99,9 +96,8 @@ def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:
             tensors += None, None, None
             layouts.append(None)
         else:
-            amax = operand.amax if operand.format.scale_rule == "two_level" else None
-            tensors += operand.codes, operand.scale_inv, amax
-            layouts.append(operand[3:])
+            tensors += operand.tensors
+            layouts.append(operand[3:])  # its layout, without a call
     return tensors, layouts
 
 

@@ -50,10 +50,12 @@ class Call:
 
 
 def nothing(*_: Any) -> None:
+    """For a gradient that is not needed."""
     return None
 
 
 def identity(x: Any) -> Any:
+    """For a linear that is not split, or an operand that is multiplied as it was saved."""
     return x
 
 
@@ -66,14 +68,17 @@ def save_value(x: Tensor | None, operands: Quantized) -> Operand | None:
 
 
 def save_weight_value(weight: Tensor, operands: Quantized) -> Operand:
+    """For dgrad in high precision."""
     return unquantized(weight)
 
 
 def save_along(dim: int, x: Tensor | None, operands: Quantized) -> Operand:
+    """The operand that is scaled along ``dim``."""
     return operands.along(dim)
 
 
 def save_x_along(dim: int, x: Tensor | None, operands: Quantized) -> Operand:
+    """The same of X, whose values the caller may change before backward where they are the codes."""
     operand = operands.along(dim)
     return operand if operand.format.quantized else operand._replace(codes=guarded(operand.codes))
 
@@ -152,10 +157,12 @@ def quantize_and_gather(
 
 
 def fprop(multiply: Gemm, dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None) -> Tensor:
+    """Y = X W^T + b."""
     return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast)
 
 
 def sharded_fprop(parallel: TensorParallel, dtype: torch.dtype, fast: bool, x: Any, w: Quantized, bias: Any) -> Tensor:
+    """Y of a linear that is split over ranks, summed where they have parts of K."""
     return parallel.output(WeightGemm("fprop", w, dtype, fast), x, bias)
 
 
@@ -163,22 +170,26 @@ AsOutput = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 def output(as_output: AsOutput, y: Tensor, x_shape: torch.Size, use: Use | None) -> Tensor:
+    """Y [M, N] with the leading dims of X."""
     return as_output(y, (*x_shape[:-1], y.shape[1]))
 
 
 def sharded_output(
     as_output: AsOutput, parallel: TensorParallel, y: Tensor, x_shape: torch.Size, use: Use | None
 ) -> Tensor:
+    """The same of a rank's rows."""
     return as_output(y, parallel.output_shape(x_shape, y.shape[1]))
 
 
 def grad_input(as_output: AsOutput, dx: Tensor, x_shape: torch.Size, use: Use | None) -> Tensor:
+    """dX [M, K] in the shape of X."""
     return as_output(dx, x_shape)
 
 
 def quantized(
     output: Callable[..., Tensor], quantizer: Quantizer, kind: str, y: Tensor, x_shape: torch.Size, use: Use | None
 ) -> Tensor:
+    """What ``output`` gives, quantized."""
     return as_quantized_tensor(output(y, x_shape, use), quantizer, kind, use)
 
 
@@ -199,6 +210,7 @@ def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, use: Use | N
 def quantize_dy(
     casts: RoleCasts, quantizer: Quantizer, dy: Tensor, use: Use | None, amaxes: Amaxes | None = None
 ) -> Quantized:
+    """dY in the orientations that dgrad and wgrad read; its own operands where it comes quantized alike."""
     if isinstance(dy, QuantizedTensor):
         existing = reuse(dy, quantizer)
         if existing is not None:
@@ -208,16 +220,18 @@ def quantize_dy(
 
 
 def unquantized_dy(dy: Tensor, use: Use | None, amaxes: Amaxes | None = None) -> Quantized:
+    """dY in high precision, under a ``backward_override``."""
     return Quantized(unquantized(dy), None)
 
 
-def gather_dy(plan_options: LinearOptions, quantizer: Quantizer | None, dy: Tensor, use: Use | None) -> Gathered:
-    parallel = plan_options.parallel
+def gather_dy(options: LinearOptions, quantizer: Quantizer | None, dy: Tensor, use: Use | None) -> Gathered:
+    """This rank's rows of dY quantized, and all rows gathered; in high precision without a quantizer."""
+    parallel = options.parallel
     if quantizer is None:
         part = Quantized(unquantized(dy), None)
     else:
         part = quantize_part(dy, quantizer, "grad_output", use, parallel)
-    return parallel.gather(part, rowwise=plan_options.needs_x, columnwise=plan_options.needs_w)
+    return parallel.gather(part, rowwise=options.needs_x, columnwise=options.needs_w)
 
 
 def _one_orientation(operand: Operand) -> Quantized:
@@ -225,10 +239,12 @@ def _one_orientation(operand: Operand) -> Quantized:
 
 
 def dequantized(operand: Operand) -> Operand:
+    """Its values, for a backward in high precision that starts from codes."""
     return unquantized(operand.dequantize())
 
 
 def load_saved(operand: Operand, scale: Tensor | None) -> Operand:
+    """X as it was saved."""
     return operand
 
 
@@ -240,6 +256,7 @@ def cast_value(cast: Callable[..., Quantized], quantizer: Quantizer, value: Oper
 def gather_x(
     parallel: TensorParallel, along: int, load: Callable[..., Operand], operand: Operand, scale: Tensor | None
 ) -> Gathered:
+    """The X of all ranks, for wgrad; the gather begins."""
     part = _one_orientation(load(operand, scale))
     return parallel.gather(part, rowwise=along == ROWWISE, columnwise=along != ROWWISE, multiplied=False)
 
@@ -247,12 +264,14 @@ def gather_x(
 def dgrad(
     multiply: Gemm, load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand
 ) -> Tensor:
+    """dX = dY W."""
     return multiply("dgrad", dy.along(ROWWISE), load(w), dtype, None, fast)
 
 
 def sharded_dgrad(
     options: LinearOptions, load: Callable[[Operand], Operand], fast: bool, dy: Quantized | Gathered, w: Operand
 ) -> Pending[Tensor]:
+    """dX of a linear that is split over ranks, whose sum goes on during wgrad."""
     wgrad_follows = options.needs_w and options.wgrad_tasks is None
     product = WeightGemm("dgrad", _one_orientation(load(w)), options.dtype, fast)
     return options.parallel.start_grad_input(product, dy, wgrad_follows)
@@ -261,10 +280,12 @@ def sharded_dgrad(
 def wgrad(
     multiply: Gemm, load: Callable[[Operand], Operand], fast: bool, dy: Operand, x: Operand, dtype: torch.dtype
 ) -> Tensor:
+    """dW = dY^T X."""
     return multiply("wgrad", dy, load(x), dtype, None, fast)
 
 
 def wgrad_of_gathered(along: int, wgrad: Callable[..., Tensor], dy: Operand, x: Gathered, dtype: torch.dtype) -> Tensor:
+    """dW of the X of all ranks, once that is here."""
     return wgrad(dy, x.along(along), dtype)
 
 
@@ -274,4 +295,5 @@ def column_sum(dy: Tensor) -> Tensor:
 
 
 def reduced_column_sum(parallel: TensorParallel, dy: Tensor) -> Pending[Tensor | None]:
+    """The same, summed over the ranks where each has rows of its own."""
     return parallel.start_reduce_bias_gradient(column_sum(dy))
