@@ -234,6 +234,7 @@ class AmaxHistory(nn.Module):
             and known.recipe is recipe
             and known.scale is buffers["scale"]
             and known.amax_history is buffers["amax_history"]
+            and torch._C._is_alias_of(known.slots[0], known.scale)  # type: ignore[attr-defined] # not after ".data ="
         ):
             return known
         length, wanted = self.amax_history.shape[0], recipe.amax_history_len

@@ -1210,3 +1210,16 @@ def test_prepare_gives_what_autocast_uses() -> None:
     with autocast(recipe=second):
         layer(batch(0))
     assert prepared is not None and layer._latest_config is prepared
+
+
+def test_scales_that_data_is_assigned_to() -> None:
+    """A cast reads the scale that is there, as after a move of FSDP1's that assigns to ``.data``."""
+    layer, x = Linear(16, 8, recipe=DELAYED), batch(0)
+    layer(x)
+    scale = layer.forward_scaling.scale
+    scale.data = torch.full_like(scale, 0.25)
+    y = layer(x)
+    twin = Linear(16, 8, recipe=DELAYED)
+    twin.load_state_dict({k: v for k, v in layer.state_dict().items() if "scaling" not in k})
+    twin.forward_scaling.scale.fill_(0.25)
+    assert torch.equal(y, twin(x))
