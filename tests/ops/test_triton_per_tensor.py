@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops import delayed
 from minifloat.ops.launch import count_launches, ready
-from minifloat.ops.quantize import empty_cast, per_tensor, reference
+from minifloat.ops.quantize import empty_cast, per_tensor, pipeline, reference
 from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -87,6 +87,19 @@ def test_scales_of_rows(rule: str, shape: tuple[int, int], dim: int, device: tor
     assert launches == ({"cast_tensor_kernel": 1} if x.numel() else {})
     for made in jobs:
         check(made, made.x, fmt)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((7, 0), ROWWISE), ((0, 100), COLUMNWISE), ((0, 0), ROWWISE)])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
+def test_scales_of_rows_of_nothing(epsilon: float, shape: tuple[int, int], dim: int, device: torch.device) -> None:
+    """Those of an amax of 0, which ``amax_epsilon`` raises; beside a matrix that has values, and a second time."""
+    fmt = Format(scale_rule="pow2", amax_per_row=True, amax_epsilon=epsilon)
+    for _ in range(2):
+        xs = [torch.empty(shape, device=device), values((5, 6), torch.float32, device)]
+        amaxes = [reference.amax(x, fmt, dim) for x in xs]
+        made = pipeline.cast(xs, amaxes, [None] * 2, [fmt.spec] * 2, [dim] * 2, [False] * 2, None)
+        wanted = [part for x, amax in zip(xs, amaxes, strict=True) for part in reference.cast(x, amax, None, fmt, dim)]
+        assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

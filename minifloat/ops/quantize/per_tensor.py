@@ -27,7 +27,7 @@ from minifloat.ops.quantize.device import (
     skips,
     store_scaled,
 )
-from minifloat.ops.quantize.job import Job, Programs, aligned
+from minifloat.ops.quantize.job import Job, Programs, aligned, input_max
 from minifloat.ops.tiles import Tile, tile
 
 
@@ -117,7 +117,8 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
     if fmt.amax_per_row:
         for job in jobs:
             if not job.x.numel():
-                job.targets[0].scale_inv.fill_(1.0)  # as of an amax of 0
+                scale_inv = job.targets[0].scale_inv  # which no program would write
+                scale_inv.copy_(fmt.scaling.scale(_level(job), fmt, input_max(job.x))[1].view_as(scale_inv))
         jobs = [job for job in jobs if job.x.numel()]
         if not jobs:
             return

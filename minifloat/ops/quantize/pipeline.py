@@ -100,7 +100,9 @@ class Recorded(Work):
         with recorded() as launches:
             outputs, amaxes = self._step_by_step(xs, given, rngs, noop)
         self.known[key] = None
-        plain = all(x.is_contiguous() for x in xs) and all(level is None or _plain(level, xs[0]) for level in given)
+        plain = all(x.is_contiguous() and x.numel() for x in xs) and all(
+            level is None or _plain(level, xs[0]) for level in given
+        )
         if (
             plain
             and launches
