@@ -33,8 +33,8 @@ from minifloat.recipe import (
     Recipe,
     named,
 )
-from tests.conftest import Pools
 from tests.helpers import oracle
+from tests.helpers.distributed_pool import Pools
 
 LENGTH = 4
 DELAYED = DelayedScaling(amax_history_len=LENGTH)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minifloat import Linear, autocast, prepare
 from minifloat.recipe import DelayedScaling
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 RECIPE = DelayedScaling(amax_history_len=2, reduce_amax=True)
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import Pools
-from tests.helpers.distributed_pool import RankDiedError
+from tests.helpers.distributed_pool import Pools, RankDiedError
 
 
 class AwkwardError(Exception):

@@ -12,8 +12,7 @@ import torch
 
 from minifloat import Format, Quantizer, formats
 from minifloat.recipe import NAMES
-from tests.conftest import Pools
-from tests.helpers.distributed_pool import torchrun_environment
+from tests.helpers.distributed_pool import Pools, torchrun_environment
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")))

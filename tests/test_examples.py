@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Pools
-from tests.helpers.distributed_pool import torchrun_environment
+from tests.helpers.distributed_pool import Pools, torchrun_environment
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -20,7 +20,7 @@ from minifloat.formats import IDENTITY, Format, parse
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_, writing
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 NVFP4 = Format("e2m1", 16, scale_rule="two_level")
 QUANTIZERS = {

@@ -13,7 +13,7 @@ import minifloat
 from minifloat import LayerNormMLP, Linear, TransformerLayer
 from minifloat.distributed import parallelize, set_check
 from minifloat.functional.cross_entropy import cross_entropy
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 SIZES = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minifloat.comm.gather import gather
 from minifloat.distributed import Group, ShardMap, start_gather
 from minifloat.operand import Quantized
-from tests.conftest import Pools
 from tests.helpers.distributed_gather import (
     CPU,
     HADAMARD,
@@ -35,6 +34,7 @@ from tests.helpers.distributed_gather import (
     whole_and_part,
     world,
 )
+from tests.helpers.distributed_pool import Pools
 
 # ---- the property ----
 

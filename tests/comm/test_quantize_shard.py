@@ -13,7 +13,6 @@ from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.tensor import quantize
-from tests.conftest import Pools
 from tests.helpers.distributed_gather import (
     HADAMARD,
     PER_TENSOR,
@@ -29,6 +28,7 @@ from tests.helpers.distributed_gather import (
     values,
     world,
 )
+from tests.helpers.distributed_pool import Pools
 
 
 def compiled(rank: int, size: int, drawn: Example, backend: str, given_memory: bool) -> str:

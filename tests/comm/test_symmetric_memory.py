@@ -32,7 +32,7 @@ from minifloat.nn import LayerNormMLP
 from minifloat.operand import Operand
 from minifloat.ops.matmul import native
 from minifloat.recipe import DelayedScaling, Recipe, named
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.tensor_parallel_cases import Case, Results
 

@@ -143,6 +143,9 @@ class WorkerPool:
         return RankDiedError(f"rank {rank} of {self.world_size} died: {how}")
 
 
+Pools = Callable[[int], WorkerPool]  # the fixture `worker_pool`: the pool of that many ranks
+
+
 def _serve(rank: int, world_size: int, store: str, connection: Connection, setup: Callable[[], None] | None) -> None:
     """The life of a worker process; an empty task ends it."""
     faulthandler.enable()  # an abort prints where it happened

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import minifloat
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "Linear": lambda **options: minifloat.Linear(64, 64, **options),

@@ -15,7 +15,7 @@ from minifloat import CustomRecipe, Float8CurrentScaling, Quantizer
 from minifloat.comm.group import Group
 from minifloat.functional.activation import Activation, activate
 from minifloat.recipe import Recipe
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 UNQUANTIZED = CustomRecipe(lambda role: Quantizer.identity())
 HIGH_PRECISION = Float8CurrentScaling(backward_override="high_precision")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from minifloat import DelayedScaling, Linear, MultiheadAttention, VocabParallelEmbedding
 from minifloat.distributed import sharded_state_dict
 from minifloat.optim import gradient_norm
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 
 def loaded_by_assignment(rank: int, size: int) -> Any:

@@ -25,7 +25,7 @@ from minifloat.functional.gathered import Gathered
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.tensor_parallel_layers import (
     BATCH,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minifloat.recipe import DelayedScaling, Recipe, named
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results, expected, gathered, linears_of, run_case
 from tests.helpers.tensor_parallel_oracle import in_rank_order, order_bound

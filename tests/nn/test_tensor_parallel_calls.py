@@ -28,7 +28,7 @@ from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results
 

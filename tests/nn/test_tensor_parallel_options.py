@@ -19,7 +19,7 @@ from minifloat.nn import Linear, quantized_model_init
 from minifloat.recipe import DelayedScaling, Recipe, named
 from minifloat.recompute import checkpoint
 from minifloat.tensor import QuantizedTensor, quantize
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results
 from tests.helpers.tensor_parallel_oracle import shard

@@ -15,8 +15,8 @@ from minifloat.operand import Quantized
 from minifloat.ops.quantize import draw_seed
 from minifloat.quantizer import cast_all
 from minifloat.recipe import DelayedScaling, Recipe, named
-from tests.conftest import Pools
 from tests.helpers import tensor_parallel_oracle as oracle
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, fill, run
 from tests.helpers.tensor_parallel_oracle import Group, in_rank_order, order_bound, shard, unshard
 from tests.nn.test_layernorm_linear import RECIPES as FUSED_RECIPES

@@ -22,7 +22,7 @@ from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entro
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.ops import cross_entropy as kernels
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 WORLDS = pytest.mark.parametrize("size", [2, 3])

@@ -14,8 +14,8 @@ from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
 from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile
-from tests import conftest
 from tests.helpers import triton_interpreter
+from tests.helpers.poison import poison
 
 pytest.importorskip("triton")
 import triton
@@ -97,7 +97,7 @@ FOR_EACH_ORIENTATION = pytest.mark.parametrize(
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, transposed: bool) -> Tensor:
     tensor = torch.empty(tuple(reversed(shape)) if transposed else shape, dtype=dtype, device=device)
-    conftest.poison(tensor)
+    poison(tensor)
     return tensor.t() if transposed else tensor
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from minifloat.optim.gradients import clip_grad_norm_, gradient_norm
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.nn.test_vocab_parallel import BF16, WORLDS, all_same, world
 
 

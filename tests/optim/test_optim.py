@@ -25,7 +25,7 @@ from minifloat.optim.master import join, split
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, quantize, writing
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 QUANTIZERS = {
     "current": Quantizer(Format()),

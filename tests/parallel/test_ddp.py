@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import minifloat
 from minifloat.parallel.ddp import data_parallel
-from tests.conftest import Pools
 from tests.helpers.ddp_cases import Case, lockstep
+from tests.helpers.distributed_pool import Pools
 
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import RECIPES, Case, lockstep
 
 

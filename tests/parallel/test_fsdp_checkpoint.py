@@ -27,7 +27,7 @@ import minifloat
 from minifloat.distributed import full_state_dict, load_full_state_dict
 from minifloat.optim import AdamW, MasterWeights
 from minifloat.tensor import QuantizedTensor
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import MODELS, Case, mesh_of, shard
 
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")

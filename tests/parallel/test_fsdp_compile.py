@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import minifloat
 from minifloat.optim import MasterWeights
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import MODELS, RECIPES, TWINS, Case, loss, mesh_of, shard, width
 
 STEPS = 4

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import minifloat
 from minifloat.tensor import QuantizedTensor
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import MODELS
 from tests.helpers.fsdp_kill import EVERY, latest, process, train
 

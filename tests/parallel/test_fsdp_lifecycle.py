@@ -28,7 +28,7 @@ from minifloat.parallel.fsdp import fully_shard, pytorch
 from minifloat.parallel.fsdp.buffers import GatheredWeight
 from minifloat.parallel.fsdp.rows import row_unit
 from minifloat.parallel.fsdp.weight import ShardedWeight
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import Case, gathered_bytes, layers, linears, mesh_of, shard, step
 
 # ---- the wire ----

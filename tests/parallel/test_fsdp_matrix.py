@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import (
     KINDS,
     MATRIX,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import minifloat
 from minifloat.optim.gradients import gradient_norm
 from minifloat.parallel.fsdp import fully_shard, pytorch
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import KINDS, Case, full, gathered_bytes, layers
 
 

@@ -9,7 +9,7 @@ import minifloat
 from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import fully_shard
 from minifloat.tensor import QuantizedTensor
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import MODELS, Case, mesh_of, quantized_lockstep, shard
 
 

@@ -17,7 +17,7 @@ from minifloat.distributed import full_state_dict, fully_shard
 from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import pytorch
 from minifloat.recipe import DelayedScaling
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import layers, mesh_of
 
 

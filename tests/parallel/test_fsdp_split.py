@@ -13,7 +13,7 @@ import minifloat
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.parallel.fsdp import fully_shard, pytorch, sharded_weights
 from minifloat.quantizer import Quantizer, cast_all
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import MODELS, Case, lockstep, mesh_of, quantized_lockstep, shard, step
 from tests.parallel.test_fsdp_lifecycle import Recorded, alive
 

@@ -17,7 +17,7 @@ from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.parallel.parallelize import parallelize
 from minifloat.recipe import DelayedScaling, Recipe, named
 from minifloat.tensor import QuantizedTensor
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.tensor_parallel_layers import BATCH, HIDDEN, Case, step
 

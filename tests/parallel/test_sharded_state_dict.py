@@ -24,7 +24,7 @@ from minifloat.parallel.state_dict import (
 )
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 
 HIDDEN, HEADS, VOCABULARY = 24, 12, 26

@@ -11,7 +11,7 @@ from minifloat.comm.group import Group
 from minifloat.tools.bench.fsdp import BOUNDS, CONTENDERS, Setting
 from minifloat.tools.bench.fused import TINY
 from minifloat.tools.bench.gate import check_step
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 LAYERS = 1
 

@@ -25,7 +25,7 @@ from minifloat.tools.bench.ranks import (
     layer_steps,
     quantizer_of,
 )
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 
 # ---- gather ----
 

@@ -28,7 +28,7 @@ from minifloat.tools.train.loop import Metrics, NonFiniteError, TrainConfig, tra
 from minifloat.tools.train.model import MODELS, Transformer
 from minifloat.tools.train.ranks import Ranks
 from minifloat.tools.train.state import read_history
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.micro_training import CPU, MICRO, invoke, micro_corpus, write_texts
 from tests.helpers.train_on_ranks import CONFIG, SIZES, Outcome, close, command, run
 

@@ -17,7 +17,7 @@ import torch
 from minifloat.tools.cli.ranks import check_started
 from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.data import Batches
-from tests.conftest import Pools
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.micro_training import MICRO, write_texts
 from tests.helpers.train_on_ranks import CONFIG, close, command, of_torchrun, run
 
