@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,6 +103,44 @@ def test_documents_are_tidy(document: str) -> None:
     assert [line for line in text.splitlines() if len(line) > 120 and line[0] != "|"] == []
     links = re.findall(r"\]\(([^)#]+)\)", text)
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+FILES = [
+    str(file.relative_to(ROOT)) for top in ("minifloat", "tests", "benchmarks") for file in (ROOT / top).rglob("*")
+]
+OF_READERS = ("tests/test_x.py", "train.py")
+"""Files that a document tells its reader to write."""
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CONTRIBUTING.md"])
+def test_files_in_documents_exist(document: str) -> None:
+    """A path may begin in any folder: `nn/linear.py`."""
+    spans = re.findall(r"`([^`\n]+)`", (ROOT / document).read_text())
+    paths = {path for span in spans for path in re.findall(r"[\w./*-]+\.py\b|\btests/[\w./*-]+", span)}
+    patterns = {path: re.escape(path.removesuffix("/")).replace(r"\*", "[^/]*") for path in paths - {*OF_READERS}}
+    assert [path for path, one in patterns.items() if not any(re.search(rf"(^|/){one}$", file) for file in FILES)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_names_in_documents_exist(document: str) -> None:
+    """What follows ``minifloat.``, and what blocks import from it, those that do not run included."""
+    text = (ROOT / document).read_text()
+    names = {name.rstrip(".") for name in re.findall(r"\bminifloat(?:\.[A-Za-z_]\w*)+", text)}
+    for code in re.findall(r"^```python.*\n((?:.*\n)*?)```", text, re.MULTILINE):
+        imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+        ours = [node for node in imports if (node.module or "").startswith("minifloat")]
+        names |= {f"{node.module}.{alias.name}" for node in ours for alias in node.names}
+    assert [name for name in sorted(names) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    """A module, or an attribute of one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            found: Any = importlib.import_module(".".join(parts[:end]))
+            return all((found := getattr(found, part, None)) is not None for part in parts[end:])
+    return False
 
 
 def test_readme_names_every_recipe() -> None:
