@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import random
 import sys
@@ -69,6 +70,35 @@ def worker_pool() -> Iterator[Pools]:
     yield pool
     for each in started:
         each.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for PyTorch's kernels: on small matrices a second one costs more than it gives, and ranks have one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def quiet_transformers() -> Iterator[None]:
+    """No warnings of ``transformers``."""
+    logging = pytest.importorskip("transformers.utils.logging")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(verbosity)
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No guard, graph or count of one test meets another, and the compiler's own trace is not in pytest's report."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.hookimpl(tryfirst=True)

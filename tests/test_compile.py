@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -35,6 +34,8 @@ from minifloat.recipe import (
     Recipe,
     named,
 )
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def hybrid(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
@@ -75,16 +76,6 @@ NAMED = ["delayed", "current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "m
 STATEFUL = ("delayed", "custom")
 IN, HIDDEN, OUT = 32, 48, 17
 Way = str  # "own": the layers' recipe; "outside", "inside": autocast around, or in, the compiled function
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No guard, graph or count of one test meets another, and the compiler's own trace is not in pytest's report."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def two_layers(recipe: Recipe | None, device: torch.device | str = "cpu", **options: Any) -> nn.Sequential:

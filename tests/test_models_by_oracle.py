@@ -7,7 +7,6 @@ values that the oracle's codes stand for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,17 +23,10 @@ from tests.helpers.fused_model import fill
 from tests.nn.test_linear import NAMED, for_each
 from tests.ops.test_quantize import Expected, differences, expected
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16 = torch.bfloat16
 RECIPES = NAMED | {"delayed": DelayedScaling(margin=1, amax_history_len=2)}  # the third step drops the first one's amax
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices here are so small that a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Cast(NamedTuple):

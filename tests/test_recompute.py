@@ -25,6 +25,8 @@ from minifloat.formats import Format
 from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IN, HIDDEN = 24, 40
 Way = Callable[..., Any]
 
@@ -39,15 +41,6 @@ RECIPES: dict[str, Recipe] = {
     **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")},
     "stochastic": CustomRecipe(stochastic_inputs),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices here are so small that a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def without(function: Way, *args: Any) -> Any:

@@ -6,7 +6,7 @@ import copy
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,15 +26,9 @@ from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, named
 from tests.nn.test_linear import Casts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- Models ---------------------------------------------------------------------------------------------------------

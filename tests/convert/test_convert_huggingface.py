@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.utils import logging
 
 import minifloat
 from minifloat import recipe as recipes
@@ -19,18 +18,10 @@ from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.functional import Gemm, count_gemms
 from tests.nn.test_linear import Casts
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
+
 SIZES = {"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IDS = torch.randint(3, 48, (2, 16), generator=torch.Generator().manual_seed(7))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet() -> Iterator[None]:
-    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(verbosity)
-    torch.set_num_threads(threads)
 
 
 def llama(**options: object) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,15 +20,9 @@ from minifloat.tensor import QuantizedTensor, quantize
 from tests.convert.test_convert import INSIDE, Model, assert_same_step, everything, step
 from tests.nn.test_linear import Casts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def small_too(model: nn.Module, recipe: Any, **options: Any) -> ConversionReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from minifloat.convert import ConversionReport, convert, revert
 from minifloat.functional import count_gemms
 from minifloat.recipe import named
 from minifloat.tensor import QuantizedTensor, quantize
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
+
 IDS = torch.randint(3, 48, (2, 16), generator=torch.Generator().manual_seed(7))
 RECIPES = ["current", "delayed", "block", "mxfp8", "nvfp4"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quiet() -> Iterator[None]:
-    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(verbosity)
-    torch.set_num_threads(threads)
 
 
 def llama(hidden: int = 32) -> Any:

@@ -7,7 +7,6 @@ made of, run one after the other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -21,6 +20,8 @@ from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe, named
 from tests.helpers.fused_model import Model, assert_same, fill, run
 from tests.nn.test_linear import delayed_weight, mxfp8_then_nvfp4
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMED: dict[str, Recipe] = {
@@ -45,15 +46,6 @@ STATELESS = {name: recipe for name, recipe in RECIPES.items() if "delayed" not i
 def for_each(recipes: dict[str, Recipe]) -> pytest.MarkDecorator:
     """Parametrises a test over recipes."""
     return pytest.mark.parametrize("recipe", recipes.values(), ids=recipes.keys())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices here are so small that a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

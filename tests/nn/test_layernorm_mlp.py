@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,16 +45,9 @@ from tests.nn.test_layernorm_linear import (
     steps_of,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LIMITS = {"limit": 1.5, "alpha": 1.1, "glu_linear_offset": 0.5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices here are so small that a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -589,15 +580,6 @@ def test_names_of_roles() -> None:
 # ---- torch.compile --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No guard or graph of one test meets another, and the compiler's own trace is not in pytest's report."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 FAST = (("LayerNormMLP", "delayed"), ("LayerNormLinear", "current"), ("LayerNormLinear", "block"))
 COMPILED = [
     pytest.param(case, recipe, outside, id=f"{name}-{kind}{'-autocast' * outside}", marks=marks)
@@ -608,7 +590,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("case", "recipe", "outside"), COMPILED)
 def test_compiled(case: Any, recipe: Recipe, outside: bool) -> None:
     """One graph for forward and backward, dynamic in the number of rows, gives eager's bits and state."""
@@ -616,7 +598,7 @@ def test_compiled(case: Any, recipe: Recipe, outside: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @for_each({name: NAMED[name] for name in ("delayed", "current", "block")})
 @MODULES
 def test_compiled_on_a_gpu(case: Any, recipe: Recipe) -> None:

@@ -52,19 +52,12 @@ from minifloat.tensor import QuantizedTensor, quantize
 from tests.helpers import linear_model as model
 from tests.helpers import oracle
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STRIP = Format(block=128, scale_rule="pow2")
 MX = Format(block=32, scale_rule="e8m0")
 NV = Format("e2m1", 16, scale_rule="two_level")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices here are so small that a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- Recipes --------------------------------------------------------------------------------------------------------

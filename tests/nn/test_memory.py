@@ -7,7 +7,7 @@ layer keeps more, by the formulas of :func:`kept_by_linear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from minifloat.nn.prepare import prepare
 from minifloat.nn.transformer_layer import TransformerLayer
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.nn.test_linear import Storages, kept_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16 = torch.bfloat16
 LAYERS, ROWS, WIDTH = 4, 512, 128
@@ -45,14 +47,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "MultiheadAttention norm": lambda: MultiheadAttention(WIDTH, 4, input_layernorm=True, params_dtype=BF16),
     "TransformerLayer": lambda: TransformerLayer(WIDTH, 4 * WIDTH, 4, params_dtype=BF16),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def kept(model: nn.Module, x: Tensor, recipe: Recipe | None, backward: bool = True) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -40,6 +39,8 @@ from tests.helpers.tensor_parallel_layers import (
     step,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
+
 DELAYED = DelayedScaling(amax_history_len=3)
 RECIPES: dict[str, Recipe] = {"delayed": DELAYED} | {n: named(n) for n in ("current", "block", "mxfp8", "nvfp4")}
 LLAMA: dict[str, Any] = {"num_gqa_groups": 4, "normalization": "RMSNorm", "activation": "swiglu", "bias": False}
@@ -67,15 +68,6 @@ VARIANTS: dict[str, Case] = {
     "masked": Case("attention", options={"attn_mask_type": "arbitrary"}, call={"attention_mask": BIAS > 1}),
     "width": Case("attention", options={"kv_channels": 6}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_as_one(pools: Pools, case: Case, tolerance: float = 2e-5) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,16 +20,9 @@ from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IN, OUT = 40, 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices here are so small that a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def hybrid_weights(role: QuantizerRole) -> Quantizer:

@@ -7,7 +7,6 @@ same bits in forward, and gradients within the one rounding that is saved.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,27 +22,14 @@ from tests.nn.test_layernorm_mlp import MLP
 from tests.nn.test_linear import Storages
 from tests.nn.test_memory import kept
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16, FP32 = torch.bfloat16, torch.float32
 BOTH: dict[str, Case] = {"LayerNormLinear": Case(), "LayerNormMLP": MLP(norm="RMSNorm")}
 MODULES = pytest.mark.parametrize("case", BOTH.values(), ids=BOTH.keys())
 SOME = {name: RECIPES[name] for name in (*NAMED, "current high precision", "hybrid delayed weight")}
 SIZES: dict[str, Any] = {"hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def leaves(*tensors: Tensor) -> list[Tensor]:
@@ -158,7 +144,7 @@ def test_another_shape_is_refused(case: Case, recipe: str | None) -> None:
         module(x, residual=x[0])
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("name", "with_residual"),
     [("LayerNormLinear", False), pytest.param("LayerNormMLP", True, marks=pytest.mark.slow)],
@@ -310,7 +296,7 @@ def test_parts_that_were_replaced() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind", ["decoder", "checkpoint"])
 def test_layers_compile(kind: str) -> None:
     """One graph, dynamic in the length, with the bits of eager."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +15,8 @@ from tests.helpers.fused_model import assert_same
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results, expected, gathered, linears_of, run_case
 from tests.helpers.tensor_parallel_oracle import in_rank_order, order_bound
 from tests.nn.test_linear import RECIPES as LINEAR_RECIPES
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DELAYED = DelayedScaling(amax_history_len=3)
@@ -31,15 +33,6 @@ ROWS = (
     *[pytest.param(rows, marks=pytest.mark.slow) for rows in ((127, 127), (128, 128))],
 )
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def as_matrices(results: Results) -> Results:

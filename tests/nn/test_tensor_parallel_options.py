@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,21 +24,14 @@ from tests.helpers.fused_model import assert_same, run
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results
 from tests.helpers.tensor_parallel_oracle import shard
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
+
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMED: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=3)} | {
     name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")
 }
 EACH = pytest.mark.parametrize("recipe", [None, NAMED["delayed"], NAMED["nvfp4"]], ids=["none", "delayed", "nvfp4"])
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- Start values ---------------------------------------------------------------------------------------------------

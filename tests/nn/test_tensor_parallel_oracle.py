@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,18 +24,11 @@ from tests.nn.test_layernorm_linear import for_each, steps_of
 from tests.nn.test_linear import NAMED
 from tests.nn.test_linear import RECIPES as LINEAR_RECIPES
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
+
 BF16, FP32 = torch.bfloat16, torch.float32
 BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence parallel"])
 MODES = pytest.mark.parametrize("mode", ["column", "row"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the ranks have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def modules() -> dict[str, nn.Module]:

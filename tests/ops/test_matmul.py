@@ -26,6 +26,8 @@ from tests.helpers import linear_model as model
 from tests.helpers import oracle
 from tests.helpers.oracle import F32
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 E4 = Format("e4m3")
 E5 = Format("e5m2")
 STRIP = Format(block=128, scale_rule="pow2")
@@ -47,15 +49,6 @@ NV_46 = replace(NV, rounding="four_over_six_mae", block_scale_max=256.0)
 NV_46_TILE = replace(NV_46, tile=True, rounding="four_over_six_mse")
 NV_ROWS = replace(NV, amax_per_row=True)
 NV_46_ROWS = replace(NV_46, amax_per_row=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices here are so small that a second thread costs more than it gives."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 GEMMS: dict[str, tuple[int, int]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -737,15 +737,6 @@ def test_adamw_has_the_bits_of_pytorchs(foreach: bool, weight_decay: float) -> N
     swapped.load_state_dict({**reference.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
     reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert same(swapped.state_dict()["state"], reference.state_dict()["state"])
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Many steps on small tensors, which threads only slow down."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])

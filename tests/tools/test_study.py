@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,7 @@ from minifloat.tools.train.study import Conditions, Job, Result
 from minifloat.tools.train.study_statistics import Outcome, interval, outcomes, p_value, student_t
 from tests.helpers.micro_training import CPU, MICRO, children, invoke
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
