@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import NoneType
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -29,6 +30,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 SymInt = Annotated[int, "SymInt"]
 """An integer that compiled code may take for a symbol, such as a number of rows."""
 
+MOST_SPELLINGS = 1024  # lists with a new number at each step must not fill the memory
+
 _LIBRARY = torch.library.Library("minifloat", "DEF")
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA", "AutocastMPS", "AutocastXPU")
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -38,7 +41,9 @@ _NAMES = {Tensor: "Tensor", SymInt: "SymInt", torch.dtype: "ScalarType", NoneTyp
 class Operation(Generic[R]):
     """``minifloat::name``, called as its reference is.
 
-    Eager calls with CUDA tensors skip the dispatcher, which costs 10 to 20 us a call, see :func:`directly`.
+    Eager calls with CUDA tensors skip the dispatcher, which costs 10 to 20 us a call, see :func:`directly`. For the
+    dispatcher lists of strings, integers and booleans are one string, the last argument of the schema: ten such lists
+    cost 31 us a call, their spelling 4.
 
     Args:
         reference: in plain PyTorch, for every device: the definition.
@@ -62,22 +67,39 @@ class Operation(Generic[R]):
         self.shapes: Callable[..., R] = reference
         self._load_gpu = gpu
         self._gpu: Callable[..., R] | None = None
+        self._lists = _lists(reference)
         # Library.define and impl cost a fifth of torch.library.custom_op a call.
         _LIBRARY.define(name + _schema(reference, mutates), tags=(torch.Tag.nondeterministic_seeded,) if random else ())
         self.overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
-        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, self._on_any, "CompositeExplicitAutograd")
         if gpu is not None:
             _LIBRARY.impl(name, self._on_gpu, "CUDA")
         for key in _AUTOCAST:
             _LIBRARY.impl(name, self._without_autocast, key)
-        torch.library.register_fake(f"minifloat::{name}", lambda *args: self.shapes(*args), lib=_LIBRARY)
+        torch.library.register_fake(f"minifloat::{name}", lambda *args: self.shapes(*self.read(args)), lib=_LIBRARY)
 
     def __call__(self, *args: Any) -> R:
         x = args[0]
         if self._load_gpu is not None and (not isinstance(x, Tensor) or x.is_cuda) and directly(x):
             return self._kernels()(*args)
-        result: R = self.overload(*args)
+        result: R = self.overload(*self.spelled(*args))
         return result
+
+    def spelled(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments of :attr:`overload` for those of the reference."""
+        if not self._lists:
+            return args
+        rest = [arg for place, arg in enumerate(args) if place not in self._lists]
+        return *rest, ";".join([",".join([str(each) for each in args[place]]) for place in self._lists])
+
+    def read(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inverse of :meth:`spelled`."""
+        if not self._lists:
+            return args
+        *rest, spelling = args
+        for place, values in zip(self._lists, _values(spelling, tuple(self._lists.values())), strict=True):
+            rest.insert(place, values)
+        return tuple(rest)
 
     def fake(self, function: F) -> F:
         """Declares what gives the outputs' shapes, dtypes and strides; without it the reference does, on fakes."""
@@ -99,9 +121,12 @@ class Operation(Generic[R]):
             self._gpu = self._load_gpu()
         return self._gpu
 
+    def _on_any(self, *args: Any) -> R:
+        return self.reference(*self.read(args))
+
     def _on_gpu(self, *args: Any) -> R:
         runs, _ = capability.kernels(torch.cuda.current_device())
-        return self._kernels()(*args) if runs else self.reference(*args)
+        return self._kernels()(*self.read(args)) if runs else self._on_any(*args)
 
     def _without_autocast(self, *args: Any) -> R:
         """``torch.autocast`` must not reach inside: it would run a reference's fp32 products in bf16."""
@@ -138,16 +163,34 @@ def directly(x: Any) -> bool:
     )
 
 
+def _lists(reference: Callable[..., Any]) -> dict[int, str]:
+    """Places of the arguments that are lists of strings, integers or booleans, in ascending order, and of which."""
+    hints = typing.get_type_hints(reference, include_extras=True)
+    spelled = [_spelled(hints[name]) for name in inspect.signature(reference).parameters]
+    return {place: of[:-2] for place, of in enumerate(spelled) if of in ("str[]", "int[]", "bool[]")}
+
+
+@lru_cache(MOST_SPELLINGS)
+def _values(spelling: str, kinds: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
+    """The lists that :meth:`Operation.spelled` spelled."""
+    lists = [text.split(",") if text else [] for text in spelling.split(";")]
+    read = {"str": str, "int": int, "bool": "True".__eq__}
+    return tuple([tuple(map(read[kind], texts)) for kind, texts in zip(kinds, lists, strict=True)])
+
+
 def _schema(reference: Callable[..., Any], mutates: Sequence[str]) -> str:
     """Arguments and results of an operation as its schema spells them; every argument that is written is an alias."""
     hints = typing.get_type_hints(reference, include_extras=True)
     aliases = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(mutates)}
+    lists = _lists(reference)
     arguments = []
-    for name, parameter in inspect.signature(reference).parameters.items():
+    for place, (name, parameter) in enumerate(inspect.signature(reference).parameters.items()):
+        if place in lists:
+            continue
         spelled = _spelled(hints[name]).replace("Tensor", "Tensor" + aliases.get(name, ""))
         default = "" if parameter.default is parameter.empty else f"={parameter.default}"
         arguments.append(f"{spelled} {name}{default}")
-    return f"({', '.join(arguments)}) -> {_spelled(hints['return'])}"
+    return f"({', '.join(arguments + ['str lists'] * bool(lists))}) -> {_spelled(hints['return'])}"
 
 
 def _spelled(annotation: Any) -> str:

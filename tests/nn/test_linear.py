@@ -31,6 +31,7 @@ from minifloat.functional.linear_config import LinearConfig, linear_config
 from minifloat.nn import Linear, prepare, quantized_model_init
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.matmul import count_gemms
+from minifloat.ops.quantize import cast as cast_operation
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
     CustomRecipe,
@@ -403,7 +404,8 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.minifloat.cast.default:
-            self.seen.update(zip(args[3], args[4], strict=True))
+            _, _, _, formats, dims, *_ = cast_operation.read(args)
+            self.seen.update(zip(formats, dims, strict=True))
         return func(*args, **(kwargs or {}))
 
 

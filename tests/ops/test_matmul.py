@@ -764,14 +764,11 @@ def test_opcheck_scaled_mm(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
 
 def test_opcheck_delayed() -> None:
     """Schemas, mutations included, and fakes of ``record_amax_`` and ``update_scales_`` agree with what they do."""
-    torch.library.opcheck(
-        torch.ops.minifloat.record_amax_.default, (torch.rand(4, 3), [0, 2], [torch.rand(1), torch.rand(1)])
-    )
+    recorded = torch.rand(4, 3), [0, 2], [torch.rand(1), torch.rand(1)]
     histories, scales = [torch.rand(4, 3), torch.rand(1, 2)], [torch.rand(3), torch.rand(2)]
-    torch.library.opcheck(
-        torch.ops.minifloat.update_scales_.default,
-        (histories, scales, ["e4m3/margin=0/max", "e5m2/margin=1/most_recent"]),
-    )
+    updated = histories, scales, ["e4m3/margin=0/max", "e5m2/margin=1/most_recent"]
+    torch.library.opcheck(delayed.record_amax_.overload, delayed.record_amax_.spelled(*recorded))
+    torch.library.opcheck(delayed.update_scales_.overload, delayed.update_scales_.spelled(*updated))
 
 
 # ---- On a GPU -------------------------------------------------------------------------------------------------------

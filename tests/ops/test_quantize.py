@@ -764,9 +764,9 @@ def test_operations_pass_opcheck(fmt: Format, dim: int, device: torch.device) ->
     utils: Any = ("test_schema", "test_autograd_registration", "test_faketensor")
     if fmt in (parse("e4m3/tensor/fp32"), parse("e4m3/1x32/e8m0"), parse("e2m1/1x16/two_level/hadamard16")):
         utils = (*utils, "test_aot_dispatch_dynamic")
-    torch.library.opcheck(quantize.amax.overload, ([x], [fmt.spec], [dim]), test_utils=utils)
+    torch.library.opcheck(quantize.amax.overload, quantize.amax.spelled([x], [fmt.spec], [dim]), test_utils=utils)
     for k_major in (False, not fmt.packed):
-        arguments = [x], [level], [rng], [fmt.spec], [dim], [k_major], None
+        arguments = quantize.cast.spelled([x], [level], [rng], [fmt.spec], [dim], [k_major], None)
         torch.library.opcheck(quantize.cast.overload, arguments, test_utils=utils)
     torch.library.opcheck(
         quantize.dequantize.overload, (codes, scale_inv, amax, fmt.spec, dim, 18, 33, torch.bfloat16), test_utils=utils
