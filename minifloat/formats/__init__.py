@@ -7,9 +7,9 @@ that kernels have no case for it. The formulas are in ``docs/numerics.md``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -27,9 +27,36 @@ Transform = Literal["none", "hadamard16"]
 Rounding = Literal["nearest", "stochastic", "four_over_six_mae", "four_over_six_mse"]
 
 
+class _Derived:
+    """What follows from the fields of a :class:`Format`, found once, when it is made."""
+
+    encoding: Element
+    """What ``element`` names."""
+    scaling: ScaleRule
+    """What ``scale_rule`` names."""
+    max: float
+    """Largest finite value of a code."""
+    packed: bool
+    """Two codes share a byte."""
+    quantized: bool
+    """Codes and scales, rather than the values themselves."""
+    scale_dtype: torch.dtype
+    """How scales are stored."""
+    needs_amax: bool
+    """The cast needs an amax over more than one block, so over a group where the tensor is sharded."""
+    grid: bool
+    """Scales lie in a grid of blocks in the [M, K] layout, rather than being one."""
+    segment: int
+    """Elements along the contracted dim that the scaled product sums before it applies their scale."""
+    symmetric: bool
+    """One cast serves both orientations: nothing in it depends on which dim is contracted."""
+    spec: str
+    """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
+
+
 @checked
 @dataclass(frozen=True)
-class Format:
+class Format(_Derived):
     """One number format.
 
     Args:
@@ -57,12 +84,6 @@ class Format:
     amax_epsilon: NonNegativeFloat = 0.0
     block_scale_max: PositiveFloat = 448.0
     amax_per_row: bool = False
-    # Spelled once: where shapes are dynamic, a compiler takes numbers for symbols, which cannot be spelled.
-    spec: str = field(init=False, repr=False, compare=False)
-    """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
-
-    symmetric: bool = field(init=False, repr=False, compare=False)
-    """One cast serves both orientations: nothing in it depends on which dim is contracted."""
 
     def __post_init__(self) -> None:
         for kind, name, known in (
@@ -75,13 +96,14 @@ class Format:
                 raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
         if self.block < 0 or self.block == 1 or self.block & (self.block - 1):
             raise ValueError(f"block is {self.block}; it must be 0 (per tensor) or a power of two from 2 on")
-        if self.block == 0 and (self.tile or self.scaling.needs_block or self.packed):
+        encoding, scaling = ELEMENTS[self.element], SCALE_RULES[self.scale_rule]
+        if self.block == 0 and (self.tile or scaling.needs_block or encoding.packed):
             raise ValueError(f"scale rule {self.scale_rule!r} (tile={self.tile}) needs a block length, got block=0")
-        if self.scaling.element not in ("", self.element):
-            raise ValueError(f"scale rule {self.scale_rule!r} takes {self.scaling.element}, got {self.element!r}")
+        if scaling.element not in ("", self.element):
+            raise ValueError(f"scale rule {self.scale_rule!r} takes {scaling.element}, got {self.element!r}")
         if self.rounding != "nearest" and self.scale_rule != "two_level":
             raise ValueError(f"rounding {self.rounding!r} needs scale rule 'two_level'")
-        if self.amax_per_row and not (self.scale_rule == "two_level" or (self.block == 0 and self.scaling.own)):
+        if self.amax_per_row and not (self.scale_rule == "two_level" or (self.block == 0 and scaling.own)):
             raise ValueError(
                 f"amax_per_row needs scale rule 'two_level', or a rule that takes an amax and block=0, got "
                 f"{self.scale_rule!r}, block={self.block}"
@@ -92,62 +114,33 @@ class Format:
             raise ValueError("amax_per_row takes strips that are not rotated")
         if self.transform == "hadamard16" and (self.block % 16 or self.tile):
             raise ValueError(f"hadamard16 needs strips of whole groups of 16, got block={self.block} tile={self.tile}")
-        object.__setattr__(self, "spec", _spell(self))
+        two_level, quantized = self.scale_rule == "two_level", self.element != "identity"
         strips = (self.block > 0 and not self.tile) or self.amax_per_row
-        symmetric = not strips and self.transform == "none" and self.rounding != "stochastic"
-        object.__setattr__(self, "symmetric", symmetric)  # no cached_property, whose lock Dynamo does not trace
+        derived = {
+            "encoding": encoding,
+            "scaling": scaling,
+            "max": encoding.max,
+            "packed": encoding.packed,
+            "quantized": quantized,
+            "scale_dtype": scaling.dtype,
+            "needs_amax": quantized and (two_level or (self.block == 0 and self.scale_rule != "given")),
+            "grid": self.block > 0 or self.amax_per_row,
+            "segment": 128 if self.block == 0 or two_level else min(self.block, 128),
+            "symmetric": not strips and self.transform == "none" and self.rounding != "stochastic",
+        }
+        # Spelled here: where shapes are dynamic, a compiler takes numbers for symbols, which cannot be spelled.
+        self.__dict__.update(derived, spec=_spell(self) if quantized else self.element)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Elements and scale rules are no part of a copy or a pickle."""
+        return parse, (self.spec,)
 
     def __hash__(self) -> int:
         return hash(self.spec)
 
-    @property
-    def encoding(self) -> Element:
-        """What :attr:`element` names."""
-        return ELEMENTS[self.element]
-
-    @property
-    def scaling(self) -> ScaleRule:
-        """What :attr:`scale_rule` names."""
-        return SCALE_RULES[self.scale_rule]
-
-    @property
-    def max(self) -> float:
-        """Largest finite value of a code."""
-        return self.encoding.max
-
-    @property
-    def packed(self) -> bool:
-        """Two codes share a byte."""
-        return self.encoding.packed
-
-    @property
-    def quantized(self) -> bool:
-        """Codes and scales, rather than the values themselves."""
-        return self.element != "identity"
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """How scales are stored."""
-        return self.scaling.dtype
-
-    @property
-    def needs_amax(self) -> bool:
-        """The cast needs an amax over more than one block, so over a group where the tensor is sharded."""
-        return self.quantized and (self.scale_rule == "two_level" or (self.block == 0 and self.scale_rule != "given"))
-
     def reduces_amax(self, dim: int) -> bool:
         """Cast along ``dim``, its amax is over all rows, so over the ranks that share them."""
         return self.needs_amax and not (self.amax_per_row and dim == ROWWISE)
-
-    @property
-    def segment(self) -> int:
-        """Elements along the contracted dim that the scaled product sums before it applies their scale."""
-        return 128 if self.block == 0 or self.scale_rule == "two_level" else min(self.block, 128)
-
-    @property
-    def grid(self) -> bool:
-        """Scales lie in a grid of blocks in the [M, K] layout, rather than being one."""
-        return self.block > 0 or self.amax_per_row
 
     def owns_scales(self, dim: int) -> bool:
         """Cast along ``dim``, each rank of those that share the rows has scales of its own; else all have the same."""
@@ -161,8 +154,6 @@ class Format:
 
 
 def _spell(fmt: Format) -> str:
-    if not fmt.quantized:
-        return fmt.element
     whole = "row" if fmt.amax_per_row else "tensor"
     blocks = whole if fmt.block == 0 else f"{fmt.block if fmt.tile else 1}x{fmt.block}"
     parts = [fmt.element, blocks, fmt.scale_rule]

@@ -174,8 +174,8 @@ def _lists(reference: Callable[..., Any]) -> dict[int, str]:
 def _values(spelling: str, kinds: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
     """The lists that :meth:`Operation.spelled` spelled."""
     lists = [text.split(",") if text else [] for text in spelling.split(";")]
-    read = {"str": str, "int": int, "bool": "True".__eq__}
-    return tuple([tuple(map(read[kind], texts)) for kind, texts in zip(kinds, lists, strict=True)])
+    read: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "bool": "True".__eq__}
+    return tuple([tuple([read[kind](text) for text in texts]) for kind, texts in zip(kinds, lists, strict=True)])
 
 
 def _schema(reference: Callable[..., Any], mutates: Sequence[str]) -> str:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from minifloat import capability
 from minifloat.formats import ROWWISE, Format
-from minifloat.formats.elements import ELEMENTS
 
 
 def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> Tensor:
     """FP8 codes as [outer, contracted], both dims rounded up to ``align`` with zero codes; row-major on a GPU."""
     codes = codes if along == ROWWISE else codes.t()
     pad_outer, pad_inner = -codes.shape[0] % align[0], -codes.shape[1] % align[1]
-    dtype = ELEMENTS[fmt.element].dtype  # Format.encoding, without a call
+    dtype = fmt.encoding.dtype
     assert dtype is not None
     if not pad_outer and not pad_inner and (codes.is_contiguous() or not codes.is_cuda):
         return codes.view(dtype)  # a CPU takes any strides

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.formats.elements import E2M1, E4M3, ELEMENTS
-from minifloat.formats.scale_rules import FLT_MAX, SCALE_RULES, fp32
+from minifloat.formats.elements import E2M1, E4M3
+from minifloat.formats.scale_rules import FLT_MAX, fp32
 from minifloat.ops.quantize import hadamard, philox
 
 
@@ -77,8 +77,8 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         codes, scale_inv = _cast_two_level(blocks, _per_block(given, fmt, dim), rng, source.shape, fmt, dim)
     else:
         block_amax = _block_amax(blocks) if given is None else given.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
-        multiplier, scale_inv = SCALE_RULES[fmt.scale_rule].scale(block_amax, fmt, largest)
-        codes = ELEMENTS[fmt.element].encode(blocks * multiplier)
+        multiplier, scale_inv = fmt.scaling.scale(block_amax, fmt, largest)
+        codes = fmt.encoding.encode(blocks * multiplier)
         scale_inv = scale_inv[:, 0, :, 0] if fmt.grid else scale_inv.reshape(-1)
     codes = _unblock(codes, source.shape)
     return Cast(_pack(codes, dim) if fmt.packed else codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32))
