@@ -96,6 +96,7 @@ def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(Kernel, "compiled", lambda *args: (Interpreted(*args).run, 0, (None,) * 4))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def values(device: torch.device, *shapes: tuple[int, int], scale: float = 1.0) -> list[Tensor]:
@@ -203,6 +204,37 @@ def test_launches_are_the_recorded_ones_and_outputs_new(case: str, device: torch
         {part.data_ptr() for q in result for o in q if o for part in (o.codes, o.scale_inv)} for result in results
     ]
     assert not memory[0] & memory[1] and not memory[1] & memory[2]
+
+
+@pytest.mark.parametrize("case", ["current", "nvfp4", "delayed"])
+def test_zeros_of_many_calls(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fill serves several calls, in inference too, and the last ones of it are left to nobody."""
+    monkeypatch.setattr(pipeline, "MOST_ZEROS", 7)
+    monkeypatch.setattr(pipeline, "_zeros", pipeline._Zeros())
+    how = CASES[case][:2]
+    scales = [torch.full((1,), 3.0, device=device)] * 2
+    kept = []
+    for call in range(9):
+        xs = values(device, (32, 48), (17, 33), scale=10.0 ** (call % 3 - 1))
+        with torch.inference_mode(call == 3):
+            actual = replayed(xs, how, scales=scales)
+        kept.append((actual, by_reference(xs, how, scales=scales)))
+        (taken,) = [taken for _, taken in pipeline._zeros.filled.values()] if call else [0]
+        assert taken <= 7
+    for call, (actual, expected) in enumerate(kept):  # what a call gave is not written to by later ones
+        assert_same(actual, expected)
+        assert call == 3 or not any(o.amax is not None and o.amax.is_inference() for q in actual for o in q if o)
+
+
+def test_zeros_in_a_graph_are_its_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill outside of a CUDA graph would serve its first replay alone."""
+    xs = values(device, (32, 48), (17, 33))
+    for _ in range(2):
+        replayed(xs, [E4M3, E5M2])
+    before = dict(pipeline._zeros.filled)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert_same(replayed(xs, [E4M3, E5M2]), by_reference(xs, [E4M3, E5M2]))
+    assert before and pipeline._zeros.filled == before
 
 
 def test_a_recording_keeps_no_tensor(device: torch.device) -> None:

@@ -6,6 +6,7 @@ GPU takes for a small layer, so that what the first call launched is kept, with 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,6 +22,32 @@ from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
 
 MOST_SHAPES = 256
 """Recordings that a request keeps: a program whose token counts never repeat must not fill the memory."""
+
+
+MOST_ZEROS = 1024
+"""Of one fill."""
+
+
+class _Zeros(threading.local):
+    """Zeros that kernels raise to amaxes, of this thread: one fill serves the calls of many layers."""
+
+    def __init__(self) -> None:
+        self.filled: dict[tuple[int, int], tuple[Tensor, int]] = {}  # by device and stream, and how many are taken
+
+    def take(self, count: int, device: torch.device) -> tuple[Tensor, int]:
+        """fp32 zeros, and where in them the next ``count`` are nobody else's."""
+        if torch.cuda.is_current_stream_capturing() or count > MOST_ZEROS:
+            return torch.zeros(count, dtype=torch.float32, device=device), 0  # replays of a graph fill again
+        key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+        whole, taken = self.filled.get(key, (None, MOST_ZEROS))
+        if whole is None or taken + count > MOST_ZEROS:
+            with torch.inference_mode(False):  # autograd may save some of them
+                whole, taken = torch.zeros(MOST_ZEROS, dtype=torch.float32, device=device), 0
+        self.filled[key] = whole, taken + count
+        return whole, taken
+
+
+_zeros = _Zeros()
 
 
 class Recorded(Work):
@@ -265,11 +292,11 @@ class Recording(NamedTuple):
             zeros = [torch.zeros(1, dtype=torch.float32, device=device) for _ in range(self.zeros)]
             pointers.extend(zero.data_ptr() for zero in zeros)
         elif self.zeros:
-            whole = torch.zeros(self.zeros, dtype=torch.float32, device=device)
-            first = whole.data_ptr()
+            whole, taken = _zeros.take(self.zeros, device)
+            first = whole.data_ptr() + 4 * taken
             pointers.extend(range(first, first + 4 * self.zeros, 4))
             if self.shows:
-                zeros = whole.unsafe_split(1)
+                zeros = whole[taken : taken + self.zeros].unsafe_split(1)
         pointers.append(0)
         for each in self.launches:
             each.run(pointers)
