@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class _Zeros(threading.local):
         self.filled: dict[tuple[int, int], tuple[Tensor, int]] = {}  # by device and stream, and how many are taken
 
     def take(self, count: int, device: torch.device) -> tuple[Tensor, int]:
-        """fp32 zeros, and where in them the next ``count`` are nobody else's."""
+        """fp32 zeros, and where in them, at a multiple of 16 bytes, the next ``count`` are nobody else's."""
         if torch.cuda.is_current_stream_capturing() or count > MOST_ZEROS:
             return torch.zeros(count, dtype=torch.float32, device=device), 0  # replays of a graph fill again
         key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
@@ -43,7 +44,7 @@ class _Zeros(threading.local):
         if whole is None or taken + count > MOST_ZEROS:
             with torch.inference_mode(False):  # autograd may save some of them
                 whole, taken = torch.zeros(MOST_ZEROS, dtype=torch.float32, device=device), 0
-        self.filled[key] = whole, taken + count
+        self.filled[key] = whole, taken + count + -count % 4
         return whole, taken
 
 
@@ -201,7 +202,7 @@ def _flat(outputs: Sequence[Output]) -> list[Tensor]:
 
 def _plain(level: Tensor, x: Tensor) -> bool:
     """Its address is all that a kernel needs."""
-    return level.dtype == torch.float32 and level.numel() == 1 and level.device == x.device
+    return level.dtype == torch.float32 and level.is_contiguous() and level.device == x.device
 
 
 class _Cast(NamedTuple):
@@ -223,13 +224,16 @@ class Recording(NamedTuple):
     The list is that of the tensors of the call, of codes and scales of each cast, of the zeros, and 0.
 
     Args:
-        zeros: amaxes to raise; ``shown`` of them are the result, ``shows``: some of them are part of it.
+        zeros: elements of each amax that is raised; ``shown`` of them are the result, ``shows``: some are part of it.
+        places: their addresses after the first one; ``room`` elements are needed for all.
         separate: as of :class:`Recorded`.
     """
 
     launches: list[Prepared]
     casts: list[_Cast]
-    zeros: int
+    zeros: list[int]
+    places: list[int]
+    room: int
     shown: int
     separate: bool
     shows: bool
@@ -245,8 +249,6 @@ class Recording(NamedTuple):
         amaxes: Sequence[Tensor],
     ) -> Recording | None:
         """None if it cannot be replayed."""
-        if any(amax.numel() != 1 for amax in amaxes):
-            return None
         formats = [parse(spec) for spec in request.formats]
         casts = []
         zeros = [*amaxes]
@@ -272,7 +274,11 @@ class Recording(NamedTuple):
             return None
         shown = len(amaxes) if separate or not outputs else 0
         shows = shown > 0 or any(each.measured >= 0 or each.level >= 0 for each in casts)
-        return cls(prepared, casts, len(zeros), shown, separate, shows)
+        sizes = [amax.numel() for amax in zeros]
+        unit = 1 if max(sizes, default=1) == 1 else 4  # kernels read 16 bytes at a time of what is no single element
+        rooms = [size + -size % unit for size in sizes]
+        *starts, room = accumulate(rooms, initial=0)
+        return cls(prepared, casts, sizes, [4 * start for start in starts], room, shown, separate, shows)
 
     def replay(
         self, pointers: list[int], given: Sequence[Tensor | None], device: torch.device
@@ -289,14 +295,14 @@ class Recording(NamedTuple):
             pointers.append(codes.data_ptr())
             pointers.append(scale_inv.data_ptr())
         if self.separate:
-            zeros = [torch.zeros(1, dtype=torch.float32, device=device) for _ in range(self.zeros)]
-            pointers.extend(zero.data_ptr() for zero in zeros)
+            zeros = [torch.zeros(size, dtype=torch.float32, device=device) for size in self.zeros]
+            pointers.extend([zero.data_ptr() for zero in zeros])
         elif self.zeros:
-            whole, taken = _zeros.take(self.zeros, device)
+            whole, taken = _zeros.take(self.room, device)
             first = whole.data_ptr() + 4 * taken
-            pointers.extend(range(first, first + 4 * self.zeros, 4))
+            pointers.extend([first + place for place in self.places])
             if self.shows:
-                zeros = whole[taken : taken + self.zeros].unsafe_split(1)
+                zeros = self._parts(whole[taken : taken + self.room])
         pointers.append(0)
         for each in self.launches:
             each.run(pointers)
@@ -307,3 +313,10 @@ class Recording(NamedTuple):
                 zeros[level] if level >= 0 else given[j],
             )
         return outputs, list(zeros[: self.shown])
+
+    def _parts(self, zeros: Tensor) -> Sequence[Tensor]:
+        """Each amax, with a version counter of its own: autograd need not know that they were filled together."""
+        if self.room == len(self.zeros):
+            return zeros.unsafe_split(1)
+        parts = zeros.unsafe_split_with_sizes([size + -size % 4 for size in self.zeros])
+        return [part[:size] for part, size in zip(parts, self.zeros, strict=True)]
