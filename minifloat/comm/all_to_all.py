@@ -1,4 +1,4 @@
-"""The all-to-all of quantized rows, such as tokens on their way to experts: codes and scales on the wire."""
+"""The all-to-all of quantized rows, such as tokens on their way to experts: codes and scales."""
 
 from __future__ import annotations
 

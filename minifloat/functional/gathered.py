@@ -1,4 +1,4 @@
-"""What is gathered for a layer's products: on its way already, or brought by the product that reads it first."""
+"""Handles of gathered operands: the gather has started, or the product that reads the operand performs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minifloat.operand import Operand, Quantized
 
 
 class Gathered:
-    """Operands of a whole tensor that are on their way: whoever reads one waits for it, and it is kept no longer."""
+    """Operands of a whole tensor that is being gathered: reading one waits for it, and releases it."""
 
     def __init__(self, arriving: Sequence[Pending[list[Quantized]]]) -> None:
         self._arriving = list(arriving)
@@ -39,12 +39,12 @@ class Gathered:
 
 
 class GatheredByProduct(Gathered):
-    """The same where the rowwise operand travels while it is multiplied, which so comes before all else.
+    """The same where the rowwise operand is gathered while it is multiplied, before all else.
 
     Args:
         part: this rank's, rowwise.
         serves_both: it is wanted columnwise, too: a transpose is left to the product that reads it so.
-        arriving: what is on its way by itself.
+        arriving: gathers that have started.
     """
 
     def __init__(

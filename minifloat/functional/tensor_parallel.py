@@ -27,7 +27,7 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 T = TypeVar("T")
 Mode = Literal["column", "row"]
 Overlap = Literal["handles", "symmetric_memory"]
-"""What goes on while rows travel: other work, between two handles, or the very product that reads or makes them."""
+"""What runs while rows are communicated: other work, between two handles, or the product that reads or writes them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TensorParallel:
         sequence_parallel: where X (column) or Y (row) is not split by columns, it is by rows.
         group: the ranks.
         overlap: under sequence parallelism: what hides the gathers and sums. ``"symmetric_memory"`` is for products
-            that :mod:`~minifloat.comm.symmetric_memory` has; others have handles as ever.
+            that :mod:`~minifloat.comm.symmetric_memory` has; others use handles.
         lengths: of a call under sequence parallelism: how much of dim 0 of X (column) or Y (row) each rank has.
         shards: the same in rows of the matrix [M, K].
         check: before each collective of a layer, ranks compare what they bring to it, and raise on each of them if that
@@ -172,7 +172,7 @@ class TensorParallel:
         return Gathered(arriving)
 
     def _carries(self, a: Operand) -> bool:
-        """Rows of ``a``, or of its product, can travel through symmetric memory, and shall."""
+        """Rows of ``a``, or of its product, are communicated through symmetric memory."""
         if self.overlap != "symmetric_memory" or self.check or self.shards is None:
             return False
         return symmetric_memory.carries(a, self.shards, self.group)
@@ -189,8 +189,8 @@ class TensorParallel:
     def start_grad_input(self, product: WeightGemm, dy: Quantized | Gathered, wgrad_follows: bool) -> Pending[Tensor]:
         """dX of a linear, from dgrad; a sum over ranks begins, and may be in the memory of this rank's addend.
 
-        Two transfers of a column-parallel backward, X and dX, have two products to hide behind: where wgrad follows,
-        dX travels meanwhile, else while dgrad makes it.
+        A column-parallel backward communicates X and dX: the sum of dX goes on during wgrad where that follows, else
+        during dgrad.
         """
         if self.mode != "column":
             return done(multiplied(product, dy))
@@ -220,7 +220,7 @@ class TensorParallel:
         return result
 
     def _start_summed(self, product: WeightGemm, a: Quantized) -> Pending[Tensor]:
-        """The sum of the ranks' products, whose addends may travel while it is computed."""
+        """The sum of the ranks' products, whose addends may be sent while the product is computed."""
         gemm, _, out_dtype, fast_accum, bias = product
         if self._carries(a.any) and symmetric_memory.multiplies(a.any, w := product.operand, bias, out_dtype):
             summed = symmetric_memory.multiply_and_sum(
@@ -242,15 +242,14 @@ UNSHARDED = TensorParallel()
 
 @checked
 def set_overlap(model: nn.Module, overlap: Overlap) -> None:
-    """Says how the tensor-parallel layers of ``model`` hide what travels, from their next forward on, on all ranks.
+    """Sets how the tensor-parallel layers of ``model`` overlap communication, from their next forward on; on all ranks.
 
     Args:
-        overlap: ``"handles"``: collectives of the backend, beside other work. ``"symmetric_memory"``: where it can be
-            (``docs/distributed.md``, Overlap), the products that read or make what travels are cut into parts, which
-            travel one by one.
+        overlap: ``"handles"``: collectives of the backend run beside other work. ``"symmetric_memory"``: where PyTorch
+            has it (``docs/distributed.md``, Overlap), a product runs in parts while the rows of other parts are sent.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``overlap`` is neither.
     """
     for module in model.modules():
         parallel = getattr(module, "_parallel", None)
@@ -275,7 +274,7 @@ def set_check(model: nn.Module, check: bool = True) -> None:
 
 
 def done(x: T) -> Pending[T]:
-    """What nobody needs to wait for."""
+    """A handle of a result that is there already."""
     return Pending([], lambda: x)
 
 

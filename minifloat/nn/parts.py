@@ -78,7 +78,7 @@ class LayerOfLinears(nn.Module):
 
 
 def is_own(part: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """It is of one of these classes of ours, and nobody sees its calls: no hooks, no ``forward`` of its own."""
+    """It is of one of these classes of ours, without hooks and without a ``forward`` of its own."""
     return type(part) in kinds and not (
         "forward" in part.__dict__
         or part._forward_hooks
@@ -127,7 +127,7 @@ def call_on_stream(
 ) -> tuple[Any, Any, Tensor]:
     """What :func:`call_alone` gives of ``part(x + residual)``, and that sum, or X where there is no residual.
 
-    A part of one of ``kinds`` that nobody sees adds within its norm's kernel, in forward and in backward.
+    A part of one of ``kinds`` without hooks adds within its norm's kernel, in forward and in backward.
     """
     if not is_own(part, *kinds):
         stream = add_residual(x, residual, part)

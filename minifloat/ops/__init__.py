@@ -1,6 +1,6 @@
 """The operations everything else is made of, one folder each: the reference in plain PyTorch, and what runs it faster.
 
 Every operation is registered with ``torch.library`` under the name ``minifloat`` and has a fake, so that a compiled
-graph and a CUDA graph hold it as one opaque node. Formats travel through the schema as their ``spec`` strings. No
+graph and a CUDA graph hold it as one opaque node. Formats pass through the schema as their ``spec`` strings. No
 operation reads a value back to the host, and none holds more than one GEMM.
 """
