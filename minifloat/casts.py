@@ -233,7 +233,7 @@ class Casts:
         made = quantize.amax_and_cast(matrices, drawn, *self.request)
         count = len(self.request.amax_of)
         levels = [None if own < 0 else made[own] for own in self.request.own_level]
-        return self._operands(matrices, made[count:], levels)
+        return self._operands(matrices, made[count::2], made[count + 1 :: 2], self._nothing, levels)
 
     def _by_operations(
         self,
@@ -260,12 +260,11 @@ class Casts:
         if self._sources:
             request, sources = self.request, [matrices[i] for i, _, _ in self._sources]
             made = quantize.cast(sources, given, drawn, request.formats, request.dims, request.k_major, noop_flag)
-        return self._operands(matrices, made, given)
+        return self._operands(matrices, made[0::3], made[1::3], made[2::3], given)
 
-    def _operands(
-        self, matrices: Sequence[Tensor], made: Sequence[Tensor], given: Sequence[Tensor | None]
-    ) -> list[Quantized]:
-        outputs = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
+    def _operands(self, matrices: Sequence[Tensor], *made: Sequence[Tensor | None]) -> list[Quantized]:
+        """``made``: of each cast codes, scales, the measured amax and the given one."""
+        outputs: Iterator[Any] = iter(list(zip(*made, strict=True)))
         return [
             each.operands(outputs, (x.shape[0], x.shape[1]), x.dtype, x)
             for x, (_, each) in zip(matrices, self.wanted, strict=True)

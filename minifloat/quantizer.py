@@ -184,7 +184,7 @@ def find_amaxes(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[A
         quantizers: one a tensor.
 
     Returns:
-        For each tensor one entry a cast: fp32 (see ``kernels.quantize.reference.amax``), or None where the cast finds
+        For each tensor one entry a cast: fp32 (see ``ops.quantize.reference.amax``), or None where the cast finds
         its own because no scale spans more than a block, or takes a given scale.
     """
     _check_lengths(xs, quantizers)

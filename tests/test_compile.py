@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from minifloat.autocast import autocast
@@ -459,6 +463,35 @@ def test_compiled_layers_count_their_gemms() -> None:
     assert {(g.gemm, g.a, g.b): n for g, n in counts.items()} == {
         (gemm, *pair): 2 for gemm, pair in RECIPES["mxfp8"].expected_gemms().items()
     }
+
+
+CAST_IN_ONE = {"amax_and_cast": 2, "scaled_mm": 1}, {"amax_and_cast": 1, "scaled_mm": 2}
+CAST_IN_BLOCKS = {"cast": 2, "scaled_mm": 1}, {"cast": 1, "scaled_mm": 2}
+DELAYED = {"record_amax_": 1, "update_scales_": 1}
+OPERATIONS = {
+    "current": CAST_IN_ONE,
+    "rowwise": CAST_IN_ONE,
+    "block": CAST_IN_BLOCKS,
+    "mxfp8": CAST_IN_BLOCKS,
+    "nvfp4": (CAST_IN_ONE[0], CAST_IN_ONE[1] | {"draw_seed": 1}),
+    "delayed": (CAST_IN_BLOCKS[0] | DELAYED, CAST_IN_BLOCKS[1] | DELAYED),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_of_a_compiled_linear(name: str) -> None:
+    """Each costs the host some 20 us or more: amax and cast are one. X and W apart, so that siblings share X's."""
+    graphs: list[Counter[str]] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        text = graph.print_readable(print_output=False)
+        graphs.append(Counter(re.findall(r"torch\.ops\.minifloat\.(\w+)\.default", text)))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+    compiled = torch.compile(Linear(IN, HIDDEN, recipe=RECIPES[name]), fullgraph=True, backend=backend)
+    compiled(torch.randn(4, IN, requires_grad=True)).sum().backward()
+    assert tuple(graphs) == OPERATIONS[name]
 
 
 # ---- On a GPU ----

@@ -81,7 +81,8 @@ def cast_with(
     x: Tensor, quantizer: Quantizer, scale: Tensor | None, amaxes: Amaxes | None = None, *, gemm_ready: bool = True
 ) -> Quantized:
     """Quantizes ``x`` for a GEMM where delayed scaling casts with ``scale``, recording nothing."""
-    return cast_all([x], [quantizer], [amaxes], scales=[scale], gemm_ready=gemm_ready)[0]
+    known = None if amaxes is None else [amaxes]
+    return cast_all([x], [quantizer], known, scales=[scale], gemm_ready=gemm_ready)[0]
 
 
 _SLOTS = {

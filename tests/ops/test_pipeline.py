@@ -421,6 +421,25 @@ def test_operations_replay_too(case: str, device: torch.device) -> None:
         assert len({*memory}) == len(memory)
 
 
+@pytest.mark.parametrize("case", ["current", "nvfp4", "rowwise", "MXFP8 | current", "NVFP4 with an amax for each row"])
+def test_both_phases_replay_too(case: str, device: torch.device) -> None:
+    """The operation of compiled code that finds amaxes and casts; its outputs share no memory."""
+    how = quantizer.casts(CASES[case][:2], "cuda")
+    for call in range(3):
+        xs = values(device, (32, 48), (17, 33), scale=10.0**call)
+        rng = torch.tensor([5, call], device=device)
+        rngs = [rng if "stochastic" in spec else None for spec in how.request.formats]
+        with nothing_else() if call else count_launches():
+            actual = pipeline.amax_and_cast(xs, rngs, *map(tuple, how.request))
+        expected = quantize.amax_and_cast.reference(xs, rngs, *how.request)
+        for got, want in zip(actual, expected, strict=True):
+            assert_same_bits(got, want)
+            assert strides(got) == strides(want)
+        shapes = quantize.amax_and_cast.shapes(xs, rngs, *how.request)
+        assert [(each.shape, each.dtype) for each in actual] == [(each.shape, each.dtype) for each in shapes]
+        assert len({each.data_ptr() for each in actual}) == len(actual)
+
+
 def test_any_number_of_matrices_is_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """But while a CUDA graph is captured, which would read the table of arguments again from the host."""
     how, shapes = [E4M3] * 11, [(8 + i, 16 + i % 3) for i in range(11)]

@@ -101,13 +101,13 @@ def amax_and_cast(
     k_major: Sequence[bool],
     own_level: Sequence[int],
 ) -> list[Tensor]:
-    """The amaxes, then what :data:`cast` gives with them: both phases where no rank is asked between them.
+    """The amaxes, then codes and scales of each cast with them: both phases where no rank is asked between them.
 
     The lists are those of :class:`~minifloat.ops.quantize.work.Request`.
     """
     amaxes = _amax([xs[i] for i in amax_of], amax_formats, amax_dims)
     given = [None if own < 0 else amaxes[own] for own in own_level]
-    return amaxes + _cast([xs[i] for i in cast_of], given, rngs, formats, dims, k_major, None)
+    return amaxes + _codes_and_scales(_cast([xs[i] for i in cast_of], given, rngs, formats, dims, k_major, None))
 
 
 @amax_and_cast.fake
@@ -116,7 +116,12 @@ def _(
     cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool], _own_level: Any,
 ) -> list[Tensor]:  # fmt: skip
     amaxes = amax.shapes([xs[i] for i in amax_of], amax_formats, amax_dims)
-    return amaxes + cast.shapes([xs[i] for i in cast_of], (), rngs, formats, dims, k_major, None)
+    return amaxes + _codes_and_scales(cast.shapes([xs[i] for i in cast_of], (), rngs, formats, dims, k_major, None))
+
+
+def _codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:
+    """What :data:`cast` gives, but for the amax that delayed scaling alone measures."""
+    return [tensor for i, tensor in enumerate(made) if i % 3 < 2]
 
 
 @operation(lambda: _kernels().dequantize)

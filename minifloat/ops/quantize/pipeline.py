@@ -189,7 +189,7 @@ def amax_and_cast(xs: Sequence[Tensor], rngs: Sequence[Tensor | None], *lists: S
     """As the operation."""
     work = _amax_and_cast(*map(tuple, lists))
     outputs, amaxes = work(xs, [None] * len(rngs), rngs, None)
-    return [*amaxes, *_flat(outputs)]
+    return [*amaxes, *[part for output in outputs for part in output[:2]]]
 
 
 def _flat(outputs: Sequence[Output]) -> list[Tensor]:
