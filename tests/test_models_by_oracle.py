@@ -20,7 +20,7 @@ from minifloat.operand import Operand, Quantized
 from minifloat.recipe import DelayedScaling, Recipe
 from tests.helpers import fused_model, linear_model, oracle, tensor_parallel_oracle
 from tests.helpers.fused_model import fill
-from tests.nn.test_linear import NAMED, for_each
+from tests.helpers.recipes import NAMED, for_each
 from tests.ops.test_quantize import Expected, differences, expected
 
 pytestmark = pytest.mark.usefixtures("one_thread")

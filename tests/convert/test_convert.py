@@ -24,7 +24,7 @@ from minifloat.delayed import AmaxHistory
 from minifloat.functional import count_gemms
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, named
-from tests.nn.test_linear import Casts
+from tests.helpers.count_casts import CountCasts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -352,12 +352,12 @@ def test_siblings_share_one_cast(recipe: str) -> None:
         inputs = 7 if recipe == "delayed" else 4  # q k v, o, gate up, down
         single = nn.Linear(32, 32)
         convert(single, recipe, everything)
-        with Casts() as alone:
+        with CountCasts() as alone:
             single(torch.randn(2, 16, 32))
-        with Casts() as casts:
+        with CountCasts() as casts:
             block(torch.randn(2, 16, 32))
-    of_one = alone.seen.total() // 2  # casts of an input, and as many of a weight
-    assert casts.seen.total() == of_one * (weights + inputs)
+    of_one = alone.formats.total() // 2  # casts of an input, and as many of a weight
+    assert casts.formats.total() == of_one * (weights + inputs)
 
 
 # ---- Rules and filters ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import minifloat
 from minifloat import recipe as recipes
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.functional import Gemm, count_gemms
-from tests.nn.test_linear import Casts
+from tests.helpers.count_casts import CountCasts
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
@@ -192,9 +192,9 @@ def test_siblings_share_one_cast(recipe: str, inputs: int) -> None:
     """q, k, v and gate, up of a Llama block cast their input once, beside seven weights; delayed scales are not one."""
     model = llama()
     small_too(model, recipe)
-    with Casts() as casts, torch.no_grad():
+    with CountCasts() as casts, torch.no_grad():
         model(IDS)
-    assert casts.seen.total() == 2 * (7 + inputs)
+    assert casts.formats.total() == 2 * (7 + inputs)
 
 
 def test_saved_and_loaded_by_the_hub_format(tmp_path: object) -> None:

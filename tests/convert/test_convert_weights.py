@@ -18,7 +18,7 @@ from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, named
 from minifloat.tensor import QuantizedTensor, quantize
 from tests.convert.test_convert import INSIDE, Model, assert_same_step, everything, step
-from tests.nn.test_linear import Casts
+from tests.helpers.count_casts import CountCasts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -202,13 +202,13 @@ def test_frozen_quantized_weights_are_never_cast_again(recipe: str) -> None:
         x = values.clone().requires_grad_()  # whose cast would be shared
         torch.manual_seed(1)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-        with hooks, count_gemms() as gemms, Casts() as casts:
+        with hooks, count_gemms() as gemms, CountCasts() as casts:
             y = each(x)
             y.backward(torch.ones_like(y))
         assert {gemm.gemm for gemm in gemms} == {"fprop", "dgrad"}
         assert all(t.shape[0] != 32 for t in saved), [t.shape for t in saved]  # X is not kept
         found.append((y.detach(), x.grad))
-        counts.append(casts.seen.total())
+        counts.append(casts.formats.total())
     assert counts[0] == counts[1] - len(named_weight(recipe).casts)
     if recipe != "delayed":  # whose scale of a weight follows what was cast before
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,25 +13,12 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat import Linear
 from minifloat.functional import shared_cast
+from tests.helpers.count_casts import CountCasts
 
 SHARING = ["current", "block", "mxfp8"]
-
-
-class Casts(TorchDispatchMode):
-    """Counts tensors that are cast, by their shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: Counter[tuple[int, ...]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.minifloat.cast.default:
-            self.shapes.update(tuple(x.shape) for x in args[0])
-        return func(*args, **(kwargs or {}))
 
 
 def siblings(recipe: str, number: int = 3) -> nn.ModuleList:
@@ -40,7 +26,7 @@ def siblings(recipe: str, number: int = 3) -> nn.ModuleList:
 
 
 def casts_of(x: Tensor, layers: nn.ModuleList) -> int:
-    with Casts() as casts:
+    with CountCasts() as casts:
         for layer in layers:
             layer(x)
     return casts.shapes[tuple(x.shape)]

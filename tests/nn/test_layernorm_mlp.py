@@ -10,7 +10,7 @@ import copy
 import io
 import pickle
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,57 +28,21 @@ from minifloat.nn.prepare import prepare
 from minifloat.ops.matmul import count_gemms
 from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, Recipe, named
 from minifloat.tensor import QuantizedTensor
-from tests.helpers.fused_model import Model, assert_same, fill, run
-from tests.nn.test_layernorm_linear import (
-    BF16,
-    FP16,
-    FP32,
-    NAMED,
-    RECIPES,
-    STATELESS,
-    Case,
-    apart,
-    assert_as_parts,
-    assert_state,
-    assert_step,
-    for_each,
-    steps_of,
-)
+from tests.helpers.fused_cases import LinearCase, MLPCase, assert_as_parts, assert_special_rows, assert_steps, unfused
+from tests.helpers.fused_model import assert_same, run
+from tests.helpers.recipes import FUSED_RECIPES, NAMED, STATELESS_FUSED, for_each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LIMITS = {"limit": 1.5, "alpha": 1.1, "glu_linear_offset": 0.5}
-
-
-@dataclass(frozen=True)
-class MLP(Case):
-    """Sizes, dtypes and options of an MLP and its input; ``H`` is the width between its linears."""
-
-    H: int = 40
-    activation: str = "gelu"
-
-    def module(self, **kwargs: Any) -> LayerNormMLP:  # type: ignore[override]
-        module = LayerNormMLP(
-            self.K, self.H, bias=self.bias, normalization=self.norm, zero_centered_gamma=self.centered,
-            activation=self.activation, activation_params=LIMITS if self.activation == "clamped_swiglu" else None,
-            params_dtype=self.params, **kwargs,
-        )  # fmt: skip
-        fill(module)
-        return module
-
-    def batch(self, scale: float = 1.0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        x, dy = torch.randn(*self.lead, self.K) * scale, torch.randn(*self.lead, self.K) * scale
-        return x.to(device, self.dtype), dy.to(device, self.compute_dtype)
-
-
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {
-    "2d": MLP(),
-    "3d fp32 gated": MLP((3, 43), 80, 0, FP32, norm="RMSNorm", centered=True, activation="swiglu"),
-    "4d autocast": MLP((2, 3, 5), 33, 0, FP32, params=BF16, torch_autocast=True, centered=True, activation="srelu"),
-    "one row fp16": MLP((1,), 80, 0, FP16, norm="RMSNorm", bias=False, activation="clamped_swiglu"),
-    "7 rows": MLP((7,), 48, 0, H=80, activation="silu"),
-    "127 rows bf16 parameters": MLP((127,), 64, 0, BF16, BF16, "RMSNorm", H=128, activation="geglu"),
-    "empty": MLP((0,), activation="reglu"),
+    "2d": MLPCase(),
+    "3d fp32 gated": MLPCase((3, 43), 80, 0, FP32, norm="RMSNorm", centered=True, activation="swiglu"),
+    "4d autocast": MLPCase((2, 3, 5), 33, 0, FP32, params=BF16, torch_autocast=True, centered=True, activation="srelu"),
+    "one row fp16": MLPCase((1,), 80, 0, FP16, norm="RMSNorm", bias=False, activation="clamped_swiglu"),
+    "7 rows": MLPCase((7,), 48, 0, H=80, activation="silu"),
+    "127 rows bf16 parameters": MLPCase((127,), 64, 0, BF16, BF16, "RMSNorm", H=128, activation="geglu"),
+    "empty": MLPCase((0,), activation="reglu"),
 }
 ACTIVATIONS = (
     "gelu", "qgelu", "relu", "srelu", "silu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu",
@@ -89,66 +53,46 @@ BATCHES = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 # ---- Numbers --------------------------------------------------------------------------------------------------------
 
 
-@for_each(RECIPES)
+@for_each(FUSED_RECIPES)
 @BATCHES
-def test_step(case: MLP, recipe: Recipe) -> None:
+def test_step(case: MLPCase, recipe: Recipe) -> None:
     """Output, gradients and delayed scaling's state: the bits of the model by hand, within float64's bounds."""
-    module = case.module()
-    model = Model(module, recipe)
-    for scale in steps_of(recipe):
-        assert_step(module, case, recipe, model, scale)
+    assert_steps(case, recipe)
 
 
 @for_each({name: NAMED[name] for name in ("delayed", "current")})
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, recipe: Recipe) -> None:
-    case = MLP(activation=activation, norm="RMSNorm")
-    module = case.module()
-    model = Model(module, recipe)
-    for scale in steps_of(recipe):
-        assert_step(module, case, recipe, model, scale)
+    assert_steps(MLPCase(activation=activation, norm="RMSNorm"), recipe)
 
 
 @for_each(NAMED)
 def test_returned_norm(recipe: Recipe) -> None:
     """With the norm's result returned, its gradient joins that of fc1; under delayed scaling it is rounded."""
-    case = MLP(activation="swiglu")
-    module = case.module(return_layernorm_output=True)
-    model = Model(module, recipe)
-    for scale in steps_of(recipe):
-        assert_step(module, case, recipe, model, scale)
+    assert_steps(MLPCase(activation="swiglu"), recipe, return_layernorm_output=True)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @for_each(NAMED)
 def test_special_rows(recipe: Recipe, value: float) -> None:
     """Rows of zeros, and inputs that hold NaN or infinity, give what the model by hand gives."""
-    case = MLP()
-    module = case.module()
-    model = Model(module, recipe)
-    x, dy = case.batch()
-    x[3], x[5, 7], dy[4] = 0.0, value, 0.0
-    assert_same(run(module, x, dy, recipe), model.step(x, dy, BF16))
-    assert_state(module, model)
+    assert_special_rows(MLPCase(), recipe, value)
 
 
 @pytest.mark.gpu
-@for_each(RECIPES)
+@for_each(FUSED_RECIPES)
 @pytest.mark.parametrize("case", [CASES["2d"], CASES["3d fp32 gated"]], ids=["2d", "gated"])
-def test_step_on_a_gpu(case: MLP, recipe: Recipe) -> None:
+def test_step_on_a_gpu(case: MLPCase, recipe: Recipe) -> None:
     """As :func:`test_step`, on CUDA."""
-    module = case.module().cuda()
-    model = Model(module, recipe)
-    for scale in steps_of(recipe):
-        assert_step(module, case, recipe, model, scale, "cuda")
+    assert_steps(case, recipe, "cuda")
 
 
 # ---- The parts one after the other ----------------------------------------------------------------------------------
 
 
-@for_each(STATELESS)
+@for_each(STATELESS_FUSED)
 @BATCHES
-def test_equals_its_parts(case: MLP, recipe: Recipe) -> None:
+def test_equals_its_parts(case: MLPCase, recipe: Recipe) -> None:
     assert_as_parts(case.module(return_layernorm_output=case.K == 48), case, recipe)
 
 
@@ -164,15 +108,15 @@ class Parts(nn.Module):
         return y
 
 
-@for_each({name: STATELESS[name] for name in ("current", "nvfp4")})
+@for_each({name: STATELESS_FUSED[name] for name in ("current", "nvfp4")})
 def test_parts_are_ordinary_modules(recipe: Recipe) -> None:
-    case = MLP((3, 5), activation="qgeglu")
+    case = MLPCase((3, 5), activation="qgeglu")
     module, (x, dy) = case.module(), case.batch()
     assert_same(run(module, x, dy, recipe), run(Parts(module), x, dy, recipe))
 
 
 @pytest.mark.gpu
-@for_each(STATELESS)
+@for_each(STATELESS_FUSED)
 def test_equals_its_parts_on_a_gpu(recipe: Recipe) -> None:
     for case in CASES.values():
         assert_as_parts(case.module().cuda(), case, recipe, "cuda")
@@ -186,7 +130,7 @@ def node(module: nn.Module, x: Tensor) -> str:
 @pytest.mark.parametrize("part", ["norm", "fc1", "fc2"])
 def test_hooks_and_replaced_parts_run(part: str) -> None:
     """A part that has a hook, keeps its input or was replaced is called as the module that it is."""
-    case = MLP()
+    case = MLPCase()
     x, module = case.batch()[0], case.module(recipe="current")
     y = module(x)
     assert node(module, x) == "LayerNormMLPFunctionBackward"
@@ -202,7 +146,7 @@ def test_hooks_and_replaced_parts_run(part: str) -> None:
 
 def test_a_replaced_linear_knows_no_options() -> None:
     """What replaced fc2 adds its bias itself: there is none to return."""
-    case = MLP(dtype=FP32)
+    case = MLPCase(dtype=FP32)
     module, x = case.module(return_bias=True, return_layernorm_output=True), case.batch()[0]
     y, bias, n = module(x)
     linear = nn.Linear(module.fc2.in_features, module.fc2.out_features)
@@ -215,7 +159,7 @@ def test_a_replaced_linear_knows_no_options() -> None:
 
 def test_linears_of_different_recipes() -> None:
     """One linear may get another recipe afterwards, or none."""
-    case = MLP(dtype=FP32)
+    case = MLPCase(dtype=FP32)
     module, (x, dy) = case.module(recipe="mxfp8"), case.batch()
     module.fc2.recipe = named("current")
     assert node(module, x) == "LayerNormMLPFunctionBackward"
@@ -228,7 +172,7 @@ def test_linears_of_different_recipes() -> None:
 
 # ---- Options and state of both modules ------------------------------------------------------------------------------
 
-BOTH = {"LayerNormLinear": Case(), "LayerNormMLP": MLP(activation="swiglu")}
+BOTH = {"LayerNormLinear": LinearCase(), "LayerNormMLP": MLPCase(activation="swiglu")}
 MODULES = pytest.mark.parametrize("case", BOTH.values(), ids=BOTH.keys())
 FROZEN_PARTS = ["norm", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
 
@@ -247,7 +191,7 @@ def frozen_subsets() -> list[set[str]]:
 @for_each({name: NAMED[name] for name in ("delayed", "block")})
 def test_frozen_parts_of_an_mlp(recipe: Recipe) -> None:
     """What is frozen gets no gradient; the rest gets that of a full step; GEMMs that no gradient needs do not run."""
-    case = MLP((9,), 16, H=24)
+    case = MLPCase((9,), 16, H=24)
     whole, (x, dy) = case.module(), case.batch()
     prepare(whole, recipe)
     expected = run(copy.deepcopy(whole), x, dy, recipe)
@@ -282,7 +226,7 @@ def test_histories_of_what_has_no_backward(unused: str) -> None:
         calls.append(history.shape[1])
         return history[0]
 
-    case = MLP()
+    case = MLPCase()
     recipe = DelayedScaling(amax_history_len=2, amax_compute_algo=newest)
     module, (x, _) = case.module(recipe=recipe, return_layernorm_output=True), case.batch()
     module.fc1.requires_grad_(unused != "fc1")
@@ -376,7 +320,7 @@ def test_delayed_weight_gradients(case: Any, recipe: Recipe) -> None:
 @for_each(NAMED)
 def test_quantized_output_meets_the_next_linear(recipe: Recipe) -> None:
     """``fp8_output`` gives the operands that the next linear would make; backward goes through both."""
-    case = Case()
+    case = LinearCase()
     module, following = case.module(), Linear(33, 8)
     following._config(recipe)
     other, after = copy.deepcopy(module), copy.deepcopy(following)
@@ -419,7 +363,7 @@ def test_quantized_input(case: Any, recipe: Recipe) -> None:
 @for_each({name: NAMED[name] for name in ("delayed", "block")})
 def test_parameters_split(recipe: Recipe) -> None:
     """Several parameters, one product: the bits of one parameter, and a gradient for each."""
-    case = Case(N=40)
+    case = LinearCase(N=40)
     whole = case.module()
     split = case.module(parameters_split={"query": 16, "key": 8, "value": 16})
     names = ("query", "key", "value")
@@ -454,7 +398,7 @@ def test_init_methods_and_dtype() -> None:
 def test_meta_device(case: Any, recipe: str | None) -> None:
     """Made on ``meta``, given memory and initial values later, it is the module made at once."""
     at_once = type(case.module())
-    sizes = (48, 40) if isinstance(case, MLP) else (48, 33)
+    sizes = (48, 40) if isinstance(case, MLPCase) else (48, 33)
     late = at_once(*sizes, recipe=recipe, device="meta")
     assert all(t.is_meta for t in [*late.parameters(), *late.buffers()])
     late.to_empty(device="cpu")
@@ -480,7 +424,7 @@ def test_quantized_weights(case: Any, recipe: Recipe) -> None:
     assert all(isinstance(linear.weight, QuantizedTensor) for linear in linears(module).values())
     x, dy = case.batch()
     if not isinstance(recipe, DelayedScaling):
-        assert_same(run(module, x, dy, recipe), run(apart(module), x, dy, recipe))
+        assert_same(run(module, x, dy, recipe), run(unfused(module), x, dy, recipe))
     for recipe_now in (recipe, None, named("mxfp8")):  # forward and backward inside and outside of autocast
         found = run(module, x, dy, recipe_now)
         assert all(value.isfinite().all() for value in found.values()) and len(found) == 2 + len([*module.parameters()])
@@ -511,7 +455,7 @@ def test_copies(case: Any, recipe: Recipe) -> None:
 @pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True, "return_bias": True}], ids=["y", "all"])
 def test_checkpoint(recipe: Recipe, outside: bool, options: dict[str, Any]) -> None:
     """``checkpoint=True`` changes no bit of output, gradients, histories or random draws over three steps."""
-    case = MLP(activation="swiglu")
+    case = MLPCase(activation="swiglu")
     own = None if outside else recipe
     plain, saving = case.module(recipe=own, **options), case.module(recipe=own, checkpoint=True, **options)
     saving.load_state_dict(plain.state_dict())
@@ -584,7 +528,7 @@ FAST = (("LayerNormMLP", "delayed"), ("LayerNormLinear", "current"), ("LayerNorm
 COMPILED = [
     pytest.param(case, recipe, outside, id=f"{name}-{kind}{'-autocast' * outside}", marks=marks)
     for name, case in BOTH.items()
-    for kind, recipe in RECIPES.items()
+    for kind, recipe in FUSED_RECIPES.items()
     for outside in (False, True)
     for marks in [() if not outside and (name, kind) in FAST else pytest.mark.slow]
 ]

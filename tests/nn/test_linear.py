@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,144 +18,28 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from minifloat.autocast import autocast
 from minifloat.convert import convert
-from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional.gemm import wgrad
 from minifloat.functional.linear_config import LinearConfig, linear_config
 from minifloat.nn import Linear, prepare, quantized_model_init
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.matmul import count_gemms
-from minifloat.ops.quantize import cast as cast_operation
 from minifloat.quantizer import Quantizer
-from minifloat.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    DelayedScalingRequest,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP4BlockScaling,
-    MXFP6BlockScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QuantizerRole,
-    Recipe,
-    named,
-)
-from minifloat.recipe import ElementPair as Elements
+from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, MXFP8BlockScaling, Recipe, named
 from minifloat.tensor import QuantizedTensor, quantize
 from tests.helpers import linear_model as model
 from tests.helpers import oracle
+from tests.helpers.count_casts import CountCasts
+from tests.helpers.memory import Storages, blocks_in, operand_bytes
+from tests.helpers.recipes import DELAYED, LINEAR_NAMED, LINEAR_RECIPES, STATELESS_LINEAR, for_each, stochastic
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STRIP = Format(block=128, scale_rule="pow2")
-MX = Format(block=32, scale_rule="e8m0")
-NV = Format("e2m1", 16, scale_rule="two_level")
-
-
-# ---- Recipes --------------------------------------------------------------------------------------------------------
-
-
-def quantized_forward(role: QuantizerRole) -> Quantizer:
-    """MXFP8 forward, high precision backward."""
-    if role.tensor_type in ("input", "weight"):
-        return Quantizer.hybrid(rowwise_quantizer=Quantizer(MX), columnwise_quantizer=Quantizer.identity())
-    return Quantizer.identity()
-
-
-def quantized_backward(role: QuantizerRole) -> Quantizer:
-    """High precision forward, 128-blocks backward."""
-    if role.tensor_type in ("input", "weight"):
-        return Quantizer.hybrid(rowwise_quantizer=Quantizer.identity(), columnwise_quantizer=Quantizer(STRIP))
-    return Quantizer(STRIP)
-
-
-def mxfp8_then_nvfp4(role: QuantizerRole) -> Quantizer:
-    """MXFP8 forward, NVFP4 backward, the columnwise operands cast from what the rowwise ones stand for."""
-    if role.tensor_type in ("input", "weight"):
-        return Quantizer.hybrid(
-            rowwise_quantizer=Quantizer(MX), columnwise_quantizer=Quantizer(NV), columnwise_source="rowwise_dequantized"
-        )
-    return Quantizer(NV)
-
-
-def weight_stays(role: QuantizerRole) -> Quantizer:
-    """The weight in high precision, the rest per tensor."""
-    return Quantizer.identity() if role.tensor_type == "weight" else Quantizer(Format("e4m3"))
-
-
-def all_stay(role: QuantizerRole) -> Quantizer:
-    """Everything in high precision."""
-    return Quantizer.identity()
-
-
-def delayed_weight(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-    """Delayed scaling of the weight alone, beside NVFP4 inputs and MXFP8 gradients."""
-    if role.tensor_type == "weight":
-        return DelayedScalingRequest(amax_history_len=4)
-    return Quantizer(NV if role.tensor_type == "input" else MX)
-
-
-DELAYED = DelayedScaling(amax_history_len=4)
-RECIPES: dict[str, Recipe] = {
-    "delayed": DELAYED,
-    "delayed margin e4m3": DelayedScaling(
-        margin=2, fp8_format=Elements.E4M3, amax_history_len=3, amax_compute_algo="most_recent"
-    ),
-    "current": named("current"),
-    "current pow2": Float8CurrentScaling(use_power_2_scales=True),
-    "current e4m3": Float8CurrentScaling(fp8_format=Elements.E4M3, amax_epsilon=1e-3),
-    "block": named("block"),
-    "block f32": Float8BlockScaling(use_f32_scales=True),
-    "block f32 hybrid": Float8BlockScaling(use_f32_scales=True, fp8_format=Elements.HYBRID),
-    "block x 2d": Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
-    "block dy 2d": Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2),
-    "block 1d": Float8BlockScaling(w_block_scaling_dim=1),
-    "mxfp8": named("mxfp8"),
-    "mxfp8 2d hybrid": MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=Elements.HYBRID),
-    "nvfp4": named("nvfp4"),
-    "nvfp4 no rht": NVFP4BlockScaling(disable_rht=True),
-    "nvfp4 nearest": NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "nvfp4 1d": NVFP4BlockScaling(disable_2d_quantization=True),
-    "nvfp4 plain": NVFP4BlockScaling(True, True, True),
-    "nvfp4 4over6 weights": NVFP4BlockScaling(nvfp4_4over6="weights"),
-    "nvfp4 4over6 all": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),
-    "nvfp4 4over6 448": NVFP4BlockScaling(True, True, nvfp4_4over6="activations", nvfp4_4over6_e4m3_use_256="none"),
-    "nvfp4 rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
-    "nvfp4 rows 4over6": NVFP4BlockScaling(True, True, row_scaled_activation=True, nvfp4_4over6="activations"),
-    "rowwise": named("rowwise"),
-    "rowwise pow2": Float8RowwiseScaling(use_power_2_scales=True),
-    "mxfp4": named("mxfp4"),
-    "mxfp4 2d": MXFP4BlockScaling(enable_2d_quantization=True),
-    "mxfp6": named("mxfp6"),
-    "mxfp6 e3m2": MXFP6BlockScaling("e3m2"),
-    "custom quantized forward": CustomRecipe(quantized_forward),
-    "custom quantized backward": CustomRecipe(quantized_backward),
-    "custom mxfp8 then nvfp4": CustomRecipe(mxfp8_then_nvfp4),
-    "custom weight stays": CustomRecipe(weight_stays),
-    "custom all stay": CustomRecipe(all_stay),
-    "custom delayed weight": CustomRecipe(delayed_weight),
-}
-NAMED = {"delayed": DELAYED} | {name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")}
-STATELESS = {name: recipe for name, recipe in RECIPES.items() if linear_config(recipe).delayed is None}
-
-
-def for_each(recipes: dict[str, Recipe]) -> pytest.MarkDecorator:
-    """Parametrises a test over recipes."""
-    return pytest.mark.parametrize("recipe", recipes.values(), ids=recipes.keys())
-
-
-def stochastic(recipe: Recipe) -> bool:
-    """Gradients round at random."""
-    return linear_config(recipe).grad_output.row_format.rounding == "stochastic"
 
 
 # ---- One step, and its model ----------------------------------------------------------------------------------------
@@ -309,9 +193,9 @@ def batch(case: Case, scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 GRADIENTS = [
     pytest.param(case, recipe, id=f"{size}-{name}")
-    for name, recipe in RECIPES.items()
+    for name, recipe in LINEAR_RECIPES.items()
     for size, case in CASES.items()
-    if name in NAMED or name.startswith("custom") or size in ("ragged", "long", "autocast")
+    if name in LINEAR_NAMED or name.startswith("custom") or size in ("ragged", "long", "autocast")
 ]
 
 
@@ -335,7 +219,7 @@ def test_gradients(case: Case, recipe: Recipe) -> None:
         assert result.dw is not None and result.dw.dtype == FP32
 
 
-@for_each({name: recipe for name, recipe in STATELESS.items() if not name.startswith("custom")})
+@for_each({name: recipe for name, recipe in STATELESS_LINEAR.items() if not name.startswith("custom")})
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("case", [CASES["ragged"], CASES["long"]], ids=["ragged", "long"])
 def test_backward_override(case: Case, override: Any, recipe: Recipe) -> None:
@@ -373,7 +257,7 @@ def exact_data(shape: tuple[int, int], quantizer: Quantizer, along_rows: bool) -
     return x
 
 
-@for_each({name: recipe for name, recipe in RECIPES.items() if name != "custom mxfp8 then nvfp4"})
+@for_each({name: recipe for name, recipe in LINEAR_RECIPES.items() if name != "custom mxfp8 then nvfp4"})
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("M", "K", "N"), [(33, 37, 53), (64, 128, 64), (144, 40, 24)])
 def test_exact_data(M: int, K: int, N: int, dtype: torch.dtype, recipe: Recipe) -> None:
@@ -395,20 +279,6 @@ def test_exact_data(M: int, K: int, N: int, dtype: torch.dtype, recipe: Recipe) 
 # ---- What is computed -----------------------------------------------------------------------------------------------
 
 
-class Casts(TorchDispatchMode):
-    """Counts the casts that run, by format and the dim they scale along."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[str, int]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.minifloat.cast.default:
-            _, _, _, formats, dims, *_ = cast_operation.read(args)
-            self.seen.update(zip(formats, dims, strict=True))
-        return func(*args, **(kwargs or {}))
-
-
 def kinds(counts: Counter[Any]) -> Counter[str]:
     """How often each of the three GEMMs ran."""
     found: Counter[str] = Counter()
@@ -417,7 +287,7 @@ def kinds(counts: Counter[Any]) -> Counter[str]:
     return found
 
 
-@for_each(NAMED | {"block 1d": RECIPES["block 1d"]})
+@for_each(LINEAR_NAMED | {"block 1d": LINEAR_RECIPES["block 1d"]})
 @pytest.mark.parametrize("needs", ["x w b", "x w", "x b", "w b", "x", "w", "b", "none"])
 def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
     """GEMMs and casts that no gradient needs are skipped; the gradients that are needed are those of a full step."""
@@ -429,7 +299,7 @@ def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
     layer.weight.requires_grad_("w" in wanted)
     layer.bias.requires_grad_("b" in wanted)
     x.requires_grad_("x" in wanted)
-    with count_gemms() as counts, Casts() as casts, autocast(recipe=recipe):
+    with count_gemms() as counts, CountCasts() as casts, autocast(recipe=recipe):
         y = layer(x)
         assert y.requires_grad == bool(wanted - {"none"})
         if y.requires_grad:
@@ -444,7 +314,7 @@ def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
     needed = Counter(
         (fmt.spec, dim) for q, row, column in usages for fmt, dim in q.with_usage(rowwise=row, columnwise=column).casts
     )
-    assert casts.seen == needed
+    assert casts.formats == needed
     assert torch.equal(y, reference.y)
     for name, found, whole in [("x", x.grad, reference.dx), ("w", layer.weight.grad, reference.dw)]:
         assert (found is None) == (name not in wanted)
@@ -452,7 +322,7 @@ def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
     assert (layer.bias.grad is None) == ("b" not in wanted)
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 def test_without_gradients_and_in_eval(recipe: Recipe) -> None:
     """Under ``no_grad`` one GEMM runs and nothing is recorded; ``eval`` changes nothing. The output is the same."""
     layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
@@ -479,7 +349,7 @@ def step_forward(layer: Linear, x: Tensor, recipe: Recipe) -> Tensor:
     return y
 
 
-@for_each(RECIPES)
+@for_each(LINEAR_RECIPES)
 def test_save_original_input(recipe: Recipe) -> None:
     """Keeping the input and casting it again in backward changes no bit, nor what delayed scaling records."""
     plain = Linear(37, 53)
@@ -521,7 +391,7 @@ def fp32_wgrad(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, seed: int =
     return wgrad(dyq, xq, out_dtype=FP32, fast_accum=plan.fast_wgrad)
 
 
-@for_each(STATELESS)
+@for_each(STATELESS_LINEAR)
 @pytest.mark.parametrize("first", [True, None], ids=["overwrite", "add"])
 def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
     """Microbatches add up in fp32 in ``main_grad``, which the first may overwrite; autograd gets no gradient."""
@@ -600,7 +470,7 @@ def test_fused_accumulation_needs_a_buffer() -> None:
         layer(torch.randn(2, 37))
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_delayed_weight_gradient(fuse: bool, recipe: Recipe) -> None:
     """``backward_dw`` computes the oldest waiting dW: the bits of an immediate one, hooks after each."""
@@ -659,14 +529,14 @@ def weight_casts(layer: Linear, recipe: Recipe, first: bool | None) -> tuple[int
     x = torch.ones(8, layer.in_features).requires_grad_()
     plan = layer._config(recipe)
     specs = {fmt.spec for fmt, _ in plan.weight.casts}
-    with Casts() as casts, autocast(recipe=recipe):
+    with CountCasts() as casts, autocast(recipe=recipe):
         y = layer(x, is_first_microbatch=first)
     inputs = Counter((fmt.spec, dim) for fmt, dim in plan.input.casts)
-    casts.seen.subtract(inputs)
-    return sum(number for (spec, _), number in casts.seen.items() if spec in specs), y.detach()
+    casts.formats.subtract(inputs)
+    return sum(number for (spec, _), number in casts.formats.items() if spec in specs), y.detach()
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 def test_microbatches(recipe: Recipe) -> None:
     """True casts the weight, False reuses it so long as the parameter is the same, None casts and keeps nothing."""
     layer = Linear(48, 40)
@@ -695,7 +565,7 @@ def test_microbatches(recipe: Recipe) -> None:
     assert run(False)[0] == casts
 
 
-@for_each(STATELESS)
+@for_each(STATELESS_LINEAR)
 def test_microbatches_compute_the_same(recipe: Recipe) -> None:
     """With a kept weight the numbers are those without, in inference first and in training."""
     layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
@@ -714,7 +584,7 @@ def layer_call(layer: Linear, x: Tensor, recipe: Recipe, first: bool | None) -> 
     return y
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 @pytest.mark.parametrize("first", [None, True], ids=["plain", "microbatch"])
 def test_inference_before_training(first: bool | None, recipe: Recipe) -> None:
     """A layer may run under ``inference_mode`` first: what it makes there does not stop it from training later."""
@@ -741,52 +611,12 @@ def test_microbatches_of_inference_parameters() -> None:
 # ---- What is kept between forward and backward ----------------------------------------------------------------------
 
 
-class Storages(TorchDispatchMode):
-    """Remembers each storage that an operation returns, weakly, with its size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        return out
-
-    def alive(self, apart_from: Iterable[Tensor] = ()) -> list[int]:
-        """Sizes of the distinct storages that still exist, empty ones and those of ``apart_from`` left out.
-
-        No garbage is collected first: what only a collection frees is memory that training holds for a while.
-        """
-        others = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in apart_from}
-        found = {ref.cdata: size for ref, size in self.sizes.items() if not ref.expired() and ref.cdata not in others}
-        return sorted(size for size in found.values() if size)
-
-
-def up(x: int, block: int) -> int:
-    """Blocks in ``x``."""
-    return -(-x // block)
-
-
-def kept_bytes(name: str, M: int, K: int, N: int) -> tuple[list[int], list[int]]:
-    """Bytes of what backward needs of the input [M, K] and the weight [N, K]: codes, scales and an fp32 amax."""
-    return {
-        "delayed": ([M * K, 4], [N * K, 4]),
-        "current": ([M * K, 4], [N * K, 4]),
-        "block": ([M * K, 4 * up(M, 128) * K], [N * K, 4 * up(N, 128) * up(K, 128)]),
-        "mxfp8": ([M * K, up(M, 32) * K], [N * K, up(N, 32) * K]),
-        "nvfp4": ([M * K // 2, up(M, 16) * K, 4], [N * K // 2, up(N, 16) * up(K, 16), 4]),
-    }[name]
-
-
 KEEPS = ["both", "input", "weight", "original", "nothing", "dequantized"]
 
 
 @pytest.mark.parametrize(
-    ("name", "keeps"), [(name, keeps) for name in NAMED for keeps in KEEPS if (name, keeps) != ("delayed", KEEPS[-1])]
+    ("name", "keeps"),
+    [(name, keeps) for name in LINEAR_NAMED for keeps in KEEPS if (name, keeps) != ("delayed", KEEPS[-1])],
 )
 def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
     """Between forward and backward live the codes and scales that backward reads, once, and nothing else.
@@ -795,7 +625,7 @@ def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
     that any operation in forward returned and that are still alive, wherever they are referred to from.
     """
     M, K, N = 48, 160, 96
-    recipe = NAMED[name]
+    recipe = LINEAR_NAMED[name]
     if keeps == "dequantized":
         recipe = replace(recipe, backward_override="dequantized")  # type: ignore[type-var]
     layer = Linear(K, N, save_original_input=keeps == "original")
@@ -808,11 +638,11 @@ def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
             y = layer(x)
         del x
     mine = [*layer.parameters(), *layer.buffers()]
-    of_x, of_w = kept_bytes(name, M, K, N)
+    of_x, of_w = operand_bytes(name, M, K, N)
     if keeps == "dequantized":
-        rows = {"block": 4 * M * up(K, 128), "mxfp8": M * up(K, 32), "nvfp4": M * up(K, 16)}
+        rows = {"block": 4 * M * blocks_in(K, 128), "mxfp8": M * blocks_in(K, 32), "nvfp4": M * blocks_in(K, 16)}
         of_x = [of_x[0], rows.get(name, 4), *of_x[2:]]
-        of_w = [of_w[0], N * up(K, 32)] if name == "mxfp8" else of_w
+        of_w = [of_w[0], N * blocks_in(K, 32)] if name == "mxfp8" else of_w
     if keeps == "original":
         # The input, and what casts it as forward did.
         of_x = [2 * M * K, 4] if name == "delayed" else [2 * M * K]
@@ -887,7 +717,7 @@ def trained(recipe: Recipe, **kwargs: Any) -> Linear:
     return layer
 
 
-@for_each(RECIPES)
+@for_each(LINEAR_RECIPES)
 def test_state_dict_keys(recipe: Recipe) -> None:
     """Keys are those of ``nn.Linear``, and the histories' under delayed scaling, before and after training."""
     extra = HISTORY_KEYS if linear_config(recipe).delayed is not None else set()
@@ -897,7 +727,7 @@ def test_state_dict_keys(recipe: Recipe) -> None:
     assert set(trained(recipe).state_dict()) == {"weight", "bias"} | extra
 
 
-@for_each(RECIPES)
+@for_each(LINEAR_RECIPES)
 def test_loading_from_and_to_nn_linear(recipe: Recipe) -> None:
     """Strict loading works from an ``nn.Linear`` under any recipe, and back where there are no histories."""
     plain, layer = nn.Linear(37, 53), trained(recipe)
@@ -969,7 +799,7 @@ def test_history_of_another_length(length: int) -> None:
     assert torch.equal(new[: min(4, length)], old[: min(4, length)]) and not new[4:].any()
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 @pytest.mark.parametrize(
     "copier", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
 )
@@ -1030,7 +860,7 @@ def test_histories_stay_fp32(convert: Callable[[nn.Module], nn.Module]) -> None:
         assert value.dtype == FP32 and torch.equal(value, before[key])
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 def test_meta_device(recipe: Recipe) -> None:
     """Built without memory, materialised and initialised: the layer is one that was built on the device."""
     with torch.device("meta"):
@@ -1077,7 +907,7 @@ MISTAKES: list[tuple[str, Tensor, type[Exception], str]] = [
 ]
 
 
-@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize(("x", "error", "match"), [row[1:] for row in MISTAKES], ids=[name for name, *_ in MISTAKES])
 def test_bad_input(x: Tensor, error: type[Exception], match: str, recipe: Recipe | None) -> None:
     """What a layer cannot take raises what its docstring says, with the layer's name and the number."""
@@ -1105,7 +935,7 @@ def test_two_dtypes_without_a_recipe() -> None:
         assert layer(x).dtype == BF16
 
 
-@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 def test_forward_on_meta(recipe: Recipe | None) -> None:
     """Shapes and dtypes without numbers; ``torch.autocast`` does not know the device."""
     with torch.device("meta"):
@@ -1136,7 +966,7 @@ def test_unknown_recipe_name(wrong: str) -> None:
         Linear(4, 6, recipe=wrong)
 
 
-@for_each(RECIPES)
+@for_each(LINEAR_RECIPES)
 def test_zero_tokens(recipe: Recipe) -> None:
     """No tokens: an empty output and input gradient, zero gradients of weight and bias, and no damage to the state."""
     layer = Linear(37, 53)
@@ -1148,7 +978,7 @@ def test_zero_tokens(recipe: Recipe) -> None:
     assert all(value is not None and value.isfinite().all() for value in step(layer, x, dy, recipe))
 
 
-@for_each(RECIPES)
+@for_each(LINEAR_RECIPES)
 @pytest.mark.parametrize(("K", "N"), [(0, 4), (4, 0)])
 def test_zero_features(K: int, N: int, recipe: Recipe) -> None:
     """No input features: the bias. No output features: an empty output and zero input gradients."""
@@ -1161,7 +991,7 @@ def test_zero_features(K: int, N: int, recipe: Recipe) -> None:
     assert result.dw is not None and result.dw.shape == (N, K)
 
 
-FP8_RECIPES = {name: NAMED[name] for name in ("delayed", "current", "block", "mxfp8")}
+FP8_RECIPES = {name: LINEAR_NAMED[name] for name in ("delayed", "current", "block", "mxfp8")}
 
 
 @for_each(FP8_RECIPES)
@@ -1210,7 +1040,7 @@ def test_nan_weights(recipe: Recipe) -> None:
     assert step(layer, x, dy, recipe).y.isnan().all()
 
 
-@for_each({name: recipe for name, recipe in RECIPES.items() if name.startswith("nvfp4")})
+@for_each({name: recipe for name, recipe in LINEAR_RECIPES.items() if name.startswith("nvfp4")})
 def test_nan_has_no_4_bit_code(recipe: Recipe) -> None:
     """E2M1 has no NaN: docs/numerics.md gives +6, so that a NaN is a large number of its block, and nothing crashes."""
     layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
@@ -1245,7 +1075,7 @@ def views() -> Iterator[tuple[str, Callable[[], Tensor]]]:
     yield "one number expanded", lambda: torch.randn(()).expand(20, 37)
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 @pytest.mark.parametrize("view", [view for _, view in views()], ids=[name for name, _ in views()])
 def test_inputs_that_are_views(view: Callable[[], Tensor], recipe: Recipe) -> None:
     """A view gives what its contiguous copy gives, bit for bit; so does an expanded gradient.
@@ -1263,7 +1093,7 @@ def test_inputs_that_are_views(view: Callable[[], Tensor], recipe: Recipe) -> No
     model.assert_within(found.db[:, None], total, model.bound(total, FP32), "db")
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 def test_gradient_of_a_sum(recipe: Recipe) -> None:
     """``y.sum().backward()``, whose gradient is one number expanded, is a step with a gradient of ones."""
     layer, x = Linear(37, 53), torch.randn(20, 37)
@@ -1298,7 +1128,9 @@ def two_layers(
     return y.detach(), between[0], [x.grad, first.weight.grad, second.weight.grad, second.bias.grad, first.bias.grad]
 
 
-FUSED = NAMED | {name: RECIPES[name] for name in ("current pow2", "block f32 hybrid", "mxfp8 2d hybrid", "nvfp4 plain")}
+FUSED = LINEAR_NAMED | {
+    name: LINEAR_RECIPES[name] for name in ("current pow2", "block f32 hybrid", "mxfp8 2d hybrid", "nvfp4 plain")
+}
 
 
 @for_each(FUSED)
@@ -1312,9 +1144,9 @@ def test_quantized_between_two_layers(dtype: torch.dtype, recipe: Recipe) -> Non
     layers = Linear(48, 40), Linear(40, 24)
     twins = copy.deepcopy(layers)
     x, dy = torch.randn(32, 48, dtype=dtype), torch.randn(32, 24, dtype=dtype)
-    with Casts() as plain_casts:
+    with CountCasts() as plain_casts:
         y, between, grads = two_layers(layers, x, dy, recipe, fused=False)
-    with Casts() as fused_casts:
+    with CountCasts() as fused_casts:
         fused_y, fused_between, fused_grads = two_layers(twins, x, dy, recipe, fused=True)
     assert torch.equal(y, fused_y)
     for expected, found in zip(grads[:-1], fused_grads[:-1], strict=True):
@@ -1322,10 +1154,10 @@ def test_quantized_between_two_layers(dtype: torch.dtype, recipe: Recipe) -> Non
     assert isinstance(fused_between, QuantizedTensor) and fused_between.shape == between.shape
     assert fused_grads[-1] is not None
     assert torch.equal(fused_grads[-1], fused_between.dequantize().sum(0).float())
-    assert fused_casts.seen.total() == plain_casts.seen.total()
+    assert fused_casts.formats.total() == plain_casts.formats.total()
 
 
-@for_each({name: NAMED[name] for name in ("current", "block", "mxfp8", "nvfp4")})
+@for_each({name: LINEAR_NAMED[name] for name in ("current", "block", "mxfp8", "nvfp4")})
 def test_quantized_output_is_the_cast_of_the_output(recipe: Recipe) -> None:
     """The operands of a quantized output are the cast of the plain output, in both orientations, 3-D inputs too."""
     layer, x = Linear(48, 40), torch.randn(2, 16, 48, dtype=BF16)
@@ -1341,7 +1173,7 @@ def test_quantized_output_is_the_cast_of_the_output(recipe: Recipe) -> None:
     assert torch.equal(y.dequantize(), expected.dequantize().reshape(y.shape))
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 def test_quantized_output_into_another_module(recipe: Recipe) -> None:
     """What reads a quantized output as a tensor gets its values, and its gradient reaches the layer."""
     layer, x = Linear(48, 40), torch.randn(32, 48)
@@ -1361,7 +1193,7 @@ def test_quantized_output_into_another_module(recipe: Recipe) -> None:
     assert layer.bias.grad is not None and torch.equal(layer.bias.grad, mask.sum(0))
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 def test_permuted_quantized_output(recipe: Recipe) -> None:
     """A quantized output whose rows were permuted is read by its values: its operands are those of another matrix."""
     first, second, x = Linear(48, 40), Linear(40, 24), torch.randn(4, 8, 48)
@@ -1371,7 +1203,7 @@ def test_permuted_quantized_output(recipe: Recipe) -> None:
         assert torch.equal(second(hidden.transpose(0, 1)), expected)
 
 
-@for_each({name: NAMED[name] for name in ("current", "block", "mxfp8", "nvfp4")})
+@for_each({name: LINEAR_NAMED[name] for name in ("current", "block", "mxfp8", "nvfp4")})
 def test_permuted_quantized_gradient(recipe: Recipe) -> None:
     """A quantized gradient that autograd permutes on its way to the next layer is read by its values."""
     first, second, x = Linear(48, 40), Linear(40, 24), torch.randn(4, 8, 48)
@@ -1397,7 +1229,7 @@ def step_of(values: Tensor, operand: Operand) -> Tensor:
     return (exponent - mantissa).exp2() * unit
 
 
-@for_each(NAMED)
+@for_each(LINEAR_NAMED)
 def test_quantized_gradient_of_a_leaf_accumulates(recipe: Recipe) -> None:
     """The gradients of two backwards into an input add up.
 
@@ -1418,19 +1250,19 @@ def test_quantized_gradient_of_a_leaf_accumulates(recipe: Recipe) -> None:
     assert (error <= limit).all() and error.any()
 
 
-@for_each({name: recipe for name, recipe in STATELESS.items() if not name.startswith("custom")})
+@for_each({name: recipe for name, recipe in STATELESS_LINEAR.items() if not name.startswith("custom")})
 def test_quantized_weight(recipe: Recipe) -> None:
     """A weight that is quantized already gives the bits of a layer that casts it, and is not cast again."""
     layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
     plan, twin = layer._config(recipe), copy.deepcopy(layer)
     twin.weight = nn.Parameter(quantize(layer.weight.detach(), plan.weight))
     plain = step(layer, x, dy, recipe)
-    with Casts() as casts:
+    with CountCasts() as casts:
         result = step(twin, x, dy, recipe)
     for expected, found in zip(plain, result, strict=True):
         assert expected is not None and found is not None and torch.equal(expected, found)
     activations = Counter((f.spec, dim) for q in (plan.input, plan.grad_output) for f, dim in q.casts)
-    assert casts.seen == activations
+    assert casts.formats == activations
 
 
 @pytest.mark.parametrize("recipe", ["none", None])
@@ -1492,7 +1324,7 @@ def test_calibration_leaves_a_layer_without_recipe_alone() -> None:
 # ---- How the parameters are kept and start --------------------------------------------------------------------------
 
 
-@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize("bias", [True, False])
 def test_return_bias(bias: bool, recipe: Recipe | None) -> None:
     """The bias is handed back, not added, and gets a gradient from what the caller does with it."""
@@ -1512,7 +1344,7 @@ def test_return_bias(bias: bool, recipe: Recipe | None) -> None:
 SPLIT = {"query": 16, "key": 0, "value": 5}
 
 
-@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize("bias", [True, False])
 def test_parameters_split(bias: bool, recipe: Recipe | None) -> None:
     """Several parameters, one product: the start, the output and the gradients of the unsplit layer."""
@@ -1618,7 +1450,7 @@ def as_float(parameter: Tensor) -> Tensor:
     return parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
 
 
-@for_each(NAMED | {"none": None})  # type: ignore[dict-item]
+@for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize("quantized", [False, True], ids=["", "quantized"])
 @pytest.mark.parametrize("init", [None, nn.init.xavier_normal_])
 @pytest.mark.parametrize("split", [None, SPLIT])

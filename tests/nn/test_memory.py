@@ -15,23 +15,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifloat.autocast import autocast
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_attention import MultiheadAttention
-from minifloat.nn.prepare import prepare
 from minifloat.nn.transformer_layer import TransformerLayer
-from minifloat.recipe import DelayedScaling, Recipe, named
-from tests.nn.test_linear import Storages, kept_bytes
+from minifloat.recipe import Recipe
+from tests.helpers.memory import operand_bytes, saved_sizes
+from tests.helpers.recipes import NAMED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16 = torch.bfloat16
 LAYERS, ROWS, WIDTH = 4, 512, 128
-NAMED: dict[str, Recipe] = {name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")}
-RECIPES: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=4)} | NAMED
-RECIPES |= {
+RECIPES = NAMED | {
     f"{name} {override}": replace(NAMED[name], backward_override=override)  # type: ignore[type-var]
     for name, override in (("current", "dequantized"), ("mxfp8", "dequantized"), ("mxfp8", "high_precision"))
 }
@@ -47,24 +44,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "MultiheadAttention norm": lambda: MultiheadAttention(WIDTH, 4, input_layernorm=True, params_dtype=BF16),
     "TransformerLayer": lambda: TransformerLayer(WIDTH, 4 * WIDTH, 4, params_dtype=BF16),
 }
-
-
-def kept(model: nn.Module, x: Tensor, recipe: Recipe | None, backward: bool = True) -> list[int]:
-    """Sizes of what lives between forward and backward; the output, parameters and buffers are not counted.
-
-    ``backward`` runs it, after which nothing may live but gradients.
-    """
-    if recipe is not None:
-        prepare(model, recipe)
-    with Storages() as storages, autocast(enabled=recipe is not None, recipe=recipe):
-        y = model(x * 1)
-    mine = [*model.parameters(), *model.buffers()]
-    sizes = storages.alive([y, *mine])
-    if backward:
-        y.sum().backward()
-        del y
-        assert storages.alive([p.grad for p in mine if p.grad is not None] + mine) == []
-    return sizes
 
 
 def leaf(module: str, rows: int = ROWS) -> Tensor:
@@ -86,9 +65,9 @@ def test_never_more_than_bf16(module: str, recipe: Recipe) -> None:
     x = leaf(module)
     model = nn.Sequential(*(MODULES[module]() for _ in range(LAYERS)))
     if module not in _bf16:
-        _bf16[module] = sum(kept(model, x, None, backward=False))
+        _bf16[module] = sum(saved_sizes(model, x, None, backward=False))
     scales = 12 * 2 * LAYERS if "checkpoint" in module and recipe is RECIPES["delayed"] else 0
-    assert sum(kept(model, x, recipe, backward=False)) <= _bf16[module] + scales
+    assert sum(saved_sizes(model, x, recipe, backward=False)) <= _bf16[module] + scales
 
 
 # ---- formulas ----
@@ -97,7 +76,7 @@ def test_never_more_than_bf16(module: str, recipe: Recipe) -> None:
 def kept_by_linear(name: str, M: int, K: int, N: int) -> list[int]:
     """Bytes of a linear's operands, X [M, K] and W [N, K]; NVFP4 stores whole groups of 16 rotated rows."""
     M = M + -M % 16 if name == "nvfp4" else M
-    return [size for sizes in kept_bytes(name, M, K, N) for size in sizes]
+    return [size for sizes in operand_bytes(name, M, K, N) for size in sizes]
 
 
 def kept_by_norm(M: int, K: int) -> list[int]:
@@ -114,7 +93,7 @@ def test_layernorm_linear_keeps(name: str, M: int) -> None:
     """X and the operands, and no high-precision result of the norm."""
     module = LayerNormLinear(64, 96, params_dtype=BF16)
     x = torch.randn(M, 64, dtype=BF16, requires_grad=True)
-    assert kept(module, x, RECIPES[name]) == sorted(kept_by_norm(M, 64) + kept_by_linear(name, M, 64, 96))
+    assert saved_sizes(module, x, RECIPES[name]) == sorted(kept_by_norm(M, 64) + kept_by_linear(name, M, 64, 96))
 
 
 @pytest.mark.parametrize("M", [1, 48, 160])
@@ -127,7 +106,7 @@ def test_layernorm_mlp_keeps(name: str, gated: bool, M: int) -> None:
     x = torch.randn(M, K, dtype=BF16, requires_grad=True)
     H = (1 + gated) * F
     operands = kept_by_linear(name, M, K, H) + kept_by_linear(name, M, F, K)
-    assert kept(module, x, RECIPES[name]) == sorted([*kept_by_norm(M, K), 2 * M * H, *operands])
+    assert saved_sizes(module, x, RECIPES[name]) == sorted([*kept_by_norm(M, K), 2 * M * H, *operands])
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -135,7 +114,7 @@ def test_checkpoint_keeps_the_input_alone(name: str) -> None:
     """X, and a copy of each linear's forward scales under delayed scaling; no operand."""
     module = LayerNormMLP(64, 96, checkpoint=True, params_dtype=BF16)
     x = torch.randn(160, 64, dtype=BF16, requires_grad=True)
-    sizes = kept(module, x, RECIPES[name])
+    sizes = saved_sizes(module, x, RECIPES[name])
     assert max(sizes) == 2 * 160 * 64 and sum(sizes) <= 2 * 160 * 64 + 128
 
 
@@ -146,6 +125,6 @@ def test_frozen_parts_keep_less(name: str, frozen: str) -> None:
     module = LayerNormLinear(64, 96, params_dtype=BF16)
     x = torch.randn(160, 64, dtype=BF16, requires_grad=frozen != "norm and x")
     (module.norm if frozen == "norm and x" else module.linear).requires_grad_(False)
-    of_x, of_w = kept_bytes(name, 160, 64, 96)
+    of_x, of_w = operand_bytes(name, 160, 64, 96)
     expected: Any = of_x if frozen == "norm and x" else kept_by_norm(160, 64) + of_w
-    assert kept(module, x, RECIPES[name]) == sorted(expected)
+    assert saved_sizes(module, x, RECIPES[name]) == sorted(expected)

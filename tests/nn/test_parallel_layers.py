@@ -12,20 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from minifloat import (
-    MultiheadAttention,
-    QuantizedTensor,
-    TransformerLayer,
-    autocast,
-    prepare,
-    quantized_model_init,
-)
+from minifloat import MultiheadAttention, QuantizedTensor, TransformerLayer, autocast, prepare, quantized_model_init
 from minifloat.functional.gathered import Gathered
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
+from tests.helpers.recipes import NAMED
 from tests.helpers.tensor_parallel_layers import (
     BATCH,
     FFN,
@@ -41,8 +35,6 @@ from tests.helpers.tensor_parallel_layers import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
-DELAYED = DelayedScaling(amax_history_len=3)
-RECIPES: dict[str, Recipe] = {"delayed": DELAYED} | {n: named(n) for n in ("current", "block", "mxfp8", "nvfp4")}
 LLAMA: dict[str, Any] = {"num_gqa_groups": 4, "normalization": "RMSNorm", "activation": "swiglu", "bias": False}
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
 LENGTH = 7
@@ -108,7 +100,7 @@ def test_batch_first(worker_pool: Pools) -> None:
 
 @SEQUENCE
 @pytest.mark.parametrize("rows", [(3, 4), (64, 64), (65, 62), (0, 5)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+@pytest.mark.parametrize("recipe", NAMED.values(), ids=NAMED.keys())
 def test_numbers(worker_pool: Pools, recipe: Recipe, rows: tuple[int, ...], sequence_parallel: bool) -> None:
     """Two ranks add in one order only: outputs, gradients and delayed scaling's state are the oracle's, to the bit."""
     scales = (1.0, 8.0, 0.25, 3.0, 1.0) if isinstance(recipe, DelayedScaling) and sum(rows) < 20 else (1.0,)
@@ -121,7 +113,7 @@ def test_numbers(worker_pool: Pools, recipe: Recipe, rows: tuple[int, ...], sequ
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [(1, 1), (7, 7), (127, 127), (128, 128), (129, 129), (1000, 1000)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+@pytest.mark.parametrize("recipe", NAMED.values(), ids=NAMED.keys())
 def test_numbers_of_more_rows(worker_pool: Pools, recipe: Recipe, rows: tuple[int, ...]) -> None:
     """The same."""
     test_numbers(worker_pool, recipe, rows, True)
@@ -129,7 +121,7 @@ def test_numbers_of_more_rows(worker_pool: Pools, recipe: Recipe, rows: tuple[in
 
 @SEQUENCE
 @pytest.mark.parametrize("options", [{"fuse_qkv_params": True}, {"qk_norm_type": "RMSNorm"}], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+@pytest.mark.parametrize("recipe", NAMED.values(), ids=NAMED.keys())
 def test_attention_numbers(
     worker_pool: Pools, recipe: Recipe, options: dict[str, Any], sequence_parallel: bool
 ) -> None:
@@ -169,7 +161,7 @@ def _start(rank: int, size: int, case: Case) -> Any:
 
 
 @SEQUENCE
-@pytest.mark.parametrize("recipe", [None, *RECIPES.values()], ids=["none", *RECIPES])
+@pytest.mark.parametrize("recipe", [None, *NAMED.values()], ids=["none", *NAMED])
 def test_what_was_gathered_is_freed(worker_pool: Pools, recipe: Recipe | None, sequence_parallel: bool) -> None:
     """Each gathered operand is dead right after the product that reads it, and at most two live at a time."""
     case = Case(rows=(32, 33), sequence_parallel=sequence_parallel, recipe=recipe, dtype=torch.bfloat16)
@@ -195,7 +187,7 @@ def _gathered(rank: int, size: int, case: Case) -> tuple[int, int, int]:
     Gathered.along = along  # type: ignore[method-assign]
     try:
         x = case.share(x)[rank].requires_grad_()
-        with autocast(enabled=case.recipe is not None, recipe=case.recipe or DELAYED):
+        with autocast(enabled=case.recipe is not None, recipe=case.recipe or NAMED["delayed"]):
             y = layer(x, **case.arguments(uneven=True))
         after = sum(each() is not None for each in seen)
         y.backward(case.share(dy)[rank])
@@ -300,7 +292,7 @@ def _quantized(rank: int, size: int, case: Case) -> list[dict[str, Tensor]]:
 @SEQUENCE
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
 def test_compiles_to_one_graph(worker_pool: Pools, name: str, sequence_parallel: bool) -> None:
-    case = Case(rows=(5, 6), sequence_parallel=sequence_parallel, recipe=RECIPES.get(name), options=LLAMA, rotary=True)
+    case = Case(rows=(5, 6), sequence_parallel=sequence_parallel, recipe=NAMED.get(name), options=LLAMA, rotary=True)
     for found, wanted in worker_pool(2).run(_compiled, case):
         assert_same(found, wanted)
 

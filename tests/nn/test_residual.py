@@ -16,18 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat import Linear, MultiheadAttention, TransformerLayer, autocast
 from minifloat.recipe import DelayedScaling, Recipe, named
+from tests.helpers.fused_cases import LinearCase, MLPCase, unfused
 from tests.helpers.fused_model import Model, assert_same, run
-from tests.nn.test_layernorm_linear import NAMED, RECIPES, Case, apart, for_each, steps_of
-from tests.nn.test_layernorm_mlp import MLP
-from tests.nn.test_linear import Storages
-from tests.nn.test_memory import kept
+from tests.helpers.memory import Storages, saved_sizes
+from tests.helpers.recipes import FUSED_RECIPES, NAMED, batch_scales, for_each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP32 = torch.bfloat16, torch.float32
-BOTH: dict[str, Case] = {"LayerNormLinear": Case(), "LayerNormMLP": MLP(norm="RMSNorm")}
+BOTH: dict[str, LinearCase] = {"LayerNormLinear": LinearCase(), "LayerNormMLP": MLPCase(norm="RMSNorm")}
 MODULES = pytest.mark.parametrize("case", BOTH.values(), ids=BOTH.keys())
-SOME = {name: RECIPES[name] for name in (*NAMED, "current high precision", "hybrid delayed weight")}
+SOME = {name: FUSED_RECIPES[name] for name in (*NAMED, "current high precision", "hybrid delayed weight")}
 SIZES: dict[str, Any] = {"hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -41,12 +40,12 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 
 @for_each(SOME)
 @MODULES
-def test_numbers(case: Case, recipe: Recipe) -> None:
+def test_numbers(case: LinearCase, recipe: Recipe) -> None:
     """Y, S and all gradients, with a residual and without: the bits of the model by hand, delayed state included."""
     for with_residual, with_norm in ((True, False), (True, True), (False, False)):
         module = case.module(return_layernorm_output=with_norm)
         model = Model(module, recipe)
-        for scale in steps_of(recipe):
+        for scale in batch_scales(recipe):
             x, dy = case.batch(scale)
             ds, dn = torch.randn_like(x), torch.randn_like(x) if with_norm else None
             residual = torch.randn_like(x) if with_residual else None
@@ -58,7 +57,7 @@ def test_numbers(case: Case, recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("lead", [(0,), (), (2, 3)], ids=str)
 @MODULES
-def test_shapes_and_special_values(case: Case, lead: tuple[int, ...]) -> None:
+def test_shapes_and_special_values(case: LinearCase, lead: tuple[int, ...]) -> None:
     """No rows, a vector, more dims; sums that are NaN, zero or infinite."""
     for dtype in (BF16, FP32):
         kind = type(case)(lead, norm=case.norm, dtype=dtype)
@@ -72,13 +71,13 @@ def test_shapes_and_special_values(case: Case, lead: tuple[int, ...]) -> None:
 
 @for_each({name: recipe for name, recipe in NAMED.items() if name != "delayed"} | {"no recipe": None})  # type: ignore[dict-item]
 @MODULES
-def test_part_by_part(case: Case, recipe: Recipe | None) -> None:
+def test_part_by_part(case: LinearCase, recipe: Recipe | None) -> None:
     """A hook on a part: the same bits in forward, and gradients but for one rounding more of dX."""
     case = type(case)(dtype=FP32) if recipe is None else case
     module, (x, dy) = case.module(return_layernorm_output=True), case.batch()
     residual, ds = torch.randn_like(x), torch.randn_like(x)
     options = {"dn": torch.randn_like(x), "residual": residual, "ds": ds}
-    found, parts = (run(each, x, dy, recipe, **options) for each in (module, apart(module)))
+    found, parts = (run(each, x, dy, recipe, **options) for each in (module, unfused(module)))
     alone = run(module, x, dy, recipe, **options | {"ds": torch.zeros_like(x)})["x"].float()
     rounding = torch.finfo(case.dtype).eps
     bound = rounding * (alone.abs() + (alone + ds.float()).abs())
@@ -89,7 +88,7 @@ def test_part_by_part(case: Case, recipe: Recipe | None) -> None:
 
 @for_each({name: NAMED[name] for name in ("delayed", "block")})
 @MODULES
-def test_some_gradients(case: Case, recipe: Recipe) -> None:
+def test_some_gradients(case: LinearCase, recipe: Recipe) -> None:
     """Where only S is used, its gradient is that of both addends; where nothing needs one, S has none either."""
     module = case.module(recipe=recipe)
     data, _ = case.batch()
@@ -116,7 +115,7 @@ def test_some_gradients(case: Case, recipe: Recipe) -> None:
 
 
 @MODULES
-def test_other_dtypes(case: Case) -> None:
+def test_other_dtypes(case: LinearCase) -> None:
     """What the kernel cannot add PyTorch does, as before: under ``torch.autocast``, mixed dtypes, quantized X."""
     module, (data, _) = case.module(recipe="current"), case.batch()
     for autocasts, of_x, of_residual in ((True, FP32, BF16), (True, FP32, FP32), (False, BF16, FP32)):
@@ -138,7 +137,7 @@ def test_other_dtypes(case: Case) -> None:
 
 @pytest.mark.parametrize("recipe", [None, "current"])
 @MODULES
-def test_another_shape_is_refused(case: Case, recipe: str | None) -> None:
+def test_another_shape_is_refused(case: LinearCase, recipe: str | None) -> None:
     module, (x, _) = case.module(recipe=recipe, name="block").to(BF16), case.batch()
     with pytest.raises(ValueError, match=r"'block.*residual has shape \(48,\) but the input \(17, 48\)"):
         module(x, residual=x[0])
@@ -166,11 +165,11 @@ def test_compiled(name: str, with_residual: bool) -> None:
 @for_each(NAMED)
 def test_checkpoint(recipe: Recipe) -> None:
     """Y, S and gradients are those without a checkpoint; S alone is kept."""
-    plain = MLP().module(recipe=recipe)
-    saving = MLP().module(recipe=recipe, checkpoint=True)
+    plain = MLPCase().module(recipe=recipe)
+    saving = MLPCase().module(recipe=recipe, checkpoint=True)
     saving.load_state_dict(plain.state_dict())
     for _ in range(2):
-        x, dy = MLP().batch()
+        x, dy = MLPCase().batch()
         more = {"residual": torch.randn_like(x), "ds": torch.randn_like(x)}
         assert_same(run(saving, x, dy, None, **more), run(plain, x, dy, None, **more))
     assert_same(dict(saving.state_dict()), dict(plain.state_dict()))
@@ -274,7 +273,7 @@ def test_a_layer_keeps_no_more(kind: str, recipe: Recipe) -> None:
     for part in (seen.self_attention, seen.layernorm_mlp):
         part.register_forward_pre_hook(lambda *_: None)
     (x,) = leaves(torch.randn(64, 4, 32, dtype=BF16))
-    assert kept(layer, x, recipe) == kept(seen, x, recipe)
+    assert saved_sizes(layer, x, recipe) == saved_sizes(seen, x, recipe)
 
 
 def test_parts_that_were_replaced() -> None:

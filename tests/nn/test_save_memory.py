@@ -17,11 +17,11 @@ from minifloat import LayerNormLinear, LayerNormMLP, TransformerLayer
 from minifloat.nn.prepare import prepare
 from minifloat.ops.matmul import count_gemms
 from minifloat.recipe import Recipe
+from tests.helpers.fused_cases import LINEAR_CASES, LinearCase, MLPCase
 from tests.helpers.fused_model import assert_same, run
-from tests.nn.test_layernorm_linear import CASES, NAMED, RECIPES, Case, for_each
-from tests.nn.test_layernorm_mlp import MLP
+from tests.helpers.recipes import FUSED_RECIPES, NAMED, for_each
 
-CASE = MLP(activation="swiglu")
+CASE = MLPCase(activation="swiglu")
 BOTH = {"recompute_norm": True, "recompute_activation": True}
 
 
@@ -45,7 +45,7 @@ def assert_steps(plain: nn.Module, saving: nn.Module, device: str = "cpu") -> No
         assert_same(dict(saving.state_dict()), dict(plain.state_dict()))
 
 
-@for_each(RECIPES)
+@for_each(FUSED_RECIPES)
 def test_mlp(recipe: Recipe) -> None:
     assert_steps(*twins(recipe))
 
@@ -56,14 +56,16 @@ def test_mlp_on_a_gpu(recipe: Recipe) -> None:
     assert_steps(*twins(recipe, "cuda"), "cuda")
 
 
-def linears(case: Case, recipe: Recipe, device: str = "cpu", **options: Any) -> tuple[LayerNormLinear, LayerNormLinear]:
+def linears(
+    case: LinearCase, recipe: Recipe, device: str = "cpu", **options: Any
+) -> tuple[LayerNormLinear, LayerNormLinear]:
     plain = case.module(recipe=recipe, **options)
     saving = case.module(recipe=recipe, recompute_norm=True, **options)
     saving.load_state_dict(plain.state_dict())
     return plain.to(device), saving.to(device)
 
 
-def assert_linears(plain: LayerNormLinear, saving: LayerNormLinear, case: Case, device: str = "cpu") -> None:
+def assert_linears(plain: LayerNormLinear, saving: LayerNormLinear, case: LinearCase, device: str = "cpu") -> None:
     """Three steps, with a residual stream, and with the norm's result where that is returned."""
     for scale in (1.0, 4.0, 0.5):
         x, dy = case.batch(scale, device)
@@ -84,9 +86,9 @@ def assert_linears(plain: LayerNormLinear, saving: LayerNormLinear, case: Case, 
 
 @pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True}], ids=["alone", "norm returned"])
 @pytest.mark.parametrize("name", ["2d", "3d fp32", "one row fp16", "127 rows bf16 parameters", "empty"])
-@for_each(RECIPES)
+@for_each(FUSED_RECIPES)
 def test_linear(recipe: Recipe, name: str, options: dict[str, Any]) -> None:
-    assert_linears(*linears(CASES[name], recipe, **options), CASES[name])
+    assert_linears(*linears(LINEAR_CASES[name], recipe, **options), LINEAR_CASES[name])
 
 
 @pytest.mark.gpu
@@ -95,7 +97,7 @@ def test_linear(recipe: Recipe, name: str, options: dict[str, Any]) -> None:
 @for_each(NAMED)
 def test_linear_on_a_gpu(recipe: Recipe, width: int, options: dict[str, Any]) -> None:
     """What forward and backward norm has one order of sums, in whichever kernel, with a residual and without."""
-    case = Case((130,), width, 64, norm="RMSNorm" if width == 4096 else "LayerNorm")
+    case = LinearCase((130,), width, 64, norm="RMSNorm" if width == 4096 else "LayerNorm")
     assert_linears(*linears(case, recipe, "cuda", **options), case, "cuda")
 
 

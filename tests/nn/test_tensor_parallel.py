@@ -12,18 +12,17 @@ from torch import Tensor
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
+from tests.helpers.recipes import LINEAR_RECIPES, NAMED
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results, expected, gathered, linears_of, run_case
 from tests.helpers.tensor_parallel_oracle import in_rank_order, order_bound
-from tests.nn.test_linear import RECIPES as LINEAR_RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 BF16, FP32 = torch.bfloat16, torch.float32
-DELAYED = DelayedScaling(amax_history_len=3)
-NAMED: dict[str, Recipe | None] = {"none": None, "delayed": DELAYED} | {
-    name: named(name) for name in ("current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6")
-}
-RECIPES: dict[str, Recipe] = {name: recipe for name, recipe in LINEAR_RECIPES.items() if name not in NAMED} | {
+NAMED_OR_NONE: dict[str, Recipe | None] = (
+    {"none": None} | NAMED | {name: named(name) for name in ("rowwise", "mxfp4", "mxfp6")}
+)
+RECIPES: dict[str, Recipe] = {name: recipe for name, recipe in LINEAR_RECIPES.items() if name not in NAMED_OR_NONE} | {
     "mxfp8 dequantized": replace(named("mxfp8"), backward_override="dequantized"),  # type: ignore[type-var]
     "block x 2d dequantized": replace(LINEAR_RECIPES["block x 2d"], backward_override="dequantized"),  # type: ignore[type-var]
     "nvfp4 high precision": replace(named("nvfp4"), backward_override="high_precision"),  # type: ignore[type-var]
@@ -65,7 +64,7 @@ def scales_of(recipe: Recipe | None) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-@pytest.mark.parametrize("recipe", NAMED.values(), ids=NAMED.keys())
+@pytest.mark.parametrize("recipe", NAMED_OR_NONE.values(), ids=NAMED_OR_NONE.keys())
 def test_numbers(worker_pool: Pools, recipe: Recipe | None, rows: tuple[int, ...], kind: str) -> None:
     """Two ranks add in one order only: outputs, gradients and gathered operands are the oracle's, to the bit.
 
@@ -81,7 +80,7 @@ def test_numbers(worker_pool: Pools, recipe: Recipe | None, rows: tuple[int, ...
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [(129, 129), (1000, 1000), (1003, 997)], ids=str)
-@pytest.mark.parametrize("recipe", NAMED.values(), ids=NAMED.keys())
+@pytest.mark.parametrize("recipe", NAMED_OR_NONE.values(), ids=NAMED_OR_NONE.keys())
 def test_numbers_of_many_rows(
     worker_pool: Pools, recipe: Recipe | None, rows: tuple[int, ...], kind: str, sequence_parallel: bool
 ) -> None:
@@ -100,9 +99,9 @@ def test_numbers_of_more_recipes(worker_pool: Pools, recipe: Recipe, kind: str, 
 @pytest.mark.parametrize("kind", ["column", "row", "mlp"])
 @pytest.mark.parametrize(
     ("rows", "recipe"),
-    [((9, 0, 40), recipe) for recipe in NAMED.values()]
+    [((9, 0, 40), recipe) for recipe in NAMED_OR_NONE.values()]
     + [((17, 3, 30, 6), NAMED[name]) for name in ("block", "nvfp4")],
-    ids=[*NAMED, "four block", "four nvfp4"],
+    ids=[*NAMED_OR_NONE, "four block", "four nvfp4"],
 )
 def test_more_ranks(
     worker_pool: Pools, rows: tuple[int, ...], recipe: Recipe | None, kind: str, sequence_parallel: bool

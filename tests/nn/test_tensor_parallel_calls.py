@@ -30,14 +30,11 @@ from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, run
+from tests.helpers.recipes import NAMED
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EACH = pytest.mark.parametrize(
-    "recipe",
-    [None, DelayedScaling(amax_history_len=3), *(named(name) for name in ("current", "block", "mxfp8", "nvfp4"))],
-    ids=["none", "delayed", "current", "block", "mxfp8", "nvfp4"],
-)
+EACH = pytest.mark.parametrize("recipe", [None, *NAMED.values()], ids=["none", *NAMED])
 
 
 # ---- What is freed, and what runs beside what -----------------------------------------------------------------------

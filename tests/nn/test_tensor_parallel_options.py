@@ -21,15 +21,13 @@ from minifloat.recompute import checkpoint
 from minifloat.tensor import QuantizedTensor, quantize
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, run
+from tests.helpers.recipes import NAMED
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results
 from tests.helpers.tensor_parallel_oracle import shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 BF16, FP32 = torch.bfloat16, torch.float32
-NAMED: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=3)} | {
-    name: named(name) for name in ("current", "block", "mxfp8", "nvfp4")
-}
 EACH = pytest.mark.parametrize("recipe", [None, NAMED["delayed"], NAMED["nvfp4"]], ids=["none", "delayed", "nvfp4"])
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
 

@@ -18,11 +18,8 @@ from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers import tensor_parallel_oracle as oracle
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, fill, run
+from tests.helpers.recipes import FUSED_RECIPES, LINEAR_NAMED, LINEAR_RECIPES, batch_scales, for_each
 from tests.helpers.tensor_parallel_oracle import Group, in_rank_order, order_bound, shard, unshard
-from tests.nn.test_layernorm_linear import RECIPES as FUSED_RECIPES
-from tests.nn.test_layernorm_linear import for_each, steps_of
-from tests.nn.test_linear import NAMED
-from tests.nn.test_linear import RECIPES as LINEAR_RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
@@ -62,7 +59,7 @@ def oracle_state(model: oracle.Module) -> dict[str, Tensor]:
 
 def assert_one_rank(module: nn.Module, recipe: Recipe | None, dtype: torch.dtype, sequence: bool, mode: Any) -> None:
     model = oracle.of(module, Group(1, sequence), recipe, mode)
-    for scale in steps_of(recipe) if recipe is not None else (1.0,):
+    for scale in batch_scales(recipe) if recipe is not None else (1.0,):
         x, dy = (torch.randn(19, 24).mul(scale).to(dtype) for _ in range(2))
         (expected,) = oracle.step(model, [x], [dy])
         assert_same(run(module, x, dy, recipe), expected)
@@ -166,7 +163,7 @@ def test_a_fused_module_is_the_unsharded_one_in_fp32(kind: str, size: int, seque
         torch.testing.assert_close(together[name], value, rtol=1e-5, atol=2e-5)
 
 
-@for_each({name: NAMED[name] for name in ("delayed", "mxfp8")})
+@for_each({name: LINEAR_NAMED[name] for name in ("delayed", "mxfp8")})
 def test_a_column_parallel_output_is_that_of_the_unsharded_linear(recipe: Recipe) -> None:
     """Where a weight's shards have the scales of the whole: rows of a product depend on nothing else."""
     module = Linear(40, 64)
@@ -186,7 +183,7 @@ def test_sequence_parallel_changes_no_bits(kind: str, recipe: Recipe) -> None:
     """Who has which rows is no matter, except to sums over rows: gradients of norm and fc2's bias."""
     module = modules()[kind]
     split, (replicated, sequence) = (3, 16), (oracle.of(module, Group(2, on), recipe) for on in (False, True))
-    for scale in steps_of(recipe):
+    for scale in batch_scales(recipe):
         x, dy = (torch.randn(19, 24).mul(scale).bfloat16() for _ in range(2))
         one = oracle.step(replicated, [x, x], [dy, dy])
         other = oracle.step(sequence, x.split(split), dy.split(split))

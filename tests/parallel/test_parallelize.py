@@ -15,10 +15,11 @@ import minifloat
 from minifloat import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, autocast, prepare, quantized_model_init
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.parallel.parallelize import parallelize
-from minifloat.recipe import DelayedScaling, Recipe, named
+from minifloat.recipe import DelayedScaling, Recipe
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
+from tests.helpers.recipes import NAMED
 from tests.helpers.tensor_parallel_layers import BATCH, HIDDEN, Case, step
 
 LLAMA: dict[str, Any] = {"num_gqa_groups": 4, "normalization": "RMSNorm", "activation": "swiglu", "bias": False}
@@ -29,9 +30,7 @@ CASES = {
     "decoder": Case(encoder_rows=(5, 4), options={"layer_type": "decoder", "fuse_qkv_params": True}),
     "attention": Case("attention", options={"num_gqa_groups": 2}),
 }
-RECIPES: dict[str, Recipe | None] = {"none": None, "delayed": DelayedScaling(amax_history_len=3)} | {
-    name: named(name) for name in ("current", "block")
-}
+RECIPES: dict[str, Recipe | None] = {"none": None} | {name: NAMED[name] for name in ("delayed", "current", "block")}
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
 VOCABULARY, TOKENS = 26, 5
 
