@@ -14,7 +14,7 @@ from minifloat.quantizer import DTYPES
 from minifloat.tensor import operand_ops
 from minifloat.tensor.base import READS, WRITES, Handler, copied, count_writes, on_values, written_by
 from minifloat.tensor.quantized_tensor import QuantizedTensor
-from minifloat.tensor.writing import assign_all, write_all
+from minifloat.tensor.writing import assign_all
 
 
 def _handles(table: dict[Any, Handler], names: str) -> Callable[[Handler], Handler]:
@@ -144,7 +144,9 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     func(*tree_map_only(QuantizedTensor, value, args), **tree_map_only(QuantizedTensor, value, kwargs))
     written = {id(t): t for t in written_by(func, args, kwargs) if isinstance(t, QuantizedTensor)}
-    write_all(list(written.values()), [values[each] for each in written])
+    assign_all(list(written.values()), [values[each] for each in written])
+    for t in written.values():
+        t.source_version = None
     if not isinstance(args[0], Tensor):
         count_writes(written.values())
     return args[0] if func._schema.returns else None

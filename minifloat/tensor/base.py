@@ -115,12 +115,7 @@ class CodedTensor(torch.Tensor):
 
     def _buffers(self) -> dict[str, Tensor]:
         """Every tensor inside, by the name of its attribute."""
-        held = {
-            f"{slot}_{name}": getattr(operand, name)
-            for slot, operand in operand_ops.distinct(self._operands).items()
-            for name in operand_ops.BUFFERS
-        }
-        return {name: buffer for name, buffer in (held | {"scale": self.scale}).items() if buffer is not None}
+        return operand_ops.buffers(self._operands) | ({} if self.scale is None else {"scale": self.scale})
 
     def data_ptr(self) -> int:
         """0, by which PyTorch's Python code knows a tensor without memory of its own; to C++ code it raises."""
@@ -160,8 +155,7 @@ class CodedTensor(torch.Tensor):
                 "reshard() the module first, and write to the sharded parameter"
             )
         operand_ops.store(self._operands, operands, self._outside, noop_flag)
-        held = operand_ops.distinct(self._operands).values()
-        written = [buffer for operand in held for buffer in operand_ops.buffers(operand)]
+        written = operand_ops.buffers(self._operands).values()
         count_writes(buffer for buffer in (*written, *self._wholes) if not buffer.is_inference())
 
     def _same_form(self, other: CodedTensor) -> bool:

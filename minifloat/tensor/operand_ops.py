@@ -32,9 +32,10 @@ def distinct(operands: Quantized) -> dict[str, Operand]:
     return {slot: operand for slot, operand in slots if operand is not None}
 
 
-def buffers(operand: Operand) -> tuple[Tensor, ...]:
-    """The tensors that the operand has."""
-    return tuple(t for t in (operand.codes, operand.scale_inv, operand.amax) if t is not None)
+def buffers(operands: Quantized) -> dict[str, Tensor]:
+    """The tensors of the operands, called ``rowwise_codes`` and so on."""
+    named = {f"{slot}_{name}": getattr(o, name) for slot, o in distinct(operands).items() for name in BUFFERS}
+    return {name: buffer for name, buffer in named.items() if buffer is not None}
 
 
 def map_buffers(operand: Operand, function: Callable[[Tensor], Tensor]) -> Operand:

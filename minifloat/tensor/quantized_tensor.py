@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat.arguments import shown
-from minifloat.formats import COLUMNWISE
+from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import operand_ops
@@ -154,12 +154,8 @@ class QuantizedTensor(CodedTensor):
         wanted = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         held = self._operands.any
         kept: list[Operand | None] = []
-        for slot, usage, fmt in zip(
-            operand_ops.SLOTS,
-            (wanted.rowwise, wanted.columnwise),
-            (wanted.row_format, wanted.format(COLUMNWISE)),
-            strict=True,
-        ):
+        for slot, dim in zip(operand_ops.SLOTS, (ROWWISE, COLUMNWISE), strict=True):
+            usage, fmt = getattr(wanted, slot), wanted.format(dim)
             operand: Operand | None = getattr(self._operands, slot)
             if usage and operand is None and not (fmt.symmetric and held.format == fmt and not wanted.chained):
                 raise ValueError(
@@ -255,10 +251,11 @@ class QuantizedTensor(CodedTensor):
             return None
         shared = self._operands.rowwise is self._operands.columnwise
         part = self._like(Quantized(kept[0], kept[0] if shared else kept[1]), shape, stride)
-        held = operand_ops.distinct(self._operands).values()
-        others = [operand_ops.left_out(operand, begin, end) for operand in held]
+        others = [
+            operand_ops.left_out(operand, begin, end) for operand in operand_ops.distinct(self._operands).values()
+        ]
         part._outside = self._outside + tuple(codes for rest in others for codes in rest if codes.numel())
-        part._wholes = self._wholes + tuple(buffer for operand in held for buffer in operand_ops.buffers(operand))
+        part._wholes = (*self._wholes, *operand_ops.buffers(self._operands).values())
         return part
 
     # ---- torch's protocols ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -63,38 +64,20 @@ def assign_all(
     ready = [s._gathered() if isinstance(s, CodedTensor) and t._same_form(s) else None for t, s in pairs]
     missing = [i for i, operands in enumerate(ready) if operands is None]
     values = [s._values() if isinstance(s, CodedTensor) else s.detach() for s in (sources[i] for i in missing)]
+    written = [targets[i] for i in missing]
     fresh = iter(
-        _cast_all(
-            [targets[i] for i in missing], values, None if amaxes is None else [amaxes[i] for i in missing], noop_flag
+        cast(
+            [target._as_matrix(value) for target, value in zip(written, values, strict=True)],
+            [target.quantizer for target in written],
+            [target.scale for target in written],
+            [target.amax_group for target in written],
+            [None if amaxes is None else amaxes[i] for i in missing],
+            noop_flag,
         )
     )
     for (target, source), operands in zip(pairs, ready, strict=True):
         target._store(next(fresh) if operands is None else operands, noop_flag)
         target.source_version = version_of(source) if noop_flag is None else None  # the device knows whether
-
-
-def write_all(targets: Sequence[CodedTensor], values: Sequence[Tensor]) -> None:
-    """Quantizes values of no known source that broadcast to the logical shapes."""
-    for target, operands in zip(targets, _cast_all(targets, values), strict=True):
-        target._store(operands)
-        target.source_version = None
-
-
-def _cast_all(
-    targets: Sequence[CodedTensor],
-    values: Sequence[Tensor],
-    amaxes: Sequence[Amaxes | None] | None = None,
-    noop_flag: Tensor | None = None,
-) -> list[Quantized]:
-    """Operands of ``values`` in the form of those that ``targets`` hold."""
-    return cast(
-        [target._as_matrix(value) for target, value in zip(targets, values, strict=True)],
-        [target.quantizer for target in targets],
-        [target.scale for target in targets],
-        [target.amax_group for target in targets],
-        amaxes or [None] * len(targets),
-        noop_flag,
-    )
 
 
 def cast(
@@ -123,16 +106,14 @@ def cast(
                 f"{quantizer.row_format.spec} casts with a delayed scale and none is known; pass an fp32 [1] as in "
                 "quantize(x, quantizer, scale=scale)"
             )
-    levels = list(amaxes)
     unknown = [i for i, known in enumerate(amaxes) if known is None]
-    found = find_amaxes([xs[i] for i in unknown], [quantizers[i] for i in unknown])
-    by_group: dict[dist.ProcessGroup | None, list[int]] = {}
+    own = dict(zip(unknown, find_amaxes([xs[i] for i in unknown], [quantizers[i] for i in unknown]), strict=True))
+    by_group: dict[dist.ProcessGroup | None, list[int]] = defaultdict(list)
     for i in unknown:
-        by_group.setdefault(groups[i], []).append(i)
-    own = dict(zip(unknown, found, strict=True))
+        by_group[groups[i]].append(i)
     for group, those in by_group.items():
         reduced = reduce_amaxes([own[i] for i in those], [quantizers[i] for i in those], Group.of(group))
-        for i, known in zip(those, reduced, strict=True):
-            given = [fmt.scale_rule == "given" for fmt, _ in quantizers[i].casts]
-            levels[i] = tuple(scales[i] if wants else level for wants, level in zip(given, known, strict=True))
-    return cast_all(xs, quantizers, levels, noop_flag=noop_flag)
+        own |= zip(those, reduced, strict=True)
+    levels = [own.get(i, known) for i, known in enumerate(amaxes)]
+    given = [scale if known is None else None for scale, known in zip(scales, amaxes, strict=True)]
+    return cast_all(xs, quantizers, levels, noop_flag=noop_flag, scales=given)

@@ -126,8 +126,7 @@ class ShardedWeight:
         """Frees the parts, if they can be cast again; to be called in the stream that waits for the gather."""
         if self.cast is not None and self.parts is not None:
             if self.parts[0].any.codes.is_cuda:
-                held = [operand for part in self.parts for operand in part if operand is not None]
-                pytorch.record_stream(tensor for operand in held for tensor in operand_ops.buffers(operand))
+                pytorch.record_stream(tensor for part in self.parts for tensor in operand_ops.buffers(part).values())
             self.parts = None
 
     # ---- a gather of FSDP2's ----
