@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from minifloat.comm.checks import Check, check_exchanged
 from minifloat.comm.collectives import Pending, start_exchange
@@ -38,14 +39,11 @@ def start_all_to_all(
     if group.size == 1:
         return Pending([], lambda: operand)
     fields = ["codes"] + ["scale_inv"] * fmt.grid + ["amax"] * (operand.amax is not None and fmt.amax_per_row)
-    own = [getattr(operand, field) for field in fields]
-    transfers = [start_exchange(x, send, receive, group) for x in own]
-    shape = sum(receive), operand.shape[1]
+    transfers = {field: start_exchange(getattr(operand, field), send, receive, group) for field in fields}
 
     def finish() -> Operand:
-        made = dict(zip(fields, [transfer.wait() for transfer in transfers], strict=True))
-        scale_inv, amax = made.get("scale_inv", operand.scale_inv), made.get("amax", operand.amax)
-        return Operand(made["codes"], scale_inv, amax, fmt, operand.dim, shape, operand.dtype)
+        made: dict[str, Any] = {field: transfer.wait() for field, transfer in transfers.items()}
+        return operand._replace(shape=(sum(receive), operand.shape[1]), **made)
 
     return Pending([], finish)
 

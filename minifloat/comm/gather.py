@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -81,14 +82,18 @@ def _start(
     overlapped: bool,
 ) -> Pending[list[Quantized]]:
     wanted = [{dim: part.along(dim) for dim in dims} for part in parts]
+    owns: dict[int, Operand] = {}  # what is gathered: one operand that serves two dims once
     xs: list[Tensor] = []
     maps: list[ShardMap] = []
     places: list[Tensor | None] = []
     for operands, target in zip(wanted, targets, strict=True):
-        for dim, operand in _distinct(operands):
-            into = None if target is None else _checked_target(operand, target.along(dim), shards)
-            for field, rows in shards.gathered(operand.format, operand.dim):
-                x, place = getattr(operand, field), getattr(into, field, None)
+        for dim, own in operands.items():
+            if id(own) in owns:
+                continue
+            owns[id(own)] = own
+            into = None if target is None else _checked_target(own, target.along(dim), shards)
+            for field, rows in shards.gathered(own.format, own.dim):
+                x, place = getattr(own, field), getattr(into, field, None)
                 check_sharded("gather", x, rows, group, check)
                 xs.append(x)
                 maps.append(rows)
@@ -97,18 +102,11 @@ def _start(
 
     def finish() -> list[Quantized]:
         gathered = iter(transfer.wait())
-        return [
-            _assemble(operands, gathered, shards, target, gemm_ready)
-            for operands, target in zip(wanted, targets, strict=True)
-        ]
+        wholes = {key: _whole(own, gathered, shards) for key, own in owns.items()}
+        found = [{dim: wholes[id(own)] for dim, own in operands.items()} for operands in wanted]
+        return [_assemble(each, target, gemm_ready) for each, target in zip(found, targets, strict=True)]
 
     return Pending([], finish)
-
-
-def _distinct(operands: Mapping[int, Operand]) -> list[tuple[int, Operand]]:
-    """What is gathered: one operand that serves two dims once, with the first of them."""
-    items = list(operands.items())
-    return [item for i, item in enumerate(items) if all(item[1] is not earlier for _, earlier in items[:i])]
 
 
 def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Operand:
@@ -122,20 +120,11 @@ def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Oper
 
 
 def _whole(own: Operand, gathered: Iterator[Tensor], shards: ShardMap) -> Operand:
-    made = {field: next(gathered) for field, _ in shards.gathered(own.format, own.dim)}
-    scale_inv, amax = made.get("scale_inv", own.scale_inv), made.get("amax", own.amax)
-    return Operand(made["codes"], scale_inv, amax, own.format, own.dim, (shards.total, own.shape[1]), own.dtype)
+    made: dict[str, Any] = {field: next(gathered) for field, _ in shards.gathered(own.format, own.dim)}
+    return own._replace(shape=(shards.total, own.shape[1]), **made)
 
 
-def _assemble(
-    operands: Mapping[int, Operand],
-    gathered: Iterator[Tensor],
-    shards: ShardMap,
-    into: Quantized | None,
-    gemm_ready: bool,
-) -> Quantized:
-    wholes = {id(own): _whole(own, gathered, shards) for _, own in _distinct(operands)}
-    found = {dim: wholes[id(own)] for dim, own in operands.items()}
+def _assemble(found: dict[int, Operand], into: Quantized | None, gemm_ready: bool) -> Quantized:
     if gemm_ready:
         found = {dim: _laid_out(whole, dim) for dim, whole in found.items()}
     if into is None:
