@@ -75,13 +75,12 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     layout = _Layout(model)
     state: dict[str, Any] = {}
     for key, value in model.state_dict(keep_vars=True).items():
-        state |= layout.entries(key, _values(value), value) if isinstance(value, Tensor) else {key: value}
+        if not isinstance(value, Tensor):
+            state[key] = value
+            continue
+        values = (value.dequantize() if isinstance(value, QuantizedTensor) else value).detach()
+        state |= {entry.key: layout.dtensor(entry, entry.of(values)) for entry in layout.of(key, value)}
     return state
-
-
-def _values(tensor: Tensor) -> Tensor:
-    """Its memory, or what its codes stand for."""
-    return (tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor).detach()
 
 
 def _check_histories(model: nn.Module) -> None:
@@ -114,7 +113,9 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, stric
         pieces = [layout.local(entry, left.pop(entry.key)) for entry in entries if entry.key in left]
         if pieces and len(pieces) == len(entries):
             local[key] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return model.load_state_dict(local | {key: _whole(value) for key, value in left.items()}, strict)
+    for key, value in left.items():  # what the model has no place for yet: all ranks have it in full
+        local[key] = value.to_local() if isinstance(value, DTensor) else value
+    return model.load_state_dict(local, strict)
 
 
 @checked
@@ -129,17 +130,8 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict
     """
     _give_state(optimizer)
     layout = _Layout(model)
-    state: dict[str, Any] = {}
-    for key, parameter, name, value in _optimizer_tensors(model, optimizer):
-        if value.shape == parameter.shape:
-            state |= {f"state.{name}.{k}": v for k, v in layout.entries(key, value.detach(), parameter).items()}
-        elif value.numel() == 1:
-            state[f"state.{name}.{key}"] = layout.dtensor(Entry(key, 0, -1, None, 0), value)
-        else:
-            raise ValueError(
-                f"sharded_optimizer_state_dict: {name} of {key} is {tuple(value.shape)} and the parameter "
-                f"{tuple(parameter.shape)}; there is no rule for how it is cut"
-            )
+    tensors = _optimizer_tensors(model, optimizer, layout)
+    state: dict[str, Any] = {key: layout.dtensor(entry, value.detach()) for key, entry, value in tensors}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return state | {"param_groups": groups}
 
@@ -155,20 +147,26 @@ def load_sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, st
     _give_state(optimizer)
     layout = _Layout(model)
     with torch.no_grad():
-        for key, parameter, name, value in _optimizer_tensors(model, optimizer):
-            alike = value.shape == parameter.shape
-            for entry in layout.of(key, parameter) if alike else [Entry(key, 0, -1, None, 0)]:
-                entry.of(value).copy_(layout.local(entry, state[f"state.{name}.{entry.key}"]))
+        for key, entry, value in _optimizer_tensors(model, optimizer, layout):
+            value.copy_(layout.local(entry, state[key]))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update(saved)
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, str, Tensor]]:
-    """Key and parameter, name and tensor of its state, in the model's order."""
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer, layout: _Layout) -> Iterator[tuple[str, Entry, Tensor]]:
+    """Key in the state dict, which rows of what, and this rank's tensor of these, in the model's order."""
     for key, parameter in model.named_parameters():
         for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield key, parameter, name, value
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape != parameter.shape and value.numel() != 1:
+                raise ValueError(
+                    f"sharded_optimizer_state_dict: {name} of {key} is {tuple(value.shape)} and the parameter "
+                    f"{tuple(parameter.shape)}; there is no rule for how it is cut"
+                )
+            alike = value.shape == parameter.shape
+            for entry in layout.of(key, parameter) if alike else [Entry(key, 0, -1, None, 0)]:
+                yield f"state.{name}.{entry.key}", entry, entry.of(value)
 
 
 def _give_state(optimizer: Optimizer) -> None:
@@ -205,7 +203,7 @@ class _Layout:
 
     def __init__(self, model: nn.Module) -> None:
         self.group = _group(model)
-        self.fused = dict(_fused_parameters(model))
+        self.fused = _fused_parameters(model)
         self._meshes: dict[str, DeviceMesh] = {}
 
     def of(self, key: str, tensor: Tensor) -> list[Entry]:
@@ -224,10 +222,6 @@ class _Layout:
             Entry(f"{key}.{name}", begin, length, dim, length * size)
             for begin, (name, length) in zip(begins, rows.items(), strict=False)
         ]
-
-    def entries(self, key: str, tensor: Tensor, like: Tensor) -> dict[str, Tensor]:
-        """Of a tensor that is cut as ``like`` is."""
-        return {entry.key: self.dtensor(entry, entry.of(tensor)) for entry in self.of(key, like)}
 
     def dtensor(self, entry: Entry, piece: Tensor) -> Tensor:
         """This rank's piece as what it is a piece of."""
@@ -257,11 +251,6 @@ class _Layout:
         return value.to_local()
 
 
-def _whole(value: Any) -> Any:
-    """What the model has no place for yet: all ranks have it in full."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _group(model: nn.Module) -> Group:
     """The one that the model's layers are sharded over; of one rank if they are not."""
     found: dict[Group, str] = {}
@@ -274,12 +263,14 @@ def _group(model: nn.Module) -> Group:
     return next(iter(found), Group())
 
 
-def _fused_parameters(model: nn.Module) -> Iterator[tuple[str, dict[str, int]]]:
-    """Parameters made of several: their keys, and the rows of each part on this rank."""
-    for name, module in model.named_modules():
-        for part, rows in _fused_linears(module):
-            for kind in ("weight", "bias"):
-                yield ".".join([*([name] if name else []), part, kind]), rows
+def _fused_parameters(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Of parameters made of several, by their keys: the rows of each part on this rank."""
+    return {
+        f"{name}.{linear}.{kind}".lstrip("."): rows
+        for name, module in model.named_modules()
+        for linear, rows in _fused_linears(module)
+        for kind in ("weight", "bias")
+    }
 
 
 def _fused_linears(module: nn.Module) -> Iterator[tuple[str, dict[str, int]]]:

@@ -66,21 +66,20 @@ def fully_shard(
     _set_recipes(module, recipe)
     options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
     given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
-    before = {
-        (each, name): parameter for each in module.modules() for name, parameter in each.named_parameters(recurse=False)
-    }
-    notes = {place: dict(vars(parameter)) for place, parameter in before.items()}  # a move to the device loses them
-    quantized = {place: p for place, p in before.items() if isinstance(p, QuantizedTensor)}
-    initial = {place: p.get_high_precision_init_val() for place, p in quantized.items()}
+    before = {}
+    for each in module.modules():
+        for name, parameter in each.named_parameters(recurse=False):  # a move to the device loses what is noted on it
+            initial = parameter.get_high_precision_init_val() if isinstance(parameter, QuantizedTensor) else None
+            before[each, name] = parameter, dict(vars(parameter)), initial
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
     for group in pytorch.param_groups(module):
         by_layer: dict[Linear, list[Any]] = {}
         for param in group.fsdp_params:
             layer, name, shared = pytorch.layer_of(param)
-            whole, noted = before[layer, name], notes[layer, name]
+            whole, noted, initial = before[layer, name]
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _TP_ATTRIBUTES if mark in noted})
             if isinstance(whole, QuantizedTensor):
-                _gather_quantized(whole, initial[layer, name], layer, param, group)
+                _gather_quantized(whole, initial, layer, param, group)
             elif isinstance(layer, Linear) and name in layer._weight_names and not shared:
                 by_layer.setdefault(layer, []).append(param)
         for layer, params in by_layer.items():

@@ -95,9 +95,12 @@ def _whole(sharded: DTensor) -> Tensor:
     assert cover.group is not None
     rowwise, columnwise = (operand is not None for operand in part)
     operands = gather(part, cover.all_owned, cover.group, rowwise=rowwise, columnwise=columnwise)
-    if cover.group.size > 1:
-        operands = operand_ops.each(operands, lambda o: _with_reduced_amax(o, cover.group))
-    return QuantizedTensor.from_operands(operands, rows.quantizer, sharded.shape, rows.dtype)
+    return QuantizedTensor.from_operands(
+        operand_ops.each(operands, lambda o: _with_reduced_amax(o, cover.group)),
+        rows.quantizer,
+        sharded.shape,
+        rows.dtype,
+    )
 
 
 def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
@@ -110,21 +113,17 @@ def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
 def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Tensor:
     """A tensor of the model in the way that ``target`` is."""
     rows = target._local_tensor
+    if isinstance(rows, QuantizedRows) and isinstance(whole, QuantizedTensor) and rows.quantizer == whole.quantizer:
+        assert rows.cover.group is not None
+        return sharded_like(target, rows_of(whole, rows.cover.shards, rows.cover.group).to(rows.device), target.shape)
+    values = (whole.dequantize() if isinstance(whole, QuantizedTensor) else whole).to(target.device)
     if not isinstance(rows, QuantizedRows):
-        values = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
-        values = values.to(target.device)
         return distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None)
-    shards, group = rows.cover.shards, rows.cover.group
-    assert group is not None
-    if isinstance(whole, QuantizedTensor) and rows.quantizer == whole.quantizer:
-        own: Tensor = rows_of(whole, shards, group).to(rows.device)
-    else:
-        values = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
-        layer = model.get_submodule(key.rpartition(".")[0])
-        if isinstance(layer, Linear):
-            layer._bind_scale(rows, [values.to(rows.device)])  # a delayed one: that of these values, unsharded, too
-        own = values[shards.first(group.rank) : shards.end(group.rank)].to(rows.device)
-    return sharded_like(target, own, target.shape)
+    layer = model.get_submodule(key.rpartition(".")[0])
+    if isinstance(layer, Linear):
+        layer._bind_scale(rows, [values])  # a delayed one: that of these values, unsharded, too
+    shards, rank = rows.cover.shards, rows.cover.rank
+    return sharded_like(target, values[shards.first(rank) : shards.end(rank)], target.shape)
 
 
 def _from_rank0(value: Any, described: Any, device: str) -> Any:
