@@ -161,7 +161,7 @@ def sent_and_held(rank: int, size: int) -> list[str]:
     wrong += [f"{recorded.sent} bytes sent, not {expected}"] * (recorded.sent != expected)
     layer.unshard()
     codes = weight.gathered.operands.rowwise.codes
-    received_codes = [weight.gathered.gather_of([ROWWISE], i).received[0] for i in range(3)]
+    received_codes = [weight.gathered.buffers([ROWWISE], i)[0].received for i in range(3)]
     for parameter, received in zip(weight.parameters, received_codes, strict=True):
         own = received.untyped_storage().data_ptr() != codes.untyped_storage().data_ptr()
         wrong += [f"{parameter.name} is copied"] * own

@@ -21,6 +21,7 @@ class Buffer(NamedTuple):
     """One tensor of a parameter that is gathered.
 
     Args:
+        dim, field: the operand that it is of, and its name there.
         rows: how many of its rows each rank has.
         received: 1-D, as much of each rank as the largest one has: where an all-gather of FSDP2's goes.
         whole: [sum(rows), ...].
@@ -28,11 +29,23 @@ class Buffer(NamedTuple):
         copies: what is received is copied to ``whole``; else it is the same memory.
     """
 
+    dim: int
+    field: str
     rows: ShardMap
     received: Tensor
     whole: Tensor
     owner: Tensor
     copies: bool
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What is allocated to gather it."""
+        return [self.owner, self.received] if self.copies else [self.owner]
+
+    def of(self, part: Quantized) -> Tensor:
+        """This rank's rows."""
+        own: Tensor = getattr(part.rowwise if self.dim == ROWWISE else part.columnwise, self.field)
+        return own
 
     def padded(self, own: Tensor) -> Tensor:
         """What this rank sends of its rows ``own``, 1-D, of one size on all ranks."""
@@ -42,22 +55,26 @@ class Buffer(NamedTuple):
 
     def complete(self, own: Tensor) -> None:
         """Fills ``whole`` from what was received, whose memory is freed then; of one rank from its ``own`` rows."""
-        if self.rows.size == 1:
-            self.whole.copy_(own)
-        else:
-            parts = self.received.view(self.rows.size, self.rows.largest, *self.whole.shape[1:])
-            torch.cat([part[:count] for part, count in zip(parts, self.rows.rows, strict=True)], out=self.whole)
-            free_storage(self.received)
+        if not self.copies:
+            return
+        with torch.no_grad(), versions_kept([self.whole]):
+            if self.rows.size == 1:
+                self.whole.copy_(own)
+            else:
+                parts = self.received.view(self.rows.size, self.rows.largest, *self.whole.shape[1:])
+                torch.cat([part[:count] for part, count in zip(parts, self.rows.rows, strict=True)], out=self.whole)
+                free_storage(self.received)
 
     def share(self, rank: int, size: int) -> tuple[Buffer, Tensor]:
         """What gathers ``whole`` from ``size`` equal parts, and a copy of one of them."""
         flat = self.whole.view(-1)
         parts = rows_of_ranks(flat.numel(), size)
         own = flat[parts.first(rank) : parts.end(rank)].clone()
-        return Buffer(parts, own.new_empty(size * parts.largest), flat, self.owner, True), own
+        received = own.new_empty(size * parts.largest)
+        return self._replace(rows=parts, received=received, whole=flat, copies=True), own
 
 
-def _buffers(maps: Sequence[ShardMap], like: Tensor) -> tuple[Tensor, list[Buffer]]:
+def _buffers(dim: int, field: str, maps: Sequence[ShardMap], like: Tensor) -> tuple[Tensor, list[Buffer]]:
     """A tensor of the whole weight, and what gathers the rows of each of its parameters, which ``maps`` says."""
     firsts = [0, *accumulate(rows.total for rows in maps)]
     ends = [first + rows.size * rows.largest for first, rows in zip(firsts, maps, strict=False)]
@@ -69,48 +86,8 @@ def _buffers(maps: Sequence[ShardMap], like: Tensor) -> tuple[Tensor, list[Buffe
         in_place = rows.size > 1 and adjoining and (end == following or rows is maps[-1])
         size = (end - first) * like.shape[1:].numel() if rows.size > 1 else 0
         received = owner[first:end].view(-1) if in_place else like.new_empty(size)
-        buffers.append(Buffer(rows, received, owner[first:following], owner, not in_place))
+        buffers.append(Buffer(dim, field, rows, received, owner[first:following], owner, not in_place))
     return owner[: firsts[-1]], buffers
-
-
-class Gather(NamedTuple):
-    """What is gathered of a parameter for one pass.
-
-    Args:
-        buffers: in the order in which all ranks send them.
-        fields: of each the dim of the operand, and the name of the tensor there.
-        received: of the buffers. ``memory``: what is allocated for it.
-        copied: the numbers of the buffers that have to be completed.
-    """
-
-    buffers: list[Buffer]
-    fields: list[tuple[int, str]]
-    received: list[Tensor]
-    memory: list[Tensor]
-    copied: list[int]
-
-    @staticmethod
-    def of(buffers: list[Buffer], fields: list[tuple[int, str]]) -> Gather:
-        """With what follows from these."""
-        copied = [i for i, buffer in enumerate(buffers) if buffer.copies]
-        memory = [buffer.owner for buffer in buffers] + [buffers[i].received for i in copied]
-        return Gather(buffers, fields, [buffer.received for buffer in buffers], memory, copied)
-
-    def sends(self, part: Quantized) -> list[Tensor]:
-        """This rank's rows for each buffer."""
-        return [getattr(part.rowwise if dim == ROWWISE else part.columnwise, name) for dim, name in self.fields]
-
-    def complete(self, sends: Sequence[Tensor]) -> None:
-        """Fills what was not received in place."""
-        if self.copied:
-            with torch.no_grad(), versions_kept([self.buffers[i].whole for i in self.copied]):
-                for i in self.copied:
-                    self.buffers[i].complete(sends[i])
-
-    def shares(self, rank: int, size: int) -> tuple[Gather, list[Tensor]]:
-        """What gathers the same again from ``size`` equal parts of each buffer, and copies of one of them."""
-        shares = [buffer.share(rank, size) for buffer in self.buffers]
-        return Gather.of([buffer for buffer, _ in shares], []), [own for _, own in shares]
 
 
 class GatheredWeight:
@@ -129,8 +106,7 @@ class GatheredWeight:
 
         ``shards``: for each parameter the rows that each rank sends.
         """
-        self._buffers: dict[int, list[dict[str, Buffer]]] = {}  # by dim of the operand, of each parameter, by field
-        self._gathers: dict[tuple[tuple[int, ...], int], Gather] = {}
+        self._buffers: dict[int, list[list[Buffer]]] = {}  # by dim of the operand, of each parameter
         self._constants: list[tuple[int, str, Tensor]] = []  # what is not gathered, by dim and field
         operands: dict[int, list[Operand]] = {}  # of the weight, then of its parameters
         with torch.inference_mode(False), torch.no_grad():  # or training could not save what is made here
@@ -142,39 +118,38 @@ class GatheredWeight:
         columnwise: Sequence[Operand | None] = operands.get(COLUMNWISE) or [None] * (len(shards) + 1)
         self.operands, *self.pieces = map(Quantized, operands[ROWWISE], columnwise)
         for number in range(len(shards)):
-            for tensor in self.gather_of(tuple(operands), number).memory:
-                free_storage(tensor)
+            for buffer in self.buffers(tuple(operands), number):
+                for tensor in buffer.memory:
+                    free_storage(tensor)
 
     def _allocate(self, dim: int, own: Operand, shards: Sequence[ShardMap]) -> list[Operand]:
         """The operand of the weight and those of its parameters, of which ``own`` is this rank's part of one."""
-        maps = [dict(rows.gathered(own.format, own.dim)) for rows in shards]
-        gathered = {name: _buffers([each[name] for each in maps], getattr(own, name)) for name in maps[0]}
-        self._buffers[dim] = [{name: each[i] for name, (_, each) in gathered.items()} for i in range(len(shards))]
-        constants: dict[str, Any] = {}
-        for name in ("scale_inv", "amax"):
-            if name not in gathered and getattr(own, name) is not None:
-                constants[name] = getattr(own, name).clone()
-                self._constants.append((dim, name, constants[name]))
-        wholes: list[dict[str, Any]] = [{name: whole for name, (whole, _) in gathered.items()}]
-        wholes += [{name: buffer.whole for name, buffer in each.items()} for each in self._buffers[dim]]
-        rows = [sum(each.total for each in shards), *[each.total for each in shards]]
-        columns, operands = own.shape[1], zip(rows, wholes, strict=True)
-        return [own._replace(shape=(m, columns), **constants, **fields) for m, fields in operands]
+        constants = {"scale_inv": own.scale_inv, "amax": own.amax}
+        wholes: list[dict[str, Any]] = [{} for _ in range(len(shards) + 1)]
+        self._buffers[dim] = [[] for _ in shards]
+        for fields in zip(*[rows.gathered(own.format, own.dim) for rows in shards], strict=True):
+            name = fields[0][0]
+            constants.pop(name, None)
+            wholes[0][name], buffers = _buffers(dim, name, [rows for _, rows in fields], getattr(own, name))
+            for i, buffer in enumerate(buffers):
+                self._buffers[dim][i].append(buffer)
+                wholes[i + 1][name] = buffer.whole
+        copies: dict[str, Any] = {name: tensor.clone() for name, tensor in constants.items() if tensor is not None}
+        self._constants += [(dim, name, tensor) for name, tensor in copies.items()]
+        counts = [sum(each.total for each in shards), *[each.total for each in shards]]
+        return [
+            own._replace(shape=(rows, own.shape[1]), **copies, **tensors)
+            for rows, tensors in zip(counts, wholes, strict=True)
+        ]
 
-    def gather_of(self, dims: Collection[int], number: int) -> Gather:
-        """What is gathered of a parameter for these dims."""
-        key = tuple(dims), number
-        found = self._gathers.get(key)
-        if found is None:
-            distinct = (ROWWISE,) if self._symmetric else key[0]
-            fields = [(dim, name) for dim in distinct for name in self._buffers[dim][number]]
-            buffers = [self._buffers[dim][number][name] for dim, name in fields]
-            found = self._gathers[key] = Gather.of(buffers, fields)
-        return found
+    def buffers(self, dims: Collection[int], number: int) -> list[Buffer]:
+        """What is gathered of a parameter for these dims, in the order in which all ranks send it."""
+        distinct = (ROWWISE,) if self._symmetric else dims
+        return [buffer for dim in distinct for buffer in self._buffers[dim][number]]
 
     def holds(self, dim: int) -> bool:
         """The operand that serves ``dim`` has its memory."""
-        return all(is_allocated(buffer.owner) for buffer in self.gather_of((dim,), 0).buffers)
+        return all(is_allocated(buffer.owner) for buffer in self.buffers((dim,), 0))
 
     def set_constants(self, dims: Collection[int], part: Quantized) -> None:
         """Takes what all ranks have alike from this rank's ``part`` of any parameter."""
@@ -185,12 +160,11 @@ class GatheredWeight:
 
     def gather(self, dims: Collection[int], parts: Sequence[Quantized], group: Group) -> None:
         """Gathers now what FSDP2 did not."""
-        gathers = [self.gather_of(dims, number) for number in range(len(parts))]
-        buffers = [buffer for each in gathers for buffer in each.buffers]
-        for buffer in buffers:
+        pairs = [(buffer, part) for number, part in enumerate(parts) for buffer in self.buffers(dims, number)]
+        for buffer, _ in pairs:
             alloc_storage(buffer.owner)
-        sends = [own for each, part in zip(gathers, parts, strict=True) for own in each.sends(part)]
-        wholes = [buffer.whole for buffer in buffers]
+        sends, maps = [buffer.of(part) for buffer, part in pairs], [buffer.rows for buffer, _ in pairs]
+        wholes = [buffer.whole for buffer, _ in pairs]
         with torch.no_grad(), versions_kept(wholes):
-            start_all_gather_rows(sends, [each.rows for each in buffers], group, wholes, overlapped=False).wait()
+            start_all_gather_rows(sends, maps, group, wholes, overlapped=False).wait()
         self.set_constants(dims, parts[0])

@@ -42,12 +42,10 @@ class Cast(NamedTuple):
 
     def along(self, dims: Collection[int]) -> tuple[Quantizer, Amaxes]:
         """How to cast in these orientations alone; in all, where one operand serves them."""
-        if len(self.quantizer.casts) == 1 or (ROWWISE in dims and COLUMNWISE in dims):
+        rowwise, columnwise = ROWWISE in dims, COLUMNWISE in dims
+        if len(self.quantizer.casts) == 1 or (rowwise and columnwise):
             return self.quantizer, self.amaxes
-        row, column = self.amaxes
-        if ROWWISE in dims:
-            return self.quantizer.with_usage(columnwise=False), (row,)
-        return self.quantizer.with_usage(rowwise=False), (column,)
+        return self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise), (self.amaxes[columnwise],)
 
     def again(self, rows: Tensor, dims: Collection[int]) -> Quantized:
         """The operands of ``rows`` for ``dims``, as :func:`cast_shards` gave them; no collective."""
@@ -89,7 +87,7 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
         for i, weight in enumerate(those):
             if weight.is_aligned:
                 weight.cast = Cast(quantizers[i], amaxes[i], scales[i])
-                if weight.gathers_for_backward:  # what backward reads is cast then
+                if weight.fsdp.gathers_for_backward:  # what backward reads is cast then
                     quantizers[i], amaxes[i] = weight.cast.along((ROWWISE,))
         for weight, operands in zip(those, cast_all(sources, quantizers, amaxes, scales=scales), strict=True):
             weight.set_parts(operands)

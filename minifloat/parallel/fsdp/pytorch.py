@@ -24,7 +24,7 @@ from minifloat.parallel.fsdp.rows import put_in_place
 from minifloat.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from minifloat.parallel.fsdp.buffers import Gather
+    from minifloat.parallel.fsdp.buffers import Buffer
     from minifloat.parallel.fsdp.weight import ShardedWeight
 
 __all__ = ["alloc_storage", "free_storage"]
@@ -44,8 +44,8 @@ class ShardedParameter(FSDPParam):
     group: Group
     fsdp_pre_all_gather = fsdp_post_all_gather = None  # what tells FSDP2 that a parameter is gathered otherwise
     _memory: list[Tensor]  # what a gather allocates and resharding frees; parameters of a weight may share it
-    _gathering: tuple[Gather, Sequence[Tensor]] | None  # the gather under way, and this rank's rows of it
-    _shares: tuple[Gather, Sequence[Tensor]] | None  # the same of what fewer ranks gather for backward
+    _gathering: list[tuple[Buffer, Tensor]]  # the gather under way, and this rank's rows of it
+    _shares: list[tuple[Buffer, Tensor]]  # the same of what fewer ranks gather for backward
 
     @staticmethod
     def hook(param: Any, weight: ShardedWeight, number: int) -> ShardedParameter:
@@ -53,7 +53,7 @@ class ShardedParameter(FSDPParam):
         param.shards, param.group = shards_of(param)
         param.__class__ = ShardedParameter
         param.weight, param.number = weight, number
-        param._memory, param._gathering, param._shares = [], None, None
+        param._memory, param._gathering, param._shares = [], [], []
         param._init_extensions()
         hooked: ShardedParameter = param
         return hooked
@@ -69,9 +69,10 @@ class ShardedParameter(FSDPParam):
         """What the layer calls the parameter."""
         return self._module_info.param_name
 
-    def register_storage(self, gather: Gather) -> None:
-        """FSDP2 allocates and frees the memory of ``gather`` from now on, and gathers into it."""
-        self.all_gather_outputs, self._memory = gather.received, gather.memory
+    def register_storage(self, buffers: Sequence[Buffer]) -> None:
+        """FSDP2 allocates and frees the memory of ``buffers`` from now on, and gathers into it."""
+        self.all_gather_outputs = [buffer.received for buffer in buffers]
+        self._memory = [tensor for buffer in buffers for tensor in buffer.memory]
 
     # ---- what FSDP2 calls ----
 
@@ -83,13 +84,11 @@ class ShardedParameter(FSDPParam):
     def all_gather_inputs(self) -> list[Tensor]:
         """What this rank sends, 1-D tensors of equal sizes on all ranks."""
         if self.sharded_state == ShardedState.SHARDED_POST_FORWARD:
-            self._gathering, self._shares = self._shares, None
+            self._gathering, self._shares = self._shares, []
         else:
             self._gathering = self.weight.begin_gather(self.number)
-        assert self._gathering is not None
-        gather, sends = self._gathering
-        self.register_storage(gather)
-        return [buffer.padded(own) for buffer, own in zip(gather.buffers, sends, strict=True)]
+        self.register_storage([buffer for buffer, _ in self._gathering])
+        return [buffer.padded(own) for buffer, own in self._gathering]
 
     def alloc_all_gather_outputs(self) -> None:
         for tensor in self._memory:
@@ -97,11 +96,11 @@ class ShardedParameter(FSDPParam):
 
     def init_unsharded_param(self) -> None:
         """Makes the unsharded parameter of what was gathered, or fills it again."""
-        assert self._gathering is not None
         if self.group.size == 1:
             self.alloc_all_gather_outputs()
-        (gather, sends), self._gathering = self._gathering, None
-        gather.complete(sends)
+        for buffer, own in self._gathering:
+            buffer.complete(own)
+        self._gathering = []
         self.weight.end_gather(self.number)
         if not hasattr(self, "_unsharded_param"):
             whole = self.weight.as_parameter(self.number, self.param_dtype or self.orig_dtype)
@@ -117,8 +116,8 @@ class ShardedParameter(FSDPParam):
         if self.is_dtensor:
             raise NotImplementedError("PyTorch reshards tensor-parallel parameters to all ranks only")
         fewer: Any = self.post_forward_mesh_info
-        gather = self.weight.gathered.gather_of(self.weight.held_for_backward(), self.number)
-        self._shares = gather.shares(fewer.shard_mesh_rank, fewer.shard_mesh_size)
+        buffers = self.weight.gathered.buffers(self.weight.held_for_backward(), self.number)
+        self._shares = [buffer.share(fewer.shard_mesh_rank, fewer.shard_mesh_size) for buffer in buffers]
         self._setattr_on_modules(self.sharded_param)
         self.free_unsharded_param()
         self.sharded_state = ShardedState.SHARDED_POST_FORWARD

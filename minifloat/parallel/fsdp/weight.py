@@ -14,7 +14,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear import Linear
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import pytorch
-from minifloat.parallel.fsdp.buffers import Gather, GatheredWeight
+from minifloat.parallel.fsdp.buffers import Buffer, GatheredWeight
 from minifloat.parallel.fsdp.casting import Cast, cast_shards
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
 from minifloat.parallel.fsdp.rows import cut_rows, row_unit
@@ -46,7 +46,7 @@ class ShardedWeight:
     Attributes:
         layer, quantizer: whose weight, and how it is cast.
         delayed: the recipe of the layer's amax history, where its scale is what shards in high precision are cast with.
-        parameters: from the first row on. ``group``: the ranks.
+        parameters: from the first row on. ``group``: the ranks. ``fsdp``: FSDP2's group of parameters.
         is_quantized: the parameter is kept quantized.
         is_plain: amaxes determine the codes; see :func:`is_plain`.
         owned: for each parameter the rows that each rank sends: whole blocks, of the rank of their first row.
@@ -79,7 +79,7 @@ class ShardedWeight:
         self.cast: Cast | None = None
         self.whole: QuantizedTensor | None = None
         group.__class__ = pytorch.ShardedGroup
-        self._fsdp: pytorch.ShardedGroup = group
+        self.fsdp: pytorch.ShardedGroup = group
         self._dims = _BOTH if quantizer.columnwise else (ROWWISE,)
         self._under_way: tuple[Collection[int], Sequence[Quantized]] | None = None
         self._backward_reads_both = False
@@ -131,21 +131,20 @@ class ShardedWeight:
 
     # ---- a gather of FSDP2's ----
 
-    def begin_gather(self, number: int) -> tuple[Gather, Sequence[Tensor]]:
-        """What is gathered of a parameter, and this rank's rows of it."""
+    def begin_gather(self, number: int) -> list[tuple[Buffer, Tensor]]:
+        """What is gathered of a parameter, and this rank's rows of each."""
         if number == 0:
             dims = self._dims_to_gather()
-            if self._fsdp.training_state == "FORWARD":
+            if self.fsdp.training_state == "FORWARD":
                 self._fetched_in_forward = False
-            if self._fsdp.training_state == "IDLE":
+            if self.fsdp.training_state == "IDLE":
                 self.parts = self.cast = None  # not cast since the last step
             if not hasattr(self, "gathered"):
                 self.gathered = GatheredWeight(self.parts_for(self._dims)[0], self.owned)
             self._under_way = dims, self.parts_for(dims)
         assert self._under_way is not None
         dims, parts = self._under_way
-        gather = self.gathered.gather_of(dims, number)
-        return gather, gather.sends(parts[number])
+        return [(buffer, buffer.of(parts[number])) for buffer in self.gathered.buffers(dims, number)]
 
     def end_gather(self, number: int) -> None:
         """All of a parameter has been received; not called for shares that fewer ranks have gathered."""
@@ -169,31 +168,22 @@ class ShardedWeight:
     def is_gathered(self, columnwise: bool) -> bool:
         """It is unsharded since an earlier microbatch: forward gathers nothing, and backward the same once more."""
         dims = self._dims if columnwise else (ROWWISE,)
-        return self._fsdp.is_unsharded and self.cast is not None and self.cast.serves(dims)
-
-    @property
-    def gathers_for_backward(self) -> bool:
-        """What backward reads is gathered then."""
-        return self._fsdp.gathers_for_backward
+        return self.fsdp.is_unsharded and self.cast is not None and self.cast.serves(dims)
 
     def held_for_backward(self) -> Collection[int]:
         """Of the dims that forward has gathered those that backward reads."""
         both = self._backward_reads_both or not self._fetched_in_forward
         return [dim for dim in (_BOTH if both else self._dims[-1:]) if self._has(dim)] or (ROWWISE,)
 
-    def _register_storage(self, dims: Collection[int]) -> None:
-        for i, parameter in enumerate(self.parameters):
-            parameter.register_storage(self.gathered.gather_of(dims, i))
-
     def _dims_to_gather(self) -> Collection[int]:
         """The dims that the pass which gathers will contract; see the class."""
-        state, in_backward = self._fsdp.training_state, pytorch.in_backward()
-        again = self._fsdp.reshard_after_backward
+        state, in_backward = self.fsdp.training_state, pytorch.in_backward()
+        again = self.fsdp.reshard_after_backward
         if state == "PRE_BACKWARD" and again and self._fetched_in_forward and not self._backward_reads_both:
             return self._dims[-1:]
-        grad = self._fsdp.grad_enabled
+        grad = self.fsdp.grad_enabled
         read_at_once = grad and recompute.hooks_read()  # what forward saves for backward
-        gathered_later = state == "FORWARD" and self.gathers_for_backward and not in_backward and not read_at_once
+        gathered_later = state == "FORWARD" and self.fsdp.gathers_for_backward and not in_backward and not read_at_once
         no_backward = self._fetched_in_forward and not grad and not in_backward
         return (ROWWISE,) if gathered_later or no_backward else self._dims
 
@@ -203,11 +193,12 @@ class ShardedWeight:
         """Gathers the operands of the unsharded weight that are not there; all ranks call it alike."""
         missing = [dim for dim in dims if not self.gathered.holds(dim)]
         if missing:
-            self._backward_reads_both |= self._fsdp.training_state == "PRE_BACKWARD"
+            self._backward_reads_both |= self.fsdp.training_state == "PRE_BACKWARD"
             held = [dim for dim in _BOTH if dim not in missing and self._has(dim)]
             self.gathered.gather(missing, self.parts_for(missing), self.group)
             self._release()
-            self._register_storage([*missing, *held])  # so that it is freed with the rest
+            for parameter in self.parameters:  # so that it is freed with the rest
+                parameter.register_storage(self.gathered.buffers([*missing, *held], parameter.number))
 
     def fetch_for(self, quantizer: Quantizer, label: str) -> None:
         """The same for a call of a linear that reads ``quantizer``'s orientations, columnwise if backward will.
@@ -223,8 +214,8 @@ class ShardedWeight:
                     f"{label}: the weight was gathered as {self.quantizer.format(dim).spec}, and the recipe in force "
                     f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard, and leave it"
                 )
-        in_forward = self._fsdp.training_state == "FORWARD" and not pytorch.in_backward()
-        if in_forward and self.gathers_for_backward and not recompute.hooks_read():
+        in_forward = self.fsdp.training_state == "FORWARD" and not pytorch.in_backward()
+        if in_forward and self.fsdp.gathers_for_backward and not recompute.hooks_read():
             wanted = (ROWWISE,)  # backward gathers the rest before it reads it
         self.fetch(*wanted)
 
