@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minifloat.comm.shard_map import unit_rows
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
@@ -62,13 +63,17 @@ def refuse_data_pointer(t: Tensor) -> None:
 # ---- rows ----
 
 
-def cut(operand: Operand, begin: int, end: int) -> Operand | None:
-    """Rows ``begin`` to ``end`` as views of the operand's tensors, or None where that would break blocks."""
-    fmt, rows = operand.format, operand.shape[0]
-    block = fmt.scale_block(operand.dim)[0] or 1
-    unit = max(block, 16 if fmt.transform == "hadamard16" else 1)
-    if begin % unit or (end % unit and end != rows):
-        return None
+def cut(operands: Quantized, begin: int, end: int) -> Quantized | None:
+    """Rows ``begin`` to ``end`` as views of the operands' tensors, or None where that would break blocks."""
+    for operand in distinct(operands).values():
+        unit = unit_rows(operand.format, operand.dim)
+        if begin % unit or (end % unit and end != operand.shape[0]):
+            return None
+    return each(operands, lambda operand: _cut(operand, begin, end))
+
+
+def _cut(operand: Operand, begin: int, end: int) -> Operand:
+    fmt, rows, block = operand.format, operand.shape[0], operand.format.scale_block(operand.dim)[0] or 1
     first, last = _code_rows(operand, begin), _code_rows(operand, end)
     scale_inv, amax = operand.scale_inv, operand.amax
     if scale_inv is not None and fmt.owns_scales(operand.dim):

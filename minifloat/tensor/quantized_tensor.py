@@ -246,15 +246,14 @@ class QuantizedTensor(CodedTensor):
         if not cols or offset % cols or count % cols:
             return None
         begin, end = offset // cols, (offset + count) // cols
-        kept = [operand if operand is None else operand_ops.cut(operand, begin, end) for operand in self._operands]
-        if any(cut is None for cut, operand in zip(kept, self._operands, strict=True) if operand is not None):
+        kept = operand_ops.cut(self._operands, begin, end)
+        if kept is None:
             return None
-        shared = self._operands.rowwise is self._operands.columnwise
-        part = self._like(Quantized(kept[0], kept[0] if shared else kept[1]), shape, stride)
-        others = [
-            operand_ops.left_out(operand, begin, end) for operand in operand_ops.distinct(self._operands).values()
-        ]
-        part._outside = self._outside + tuple(codes for rest in others for codes in rest if codes.numel())
+        part = self._like(kept, shape, stride)
+        part._outside = self._outside
+        for operand in operand_ops.distinct(self._operands).values():
+            left_out = operand_ops.left_out(operand, begin, end)
+            part._outside += tuple(codes for codes in left_out if codes.numel())
         part._wholes = (*self._wholes, *operand_ops.buffers(self._operands).values())
         return part
 

@@ -31,12 +31,7 @@ def row_unit(quantizer: Quantizer) -> int:
 
 def cut_rows(operands: Quantized, begin: int, end: int) -> Quantized:
     """Rows ``begin`` to ``end``, whole blocks, as views."""
-    begin, end = (begin, end) if end > begin else (0, 0)
-    return operand_ops.each(operands, lambda operand: _cut(operand, begin, end))
-
-
-def _cut(operand: Operand, begin: int, end: int) -> Operand:
-    rows = operand_ops.cut(operand, begin, end)
+    rows = operand_ops.cut(operands, begin, end) if end > begin else operand_ops.cut(operands, 0, 0)
     assert rows is not None
     return rows
 
@@ -154,7 +149,7 @@ class QuantizedRows(QuantizedTensor):
             operands = operand_ops.each(operands, lambda o: _with_memory(o, end - loaded))
         if begin == loaded:
             return SavedRows.of(self, operands, shape, whole=False)
-        operands = operand_ops.each(operands, lambda o: _cut(o, begin - loaded, o.shape[0]))
+        operands = cut_rows(operands, begin - loaded, operands.any.shape[0])
         return SavedRows.of(self, operands, shape, whole=False).clone()  # not the memory that it is a part of
 
     # ---- what QuantizedTensor does otherwise ----
