@@ -183,7 +183,10 @@ def _specs(target: Any) -> dict[str, _Spec]:
 def _spec(annotation: Any) -> _Spec:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _annotated(_spec(args[0]), [mark for mark in args[1:] if isinstance(mark, Accepts)])
+        spec = _spec(args[0])
+        for mark in args[1:]:
+            spec = _narrowed(spec, mark) if isinstance(mark, Accepts) else spec
+        return spec
     if origin is Literal:
         types_of = tuple({type(value) for value in args})
         words = _either([repr(value) for value in args])
@@ -191,21 +194,16 @@ def _spec(annotation: Any) -> _Spec:
     if origin in (Union, types.UnionType):
         return _union([_spec(each) for each in args])
     if origin is type:
-        return _Spec(f"a subclass of {args[0].__name__}", lambda value: _is_subclass(value, args[0]))
+        return _Spec(
+            f"a subclass of {args[0].__name__}", lambda value: isinstance(value, type) and issubclass(value, args[0])
+        )
     if origin in _CONTAINERS and args:
         return _container(origin, args)
     return _of_class(type(None) if annotation is None else annotation if origin is None else origin)
 
 
-def _annotated(base: _Spec, marks: list[Accepts]) -> _Spec:
-    for mark in marks:
-        holds = mark.holds if mark.alone else functools.partial(_both, base.holds, mark.holds)
-        base = _Spec(mark.words, base.fits, holds)
-    return base
-
-
-def _both(first: Callable[[Any], bool], second: Callable[[Any], bool], value: Any) -> bool:
-    return first(value) and second(value)
+def _narrowed(base: _Spec, mark: Accepts) -> _Spec:
+    return _Spec(mark.words, base.fits, lambda value: (mark.alone or base.holds(value)) and mark.holds(value))
 
 
 def _union(members: list[_Spec]) -> _Spec:
@@ -258,42 +256,34 @@ def _finite(value: Any) -> bool:
         return False
 
 
-def _is_subclass(value: Any, kind: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, kind)
-
-
 _CALLABLE: Any = abc.Callable
 _CONTAINERS = (list, tuple, set, frozenset, dict, abc.Sequence, abc.Mapping, abc.Iterable, abc.Set)
 
 
 def _container(origin: Any, args: tuple[Any, ...]) -> _Spec:
     """A collection, and what is in it; of an iterable that can be read only once nothing is known."""
-
     kinds = (tuple, list) if origin is tuple else origin  # as files write tuples
+    specs = [_spec(arg) for arg in args if arg is not Ellipsis]
+    several = origin in (dict, abc.Mapping)
+    fixed = origin is tuple and Ellipsis not in args
+
+    def inside(value: Any) -> abc.Iterable[tuple[_Spec, Any]]:
+        if several or fixed:
+            return [pair for item in (value.items() if several else [value]) for pair in zip(specs, item, strict=False)]
+        return [(specs[0], item) for item in (() if origin is abc.Iterable else value)]
 
     def fits(value: Any) -> bool:
-        return isinstance(value, kinds) and not isinstance(value, (str, bytes, Tensor))
+        alike = isinstance(value, kinds) and not isinstance(value, (str, bytes, Tensor))
+        return alike and all(spec.fits(item) for spec, item in inside(value))
 
-    if origin in (dict, abc.Mapping):
-        key, item = _spec(args[0]), _spec(args[1])
-        return _Spec(
-            f"a mapping of {key.words} to {item.words}",
-            lambda value: fits(value) and all(key.fits(k) and item.fits(v) for k, v in value.items()),
-            lambda value: all(key.holds(k) and item.holds(v) for k, v in value.items()),
-        )
-    if origin is tuple and Ellipsis not in args:
-        each = [_spec(arg) for arg in args]
-        return _Spec(
-            f"a tuple of {len(each)}: " + ", ".join(spec.words for spec in each),
-            lambda value: fits(value) and all(s.fits(v) for s, v in zip(each, value, strict=False)),
-            lambda value: len(value) == len(each) and all(s.holds(v) for s, v in zip(each, value, strict=True)),
-        )
-    item = _spec(args[0])
+    def holds(value: Any) -> bool:
+        return not (fixed and len(value) != len(specs)) and all(spec.holds(item) for spec, item in inside(value))
+
+    if several:
+        return _Spec(f"a mapping of {specs[0].words} to {specs[1].words}", fits, holds)
+    if fixed:
+        return _Spec(f"a tuple of {len(specs)}: " + ", ".join(spec.words for spec in specs), fits, holds)
     if origin is abc.Iterable:
-        return _Spec(f"an iterable of {item.words}", fits)
+        return _Spec(f"an iterable of {specs[0].words}", fits)
     words = {list: "list", tuple: "tuple"}.get(origin, "set" if issubclass(origin, abc.Set) else "sequence")
-    return _Spec(
-        f"a {words}, each item {item.words},",
-        lambda value: fits(value) and all(item.fits(each) for each in value),
-        lambda value: all(item.holds(each) for each in value),
-    )
+    return _Spec(f"a {words}, each item {specs[0].words},", fits, holds)
