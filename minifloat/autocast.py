@@ -14,7 +14,7 @@ from torch import Tensor
 from minifloat import delayed, finite
 from minifloat.arguments import checked
 from minifloat.backward_pass import BackwardPass, running
-from minifloat.delayed import AmaxHistory, Member, Region
+from minifloat.delayed import AmaxHistory, Member, Region, in_order
 from minifloat.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -192,16 +192,13 @@ class Use:
         pending = self.states[1].progress.pending
         if self.shared and pending is not None and pending[1] is self.region:
             return  # another module of the region has seen to all
-        if torch.compiler.is_compiling():
-            self._update()
-            return
-        backward = running()
+        backward = None if torch.compiler.is_compiling() else running()
         if backward is None:
             self._update()
             return
         states = [self.states[1]]
-        if self.region is not None and self.region.backward is not None and self.shared:
-            states = [member.state for member in self.region.backward.in_order()]
+        if self.region is not None and self.shared:
+            states = [member.state for member in in_order(self.region.backward)]
         for state in states:
             if state.progress.pending is not None:
                 state.progress.pending[0].finish(early=True)

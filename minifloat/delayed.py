@@ -174,6 +174,13 @@ def _are_amaxes(values: Tensor) -> bool:
     return values.is_floating_point() and not bool((values < 0).any())
 
 
+_VALID: dict[str, tuple[Callable[[Tensor], bool], str]] = {
+    "scale": (are_scales, "not above 0 and finite, floating-point; scales are"),
+    "amax_history": (_are_amaxes, "below 0, or not floating-point; largest magnitudes are not"),
+}
+"""Of each buffer: whether a state dict's is one, and how an error says that it is not."""
+
+
 class AmaxHistory(nn.Module):
     """Scales and amaxes of one direction of a layer.
 
@@ -193,7 +200,7 @@ class AmaxHistory(nn.Module):
 
     def reset_parameters(self) -> None:
         """Forgets everything; also how the buffers get values after ``to_empty``."""
-        for name in ("scale", "amax_history"):
+        for name in _VALID:
             self._reset(name)
 
     @torch.no_grad()
@@ -202,7 +209,7 @@ class AmaxHistory(nn.Module):
 
     def reset_missing(self, state_dict: dict[str, Any], prefix: str, device: torch.device) -> None:
         """Resets what a state dict lacks; what is on ``meta`` gets memory on ``device`` first."""
-        for name in ("scale", "amax_history"):
+        for name in _VALID:
             if prefix + name not in state_dict:
                 buffer = getattr(self, name)
                 if buffer.is_meta:
@@ -263,39 +270,23 @@ class AmaxHistory(nn.Module):
                 self._reset(name)  # to_empty has given it memory that nothing was written to
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        *_, error_msgs = args
         known = len(error_msgs)
-        scales, amaxes = state_dict.get(prefix + "scale"), state_dict.get(prefix + "amax_history")
-        if isinstance(scales, Tensor) and not scales.is_meta and not are_scales(scales):
-            error_msgs.append(
-                f"{prefix}scale: {shown(scales)} has values that are not above 0 and finite, floating-point; scales are"
-            )
-        if isinstance(amaxes, Tensor) and not amaxes.is_meta and not _are_amaxes(amaxes):
-            error_msgs.append(
-                f"{prefix}amax_history: {shown(amaxes)} has values that are below 0, or not floating-point; "
-                "largest magnitudes are not"
-            )
+        for name, (are_valid, what) in _VALID.items():
+            saved = state_dict.get(prefix + name)
+            if isinstance(saved, Tensor) and not saved.is_meta and not are_valid(saved):
+                error_msgs.append(f"{prefix}{name}: {shown(saved)} has values that are {what}")
         if len(error_msgs) > known:
             return
         self.progress.carried = True  # it may have been saved between two backward passes of a step
-        for name in ("scale", "amax_history"):
+        for name in _VALID:
             buffer, saved = getattr(self, name), state_dict.get(prefix + name)
             if saved is None:
                 state_dict[prefix + name] = buffer
             elif name == "amax_history" and history_length(saved) and saved.shape[1:] == buffer.shape[1:]:
                 setattr(self, name, torch.empty(saved.shape, dtype=torch.float32, device=buffer.device))
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 # ---- what is updated together ----
@@ -315,8 +306,7 @@ class Region:
 
     def update(self, forward: bool) -> None:
         """Reduces and updates the histories of one direction, each once, with one reduction a group."""
-        newest = self.forward if forward else self.backward
-        members = [] if newest is None else newest.in_order()
+        members = in_order(self.forward if forward else self.backward)
         compiling = torch.compiler.is_compiling()
         latest = {member.state: member.recipe for member in members}
         histories = {state: state.history(recipe, forward, compiling) for state, recipe in latest.items()}
@@ -334,7 +324,7 @@ class Region:
         Raises:
             RuntimeError: it has been used under another group.
         """
-        before = () if first or self.compiled is None else self.compiled.in_order()
+        before = () if first else in_order(self.compiled)
         if any(other.state is member.state and other.group != member.group for other in before):
             raise RuntimeError(
                 "a module is used under two amax_reduction_group in one compiled region, whose backward reduces over "
@@ -344,7 +334,7 @@ class Region:
 
     def forget(self) -> None:
         """Drops what a forward has recorded that did not end well."""
-        for member in self.forward.in_order() if self.forward is not None else ():
+        for member in in_order(self.forward):
             member.state.forget_newest()
 
 
@@ -357,14 +347,14 @@ class Member:
         self.group = group
         self.before = before
 
-    def in_order(self) -> list[Member]:
-        """This one and those before it, the first one first."""
-        members: list[Member] = []
-        member: Member | None = self
-        while member is not None:
-            members.append(member)
-            member = member.before
-        return members[::-1]
+
+def in_order(newest: Member | None) -> list[Member]:
+    """``newest`` and those before it, the first one first."""
+    members: list[Member] = []
+    while newest is not None:
+        members.append(newest)
+        newest = newest.before
+    return members[::-1]
 
 
 @checked
