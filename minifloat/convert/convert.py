@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -30,6 +30,7 @@ from minifloat.convert.select import (
 from minifloat.delayed import AmaxHistory
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
+from minifloat.nn.parameters import ParameterInit
 from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe
 
 _BEFORE = "_before_convert"  # the attribute of a converted module that holds its ``Before``
@@ -145,13 +146,12 @@ def convert(
     wanted = DefaultFilter(model) if filter_fn is None else filter_fn
     decisions = [(named, _decide(named, chosen, wanted, read)) for named in linears]
     layers = [(named, decision.recipe) for named, decision in decisions if decision.reason is None]
-    kind = weights.WeightFormat.of(quantize_weights)
-    weights.check_replaceable(model, layers, kind)
+    inits = weights.formats(model, layers, quantize_weights)
     try:
         for named, decision in decisions:
             recipe_before, histories = kept.get(named.module, (None, {}))
             _apply(named, decision, histories if recipe_before == decision.recipe else {})
-        unquantized = _quantize_weights(modules, layers, kind)
+        unquantized = _quantize_weights(modules, inits)
     except BaseException:
         revert(model)
         raise
@@ -162,26 +162,22 @@ def convert(
     return _report(modules, decisions, _idle_rules(read, linears) + unquantized)
 
 
-def _quantize_weights(
-    modules: Sequence[Named], layers: Sequence[tuple[Named, OwnRecipe]], kind: weights.WeightFormat
-) -> list[str]:
+def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterInit]) -> list[str]:
     """Replaces the weights of converted layers by quantized parameters; a warning for each that stays as it is."""
-    inits = {named: kind.of_layer(recipe) for named, recipe in layers}
-    obstacles = weights.obstacles(modules, [named.module for named, init in inits.items() if init is not None])
-    for named, init in inits.items():  # all plans first: a factory that fails must find the weights as they were
-        if init is not None and named.module not in obstacles:
-            assert isinstance(named.module, LinearState)
-            named.module._config(init.recipe)
-    for (_, module), init in inits.items():
-        if init is not None and module not in obstacles:
-            assert isinstance(module, LinearState)
-            if _BEFORE not in module.__dict__:
-                _give_recipe(module, module.recipe, {})
-            before: Before = module.__dict__[_BEFORE]
-            module.__dict__[_BEFORE] = before._replace(quantized=weights.quantize(module, init))
+    layers = {module: init for (_, module), init in inits.items() if isinstance(module, LinearState)}
+    obstacles = weights.obstacles(modules, layers)
+    for layer in obstacles:
+        del layers[layer]
+    for layer, init in layers.items():  # all plans first: a factory that fails must find the weights as they were
+        layer._config(init.recipe)
+    for layer, init in layers.items():
+        if _BEFORE not in layer.__dict__:
+            _give_recipe(layer, layer.recipe, {})
+        before: Before = layer.__dict__[_BEFORE]
+        layer.__dict__[_BEFORE] = before._replace(quantized=weights.quantize(layer, init))
     return [
         f"the weight of {names[0]} stays in high precision: {obstacles[module]}"
-        for (names, module) in inits
+        for names, module in inits
         if module in obstacles
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -91,10 +92,7 @@ def _place(names: tuple[str, ...]) -> str:
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     """Aligned lines, one for all equal rows, with their number."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for row in rows:
-        counts[row] = counts.get(row, 0) + 1
-    cells = [(name, f"{n} times" if n > 1 else "", size, last) for (name, size, last), n in counts.items()]
+    cells = [(name, f"{n} times" if n > 1 else "", size, last) for (name, size, last), n in Counter(rows).items()]
     widths = [max((len(row[i]) for row in cells), default=0) for i in range(4)]
     shown = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width] for row in cells]
     return [("  " + "  ".join(row)).rstrip() for row in shown]

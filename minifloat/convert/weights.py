@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,70 +17,57 @@ from minifloat.recipe import OwnRecipe, Recipe
 from minifloat.tensor import QuantizedTensor
 
 
-class WeightFormat(NamedTuple):
-    """How the layers of one call of ``convert`` keep their weights.
+def formats(
+    model: nn.Module, layers: Iterable[tuple[Named, OwnRecipe]], quantize_weights: bool | None
+) -> dict[Named, ParameterInit]:
+    """How the layers whose weights are to be quantized keep them: all of them or none.
 
-    Attributes:
-        wanted: quantized, where that is possible.
-        init: what ``quantized_model_init`` says; None: in the format of each layer's own recipe.
-    """
-
-    wanted: bool
-    init: ParameterInit | None
-
-    @staticmethod
-    def of(quantize_weights: bool | None) -> WeightFormat:
-        """From the argument of ``convert``; None: as modules that are made now keep theirs."""
-        init = parameter_init()
-        return WeightFormat(init is not None if quantize_weights is None else quantize_weights, init)
-
-    def of_layer(self, recipe: OwnRecipe) -> ParameterInit | None:
-        """Of a layer with that recipe of its own; None: in high precision."""
-        if not self.wanted or recipe == "none":
-            return None
-        return ParameterInit(recipe, False) if self.init is None and isinstance(recipe, Recipe) else self.init
-
-
-def check_replaceable(model: nn.Module, layers: Iterable[tuple[Named, OwnRecipe]], weights: WeightFormat) -> None:
-    """Raises where quantized parameters cannot take the place of the layers' weights; nothing is changed.
+    ``layers``: with their recipes. ``quantize_weights``: None: as modules that are made now keep theirs.
 
     Raises:
         ValueError: a layer has no recipe whose format could be kept; something holds on to the parameters already.
     """
-    if not weights.wanted:
-        return
+    init = parameter_init()
+    if not (init is not None if quantize_weights is None else quantize_weights):
+        return {}
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "convert: quantize_weights replaces parameters, which DistributedDataParallel holds on to; convert the "
             "model before DistributedDataParallel wraps it"
         )
-    for (names, module), recipe in layers:
-        if recipe is None and weights.init is None:
+    found = {}
+    for named, recipe in layers:
+        own = init
+        if own is None and isinstance(recipe, Recipe):
+            own = ParameterInit(recipe, False)
+        if own is None:
             raise ValueError(
-                f"convert: quantize_weights=True needs a format for the weight of {names[0]!r}, which takes its recipe "
-                'from autocast: give convert a recipe, or call it inside of quantized_model_init(recipe="mxfp8")'
+                f"convert: quantize_weights=True needs a format for the weight of {named.names[0]!r}, which takes its "
+                'recipe from autocast: give convert a recipe, or call it inside of quantized_model_init(recipe="mxfp8")'
             )
-        for name, weight in _weights(module).items():
+        for name, weight in _weights(named.module).items():
             hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
             if hooks or weight.grad is not None:
                 raise ValueError(
-                    f"convert: quantize_weights replaces parameters, and {names[0]}.{name} has "
+                    f"convert: quantize_weights replaces parameters, and {named.names[0]}.{name} has "
                     f"{'hooks' if hooks else 'a gradient'} that would be lost; convert before hooks are registered and "
                     "an optimizer is made, and between steps after zero_grad()"
                 )
+        found[named] = own
+    return found
 
 
-def obstacles(modules: Sequence[Named], layers: Iterable[nn.Module]) -> dict[nn.Module, str]:
+def obstacles(modules: Sequence[Named], layers: Iterable[LinearState]) -> dict[LinearState, str]:
     """The layers whose weights stay in high precision, and why."""
     owners: dict[int, list[str]] = {}
     for names, module in modules:
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(f"{names[0]}.{key}")
-    found: dict[nn.Module, str] = {}
+    found: dict[LinearState, str] = {}
     for layer in layers:
         weights = _weights(layer).values()
         shared = next((owners[id(weight)] for weight in weights if len(owners[id(weight)]) > 1), None)
-        if not isinstance(layer, LinearState) or type(layer)._weight_matrix is not Linear._weight_matrix:
+        if type(layer)._weight_matrix is not Linear._weight_matrix:
             found[layer] = "its parameter is the transposed weight"
         elif shared is not None:
             found[layer] = f"{' and '.join(shared)} are one parameter"
