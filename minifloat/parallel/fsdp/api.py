@@ -16,10 +16,9 @@ from minifloat.arguments import checked
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.linear import Linear
 from minifloat.parallel.fsdp import pytorch
-from minifloat.parallel.fsdp.casting import cast_shards
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
 from minifloat.parallel.fsdp.rows import row_unit, rows_of
-from minifloat.parallel.fsdp.weight import ShardedWeight, is_plain
+from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards, is_plain
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor
