@@ -8,7 +8,6 @@ error, ``reference`` plain PyTorch with exact sums.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -52,10 +51,10 @@ def _per_tensor(a: Format, b: Format, device: torch.device) -> Support:
             return False, "no library multiplies scales of rows by one scale, or by E5M2"
         if capability >= (9, 0):
             return True, f"torch._scaled_mm (scales of rows, FP8 tensor cores of sm_{capability[0]}{capability[1]})"
-        return False, _lacks(device, capability, "FP8 product with scales of rows (sm_90 and later)")
+        return False, _lacks(device, "FP8 product with scales of rows (sm_90 and later)")
     if capability >= (8, 9):
         return True, f"torch._scaled_mm (cuBLASLt, FP8 tensor cores of sm_{capability[0]}{capability[1]})"
-    return False, _lacks(device, capability, "FP8 tensor cores (sm_89 and later)")
+    return False, _lacks(device, "FP8 tensor cores (sm_89 and later)")
 
 
 def _block128(a: Format, b: Format, device: torch.device) -> Support:
@@ -68,27 +67,22 @@ def _block128(a: Format, b: Format, device: torch.device) -> Support:
         return True, "torch.nn.functional.scaled_mm (cuBLASLt block scaling, sm_90, CUDA 12.9 and later)"
     if capability[0] >= 10:
         return False, "sm_100 runs 128-block scaling as MXFP8, which has not been written or run"
-    return False, _lacks(device, capability, "cuBLASLt's 128-block scaling (sm_90, CUDA 12.9)")
+    return False, _lacks(device, "cuBLASLt's 128-block scaling (sm_90, CUDA 12.9)")
 
 
-def _lacks(device: torch.device, capability: tuple[int, int], needed: str) -> str:
-    where = f"sm_{capability[0]}{capability[1]}" if device.type == "cuda" else device.type
-    return f"{where} has no {needed}"
+def _lacks(device: torch.device, needed: str) -> str:
+    (major, minor), _ = _device_facts(device)
+    return f"{f'sm_{major}{minor}' if device.type == 'cuda' else device.type} has no {needed}"
 
 
 def supports(a: Format, b: Format, device: torch.device) -> Support:
     """Whether the native scaled matmul multiplies these operands on ``device``, and why or why not."""
-    per_tensor = a.block == b.block == 0 and a.quantized and b.quantized
-    check: Callable[[Format, Format, torch.device], Support]
     converts = a.encoding.dtype is not None and b.encoding.dtype is not None
-    if per_tensor and converts:
-        check = _per_tensor
-    elif converts and a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"}:
-        check = _block128
-    else:
-        capability, _ = _device_facts(device)
-        return False, _lacks(device, capability, "product of these formats in a library that we call")
-    return check(a, b, device)
+    if converts and a.block == b.block == 0 and a.quantized and b.quantized:
+        return _per_tensor(a, b, device)
+    if converts and a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"}:
+        return _block128(a, b, device)
+    return False, _lacks(device, "product of these formats in a library that we call")
 
 
 def emulates(a: Format, b: Format, device: torch.device) -> Support:
@@ -98,10 +92,9 @@ def emulates(a: Format, b: Format, device: torch.device) -> Support:
     """
     if any(fmt.block and fmt.scaling.own and not fmt.scaling.power_of_two for fmt in (a, b)):
         return False, "block scales that are no powers of two do not fit bf16"
-    capability, _ = _device_facts(device)
-    if capability >= (8, 0):
+    if _device_facts(device)[0] >= (8, 0):
         return True, "written out as bf16, without error, for tensor cores that sum in fp32"
-    return False, _lacks(device, capability, "bf16 tensor cores (NVIDIA sm_80 and later)")
+    return False, _lacks(device, "bf16 tensor cores (NVIDIA sm_80 and later)")
 
 
 @lru_cache(1024)  # pairs of formats, which may have a new number at each step
@@ -137,7 +130,7 @@ def kernels(device: int) -> Support:
     """Whether our own Triton kernels run on this CUDA device, and why or why not."""
     facts, _ = _device_facts(torch.device("cuda", device))
     if facts < (8, 9):
-        return False, _lacks(torch.device("cuda", device), facts, "FP8 conversions (NVIDIA sm_89 and later)")
+        return False, _lacks(torch.device("cuda", device), "FP8 conversions (NVIDIA sm_89 and later)")
     if importlib.util.find_spec("triton") is None:
         return False, "Triton is not installed: pip install 'minifloat[gpu]'"
     return True, f"Triton kernels, sm_{facts[0]}{facts[1]}"
