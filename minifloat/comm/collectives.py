@@ -187,11 +187,7 @@ def _whole(data: Tensor | None, x: Tensor, rows: ShardMap, target: Tensor | None
 
 
 def all_gather_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Tensor:
-    """``x`` [rows, ...] of every rank below each other, in any dtype.
-
-    Raises:
-        ValueError: ``x`` has not the rows that ``shards`` says, or with ``check`` what another rank's has not.
-    """
+    """``x`` [rows, ...] of every rank below each other, in any dtype; raises as ``check_sharded`` does."""
     check_sharded("all_gather_rows", x, shards, group, check)
     return start_all_gather_rows([x], [shards], group, overlapped=False).wait()[0]
 
@@ -240,11 +236,7 @@ def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, chec
 
 
 def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Tensor:
-    """This rank's rows of the sum of all ranks' ``x``, in its own dtype.
-
-    Args:
-        x: [sum(rows), N], this rank's addend.
-        shards: the rows that each rank gets.
+    """This rank's rows, as ``shards`` says, of the sum of all ranks' ``x`` [sum(rows), N], in its own dtype.
 
     Raises:
         ValueError: ``x`` has other rows than the sum, or with ``check`` a rank differs in sizes or dtype.

@@ -40,15 +40,8 @@ _TYPES: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 class Shard(NamedTuple):
-    """What is to become of one module.
+    """What is to become of one module: how its parameters are cut, by their names, and what is done once they are."""
 
-    Args:
-        name: in the model.
-        cuts: how its parameters are cut, by their names.
-        finish: does the rest, once they are.
-    """
-
-    name: str
     module: nn.Module
     cuts: dict[str, Partition]
     finish: Callable[[], object]
@@ -192,7 +185,7 @@ def _layer(name: str, module: nn.Module, parallel: TensorParallel) -> list[Shard
         parts = (module.fc1.out_features // halves,) * halves
         first = _linear(f"{name}.fc1", module.fc1, "column", parallel, parts)
         return [first, _linear(f"{name}.fc2", module.fc2, "row", parallel)]
-    return [Shard(name, module, {}, partial(setattr, module, "_parallel", parallel))]
+    return [Shard(module, {}, partial(setattr, module, "_parallel", parallel))]
 
 
 def _attention(name: str, module: MultiheadAttention, parallel: TensorParallel) -> list[Shard]:
@@ -205,7 +198,7 @@ def _attention(name: str, module: MultiheadAttention, parallel: TensorParallel) 
         rows = tuple([count * module.channels for count in heads])
         shards.append(_linear(f"{name}.{part}", getattr(module, part), "column", parallel, rows))
     shards.append(_linear(f"{name}.proj", module.proj, "row", parallel))
-    return [*shards, Shard(name, module, {}, partial(module._share_heads, parallel))]
+    return [*shards, Shard(module, {}, partial(module._share_heads, parallel))]
 
 
 def _named(name: str, module: nn.Module, style: Style, parallel: TensorParallel) -> list[Shard]:
@@ -215,7 +208,7 @@ def _named(name: str, module: nn.Module, style: Style, parallel: TensorParallel)
     if style == "sequence":
         watch = partial(module.register_forward_pre_hook, _SumGradients(parallel))
         own = parallel.sequence_parallel and any(True for _ in module.parameters(recurse=False))
-        return [Shard(name, module, {}, watch)] if own else []
+        return [Shard(module, {}, watch)] if own else []
     return [_linear(name, module, style, parallel)]
 
 
@@ -236,7 +229,7 @@ def _linear(
         for each in names if kind in found else ():
             one_of_parts = len(names) > 1 and mode == "column"
             cuts[each] = found[kind]._replace(parts=(len(getattr(linear, each)),)) if one_of_parts else found[kind]
-    return Shard(name, linear, cuts, partial(_finish_linear, linear, parallel, parts))
+    return Shard(linear, cuts, partial(_finish_linear, linear, parallel, parts))
 
 
 def _finish_linear(linear: Linear, parallel: TensorParallel, parts: tuple[int, ...] | None) -> None:
@@ -258,7 +251,7 @@ def _embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Sha
     group, vocabulary = parallel.group, module.num_embeddings
     vocabulary_shards(vocabulary, group.size)  # which raises now, before anything is changed
     cuts = {"weight": Partition(0, (vocabulary,), group.size, group.rank)}
-    return Shard(name, module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
+    return Shard(module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
 
 
 class _SumGradients:

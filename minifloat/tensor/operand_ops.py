@@ -127,7 +127,7 @@ def store(target: Quantized, source: Quantized, outside: Sequence[Tensor], noop_
     """
     pairs = [(mine, theirs) for mine, theirs in zip(target, source, strict=True) if mine is not None]
     pairs = pairs[:1] if target.rowwise is target.columnwise else pairs
-    for mine, theirs in pairs if _any_nonzero(outside) else []:
+    for mine, theirs in pairs if any(not rest.is_meta and bool(rest.any()) for rest in outside) else []:
         assert theirs is not None
         levels = zip(shared_levels(mine), shared_levels(theirs), strict=True)
         if not all(torch.equal(old, new.to(old.device)) for old, new in levels):
@@ -141,10 +141,6 @@ def store(target: Quantized, source: Quantized, outside: Sequence[Tensor], noop_
             old, new = getattr(mine, name), getattr(theirs, name)
             if old is not None and new is not None:
                 old.copy_(new if noop_flag is None else torch.where(noop_flag != 0, old, new))
-
-
-def _any_nonzero(outside: Sequence[Tensor]) -> bool:
-    return any(not rest.is_meta and bool(rest.any()) for rest in outside)
 
 
 # ---- as plain data, which a compiler compares and a checkpoint keeps ----

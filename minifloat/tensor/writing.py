@@ -90,12 +90,8 @@ def cast(
 ) -> list[Quantized]:
     """Quantizes many ``xs`` [M, K]: one launch a phase, and between the phases one all-reduce a group.
 
-    Args:
-        xs, quantizers: one quantizer a tensor.
-        scales: fp32 [1] for delayed scaling, else None.
-        groups: what the amaxes of each tensor are reduced over, or None. Ranks list the tensors of a group alike.
-        amaxes: synchronized amaxes to cast with instead; None: the tensor's own.
-        noop_flag: as of ``cast_all``.
+    Each with its quantizer, its delayed scale, the ranks that it reduces its amax over, and amaxes to cast with
+    instead of its own, as :func:`quantize` has them. Ranks list the tensors of a group alike.
 
     Raises:
         ValueError: a quantizer takes a given scale and there is none.

@@ -33,13 +33,7 @@ def is_plain(quantizer: Quantizer) -> bool:
 
 
 class Cast(NamedTuple):
-    """What a cast that is repeated takes.
-
-    Args:
-        quantizer: of the orientations that ``amaxes`` are for.
-        amaxes: one for each of its casts, all ranks' alike.
-        scale: delayed scaling's when they were synchronized, fp32 [1].
-    """
+    """What repeats a cast: amaxes that all ranks share, and delayed scaling's scale of that time, fp32 [1]."""
 
     quantizer: Quantizer
     amaxes: Amaxes
