@@ -55,7 +55,7 @@ class _Derived:
 
 
 @checked
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format(_Derived):
     """One number format.
 
@@ -134,6 +134,9 @@ class Format(_Derived):
     def __reduce__(self) -> tuple[Any, ...]:
         """Elements and scale rules are no part of a copy or a pickle."""
         return parse, (self.spec,)
+
+    def __eq__(self, other: object) -> bool:
+        return self.spec == other.spec if isinstance(other, Format) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.spec)
