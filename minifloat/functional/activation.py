@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat.functional.autograd import as_output, guarded
-from minifloat.functional.fused_cast import FusedCast, FusedOutput, known, measures_amax, reads_fp32
+from minifloat.functional.fused_cast import FusedCast, FusedOutput, measures_amax, reads_fp32
 from minifloat.ops import activation
-from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+from minifloat.quantizer import Quantizer, as_matrix
 
 _ACTIVATION = activation.activation_forward, activation.activation_cast
 _ACTIVATION_RECOMPUTED = activation.activation_forward.for_recompute(), activation.activation_cast.for_recompute()
@@ -140,33 +140,3 @@ def dact_value(
     return FusedOutput(
         dx.reshape(x.shape), x.dtype, amaxes=amaxes, column_sum=total.to(dtype) if with_column_sum else None
     )
-
-
-def act_quantize(
-    x: Tensor,
-    of: Activation,
-    quantizer: Quantizer,
-    amaxes: Amaxes | None = None,
-    rng: Tensor | None = None,
-    *,
-    return_value: bool = False,
-    recompute: bool = False,
-) -> FusedOutput:
-    """:func:`act_value` and its cast; ``amaxes`` and ``rng`` as in :func:`~minifloat.functional.norm.norm_quantize`."""
-    output = act_value(x, of, quantizer, **known(quantizer, amaxes), return_value=return_value, recompute=recompute)
-    return output.cast_here(quantizer, amaxes, rng, return_value)
-
-
-def dact_quantize(
-    dy: Tensor,
-    x: Tensor,
-    of: Activation,
-    quantizer: Quantizer,
-    amaxes: Amaxes | None = None,
-    rng: Tensor | None = None,
-    *,
-    return_value: bool = False,
-) -> FusedOutput:
-    """:func:`dact_value` and its cast; other arguments as in :func:`~minifloat.functional.norm.norm_quantize`."""
-    output = dact_value(dy, x, of, quantizer, **known(quantizer, amaxes), return_value=return_value)
-    return output.cast_here(quantizer, amaxes, rng, return_value)

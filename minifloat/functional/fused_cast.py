@@ -10,7 +10,7 @@ everything else rounds to the dtype of the input first (``docs/numerics.md`` 3.3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,19 +107,6 @@ class FusedOutput(NamedTuple):
     column_sum: Tensor | None = None
     stream: Tensor | None = None
 
-    @property
-    def operands(self) -> Quantized:
-        """:attr:`quantized`, once it is."""
-        assert self.quantized is not None, "it has not been cast"
-        return self.quantized
-
-    def amax(self, quantizer: Quantizer) -> Amaxes:
-        """What ranks that share the value reduce before its cast."""
-        if self.amaxes is not None:
-            return self.amaxes
-        assert self.value is not None, "its cast was fused"
-        return quantizer.amax(self.value)
-
     def cast(self, quantizer: Quantizer, amaxes: Amaxes | None = None, rng: Tensor | None = None) -> Quantized:
         """Quantizes the value for a GEMM; the arguments are those of :meth:`Quantizer.cast`."""
         if self.quantized is not None:
@@ -139,22 +126,3 @@ class FusedOutput(NamedTuple):
             return operand
         o = operand  # spelled out: torch.compile of PyTorch 2.11 does not trace dataclasses.replace
         return Operand(o.codes, o.scale_inv, o.amax, o.format, o.dim, o.shape, self.dtype)
-
-    def cast_here(self, quantizer: Quantizer, amaxes: Amaxes | None, rng: Tensor | None, keep: bool) -> FusedOutput:
-        """With its operands, and without its value unless to ``keep``."""
-        quantized = self.cast(quantizer, amaxes, rng)
-        return self._replace(quantized=quantized, value=self.value if keep else None)
-
-
-class Known(TypedDict):
-    """Arguments of ``norm_value`` and its like."""
-
-    scale: Tensor | None
-    fused: bool
-
-
-def known(quantizer: Quantizer, amaxes: Amaxes | None) -> Known:
-    """The scale that is among ``amaxes`` if the cast takes one; without any those of blocks were not reduced."""
-    nothing = amaxes is None or all(amax is None for amax in amaxes)
-    scale = amaxes[0] if amaxes is not None and reads_fp32(quantizer) else None
-    return Known(scale=scale, fused=nothing)

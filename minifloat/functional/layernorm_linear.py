@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from minifloat.functional.linear import gradients, pack, unpack
 from minifloat.functional.linear_config import LinearConfig
 from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.linear_steps import Call
-from minifloat.functional.norm import Norm, norm_quantize, norm_value
+from minifloat.functional.norm import Norm, norm_value
 from minifloat.functional.quantize import delayed_scale, record
-from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Amaxes, Quantizer
+from minifloat.operand import Operand
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,13 @@ class LayerNormLinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Any:
-        scale = input_scale(plan, call)
-        n = norm_output(norm, plan, x, residual, gamma, beta, scale)
-        operands, w, own = operands_of_output(plan, call, n, weight)
-        y = plan.fprop(operands, w, bias)
+        compute = partial(norm_value, x, gamma, beta, norm.norm, residual=residual)
+        y, n, saved, scale = multiply_output(plan, call, compute, weight, bias, norm.return_norm)
         ctx.norm, ctx.plan, ctx.use = norm, plan, call.use
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weight = weight if plan.writes_to_weight else None
-        tensors, ctx.layouts = pack(plan.save_x(n.value, own), plan.save_w(weight, w))
-        ctx.save_for_backward(*tensors, scale if plan.recompute_x else None, *saved_of_norm(plan, n, gamma, beta))
+        tensors, ctx.layouts = pack(*saved)
+        ctx.save_for_backward(*tensors, scale, *saved_of_norm(plan, n, gamma, beta))
         ctx.set_materialize_grads(False)
         return plan.output(y, x.shape, call.use), *norm_outputs(ctx, norm, plan, n, x, residual)
 
@@ -106,24 +104,42 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw, db
 
 
-def norm_output(
-    norm: NormCall,
+def multiply_output(
     plan: LinearPlan,
-    x: Tensor,
-    residual: Tensor | None,
-    gamma: Tensor,
-    beta: Tensor | None,
-    scale: Tensor | None,
-) -> FusedOutput:
-    """N for the linear of ``plan``; it is rounded if it is returned or backward reads it.
+    call: Call,
+    compute: Callable[..., FusedOutput],
+    weight: Tensor,
+    bias: Tensor | None,
+    returned: bool = False,
+) -> tuple[Tensor, FusedOutput, tuple[Operand | None, Operand | None], Tensor | None]:
+    """A linear whose X is the output of a norm or an activation, which may be cast by the kernel that computes it.
 
-    ``scale``: of :func:`input_scale`.
+    Args:
+        compute: gives the output for a quantizer: ``norm_value`` or ``act_value``.
+        returned: the value of the output is read by others too; else it is freed before the product if it can be.
+
+    Returns:
+        Y [M, N]; the output; X and W as backward saves them; the delayed scale for a backward that recomputes X, since
+        the next update replaces it.
     """
-    rounded = norm.return_norm or plan.config.backward_override == "high_precision"
-    return norm_value(
-        x, gamma, beta, norm.norm, output_quantizer(plan),
-        residual=residual, scale=scale, fused=fuses_blocks(plan), return_value=rounded,
-    )  # fmt: skip
+    quantizer, gathers = plan.x_quantizer, plan.options.parallel.gathers_input
+    if gathers and len(quantizer.casts) == 1 and quantizer.rowwise:
+        quantizer = quantizer.with_usage(columnwise=False)  # memory orders for GEMMs come after the gather
+    scale = None if plan.saves_value else delayed_scale(call.use, "input", keep=plan.recompute_x)
+    rounded = returned or plan.config.backward_override == "high_precision"  # else backward does not read X itself
+    fused = not plan.saves_value and not gathers  # no other rank has rows of the blocks
+    output = compute(quantizer, scale=scale, fused=fused, return_value=rounded)
+    if output.quantized is not None:
+        call.x = output.quantized
+        if call.use is not None:
+            record(call.use, "input", output.quantized)
+    x, w, own = plan.quantize_inputs(call, output.value, weight, None, output.amaxes, output.label)
+    if not torch.compiler.is_compiling():
+        call.x = call.w = None  # what is not saved must not take memory during what follows
+    output = output._replace(value=output.value if returned or plan.saves_value else None, quantized=None)
+    y = plan.fprop(x, w, bias)
+    saved = plan.save_x(output.value, own), plan.save_w(weight, w)
+    return y, output, saved, scale if plan.recompute_x else None
 
 
 def norm_outputs(
@@ -137,40 +153,6 @@ def norm_outputs(
     return [output for output in (value, stream) if output is not None]
 
 
-def input_scale(plan: LinearPlan, call: Call) -> Tensor | None:
-    """The delayed scale for the kernel that computes X and casts it; None where backward reads X itself.
-
-    A backward that recomputes X needs this forward's, which the next update replaces.
-    """
-    return None if plan.saves_value else delayed_scale(call.use, "input", keep=plan.recompute_x)
-
-
-def fuses_blocks(plan: LinearPlan) -> bool:
-    """The kernel that computes X may cast it in blocks: nothing reads X itself, and no other rank has rows of them."""
-    return not plan.saves_value and not plan.options.parallel.gathers_input
-
-
-def output_quantizer(plan: LinearPlan) -> Quantizer:
-    """How the result of a norm or an activation is quantized.
-
-    What is gathered is cast once where one cast serves both orientations: memory orders for GEMMs come afterwards.
-    """
-    quantizer = plan.x_quantizer
-    once = plan.options.parallel.gathers_input and len(quantizer.casts) == 1 and quantizer.rowwise
-    return quantizer.with_usage(columnwise=False) if once else quantizer
-
-
-def operands_of_output(
-    plan: LinearPlan, call: Call, output: FusedOutput, weight: Tensor
-) -> tuple[Any, Quantized, Quantized]:
-    """The operands of what a norm or an activation computed, which may be cast already, and of the weight."""
-    if output.quantized is not None:
-        call.x = output.quantized
-        if call.use is not None:
-            record(call.use, "input", output.quantized)
-    return plan.quantize_inputs(call, output.value, weight, None, output.amaxes, output.label)
-
-
 def saved_of_norm(plan: LinearPlan, n: FusedOutput, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
     """What backward reads of the norm: beta, to recompute N; and what :func:`norm_gradients` takes, if it runs."""
     assert n.stream is not None
@@ -181,17 +163,17 @@ def saved_of_norm(plan: LinearPlan, n: FusedOutput, gamma: Tensor, beta: Tensor 
 def recompute_norm_operand(
     norm: NormCall, config: LinearConfig, scale: Tensor | None, beta: Tensor | None, stream: Tensor, gamma: Tensor
 ) -> Operand:
-    """What wgrad reads of N; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
-    how = wgrad_cast(config, scale)
-    rounded = norm.return_norm  # as the forward rounded it
-    recomputed = norm_quantize(stream, gamma, beta, norm.norm, *how, return_value=rounded, recompute=True)
-    return recomputed.operands.along(COLUMNWISE)
+    """What wgrad reads of N; ``scale`` as in :func:`recompute_operand`."""
+    compute = partial(norm_value, stream, gamma, beta, norm.norm, return_value=norm.return_norm)
+    return recompute_operand(config, scale, compute)  # rounded as the forward rounded it
 
 
-def wgrad_cast(config: LinearConfig, scale: Tensor | None) -> tuple[Quantizer, Amaxes | None]:
-    """How a norm or an activation casts X once more, for wgrad alone."""
+def recompute_operand(config: LinearConfig, scale: Tensor | None, compute: Callable[..., FusedOutput]) -> Operand:
+    """What wgrad reads of X; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
     quantizer = config.input.with_usage(rowwise=False)
-    return quantizer, (scale,) if scale is not None and reads_fp32(quantizer) else None
+    scale = scale if reads_fp32(quantizer) else None
+    output = compute(quantizer, scale=scale, fused=True, recompute=True)
+    return output.cast(quantizer, None if scale is None else (scale,)).along(COLUMNWISE)
 
 
 def norm_gradients(
@@ -208,16 +190,11 @@ def norm_gradients(
 
     ``plan``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its rows alone.
     """
-    total = add(None if dn is None else dn.reshape(stream.shape), dn_returned)
-    if total is None:
+    if dn is not None:
+        dn = dn.reshape(stream.shape)
+        dn_returned = dn if dn_returned is None else dn + dn_returned
+    if dn_returned is None:
         return ds, None, None
-    dx, dgamma, dbeta = norm.gradients(total, stream, gamma, saved, ds)
+    dx, dgamma, dbeta = norm.gradients(dn_returned, stream, gamma, saved, ds)
     sums = [plan.options.parallel.start_sum_of_rows(each) for each in (dgamma, dbeta)]
     return dx, sums[0].wait(), sums[1].wait()
-
-
-def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, each of which may be missing."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b

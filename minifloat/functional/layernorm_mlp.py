@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minifloat.autocast import Use
-from minifloat.formats import COLUMNWISE
-from minifloat.functional.activation import Activation, act_quantize, act_value, dact_value
+from minifloat.functional.activation import Activation, act_value, dact_value
 from minifloat.functional.autograd import as_output, first_order
 from minifloat.functional.fused_cast import FusedOutput
 from minifloat.functional.layernorm_linear import (
     NormCall,
-    fuses_blocks,
-    input_scale,
+    multiply_output,
     norm_gradients,
-    norm_output,
     norm_outputs,
-    operands_of_output,
-    output_quantizer,
     recompute_norm_operand,
+    recompute_operand,
     saved_of_norm,
-    wgrad_cast,
 )
 from minifloat.functional.linear import gradients, pack, unpack
 from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.linear_steps import Call
+from minifloat.functional.norm import norm_value
 from minifloat.functional.quantize import delayed_scale, record
-from minifloat.operand import Operand, Quantized
+from minifloat.operand import Quantized
 
 
 @dataclass(frozen=True)
@@ -82,31 +79,16 @@ class LayerNormMLPFunction(torch.autograd.Function):
         b2: Tensor | None,
     ) -> Any:
         plan1, plan2 = mlp.plan1, mlp.plan2
-        scale1 = input_scale(plan1, call1)
-        n = norm_output(mlp.norm, plan1, x, residual, gamma, beta, scale1)
-        operands, w, own = operands_of_output(plan1, call1, n, w1)
-        h = plan1.fprop(operands, w, b1)
-        saved1 = plan1.save_x(n.value, own), plan1.save_w(w1, w)
+        compute = partial(norm_value, x, gamma, beta, mlp.norm.norm, residual=residual)
+        h, n, saved1, scale1 = multiply_output(plan1, call1, compute, w1, b1, mlp.norm.return_norm)
         returned, of_norm = norm_outputs(ctx, mlp.norm, plan1, n, x, residual), saved_of_norm(plan1, n, gamma, beta)
-        if not torch.compiler.is_compiling():
-            call1.x = call1.w = None
-        del n, operands, w, own  # what is not saved must not take memory during the second half, which is the wider one
-        scale2 = input_scale(plan2, call2)
-        rounded = plan2.config.backward_override == "high_precision"  # backward reads A
-        a = act_value(
-            h, mlp.activation, output_quantizer(plan2),
-            scale=scale2, fused=fuses_blocks(plan2), return_value=rounded,
-        )  # fmt: skip
-        operands, w, own = operands_of_output(plan2, call2, a, w2)
-        a_value = a.value if plan2.saves_value else None
-        del a
-        y = plan2.fprop(operands, w, b2)
-        tensors, ctx.layouts = pack(*saved1, plan2.save_x(a_value, own), plan2.save_w(w2, w))
+        del n
+        y, _, saved2, scale2 = multiply_output(plan2, call2, partial(act_value, h, mlp.activation), w2, b2)
+        tensors, ctx.layouts = pack(*saved1, *saved2)
         ctx.mlp, ctx.uses = mlp, (call1.use, call2.use)
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weights = w1 if plan1.writes_to_weight else None, w2 if plan2.writes_to_weight else None
-        scales = scale1 if plan1.recompute_x else None, scale2 if plan2.recompute_x else None
-        ctx.save_for_backward(*tensors, *scales, h if plan2.options.needs_x else None, *of_norm)
+        ctx.save_for_backward(*tensors, scale1, scale2, h if plan2.options.needs_x else None, *of_norm)
         ctx.set_materialize_grads(False)
         return as_output(y, (*x.shape[:-1], w2.shape[0])), *returned
 
@@ -124,7 +106,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         if dy is not None:
             db2 = plan2.bias_gradient(dy)
             if plan2.recompute_x:
-                x2 = _recompute_activation_operand(mlp, scale2, h)
+                x2 = recompute_operand(plan2.config, scale2, partial(act_value, h, mlp.activation))
             da, dw2 = gradients(plan2, plan2.quantize_dy(dy, use2), x2, w2, scale2, ctx.weights[1])
             db2 = plan2.reduce_db(db2)
             del x2, w2
@@ -145,12 +127,6 @@ class LayerNormMLPFunction(torch.autograd.Function):
             dx, dgamma, dbeta = norm_gradients(mlp.norm.norm, plan1, dn, *mlp.norm.beside(beside), *of_norm)
         dr = dx if ctx.has_residual else None
         return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
-
-
-def _recompute_activation_operand(mlp: MLPCall, scale: Tensor | None, h: Tensor) -> Operand:
-    """What wgrad reads of A; ``scale`` as in :func:`recompute_norm_operand`."""
-    recomputed = act_quantize(h, mlp.activation, *wgrad_cast(mlp.plan2.config, scale), recompute=True)
-    return recomputed.operands.along(COLUMNWISE)
 
 
 def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, use: Use | None) -> FusedOutput:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat.functional.autograd import as_output, guarded
-from minifloat.functional.fused_cast import FusedCast, FusedOutput, known, measures_amax, reads_fp32
+from minifloat.functional.fused_cast import FusedCast, FusedOutput, measures_amax, reads_fp32
 from minifloat.ops import norm
-from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+from minifloat.quantizer import Quantizer, as_matrix
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -137,26 +137,3 @@ def norm_value(
     stream = x if residual is None else as_output(total, x.shape)
     amaxes = (amax,) * len(quantizer.casts) if measures else None
     return FusedOutput(as_output(y, x.shape), x.dtype, (mean, rsigma), amaxes, stream=stream)
-
-
-def norm_quantize(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    of: Norm,
-    quantizer: Quantizer,
-    amaxes: Amaxes | None = None,
-    rng: Tensor | None = None,
-    *,
-    return_value: bool = False,
-    recompute: bool = False,
-) -> FusedOutput:
-    """:func:`norm_value` and its cast.
-
-    Args:
-        amaxes: ``(scale,)`` for delayed scaling; None otherwise, unless ranks reduced them before.
-        rng: seed and offset of stochastic rounding; None draws them.
-    """
-    options = known(quantizer, amaxes)
-    output = norm_value(x, gamma, beta, of, quantizer, **options, return_value=return_value, recompute=recompute)
-    return output.cast_here(quantizer, amaxes, rng, return_value)

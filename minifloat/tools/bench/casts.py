@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.activation import Activation, act_quantize, act_value, dact_quantize, dact_value
-from minifloat.functional.norm import Norm, norm_quantize, norm_value
+from minifloat.functional.activation import Activation, act_value, dact_value
+from minifloat.functional.norm import Norm, norm_value
 from minifloat.operand import Quantized
 from minifloat.ops.quantize import reference
 from minifloat.quantizer import Quantizer
@@ -132,10 +132,10 @@ def build_produced(producer: str, name: str, device: torch.device, tiny: bool) -
         written = of_codes * (1 + (orientation == "both")) + (4 * len(value) if producer == "RMSNorm" else 0)
         read = sum(each.nbytes for each in inputs) * (2 if fmt.needs_amax else 1)
         error, roofline = values_error(value, fmt), Roofline(read + written)
-        ways = {"minifloat": _produce} | ({"minifloat value + cast,": _value_and_cast} if name in BLOCKS else {})
-        for label, way in ways.items():
-            call = partial(way, producer, inputs, how, scale, orientation)
-            goals: dict[Measure, float] = {"roofline": BEHIND_PRODUCER} if way is _produce else {}
+        ways = {"minifloat": True} | ({"minifloat value + cast,": False} if name in BLOCKS else {})
+        for label, fused in ways.items():
+            call = partial(_produce, producer, inputs, how, scale, orientation, fused)
+            goals: dict[Measure, float] = {"roofline": BEHIND_PRODUCER} if fused else {}
             contenders.append(
                 Contender(f"{label} {orientation}", partial(_as_is, call), error, VALUES_BOUND, roofline, goals)
             )
@@ -168,30 +168,22 @@ def _cast(how: Quantizer, x: Tensor, scale: Tensor | None, orientation: str) -> 
 
 
 def _produce(
-    producer: str, inputs: tuple[Tensor, ...], how: Quantizer, scale: Tensor | None, orientation: str
+    producer: str,
+    inputs: tuple[Tensor, ...],
+    how: Quantizer,
+    scale: Tensor | None,
+    orientation: str,
+    fused: bool,
 ) -> Outputs:
-    (x, *other), amaxes = inputs, None if scale is None else (scale,)
-    if producer == "RMSNorm":
-        found = norm_quantize(x, other[0], None, Norm("RMSNorm", EPS), how, amaxes)
-    elif producer == "SwiGLU":
-        found = act_quantize(x, Activation("swiglu"), how, amaxes)
-    else:
-        found = dact_quantize(other[0], x, Activation("swiglu"), how, amaxes)
-    return gemm_ready(found.operands, orientation)
-
-
-def _value_and_cast(
-    producer: str, inputs: tuple[Tensor, ...], how: Quantizer, scale: Tensor | None, orientation: str
-) -> Outputs:
-    """The same in two steps, with the value in between."""
+    """Value and cast, in one kernel where ``fused`` allows it."""
     x, *other = inputs
     if producer == "RMSNorm":
-        made = norm_value(x, other[0], None, Norm("RMSNorm", EPS), how)
+        found = norm_value(x, other[0], None, Norm("RMSNorm", EPS), how, scale=scale, fused=fused)
     elif producer == "SwiGLU":
-        made = act_value(x, Activation("swiglu"), how)
+        found = act_value(x, Activation("swiglu"), how, scale=scale, fused=fused)
     else:
-        made = dact_value(other[0], x, Activation("swiglu"), how)
-    return gemm_ready(made.cast(how), orientation)
+        found = dact_value(other[0], x, Activation("swiglu"), how, scale=scale, fused=fused)
+    return gemm_ready(found.cast(how, None if scale is None else (scale,)), orientation)
 
 
 def _compiled(x: Tensor, scale: Tensor | None, both: bool) -> Call:

@@ -1,0 +1,30 @@
+"""Outputs of norms and activations, cast in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from minifloat.functional.activation import act_value, dact_value
+from minifloat.functional.fused_cast import FusedOutput, reads_fp32
+from minifloat.functional.norm import norm_value
+from minifloat.quantizer import Quantizer
+
+
+def _cast(value: Callable[..., FusedOutput], inputs: int, *args: Any, return_value: bool = False) -> FusedOutput:
+    """``value`` of so many inputs, and its operands, as a layer without other ranks calls it.
+
+    The inputs are followed by a quantizer, by amaxes (``(scale,)`` for delayed scaling), and by seed and offset.
+    """
+    quantizer: Quantizer = args[inputs]
+    amaxes, rng = (*args[inputs + 1 :], None, None)[:2]
+    scale = amaxes[0] if amaxes is not None and reads_fp32(quantizer) else None
+    fused = all(amax is None for amax in amaxes or ())
+    output = value(*args[: inputs + 1], scale=scale, fused=fused, return_value=return_value)
+    return output._replace(quantized=output.cast(quantizer, amaxes, rng))
+
+
+norm_quantize = partial(_cast, norm_value, 4)
+act_quantize = partial(_cast, act_value, 2)
+dact_quantize = partial(_cast, dact_value, 3)
