@@ -33,7 +33,7 @@ class NormCall:
     return_norm: bool = False
     return_stream: bool = False
 
-    def beside(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    def extra_outputs(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
         """N and S, or their gradients, of what there is of them; None for what is not wanted.
 
         Functions return what is wanted alone: for an output that is None Dynamo may not trace their backward.
@@ -85,7 +85,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor | None, *beside: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *extra: Tensor | None) -> tuple[Any, ...]:
         plan: LinearPlan = ctx.plan
         saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
         (x, w), (scale, beta, *of_norm) = unpack(ctx.layouts, saved[:6]), saved[6:]
@@ -99,7 +99,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             if ctx.use is not None:
                 ctx.use.backward_finished()
         if plan.options.needs_x:
-            dx, dgamma, dbeta = norm_gradients(ctx.norm.norm, plan, dn, *ctx.norm.beside(beside), *of_norm)
+            dx, dgamma, dbeta = norm_gradients(ctx.norm.norm, plan, dn, *ctx.norm.extra_outputs(extra), *of_norm)
         dr = dx if ctx.has_residual else None
         return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw, db
 

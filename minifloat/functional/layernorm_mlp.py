@@ -94,7 +94,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor | None, *beside: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *extra: Tensor | None) -> tuple[Any, ...]:
         mlp: MLPCall = ctx.mlp
         plan1, plan2, (use1, use2) = mlp.plan1, mlp.plan2, ctx.uses
         saved = ctx.saved_tensors
@@ -124,7 +124,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 if use1 is not None:
                     use1.backward_finished()
         if plan1.options.needs_x:
-            dx, dgamma, dbeta = norm_gradients(mlp.norm.norm, plan1, dn, *mlp.norm.beside(beside), *of_norm)
+            dx, dgamma, dbeta = norm_gradients(mlp.norm.norm, plan1, dn, *mlp.norm.extra_outputs(extra), *of_norm)
         dr = dx if ctx.has_residual else None
         return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
 

@@ -19,15 +19,16 @@ from minifloat.nn.parts import (
     LayerOfLinears,
     Normalization,
     add_residual,
-    call_alone,
     call_norm,
+    call_unfused,
     fuses,
     make_norm,
     needs_gradient,
-    runs_alone,
-    to_add,
+    needs_unfused_path,
+    outputs,
+    prepare_residual,
 )
-from minifloat.recipe import Recipe, RecipeLike
+from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
 
 
@@ -138,52 +139,35 @@ class LayerNormLinear(LayerOfLinears):
                 gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
         """
         check_tensors(x, residual, self)
-        recipe = None if runs_alone(self.norm, self.linear) else self.linear._recipe_in_force()
+        linear = self.linear
+        recipe = None if needs_unfused_path(self.norm, linear) else linear._recipe_in_force()
         bias: Tensor | None
         if recipe is None:
-            stream = add_residual(x, residual, self.linear)
-            n = call_norm(self.norm, stream, self.linear)
+            stream = add_residual(x, residual, linear)
+            n = call_norm(self.norm, stream, linear)
             options = {"fp8_output": fp8_output or None, "rows_per_rank": rows_per_rank}  # a replaced part knows less
-            y, bias = call_alone(self.linear, n, is_first_microbatch=is_first_microbatch, **options)
+            y, bias = call_unfused(linear, n, is_first_microbatch=is_first_microbatch, **options)
         else:
-            x, residual = to_add(x, residual, self.linear)
-            y, n, stream = self._fused(
-                x, residual, recipe, is_first_microbatch, fp8_output, rows_per_rank, return_residual
+            x, residual = prepare_residual(x, residual, linear)
+            parallel = parallel_of(linear).of_call(x.shape, rows_per_rank, linear._label, x.dtype)
+            linear._check_input(x)
+            check_meta(x, self, self.norm._parameters.get("weight"))
+            dtype = linear._compute_dtype(x)
+            gamma, beta = self.norm.weight, self.norm.bias
+            plan, call, weight, b = linear._prepare(
+                recipe, dtype, needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
+                parallel=parallel, recompute_x=self.recompute_norm,
             )  # fmt: skip
-            bias = self.linear._bias_vector() if self.return_bias else None
-        asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
-        outputs = (y, *[output for wanted, output in asked if wanted])
-        return outputs if len(outputs) > 1 else y
-
-    def _fused(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        recipe: Recipe,
-        is_first_microbatch: bool | None,
-        fp8_output: bool,
-        rows_per_rank: Sequence[int] | None,
-        return_residual: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Y, the norm's result if it is returned, and S."""
-        parallel = self.linear._parallel if self.linear._parallel.mode is None else parallel_of(self.linear)
-        parallel = parallel.of_call(x.shape, rows_per_rank, self.linear._label, x.dtype)
-        self.linear._check_input(x)
-        check_meta(x, self, self.norm._parameters.get("weight"))
-        dtype = self.linear._compute_dtype(x)
-        gamma, beta = self.norm.weight, self.norm.bias
-        plan, call, weight, bias = self.linear._prepare(
-            recipe, dtype, needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
-            parallel=parallel, recompute_x=self.recompute_norm,
-        )  # fmt: skip
-        norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
-        y, *beside = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
-            norm, plan, call, x.to(dtype), residual, gamma, beta, weight, bias
-        )
-        if call.use is not None:
-            call.use.forward_finished()
-        n, stream = norm.beside(beside)
-        return y, n, x if stream is None else stream
+            norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
+            y, *extra = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
+                norm, plan, call, x.to(dtype), residual, gamma, beta, weight, b
+            )
+            if call.use is not None:
+                call.use.forward_finished()
+            n, found = norm.extra_outputs(extra)
+            stream = x if found is None else found
+            bias = linear._bias_vector() if self.return_bias else None
+        return outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:

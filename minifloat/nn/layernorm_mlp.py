@@ -22,16 +22,17 @@ from minifloat.nn.parts import (
     LayerOfLinears,
     Normalization,
     add_residual,
-    call_alone,
     call_norm,
+    call_unfused,
     fuses,
     make_norm,
     needs_gradient,
+    needs_unfused_path,
+    outputs,
     part_name,
-    runs_alone,
-    to_add,
+    prepare_residual,
 )
-from minifloat.recipe import Recipe, RecipeLike
+from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of
 
@@ -157,10 +158,8 @@ class LayerNormMLP(LayerOfLinears):
         check_tensors(x, residual, self)
         if self.checkpoint and torch.is_grad_enabled():
             stream = add_residual(x, residual, self.fc1)  # which is kept, not what it is the sum of
-            outputs = run_checkpointed(self._run, stream, None, is_first_microbatch, rows_per_rank, return_residual)
-        else:
-            outputs = self._run(x, residual, is_first_microbatch, rows_per_rank, return_residual)
-        return outputs if len(outputs) > 1 else outputs[0]
+            return run_checkpointed(self._run, stream, None, is_first_microbatch, rows_per_rank, return_residual)
+        return self._run(x, residual, is_first_microbatch, rows_per_rank, return_residual)
 
     def _run(
         self,
@@ -169,60 +168,46 @@ class LayerNormMLP(LayerOfLinears):
         is_first_microbatch: bool | None,
         rows: Sequence[int] | None,
         return_residual: bool,
-    ) -> tuple[Tensor | None, ...]:
-        alone = runs_alone(self.norm, self.fc1, self.fc2)
-        first, second = (None if alone else linear._recipe_in_force() for linear in (self.fc1, self.fc2))
+    ) -> Any:
+        fc1, fc2, unfused = self.fc1, self.fc2, needs_unfused_path(self.norm, self.fc1, self.fc2)
+        first, second = (None if unfused else linear._recipe_in_force() for linear in (fc1, fc2))
         bias: Tensor | None
         if first is None or second is None:
-            stream = add_residual(x, residual, self.fc1)
-            n = call_norm(self.norm, stream, self.fc1)
+            stream = add_residual(x, residual, fc1)
+            n = call_norm(self.norm, stream, fc1)
             options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows}
-            h, _ = call_alone(self.fc1, n, **options)
-            y, bias = call_alone(self.fc2, activate(h, self.activation), **options)
+            h, _ = call_unfused(fc1, n, **options)
+            y, bias = call_unfused(fc2, activate(h, self.activation), **options)
         else:
-            x, residual = to_add(x, residual, self.fc1)
-            y, n, stream = self._fused(x, residual, (first, second), is_first_microbatch, rows, return_residual)
-            bias = self.fc2._returned_bias(parallel_of(self.fc2)) if self.return_bias else None
-        asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
-        return (y, *[output for wanted, output in asked if wanted])
-
-    def _fused(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        recipes: tuple[Recipe, Recipe],
-        is_first_microbatch: bool | None,
-        rows: Sequence[int] | None,
-        return_residual: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Y, the norm's result if it is returned, and what the norm was of."""
-        column = self.fc1._parallel if self.fc1._parallel.mode is None else parallel_of(self.fc1)
-        row = self.fc2._parallel if self.fc2._parallel.mode is None else parallel_of(self.fc2)
-        column = column.of_call(x.shape, rows, self.fc1._label, x.dtype)
-        self.fc1._check_input(x)
-        check_meta(x, self, self.norm._parameters.get("weight"))
-        check_meta(x, self, self.fc2._parameters.get("weight"))
-        row = row.of_call(column.output_shape(x.shape, 0), column.lengths or None, self.fc2._label)
-        dtype = self.fc1._compute_dtype(x)
-        gamma, beta = self.norm.weight, self.norm.bias
-        needs_x = needs_gradient(x, residual, gamma, beta)
-        plan1, call1, w1, b1 = self.fc1._prepare(
-            recipes[0], dtype, needs_x, is_first_microbatch, parallel=column, recompute_x=self.recompute_norm
-        )
-        needs_hidden = needs_x or needs_gradient(w1, b1)
-        plan2, call2, w2, b2 = self.fc2._prepare(
-            recipes[1], dtype, needs_hidden, is_first_microbatch, parallel=row, recompute_x=self.recompute_activation
-        )
-        norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
-        mlp = MLPCall(norm, self.activation, plan1, plan2)
-        y, *beside = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
-            mlp, call1, call2, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2
-        )
-        for call in (call1, call2):
-            if call.use is not None:
-                call.use.forward_finished()
-        n, stream = norm.beside(beside)
-        return y, n, x if stream is None else stream
+            x, residual = prepare_residual(x, residual, fc1)
+            column, row = parallel_of(fc1), parallel_of(fc2)
+            column = column.of_call(x.shape, rows, fc1._label, x.dtype)
+            fc1._check_input(x)
+            for part in (self.norm, fc2):
+                check_meta(x, self, part._parameters.get("weight"))
+            row = row.of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2._label)
+            dtype = fc1._compute_dtype(x)
+            gamma, beta = self.norm.weight, self.norm.bias
+            needs_x = needs_gradient(x, residual, gamma, beta)
+            plan1, call1, w1, b1 = fc1._prepare(
+                first, dtype, needs_x, is_first_microbatch, parallel=column, recompute_x=self.recompute_norm
+            )
+            needs_hidden = needs_x or needs_gradient(w1, b1)
+            plan2, call2, w2, b2 = fc2._prepare(
+                second, dtype, needs_hidden, is_first_microbatch, parallel=row, recompute_x=self.recompute_activation
+            )
+            norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
+            mlp = MLPCall(norm, self.activation, plan1, plan2)
+            y, *extra = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
+                mlp, call1, call2, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2
+            )
+            for call in (call1, call2):
+                if call.use is not None:
+                    call.use.forward_finished()
+            n, found = norm.extra_outputs(extra)
+            stream = x if found is None else found
+            bias = fc2._returned_bias(row) if self.return_bias else None
+        return outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:

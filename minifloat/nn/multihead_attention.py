@@ -30,7 +30,15 @@ from minifloat.nn.multihead_parts import (
     own_heads,
 )
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.parts import LayerOfLinears, Normalization, call_alone, call_on_stream, make_norm, part_name
+from minifloat.nn.parts import (
+    LayerOfLinears,
+    Normalization,
+    call_on_stream,
+    call_unfused,
+    make_norm,
+    outputs,
+    part_name,
+)
 from minifloat.nn.rope import apply_rotary_pos_emb
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recipe import RecipeLike
@@ -280,7 +288,7 @@ class MultiheadAttention(LayerOfLinears):
             check_tensor(encoder_output, self, "encoder_output")
         check_encoder_output(self.attention_type, encoder_output)
         rows = rows_per_rank, encoder_rows_per_rank
-        parallel = self._parallel if self._parallel.mode is None else parallel_of(self)
+        parallel = parallel_of(self)
         (q, k, v), n, stream = self._query_key_value(
             hidden_states, residual, encoder_output, is_first_microbatch, rows
         )  # fmt: skip
@@ -298,12 +306,10 @@ class MultiheadAttention(LayerOfLinears):
         if parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
             run = partial(draw_apart, parallel.group, run)
         attended = run(q, k, v, own_heads(attention_mask, self.heads, parallel), cu_seqlens_q, cu_seqlens_kv)
-        y, bias = call_alone(
+        y, bias = call_unfused(
             self.proj, attended, is_first_microbatch=is_first_microbatch, rows_per_rank=rows_per_rank
         )  # fmt: skip
-        asked = (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream)
-        outputs = (y, *[output for wanted, output in asked if wanted])
-        return outputs if len(outputs) > 1 else y
+        return outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     def _query_key_value(
         self,
@@ -322,7 +328,7 @@ class MultiheadAttention(LayerOfLinears):
         heads = projected.unflatten(-1, (-1, self.channels))
         if encoder_output is None:
             return heads.split((self.heads, self.groups, self.groups), -2), n, stream
-        key_value, _ = call_alone(self.key_value, encoder_output, rows_per_rank=rows[1], **options)
+        key_value, _ = call_unfused(self.key_value, encoder_output, rows_per_rank=rows[1], **options)
         return (heads, *key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)), n, stream
 
     def extra_repr(self) -> str:

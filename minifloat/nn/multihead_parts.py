@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.linear import Linear
+from minifloat.nn.parts import call_replicated
 
 
 def make_projection(
@@ -33,13 +33,13 @@ def make_projection(
 
 def normalize_heads(norm: nn.Module, x: Tensor, parallel: TensorParallel) -> Tensor:
     """Each head of ``x`` [..., heads, channels] normalized: this rank's, with parameters that serve those of all."""
-    if parallel.mode is None:
-        return norm(x)
-    # Each rank adds to their gradients as it does for rows of its own under sequence parallelism.
-    of_all = TensorParallel("column", True, parallel.group)
-    shared = {name: of_all.replicated(parameter) for name, parameter in norm.named_parameters()}
-    result: Tensor = functional_call(norm, shared, (x,))
-    return result
+    y: Tensor = norm(x) if parallel.mode is None else call_replicated(norm, x, _summing(parallel))
+    return y
+
+
+def _summing(parallel: TensorParallel) -> TensorParallel:
+    """For parameters that serve the heads of all ranks: gradients are summed as under sequence parallelism."""
+    return TensorParallel("column", True, parallel.group)
 
 
 def own_heads(t: Any, heads: int, parallel: TensorParallel) -> Any:
@@ -53,7 +53,7 @@ def own_bias(bias: Tensor | None, heads: int, parallel: TensorParallel) -> Tenso
     """The same of a bias, whose gradient is that of the heads of all ranks."""
     if parallel.mode is None or bias is None:
         return bias
-    own: Tensor = own_heads(TensorParallel("column", True, parallel.group).replicated(bias), heads, parallel)
+    own: Tensor = own_heads(_summing(parallel).replicated(bias), heads, parallel)
     return own
 
 

@@ -13,6 +13,7 @@ from minifloat import finite
 from minifloat.arguments import Accepts, Device, check_value
 from minifloat.autocast import checks_finite
 from minifloat.functional.autograd import autocast_dtype
+from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.linear import Linear
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
@@ -74,6 +75,12 @@ class LayerOfLinears(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, Linear)}
 
 
+def outputs(y: Any, *others: tuple[bool, Any]) -> Any:
+    """What a layer returns: Y, or a tuple of Y and those of the others that are wanted."""
+    extra = [other for wanted, other in others if wanted]
+    return (y, *extra) if extra else y
+
+
 # ---- a part that is called ----
 
 
@@ -88,7 +95,7 @@ def is_own(part: nn.Module, *kinds: type[nn.Module]) -> bool:
     )
 
 
-def runs_alone(*parts: nn.Module) -> bool:
+def needs_unfused_path(*parts: nn.Module) -> bool:
     """Some part is to be called as a module: it is seen, was replaced (:func:`is_own`), or keeps X.
 
     The fused function reads the parts' parameters and never calls them; nor is what they give each other looked at.
@@ -100,7 +107,7 @@ def runs_alone(*parts: nn.Module) -> bool:
     )
 
 
-def call_alone(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tuple[Any, Any]:
+def call_unfused(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tuple[Any, Any]:
     """Y, and the bias or norm's result that the part returns with it, or None.
 
     What replaced a part need not know options that are not used, nor return more than Y.
@@ -114,9 +121,13 @@ def call_norm(norm: nn.Module, x: Tensor, linear: nn.Module) -> Any:
     """N for a linear. If that gathers the rows of all ranks, the norm's parameters get the gradients of all of them."""
     if not (isinstance(linear, Linear) and linear._parallel.sequence_parallel):
         return norm(x)
-    parallel = parallel_of(linear)
-    shared = {name: parallel.replicated(parameter) for name, parameter in norm.named_parameters()}
-    return functional_call(norm, shared, (x,))
+    return call_replicated(norm, x, parallel_of(linear))
+
+
+def call_replicated(norm: nn.Module, x: Tensor, parallel: TensorParallel) -> Any:
+    """``norm(x)`` of rows that no other rank has, with parameters that get the gradients of all ranks."""
+    replicated = {name: parallel.replicated(parameter) for name, parameter in norm.named_parameters()}
+    return functional_call(norm, replicated, (x,))
 
 
 # ---- the residual stream ----
@@ -125,13 +136,13 @@ def call_norm(norm: nn.Module, x: Tensor, linear: nn.Module) -> Any:
 def call_on_stream(
     part: nn.Module, kinds: Sequence[type[nn.Module]], x: Tensor, residual: Tensor | None, *args: Any, **options: Any
 ) -> tuple[Any, Any, Tensor]:
-    """What :func:`call_alone` gives of ``part(x + residual)``, and that sum, or X where there is no residual.
+    """What :func:`call_unfused` gives of ``part(x + residual)``, and that sum, or X where there is no residual.
 
     A part of one of ``kinds`` without hooks adds within its norm's kernel, in forward and in backward.
     """
     if not is_own(part, *kinds):
         stream = add_residual(x, residual, part)
-        return *call_alone(part, stream, *args, **options), stream
+        return *call_unfused(part, stream, *args, **options), stream
     *outputs, stream = part(x, *args, residual=residual, return_residual=True, **options)
     return outputs[0], outputs[1] if len(outputs) > 1 else None, stream
 
@@ -157,7 +168,7 @@ def fuses(x: Tensor) -> bool:
     return x.dtype == autocast_dtype(x) and not isinstance(x, QuantizedTensor)
 
 
-def to_add(x: Tensor, residual: Tensor | None, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+def prepare_residual(x: Tensor, residual: Tensor | None, module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """X and the residual for the kernel of the norm; where it cannot add them, their sum and None."""
     alike = residual is not None and x.shape == residual.shape and x.dtype == residual.dtype
     if residual is not None and alike and fuses(x) and fuses(residual):
