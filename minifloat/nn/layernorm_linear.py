@@ -12,27 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
 from minifloat.functional.tensor_parallel import Mode
+from minifloat.nn import parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.parts import (
-    LayerOfLinears,
-    Normalization,
-    add_residual,
-    call_norm,
-    call_unfused,
-    fuses,
-    make_norm,
-    needs_gradient,
-    needs_unfused_path,
-    outputs,
-    prepare_residual,
-)
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
 
 
-class LayerNormLinear(LayerOfLinears):
+class LayerNormLinear(parts.LayerOfLinears):
     """Y = norm(X) W^T + b, where the norm hands the linear codes and keeps no high-precision result.
 
     Its parts are the modules ``norm`` and ``linear``, and what it computes is what they compute one after the other,
@@ -64,7 +52,7 @@ class LayerNormLinear(LayerOfLinears):
         eps: NonNegativeFloat = 1e-5,
         *,
         bias: bool = True,
-        normalization: Normalization = "LayerNorm",
+        normalization: parts.Normalization = "LayerNorm",
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
@@ -95,7 +83,7 @@ class LayerNormLinear(LayerOfLinears):
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.recompute_norm = recompute_norm
-        self.norm = make_norm(normalization, in_features, eps, zero_centered_gamma, params_dtype, device)
+        self.norm = parts.make_norm(normalization, in_features, eps, zero_centered_gamma, params_dtype, device)
         self.linear = Linear(
             in_features,
             out_features,
@@ -140,25 +128,25 @@ class LayerNormLinear(LayerOfLinears):
         """
         check_tensors(x, residual, self)
         linear = self.linear
-        recipe = None if needs_unfused_path(self.norm, linear) else linear._recipe_in_force()
+        recipe = None if parts.needs_unfused_path(self.norm, linear) else linear._recipe_in_force()
         bias: Tensor | None
         if recipe is None:
-            stream = add_residual(x, residual, linear)
-            n = call_norm(self.norm, stream, linear)
+            stream = parts.add_residual(x, residual, linear)
+            n = parts.call_norm(self.norm, stream, linear)
             options = {"fp8_output": fp8_output or None, "rows_per_rank": rows_per_rank}  # a replaced part knows less
-            y, bias = call_unfused(linear, n, is_first_microbatch=is_first_microbatch, **options)
+            y, bias = parts.call_unfused(linear, n, is_first_microbatch=is_first_microbatch, **options)
         else:
-            x, residual = prepare_residual(x, residual, linear)
+            x, residual = parts.prepare_residual(x, residual, linear)
             parallel = parallel_of(linear).of_call(x.shape, rows_per_rank, linear._label, x.dtype)
             linear._check_input(x)
             check_meta(x, self, self.norm._parameters.get("weight"))
             dtype = linear._compute_dtype(x)
             gamma, beta = self.norm.weight, self.norm.bias
             plan, call, weight, b = linear._prepare(
-                recipe, dtype, needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
+                recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
                 parallel=parallel, recompute_x=self.recompute_norm,
             )  # fmt: skip
-            norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
+            norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             y, *extra = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
                 norm, plan, call, x.to(dtype), residual, gamma, beta, weight, b
             )
@@ -167,7 +155,7 @@ class LayerNormLinear(LayerOfLinears):
             n, found = norm.extra_outputs(extra)
             stream = x if found is None else found
             bias = linear._bias_vector() if self.return_bias else None
-        return outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
+        return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:

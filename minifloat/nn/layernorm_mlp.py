@@ -15,29 +15,16 @@ from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, chec
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
+from minifloat.nn import parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.parts import (
-    LayerOfLinears,
-    Normalization,
-    add_residual,
-    call_norm,
-    call_unfused,
-    fuses,
-    make_norm,
-    needs_gradient,
-    needs_unfused_path,
-    outputs,
-    part_name,
-    prepare_residual,
-)
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of
 
 
-class LayerNormMLP(LayerOfLinears):
+class LayerNormMLP(parts.LayerOfLinears):
     """Y = act(norm(X) W1^T + b1) W2^T + b2, where norm and activation hand the linears codes.
 
     Its parts are the modules ``norm``, ``fc1`` and ``fc2``; what it computes is what they compute one after the other,
@@ -77,7 +64,7 @@ class LayerNormMLP(LayerOfLinears):
         eps: NonNegativeFloat = 1e-5,
         *,
         bias: bool = True,
-        normalization: Normalization = "LayerNorm",
+        normalization: parts.Normalization = "LayerNorm",
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,
         return_bias: bool = False,
@@ -109,7 +96,7 @@ class LayerNormMLP(LayerOfLinears):
         self.checkpoint = checkpoint
         self.recompute_norm = recompute_norm
         self.recompute_activation = recompute_activation
-        self.norm = make_norm(normalization, hidden_size, eps, zero_centered_gamma, params_dtype, device)
+        self.norm = parts.make_norm(normalization, hidden_size, eps, zero_centered_gamma, params_dtype, device)
         linear = partial(
             Linear,
             bias=bias,
@@ -128,7 +115,7 @@ class LayerNormMLP(LayerOfLinears):
             hidden_size,
             sum(halves),
             init_method=init_method,
-            name=part_name(name, "fc1"),
+            name=parts.part_name(name, "fc1"),
             parallel_mode="column" if set_parallel_mode else None,
             fused_parts=halves,
         )
@@ -137,7 +124,7 @@ class LayerNormMLP(LayerOfLinears):
             hidden_size,
             init_method=output_layer_init_method or init_method,
             return_bias=return_bias,
-            name=part_name(name, "fc2"),
+            name=parts.part_name(name, "fc2"),
             parallel_mode="row" if set_parallel_mode else None,
         )
 
@@ -157,7 +144,7 @@ class LayerNormMLP(LayerOfLinears):
         """
         check_tensors(x, residual, self)
         if self.checkpoint and torch.is_grad_enabled():
-            stream = add_residual(x, residual, self.fc1)  # which is kept, not what it is the sum of
+            stream = parts.add_residual(x, residual, self.fc1)  # which is kept, not what it is the sum of
             return run_checkpointed(self._run, stream, None, is_first_microbatch, rows_per_rank, return_residual)
         return self._run(x, residual, is_first_microbatch, rows_per_rank, return_residual)
 
@@ -169,17 +156,17 @@ class LayerNormMLP(LayerOfLinears):
         rows: Sequence[int] | None,
         return_residual: bool,
     ) -> Any:
-        fc1, fc2, unfused = self.fc1, self.fc2, needs_unfused_path(self.norm, self.fc1, self.fc2)
+        fc1, fc2, unfused = self.fc1, self.fc2, parts.needs_unfused_path(self.norm, self.fc1, self.fc2)
         first, second = (None if unfused else linear._recipe_in_force() for linear in (fc1, fc2))
         bias: Tensor | None
         if first is None or second is None:
-            stream = add_residual(x, residual, fc1)
-            n = call_norm(self.norm, stream, fc1)
+            stream = parts.add_residual(x, residual, fc1)
+            n = parts.call_norm(self.norm, stream, fc1)
             options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows}
-            h, _ = call_unfused(fc1, n, **options)
-            y, bias = call_unfused(fc2, activate(h, self.activation), **options)
+            h, _ = parts.call_unfused(fc1, n, **options)
+            y, bias = parts.call_unfused(fc2, activate(h, self.activation), **options)
         else:
-            x, residual = prepare_residual(x, residual, fc1)
+            x, residual = parts.prepare_residual(x, residual, fc1)
             column, row = parallel_of(fc1), parallel_of(fc2)
             column = column.of_call(x.shape, rows, fc1._label, x.dtype)
             fc1._check_input(x)
@@ -188,15 +175,15 @@ class LayerNormMLP(LayerOfLinears):
             row = row.of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2._label)
             dtype = fc1._compute_dtype(x)
             gamma, beta = self.norm.weight, self.norm.bias
-            needs_x = needs_gradient(x, residual, gamma, beta)
+            needs_x = parts.needs_gradient(x, residual, gamma, beta)
             plan1, call1, w1, b1 = fc1._prepare(
                 first, dtype, needs_x, is_first_microbatch, parallel=column, recompute_x=self.recompute_norm
             )
-            needs_hidden = needs_x or needs_gradient(w1, b1)
+            needs_hidden = needs_x or parts.needs_gradient(w1, b1)
             plan2, call2, w2, b2 = fc2._prepare(
                 second, dtype, needs_hidden, is_first_microbatch, parallel=row, recompute_x=self.recompute_activation
             )
-            norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and fuses(x))
+            norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             mlp = MLPCall(norm, self.activation, plan1, plan2)
             y, *extra = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
                 mlp, call1, call2, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2
@@ -207,7 +194,7 @@ class LayerNormMLP(LayerOfLinears):
             n, found = norm.extra_outputs(extra)
             stream = x if found is None else found
             bias = fc2._returned_bias(row) if self.return_bias else None
-        return outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
+        return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:

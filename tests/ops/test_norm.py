@@ -14,7 +14,7 @@ from minifloat.formats import Format
 from minifloat.functional.fused_cast import FusedOutput
 from minifloat.functional.norm import Norm, norm_value
 from minifloat.operand import Operand, Quantized
-from minifloat.ops.norm import norm_backward, norm_forward, reference
+from minifloat.ops.norm import NORMALIZATIONS, norm_backward, norm_forward
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.recipe import QuantizerRole
 from tests.helpers import oracle
@@ -25,9 +25,7 @@ U = 2.0**-24
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 5), (16, 64), (7, 129), (2, 1000)]
 NORMS = [
-    Norm(normalization, zero_centered_gamma=centered)
-    for normalization in reference.NORMALIZATIONS
-    for centered in (False, True)
+    Norm(normalization, zero_centered_gamma=centered) for normalization in NORMALIZATIONS for centered in (False, True)
 ]
 FOR_EACH_NORM = pytest.mark.parametrize("norm", NORMS, ids=lambda n: n.normalization + "-1+" * n.zero_centered_gamma)
 
@@ -157,10 +155,11 @@ def test_formulas_in_float64(norm: Norm) -> None:
     x, gamma, beta = (None if t is None else t.double() for t in make(norm, (4, 7), torch.float32, torch.device("cpu")))
     leaves = [t.requires_grad_() for t in (x, gamma, beta) if t is not None]
     dy = torch.randn(4, 7, dtype=torch.float64)
-    y, mean, rsigma = reference.forward(x, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma)
+    how = norm.normalization, norm.eps, norm.zero_centered_gamma
+    y, mean, rsigma, *_ = norm_forward.reference(x, gamma, beta, *how, torch.float64)
     exact = torch.autograd.grad(y, leaves, dy)
     with torch.no_grad():
-        got = reference.backward(dy, x, gamma, mean, rsigma, norm.normalization, norm.zero_centered_gamma)
+        got = norm_backward.reference(dy, x, gamma, mean, rsigma, norm.normalization, norm.zero_centered_gamma)
     for a, b in zip(got, exact, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(y, forward64(norm, x, gamma, beta), rtol=1e-12, atol=1e-13)
@@ -219,7 +218,7 @@ def test_parameters_of_another_dtype_and_any_layout(norm: Norm, device: torch.de
     assert dx.is_contiguous()
 
 
-@pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_operations_pass_opcheck(normalization: str, device: torch.device) -> None:
     norm = Norm(normalization)
     for dtype in (torch.bfloat16, torch.float32):

@@ -1,8 +1,12 @@
-"""LayerNorm and RMSNorm, forward and backward, as ``torch.library`` operations that compute in fp32."""
+"""LayerNorm and RMSNorm, forward and backward, as ``torch.library`` operations that compute in fp32 (fp64 for fp64).
+
+Layer Normalization (Ba et al. 2016), Root Mean Square Layer Normalization (Zhang and Sennrich 2019), as
+``docs/numerics.md`` 1.8 has them. A kernel is held to these references within fp32 rounding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,13 +14,12 @@ from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format, parse
 from minifloat.ops.library import operation
-from minifloat.ops.norm import reference
-from minifloat.ops.norm.reference import NORMALIZATIONS
 from minifloat.ops.quantize import empty_fused_cast, fused_cast
 from minifloat.ops.quantize import reference as quantize_reference
 
 __all__ = ["NORMALIZATIONS", "check", "check_name", "norm_backward", "norm_cast", "norm_forward"]
 
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 _WHOLE = Format("e4m3")  # any with one scale for the tensor, to measure its amax
 
 
@@ -41,13 +44,13 @@ def check(x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None
         raise ValueError("RMSNorm has no beta; pass beta=None, or normalization='LayerNorm'")
 
 
-def _forward_on_gpu() -> Callable[..., Any]:
-    from minifloat.ops.norm import forward  # which needs Triton
+def _kernels() -> SimpleNamespace:
+    from minifloat.ops.norm import backward, cast, forward  # which need Triton
 
-    return forward.norm_forward
+    return SimpleNamespace(forward=forward.norm_forward, cast=cast.norm_cast, backward=backward.norm_backward)
 
 
-@operation(_forward_on_gpu)
+@operation(lambda: _kernels().forward)
 def norm_forward(
     x: Tensor,
     gamma: Tensor,
@@ -61,25 +64,25 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``y`` [M, K] in ``dtype``, fp32 mean and rsigma [M] for backward (RMSNorm: an empty mean), amax of ``y``, total.
 
-    ``x`` is [M, K] bf16, fp16 or fp32, gamma and beta [K]; see :func:`reference.forward`. The amax, fp32 [1], is that
-    of the rounded ``y`` without its NaNs; it is empty unless asked for. With a ``residual`` [M, K] it is the norm of
-    ``total = x + residual`` [M, K], rounded to the dtype of ``x``; without one the total is empty.
+    ``y = (x - mean) * rsigma * g + beta`` with ``rsigma = 1 / sqrt(mean((x - mean)^2) + eps)``, where RMSNorm takes 0
+    for the mean; ``g`` is gamma, or ``1 + gamma`` if zero-centered. ``x`` is [M, K], gamma and beta [K]. The amax, fp32
+    [1], is that of the rounded ``y`` without its NaNs; it is empty unless asked for. With a ``residual`` [M, K] it is
+    the norm of ``total = x + residual`` [M, K], rounded to the dtype of ``x``; without one the total is empty.
     """
     check(x, residual, gamma, beta, normalization)
-    source = x if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
-    wide, mean, rsigma = reference.forward(source.float(), gamma, beta, normalization, eps, zero_centered)
-    y = wide.to(dtype).contiguous()
+    precise = torch.promote_types(x.dtype, torch.float32)
+    total = x if residual is None else (x.to(precise) + residual.to(precise)).to(x.dtype).contiguous()
+    wide = total.to(precise)
+    mean = wide.mean(-1) if normalization == "LayerNorm" else wide.new_zeros(0)
+    centered = _centered(wide, mean, normalization)
+    rsigma = (centered.square().mean(-1) + eps).sqrt().reciprocal()
+    y = centered * rsigma[:, None] * _scale(gamma, precise, zero_centered)
+    y = (y if beta is None else y + beta.to(precise)).to(dtype).contiguous()
     amax = quantize_reference.amax(y, _WHOLE, ROWWISE) if with_amax else x.new_empty(0, dtype=torch.float32)
-    return y, mean, rsigma, amax, x.new_empty(0) if residual is None else source
+    return y, mean, rsigma, amax, x.new_empty(0) if residual is None else total
 
 
-def _cast_on_gpu() -> Callable[..., Any]:
-    from minifloat.ops.norm import cast  # which needs Triton
-
-    return cast.norm_cast
-
-
-@operation(_cast_on_gpu)
+@operation(lambda: _kernels().cast)
 def norm_cast(
     x: Tensor,
     gamma: Tensor,
@@ -117,13 +120,7 @@ def _(x: Tensor, gamma: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor
     return *empty_fused_cast(x, x.shape[1], parse(format), *wanted[:3]), mean, rsigma, total
 
 
-def _backward_on_gpu() -> Callable[..., Any]:
-    from minifloat.ops.norm import backward  # which needs Triton
-
-    return backward.norm_backward
-
-
-@operation(_backward_on_gpu)
+@operation(lambda: _kernels().backward)
 def norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -136,12 +133,28 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dx`` [M, K] in the dtype of ``x``; dgamma and dbeta [K] summed in fp32 and rounded to the dtype of gamma.
 
-    ``dresidual`` [M, K], another gradient of ``x``, is added to ``dx`` before its one rounding. RMSNorm has no dbeta:
-    it is empty.
+    With ``n = (x - mean) * rsigma`` and ``d = dy * g``: ``dx = rsigma * (d - mean(d) - n * mean(d * n))``, where
+    RMSNorm leaves out ``mean(d)``; ``dgamma = sum(dy * n)`` and ``dbeta = sum(dy)`` over the rows, which RMSNorm does
+    not have: it is empty. ``dresidual`` [M, K], another gradient of ``x``, is added to ``dx`` before its one rounding.
     """
     assert dy.shape == x.shape, (dy.shape, x.shape)
-    other = None if dresidual is None else dresidual.float()
-    dx, dgamma, dbeta = reference.backward(
-        dy.float(), x.float(), gamma, mean, rsigma, normalization, zero_centered, other
-    )
-    return dx.to(x.dtype).contiguous(), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
+    precise = torch.promote_types(x.dtype, torch.float32)
+    dy = dy.to(precise)
+    normal = _centered(x.to(precise), mean, normalization) * rsigma[:, None]
+    d = dy * _scale(gamma, precise, zero_centered)
+    inner = d - normal * (d * normal).mean(-1, keepdim=True)
+    if normalization == "LayerNorm":
+        inner = inner - d.mean(-1, keepdim=True)
+    dx = rsigma[:, None] * inner
+    dx = dx if dresidual is None else dx + dresidual.to(precise)
+    dbeta = dy.sum(0) if normalization == "LayerNorm" else dy.new_zeros(0)
+    return dx.to(x.dtype).contiguous(), (dy * normal).sum(0).to(gamma.dtype), dbeta.to(gamma.dtype)
+
+
+def _centered(x: Tensor, mean: Tensor, normalization: str) -> Tensor:
+    return x - mean[:, None] if normalization == "LayerNorm" else x
+
+
+def _scale(gamma: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    # The 1 is added in fp32: near 1 a bf16 gamma of 0.001 would vanish.
+    return gamma.to(dtype) + 1 if zero_centered else gamma.to(dtype)

@@ -6,8 +6,6 @@ groups: an order that shapes alone decide, so that runs repeat to the bit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -110,14 +108,6 @@ _backward = Kernel(norm_backward_kernel)
 _parameters = Kernel(norm_parameters_kernel)
 
 
-class Backward(NamedTuple):
-    """``dx`` [M, K], dgamma [K], and dbeta [K] (RMSNorm: empty)."""
-
-    dx: Tensor
-    dgamma: Tensor
-    dbeta: Tensor
-
-
 def norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -128,7 +118,7 @@ def norm_backward(
     zero_centered: bool,
     dresidual: Tensor | None = None,
     choice: NormTile | None = None,
-) -> Backward:
+) -> tuple[Tensor, Tensor, Tensor]:
     """As the operation."""
     assert dy.shape == x.shape, (dy.shape, x.shape)
     rows, width = x.shape
@@ -141,10 +131,10 @@ def norm_backward(
     # Zeros to add to, where a row is wider than a tile.
     make = torch.empty if choice.one_chunk else torch.zeros
     sums = [make(groups, width, dtype=torch.float32, device=x.device) for _ in range(1 + centered)]
-    out = Backward(x.new_empty(x.shape), gamma.new_empty(width), gamma.new_empty(width if centered else 0))
+    dx, dgamma, dbeta = x.new_empty(x.shape), gamma.new_empty(width), gamma.new_empty(width if centered else 0)
     _backward(
         groups,
-        (dy, x, x if dresidual is None else ready(dresidual), gamma, mean, rsigma, out.dx, sums[0], sums[-1]),
+        (dy, x, x if dresidual is None else ready(dresidual), gamma, mean, rsigma, dx, sums[0], sums[-1]),
         (rows, width, tiles),
         (
             centered, zero_centered, dresidual is not None,
@@ -155,8 +145,8 @@ def norm_backward(
     )  # fmt: skip
     _parameters(
         triton.cdiv(width, COLUMNS),
-        (sums[0], sums[-1], out.dgamma, out.dbeta),
+        (sums[0], sums[-1], dgamma, dbeta),
         (groups, width),
         (centered, MOST_GROUPS, COLUMNS),
     )
-    return out
+    return dx, dgamma, dbeta
