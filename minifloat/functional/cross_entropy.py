@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -70,18 +69,10 @@ def cross_entropy(
     """
     check_arguments(logits, logits.shape, target)
     group = Group.of(tp_group)
-    first, classes = place(logits.shape[-1], group, classes)
-    rows = target.reshape(-1).long()
+    options = label_smoothing, ignore_index, chunk_rows or 0, *place(logits.shape[-1], group, classes)
+    rows, label = target.reshape(-1).long(), check and "cross_entropy"
     loss: Tensor = CrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, logits.shape[-1]),
-        rows,
-        group,
-        check and "cross_entropy",
-        label_smoothing,
-        ignore_index,
-        chunk_rows or 0,
-        first,
-        classes,
+        logits.reshape(-1, logits.shape[-1]), rows, group, label, *options
     )
     if reduction == "none":
         return loss.reshape(target.shape)
@@ -105,7 +96,7 @@ class CrossEntropyFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dlogits = kernels.cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
-        return dlogits, None, None, None, None, None, None, None, None
+        return dlogits, *[None] * 8
 
 
 def place(here: int, group: Group, classes: int | None) -> tuple[int, int]:
@@ -130,11 +121,7 @@ def place(here: int, group: Group, classes: int | None) -> tuple[int, int]:
     return shards.first(group.rank), classes
 
 
-def check_arguments(
-    rows: Tensor,
-    shape: Sequence[int],
-    target: Tensor,
-) -> None:
+def check_arguments(rows: Tensor, shape: Sequence[int], target: Tensor) -> None:
     if not rows.is_floating_point():
         raise ValueError(f"cross_entropy: input is {rows.dtype}; a floating-point tensor is needed")
     if not shape or tuple(target.shape) != tuple(shape[:-1]):
@@ -227,24 +214,14 @@ def linear_cross_entropy(
     parallel = parallel.of_call(hidden.shape, rows_per_rank, "linear_cross_entropy")
     shape = parallel.output_shape(hidden.shape, hidden.shape[-1])
     check_arguments(hidden, shape, target)
-    first, classes = place(len(weight), group, classes)
+    options = label_smoothing, ignore_index, chunk_rows or 0, *place(len(weight), group, classes)
     hidden = autocast_to(hidden)
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     loss: Tensor = LinearCrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        target.reshape(-1).long(),
-        parallel,
-        needs,
-        reduction,
-        label_smoothing,
-        ignore_index,
-        chunk_rows or 0,
-        first,
-        classes,
-    )
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1).long(), parallel, needs, reduction,
+        *options,
+    )  # fmt: skip
     return loss
 
 
@@ -264,12 +241,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         *options: Any,
     ) -> Tensor:
         w, b = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        _, ignore_index, _, _, _ = options
         if parallel.group.size == 1:
             total, *gradients = kernels.linear_cross_entropy(hidden, w, b, target, *options[:3], needs)
         else:
             total, *gradients = _of_shared_head(parallel, needs, hidden, w, b, target, *options)
-        count = (target != ignore_index).sum() if reduction == "mean" else torch.ones_like(total)
+        count = (target != options[1]).sum() if reduction == "mean" else torch.ones_like(total)
         ctx.save_for_backward(count, *gradients)
         ctx.needs = needs
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -285,7 +261,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             (gradient.to(scale.dtype) * scale).to(dtype) if need else None
             for gradient, dtype, need in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
         )
-        return *scaled, None, None, None, None, None, None, None, None, None
+        return *scaled, *[None] * 9
 
 
 def _of_shared_head(
@@ -295,40 +271,26 @@ def _of_shared_head(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    chunk_rows: int,
-    first: int,
-    classes: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``kernels.linear_cross_entropy`` gives, by its steps, of a head that ranks share."""
+    """What ``kernels.linear_cross_entropy`` gives, of a head that ranks share."""
     group, shards, check = parallel.group, parallel.shards, parallel.check
     if shards is not None:
         hidden = all_gather_rows(hidden, shards, group, check=check)
+    label_smoothing, ignore_index, chunk_rows, first, classes = options
     options = label_smoothing, ignore_index, 0, first, classes
-    precise = torch.promote_types(hidden.dtype, torch.float32)
-    total = hidden.new_zeros((), dtype=precise)
-    dhidden = hidden.new_empty(hidden.shape if needs[0] else 0)
-    dweight = weight.new_zeros(weight.shape if needs[1] else 0, dtype=precise)
-    dbias = weight.new_zeros(weight.shape[0] if needs[2] else 0, dtype=precise)
-    largest = vocabulary_shards(classes, group.size).largest  # all ranks have the same chunks
-    for rows in kernels.chunks(hidden.shape[0], largest, chunk_rows):
-        x, targets = hidden[rows], target[rows]
-        z = F.linear(x, weight, bias).to(precise)
-        own = kernels.cross_entropy_statistics(z, targets, *options)
+
+    def of_chunk(z: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        own = kernels.cross_entropy_statistics(z, target[rows], *options)
         statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group, check=check)
-        loss, lse = kernels.loss_of_parts(statistics, targets == ignore_index, label_smoothing, classes)
-        total += loss.sum()
+        loss, lse = kernels.loss_of_parts(statistics, target[rows] == ignore_index, label_smoothing, classes)
         if not any(needs):
-            continue
-        dlogits = kernels.cross_entropy_backward(torch.ones_like(loss), z, targets, lse, *options)
-        if needs[2]:
-            dbias += dlogits.sum(0)
-        dlogits = dlogits.to(hidden.dtype)
-        if needs[0]:
-            dhidden[rows] = dlogits @ weight
-        if needs[1]:
-            dweight += dlogits.t() @ x
+            return loss, None
+        return loss, kernels.cross_entropy_backward(torch.ones_like(loss), z, target[rows], lse, *options)
+
+    largest = vocabulary_shards(classes, group.size).largest  # all ranks have the same chunks
+    chunks = kernels.chunks(hidden.shape[0], largest, chunk_rows)
+    total, dhidden, dweight, dbias = kernels.of_head(hidden, weight, bias, chunks, needs, of_chunk)
     if needs[0] and shards is not None:
         dhidden = reduce_scatter_rows(dhidden, shards, group, check=check)
     elif needs[0]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,20 +160,36 @@ def linear_cross_entropy(
     ``hidden`` [M, D], ``weight`` [V, D] and ``bias`` [V] have one dtype, which dhidden has too; the rest is fp32. A
     gradient that is not in ``needs`` is empty.
     """
+    classes = weight.shape[0]
+    targets = _Targets.of(target, ignore_index, 0, classes, classes)
+
+    def of_chunk(z: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        own = targets.at(rows)
+        statistics = _statistics(z, own, label_smoothing)[None]
+        loss, lse = loss_of_parts(statistics, own.ignored, label_smoothing, classes)
+        return loss, _gradient_(z, own, lse, label_smoothing, classes) if any(needs) else None
+
+    return of_head(hidden, weight, bias, chunks(hidden.shape[0], classes, chunk_rows), needs, of_chunk)
+
+
+def of_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunks: Iterator[slice],
+    needs: list[bool],
+    of_chunk: Callable[[Tensor, slice], tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What :data:`linear_cross_entropy` gives; ``of_chunk``: from fp32 logits of some rows losses and gradient."""
     total, dhidden, dweight, dbias = _empty_linear(hidden, weight, needs)
     for each in (total, dweight, dbias):
         each.zero_()
-    classes = weight.shape[0]
-    targets = _Targets.of(target, ignore_index, 0, classes, classes)
-    for rows in chunks(hidden.shape[0], classes, chunk_rows):
+    for rows in chunks:
         logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-        z = logits.to(total.dtype)
-        statistics = _statistics(z, targets.at(rows), label_smoothing)
-        loss, lse = loss_of_parts(statistics[None], targets.ignored[rows], label_smoothing, classes)
+        loss, dlogits = of_chunk(logits.to(total.dtype), rows)
         total += loss.sum()
-        if not any(needs):
+        if dlogits is None:
             continue
-        dlogits = _gradient_(z, targets.at(rows), lse, label_smoothing, classes)
         if needs[2]:
             dbias += dlogits.sum(0)
         dlogits = logits.copy_(dlogits)  # in the dtype of the products
@@ -184,9 +200,7 @@ def linear_cross_entropy(
     return total, dhidden, dweight, dbias
 
 
-@linear_cross_entropy.fake
-def _fake_linear(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_linear(hidden, weight, rest[-1])
+linear_cross_entropy.fake(lambda hidden, weight, *rest: _empty_linear(hidden, weight, rest[-1]))
 
 
 def _empty_linear(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
