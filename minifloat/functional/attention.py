@@ -29,7 +29,7 @@ class Backend(NamedTuple):
 
 
 def choose_backend(
-    device: str, kind: Kind, *, softcap: bool, dropout: bool, dtype: torch.dtype, head_dim: int
+    device: str, kind: Kind, dtype: torch.dtype, head_dim: int, *, softcap: bool, dropout: bool
 ) -> Backend:
     """The one place that decides which backend computes attention.
 
@@ -41,22 +41,19 @@ def choose_backend(
     if kind in ("none", "causal") and not softcap:
         return Backend("sdpa", f"PyTorch's SDPA has this mask: {kind}")
     wanted = "softcap" if softcap else f"mask of kind {kind}"
-    obstacle = _no_flex(device, kind, dropout, dtype, head_dim)
-    if obstacle is None:
+    if device != "cuda":
+        obstacle = f"it does not train on {device}"
+    elif kind == "tensor":
+        obstacle = "mask or bias is a tensor"
+    elif dropout:
+        obstacle = "it has no dropout"
+    elif dtype not in _FLEX_DTYPES:
+        obstacle = f"it has no {dtype}"
+    elif head_dim < _FLEX_SMALLEST_HEAD:
+        obstacle = f"heads of {head_dim} channels are too small"
+    else:
         return Backend("flex", f"{wanted} in one kernel")
     return Backend("math" if softcap else "sdpa", f"{wanted}; no FlexAttention: {obstacle}")
-
-
-def _no_flex(device: str, kind: Kind, dropout: bool, dtype: torch.dtype, head_dim: int) -> str | None:
-    if device != "cuda":
-        return f"it does not train on {device}"
-    if kind == "tensor":
-        return "mask or bias is a tensor"
-    if dropout:
-        return "it has no dropout"
-    if dtype not in _FLEX_DTYPES:
-        return f"it has no {dtype}"
-    return f"heads of {head_dim} channels are too small" if head_dim < _FLEX_SMALLEST_HEAD else None
 
 
 def attention(
@@ -70,13 +67,9 @@ def attention(
         softcap: bounds them to between -softcap and softcap.
         dropout: the probability that a weight is set to 0.
     """
+    head_dim = min(q.shape[-1], v.shape[-1])
     backend = choose_backend(
-        q.device.type,
-        mask.kind,
-        softcap=softcap is not None,
-        dropout=dropout > 0,
-        dtype=q.dtype,
-        head_dim=min(q.shape[-1], v.shape[-1]),
+        q.device.type, mask.kind, q.dtype, head_dim, softcap=softcap is not None, dropout=dropout > 0
     )
     if backend.name == "sdpa" or not q.numel() or not k.numel():
         return by_sdpa(q, k, v, mask, scale, dropout)

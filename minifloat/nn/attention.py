@@ -92,7 +92,13 @@ class DotProductAttention(nn.Module):
         self.bottom_right_diagonal = bottom_right_diagonal
         self.softmax_scale = self.kv_channels[0] ** -0.5 if softmax_scale is None else softmax_scale
         self.softcap = softcap
-        self._check_options()
+        if num_attention_heads % self.num_gqa_groups:
+            raise ValueError(
+                f"{self._label()}: {num_attention_heads} heads do not divide by num_gqa_groups={self.num_gqa_groups}; "
+                "change one of them"
+            )
+        self._check_mask_type(attn_mask_type)
+        self._band(attn_mask_type, window_size)
 
     def forward(
         self,
@@ -133,16 +139,19 @@ class DotProductAttention(nn.Module):
         query_places, key_places = self._places(mask_type, q, k, attention_mask, starts, bottom_right)
         diagonal = 0
         if query_places is None:
-            self._check_used(mask_type, attention_mask, cu_seqlens_q)
+            self._check_unused("cu_seqlens_q", cu_seqlens_q)
+            self._check_unused("attention_mask", None if mask_type == "arbitrary" else attention_mask)
             diagonal = k.shape[2] - q.shape[2] if bottom_right else 0
             band = simplified(band, diagonal, q.shape[2], k.shape[2])
+        if self.qkv_format == "thd":
+            self._check_unused("core_attention_bias", core_attention_bias)
         mask = Mask(
             band,
             diagonal,
             query_places,
             key_places,
             ~self._arbitrary(attention_mask, q, k) if mask_type == "arbitrary" else None,
-            self._bias(core_attention_bias, q, k),
+            None if core_attention_bias is None else self._fits("core_attention_bias", core_attention_bias, q, k),
         )
         dropout = self.attention_dropout if self.training else 0.0
         out = attention(q, k, v, mask, scale=self.softmax_scale, softcap=self.softcap, dropout=dropout)
@@ -158,13 +167,9 @@ class DotProductAttention(nn.Module):
             query=Places(nowhere, nowhere) if apart else None,
             kept=nowhere if self.attn_mask_type == "arbitrary" else None,
         )
+        dropout = self.training and self.attention_dropout > 0
         return choose_backend(
-            device,
-            mask.kind,
-            softcap=self.softcap is not None,
-            dropout=self.training and self.attention_dropout > 0,
-            dtype=dtype,
-            head_dim=min(self.kv_channels),
+            device, mask.kind, dtype, min(self.kv_channels), softcap=self.softcap is not None, dropout=dropout
         )
 
     def extra_repr(self) -> str:
@@ -255,11 +260,6 @@ class DotProductAttention(nn.Module):
             )
         return self._fits("attention_mask", mask, q, k)
 
-    def _bias(self, bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        if self.qkv_format == "thd":
-            self._check_unused("core_attention_bias", bias)
-        return None if bias is None else self._fits("core_attention_bias", bias, q, k)
-
     def _fits(self, name: str, t: Tensor, q: Tensor, k: Tensor) -> Tensor:
         shape = (*q.shape[:3], k.shape[2])
         if t.dim() > 4 or any(n not in (1, m) for n, m in zip(t.shape[::-1], shape[::-1], strict=False)):
@@ -279,26 +279,11 @@ class DotProductAttention(nn.Module):
     def _label(self) -> str:
         return "DotProductAttention" + ("" if self.layer_number is None else f" of layer {self.layer_number}")
 
-    def _check_options(self) -> None:
-        if self.num_attention_heads % self.num_gqa_groups:
-            raise ValueError(
-                f"{self._label()}: {self.num_attention_heads} heads do not divide by num_gqa_groups="
-                f"{self.num_gqa_groups}; change one of them"
-            )
-        self._check_mask_type(self.attn_mask_type)
-        self._band(self.attn_mask_type, self.window_size)
-
     def _check_mask_type(self, mask_type: str) -> None:
         if mask_type not in get_args(MaskType):
             raise ValueError(f"{self._label()}: attn_mask_type is {mask_type!r}; {', '.join(get_args(MaskType))}")
         if mask_type == "arbitrary" and self.qkv_format == "thd":
             raise ValueError(f"{self._label()}: packed sequences have no arbitrary mask; use qkv_format='bshd'")
-
-    def _check_used(self, mask_type: str, mask: object, cu_seqlens_q: Tensor | None) -> None:
-        """Lengths of sequences, and masks, are for the mask types that read them."""
-        self._check_unused("cu_seqlens_q", cu_seqlens_q)
-        if mask_type != "arbitrary":
-            self._check_unused("attention_mask", mask)
 
     def _check_unused(self, name: str, given: object) -> None:
         if given is not None:

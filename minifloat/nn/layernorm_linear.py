@@ -157,11 +157,6 @@ class LayerNormLinear(parts.LayerOfLinears):
             bias = linear._bias_vector() if self.return_bias else None
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
-    @checked
-    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
-        """As :meth:`Linear.set_tensor_parallel_group`."""
-        self.linear.set_tensor_parallel_group(tp_group)
-
     def reset_parameters(self) -> None:
         """Initial values of both parts."""
         self.norm.reset_parameters()

@@ -196,12 +196,6 @@ class LayerNormMLP(parts.LayerOfLinears):
             bias = fc2._returned_bias(row) if self.return_bias else None
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
-    @checked
-    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
-        """As :meth:`Linear.set_tensor_parallel_group`, of both linears."""
-        for linear in (self.fc1, self.fc2):
-            linear.set_tensor_parallel_group(tp_group)
-
     def reset_parameters(self) -> None:
         """Initial values of all parts."""
         for part in (self.norm, self.fc1, self.fc2):

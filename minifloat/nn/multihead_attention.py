@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
-from minifloat.comm.group import Group
 from minifloat.comm.random_state import draw_apart
 from minifloat.functional.autograd import autocast_to
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
@@ -233,14 +232,6 @@ class MultiheadAttention(LayerOfLinears):
         self.heads, self.groups = self.heads // size, self.groups // size
         self.core_attention.num_attention_heads = self.heads
         self.core_attention.num_gqa_groups = self.groups
-
-    @checked
-    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
-        """As :meth:`Linear.set_tensor_parallel_group`, of all linears."""
-        for part in self.children():
-            if isinstance(part, (Linear, LayerNormLinear)):
-                part.set_tensor_parallel_group(tp_group)
-        self._parallel = self._parallel.over(Group.of(tp_group))
 
     def forward(
         self,

@@ -7,11 +7,14 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from minifloat import finite
-from minifloat.arguments import Accepts, Device, check_value
+from minifloat.arguments import Accepts, Device, check_value, checked
 from minifloat.autocast import checks_finite
+from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.linear import Linear
@@ -70,6 +73,15 @@ class LayerOfLinears(nn.Module):
         own = own_recipe(recipe)
         for linear in self._linears().values():
             linear.recipe = own
+
+    @checked
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
+        """As :meth:`Linear.set_tensor_parallel_group`, of all parts."""
+        for part in self.children():
+            if hasattr(part, "set_tensor_parallel_group"):
+                part.set_tensor_parallel_group(tp_group)
+        if isinstance(getattr(self, "_parallel", None), TensorParallel):
+            self._parallel: TensorParallel = self._parallel.over(Group.of(tp_group))
 
     def _linears(self) -> dict[str, Linear]:
         return {name: module for name, module in self.named_modules() if isinstance(module, Linear)}

@@ -221,18 +221,18 @@ class TransformerLayer(LayerOfLinears):
                 if encoder_output is None
                 else "TransformerLayer(layer_type='encoder') takes no encoder_output; use layer_type='decoder'"
             )
+        of_all: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows_per_rank}
+        of_attention = {"checkpoint_core_attention": checkpoint_core_attention, "cu_seqlens_q": cu_seqlens_q}
         x, attended = self._sublayer(
             self.self_attention,
             hidden_states,
             None,
             attention_mask,
-            is_first_microbatch=is_first_microbatch,
-            checkpoint_core_attention=checkpoint_core_attention,
             rotary_pos_emb=rotary_pos_emb,
-            cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv if self.inter_attention is None else cu_seqlens_q,
             core_attention_bias=core_attention_bias,
-            rows_per_rank=rows_per_rank,
+            **of_attention,
+            **of_all,
         )
         if self.inter_attention is not None:
             x, attended = self._sublayer(
@@ -241,23 +241,15 @@ class TransformerLayer(LayerOfLinears):
                 attended,
                 enc_dec_attn_mask,
                 encoder_output,
-                is_first_microbatch=is_first_microbatch,
-                checkpoint_core_attention=checkpoint_core_attention,
-                cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_kv=cu_seqlens_kv,
-                rows_per_rank=rows_per_rank,
                 encoder_rows_per_rank=encoder_rows_per_rank,
+                **of_attention,
+                **of_all,
             )
-        mlp = partial(
-            self._sublayer,
-            self.layernorm_mlp,
-            is_first_microbatch=is_first_microbatch,
-            rows_per_rank=rows_per_rank,
-        )
         if self.parallel_attention_mlp:
-            _, transformed = mlp(hidden_states, None)
+            _, transformed = self._sublayer(self.layernorm_mlp, hidden_states, None, **of_all)
             return x + attended + transformed
-        x, transformed = mlp(x, attended)
+        x, transformed = self._sublayer(self.layernorm_mlp, x, attended, **of_all)
         return x + transformed
 
     def _sublayer(
@@ -276,14 +268,6 @@ class TransformerLayer(LayerOfLinears):
         apart = self._parallel.sequence_parallel and self.training and self.dropout.p > 0
         dropped: Tensor = draw_apart(parallel_of(self).group, self.dropout, y) if apart else self.dropout(y)
         return dropped
-
-    @checked
-    def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
-        """As :meth:`Linear.set_tensor_parallel_group`, of all parts."""
-        for part in (self.self_attention, self.inter_attention, self.layernorm_mlp):
-            if part is not None:
-                part.set_tensor_parallel_group(tp_group)
-        self._parallel = self.self_attention._parallel
 
     def extra_repr(self) -> str:
         options = ["decoder" if self.inter_attention is not None else "encoder"]

@@ -168,8 +168,8 @@ def test_large(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("shape", [(4, 3), (16, 2), (1024, 3), (1, 3)], ids=str)
 def test_delayed_bookkeeping(shape: tuple[int, int], algorithm: str, device: torch.device) -> None:
+    from minifloat.ops import delayed as definition
     from minifloat.ops.delayed import gpu
-    from minifloat.ops.delayed import reference as definition
 
     rule = f"e4m3/margin=1/{algorithm}"
     histories = [torch.rand(shape, device=device) for _ in range(3)]
@@ -179,9 +179,9 @@ def test_delayed_bookkeeping(shape: tuple[int, int], algorithm: str, device: tor
     scales = [torch.rand(shape[1], device=device) for _ in range(3)]
     amaxes = [torch.tensor([v], device=device) for v in (torch.inf, 0.3, torch.nan)]
     expected = [(history.clone(), scale.clone()) for history, scale in zip(histories, scales, strict=True)]
-    definition.record(expected[0][0], [0, 1, 0], amaxes)
+    definition.record_amax_.reference(expected[0][0], [0, 1, 0], amaxes)
     for history, scale in expected:
-        definition.update(history, scale, definition.Rule.parse(rule))
+        definition.update_scales_.reference([history], [scale], [rule])
     with count_launches() as launches:
         gpu.record(histories[0], [0, 1, 0], amaxes)
         gpu.update(histories, scales, [rule] * 3)

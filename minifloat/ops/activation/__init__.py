@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.formats import parse
+from minifloat.formats import ROWWISE, Format, parse
 from minifloat.ops.activation import reference
 from minifloat.ops.activation.reference import DEFAULTS, NAMES, gated
 from minifloat.ops.library import operation
 from minifloat.ops.quantize import empty_fused_cast, fused_cast
+from minifloat.ops.quantize import reference as quantize
 
 __all__ = [
     "DEFAULTS", "NAMES", "activation_backward", "activation_backward_cast", "activation_cast", "activation_forward",
@@ -157,8 +158,8 @@ def _gradient(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float]) -> 
 
 
 def _amax(x: Tensor, wanted: bool) -> Tensor:
-    return reference.amax(x) if wanted else x.new_empty(0, dtype=torch.float32)
+    return quantize.amax(x, Format(), ROWWISE) if wanted else x.new_empty(0, dtype=torch.float32)
 
 
 def _column_sum(dx: Tensor, wanted: bool) -> Tensor:
-    return reference.column_sum(dx) if wanted else dx.new_empty(0, dtype=torch.float32)
+    return dx.float().sum(0) if wanted else dx.new_empty(0, dtype=torch.float32)

@@ -13,9 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.formats import ROWWISE, Format
-from minifloat.ops.quantize import reference as quantize
-
 
 class Pointwise(NamedTuple):
     """A function of one number and its derivative."""
@@ -108,13 +105,3 @@ def _halves(x: Tensor, name: str, parameters: Sequence[float]) -> tuple[Pointwis
         return POINTWISE[GATES[name]], a, b
     limit, alpha, offset = parameters
     return swish(alpha), a.clamp(max=limit), b.clamp(-limit, limit) + offset
-
-
-def amax(x: Tensor) -> Tensor:
-    """The largest magnitude, fp32 [1]; NaNs are dropped."""
-    return quantize.amax(x, Format(), ROWWISE)
-
-
-def column_sum(dx: Tensor) -> Tensor:
-    """The bias gradient of a linear with the gradient ``dx`` [M, K] of its output: [K], summed in fp32."""
-    return dx.float().sum(0)

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from minifloat.ops.delayed import reference
-from minifloat.ops.delayed.reference import FLT_MAX
+from minifloat.formats import ELEMENTS
 from minifloat.ops.library import operation
 
-__all__ = ["FLT_MAX", "read_scale", "record_amax_", "update_scales_"]
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class Rule(NamedTuple):
+    """``largest``: what the scale of an amax of 1 is; ``most_recent``: the newest amax counts, not the largest."""
+
+    largest: float
+    most_recent: bool
+
+    @classmethod
+    @lru_cache(256)
+    def parse(cls, rule: str) -> Rule:
+        """As ``minifloat.delayed.rule`` spells it: ``"e4m3/margin=0/max"``."""
+        element, margin, algorithm = rule.split("/")
+        return cls(ELEMENTS[element].max * 2.0 ** -int(margin.removeprefix("margin=")), algorithm == "most_recent")
 
 
 def _kernels() -> ModuleType:
@@ -23,11 +39,9 @@ def _kernels() -> ModuleType:
 @operation(lambda: _kernels().record, mutates=["history"])
 def record_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
     """Max-accumulates ``amaxes`` (fp32 [1] each), but infinity and NaN, into the newest row of ``history`` [L, n]."""
-    reference.record(history, slots, amaxes)
-
-
-@record_amax_.fake
-def _(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None: ...
+    for slot, amax in zip(slots, amaxes, strict=True):
+        newest = history[0, slot]
+        newest.copy_(torch.maximum(_finite(newest), _finite(amax.reshape(()))))
 
 
 @operation(lambda: _kernels().update, mutates=["histories", "scales"])
@@ -36,15 +50,29 @@ def update_scales_(histories: Sequence[Tensor], scales: Sequence[Tensor], rules:
 
     ``rules`` are those of ``minifloat.delayed.rule``. A slot that has recorded nothing keeps history and scale.
     """
-    for history, scale, rule in zip(histories, scales, rules, strict=True):
-        reference.update(history, scale, reference.Rule.parse(rule))
+    for history, scale, rule in zip(histories, scales, map(Rule.parse, rules), strict=True):
+        finite = _finite(history)  # an older checkpoint may have infinity
+        newest = finite[0]
+        seen = newest != 0
+        rolled = torch.cat([finite[1:], newest[None]])
+        amax = newest if rule.most_recent else rolled.amax(0)
+        rolled[0] = 0
+        fresh = (torch.full_like(amax, rule.largest) / amax).clamp(max=FLT_MAX)
+        scale.copy_(torch.where(seen & (amax > 0), fresh, scale))
+        history.copy_(torch.where(seen, rolled, history))
 
 
+@record_amax_.fake
 @update_scales_.fake
-def _(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None: ...
+def _(*_: object) -> None: ...
 
 
 @operation()
 def read_scale(scale: Tensor, slot: int) -> Tensor:
     """The scale of a slot as it is now, fp32 [1]: a compiler may read a mere slice of the buffer again in backward."""
     return scale[slot : slot + 1].clone()
+
+
+def _finite(amax: Tensor) -> Tensor:
+    """0, which is no information, for infinity and NaN."""
+    return torch.where(amax.isfinite(), amax, 0.0)

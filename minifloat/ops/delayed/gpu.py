@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.ops.delayed.reference import Rule
+from minifloat.ops.delayed import Rule
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import FLT_MAX
 
@@ -59,12 +59,12 @@ _update = Kernel(update_kernel, wide=False)
 
 
 def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
-    """As ``reference.record``."""
+    """The operation ``record_amax_``."""
     _record(1, (history, tuple(amaxes)), (tuple(slots),), (len(slots),), 1)
 
 
 def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
-    """As ``reference.update`` for each history, those of equal shape and rule together."""
+    """The operation ``update_scales_``: histories of equal shape and rule in one launch."""
     alike: dict[tuple[object, object, str], list[tuple[Tensor, Tensor]]] = {}
     for history, scale, rule in zip(histories, scales, rules, strict=True):
         alike.setdefault((history.device, history.shape, rule), []).append((history, scale))
