@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat.functional.autograd import as_output, guarded
-from minifloat.functional.fused_cast import FusedCast, FusedOutput, measures_amax, reads_fp32
+from minifloat.functional.fused_cast import FusedOutput, OutputCast
 from minifloat.ops import activation
 from minifloat.quantizer import Quantizer, as_matrix
 
@@ -95,18 +95,10 @@ def act_value(
 
     Arguments and errors as in :func:`~minifloat.functional.norm.norm_value`.
     """
-    matrix = as_matrix(x)
-    columns = activation.out_columns(of.name, matrix.shape[1])
+    cast = OutputCast(x, quantizer, scale, fused, return_value)
     forward, forward_cast = _ACTIVATION_RECOMPUTED if recompute else _ACTIVATION
-    cast = None if return_value else FusedCast.of(quantizer, scale, fused, x)
-    if cast is not None:
-        outputs = forward_cast(matrix, of.name, of.parameters, *cast.arguments)
-        return FusedOutput(None, x.dtype, quantized=cast.operands(outputs, (matrix.shape[0], columns)))
-    dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
-    measures = measures_amax(quantizer)
-    y, amax = forward(matrix, of.name, of.parameters, dtype, measures)
-    amaxes = (amax,) * len(quantizer.casts) if measures else None
-    return FusedOutput(y.reshape(*x.shape[:-1], columns), x.dtype, amaxes=amaxes)
+    outputs = (forward_cast if cast.fused else forward)(cast.matrix, of.name, of.parameters, *cast.arguments)
+    return cast.output(outputs, (*x.shape[:-1], activation.out_columns(of.name, x.shape[-1])))
 
 
 def dact_value(
@@ -126,17 +118,8 @@ def dact_value(
     blocks that straddle its two halves is not fused. ``with_column_sum``: give :attr:`FusedOutput.column_sum` too.
     Other arguments and errors as in :func:`~minifloat.functional.norm.norm_value`.
     """
-    operands = as_matrix(dy), as_matrix(x), of.name, of.parameters
-    cast = None if return_value else FusedCast.of(quantizer, scale, fused, x)
-    if cast is not None and (cast.given or not of.gated or cast.divides(x.shape[-1] // 2)):
-        *outputs, total = activation.activation_backward_cast(*operands, *cast.arguments, with_column_sum)
-        quantized = cast.operands(outputs, (operands[1].shape[0], operands[1].shape[1]))
-        total = total if cast.given and not of.gated else total.to(x.dtype)
-        return FusedOutput(None, x.dtype, quantized=quantized, column_sum=total if with_column_sum else None)
-    dtype = torch.float32 if reads_fp32(quantizer) and not return_value and not of.gated else x.dtype
-    measures = measures_amax(quantizer)
-    dx, amax, total = activation.activation_backward(*operands, dtype, measures, with_column_sum)
-    amaxes = (amax,) * len(quantizer.casts) if measures else None
-    return FusedOutput(
-        dx.reshape(x.shape), x.dtype, amaxes=amaxes, column_sum=total.to(dtype) if with_column_sum else None
-    )
+    half = x.shape[-1] // 2 if of.gated else None
+    cast = OutputCast(x, quantizer, scale, fused, return_value, half)
+    backward = activation.activation_backward_cast if cast.fused else activation.activation_backward
+    *outputs, total = backward(as_matrix(dy), cast.matrix, of.name, of.parameters, *cast.arguments, with_column_sum)
+    return cast.output(outputs, x.shape, column_sum=total.to(cast.dtype) if with_column_sum else None)

@@ -10,16 +10,17 @@ everything else rounds to the dtype of the input first (``docs/numerics.md`` 3.3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat import capability
 from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.autograd import as_output
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.quantize import casts_blocks
-from minifloat.quantizer import Amaxes, Layouts, Quantizer
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 
 def reads_fp32(quantizer: Quantizer) -> bool:
@@ -34,56 +35,56 @@ def measures_amax(quantizer: Quantizer) -> bool:
     return len(casts) > 0 and all(fmt.needs_amax and not fmt.grid for fmt, _ in casts)
 
 
-class FusedCast(NamedTuple):
-    """A cast by the kernel that computes the value: with a scale that is given, else in blocks.
+class OutputCast:
+    """How the output of a norm or an activation is cast: by the kernel that computes it (``fused``), or afterwards.
 
     Args:
-        layouts: what :meth:`Quantizer.layouts` asks for on the device of ``x``.
-        scale: that of delayed scaling, fp32 [1].
-        x: the input of what is cast.
+        x: the input, or the tensor whose gradient is the output.
+        quantizer, scale, blocks, value: those of ``norm_value``, where they are called quantizer, scale, fused and
+            return_value.
+        half: the columns of each half of an output that is rounded before its cast; blocks must not straddle them.
     """
 
-    quantizer: Quantizer
-    layouts: Layouts
-    scale: Tensor | None
-    x: Tensor
-
-    @classmethod
-    def of(cls, quantizer: Quantizer, scale: Tensor | None, blocks: bool, x: Tensor) -> FusedCast | None:
-        """None where the value is needed first, in blocks also unless ``blocks`` are wanted."""
+    def __init__(
+        self, x: Tensor, quantizer: Quantizer, scale: Tensor | None, blocks: bool, value: bool, half: int | None = None
+    ) -> None:
         formats = [fmt for fmt, _ in quantizer.casts]
-        if scale is not None and len(formats) == 1 and reads_fp32(quantizer):
-            return cls(quantizer, quantizer.layouts(x.device.type), scale, x)
+        fp32 = reads_fp32(quantizer) and not value
+        self.x, self.matrix, self.quantizer = x, as_matrix(x), quantizer
+        self.scale = scale if fp32 and len(formats) == 1 else None
         alike = len(formats) > 0 and not quantizer.chained and formats[0] == formats[-1]
-        if blocks and alike and casts_blocks(formats[0]):
-            return cls(quantizer, quantizer.layouts(x.device.type), None, x)
-        return None
+        in_blocks = blocks and not value and alike and casts_blocks(formats[0]) and (half or 0) % formats[0].block == 0
+        self.fused = in_blocks or self.scale is not None
+        self.dtype = torch.float32 if fp32 and half is None else x.dtype
+        self.layouts = quantizer.layouts(x.device.type) if self.fused else ()
 
     @property
-    def given(self) -> bool:
-        """The scale is."""
-        return self.scale is not None
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the operation: scale, format, whether codes are wanted along rows and along columns, and k-major.
 
-    @property
-    def arguments(self) -> tuple[Tensor | None, str, bool, bool, bool]:
-        """Of the operation: scale, format, whether codes are wanted along the rows and along the columns, k-major."""
+        Of the one that gives the value: dtype, and whether to measure the amax.
+        """
+        if not self.fused:
+            return self.dtype, measures_amax(self.quantizer)
         dims = [dim for _, dim in self.layouts]
         fmt = self.layouts[0][0]
         k_major = self.scale is not None or (self.x.device.type == "cuda" and capability.k_major(fmt))
         return self.scale, fmt.spec, ROWWISE in dims, COLUMNWISE in dims, k_major
 
-    def divides(self, columns: int) -> bool:
-        """So many columns are whole blocks."""
-        return columns % self.layouts[0][0].block == 0
-
-    def operands(self, outputs: Sequence[Tensor], shape: tuple[int, int]) -> Quantized:
-        """Of the outputs of the operation, ``ops.quantize.FusedCodes``."""
+    def output(self, outputs: Sequence[Tensor], shape: Sequence[int], **others: Any) -> FusedOutput:
+        """The output of ``shape`` from those of the operation: ``ops.quantize.FusedCodes``, or value and amax."""
+        if not self.fused:
+            value, amax = outputs
+            amaxes = (amax,) * len(self.quantizer.casts) if measures_amax(self.quantizer) else None
+            return FusedOutput(as_output(value, shape), self.x.dtype, amaxes=amaxes, **others)
         row_codes, column_codes, row_scales, column_scales, amax = outputs
         each: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         for _, dim in self.layouts:
             codes, scales = (row_codes, row_scales) if dim == ROWWISE else (column_codes, column_scales)
             each.append((codes, scales, None, None) if self.scale is None else (codes, row_scales, amax, self.scale))
-        return self.quantizer.arrangement(self.layouts).operands(iter(each), shape, self.x.dtype)
+        arrangement, matrix = self.quantizer.arrangement(self.layouts), (self.matrix.shape[0], shape[-1])
+        quantized = arrangement.operands(iter(each), matrix, self.x.dtype)
+        return FusedOutput(None, self.x.dtype, quantized=quantized, **others)
 
 
 class FusedOutput(NamedTuple):
@@ -122,7 +123,4 @@ class FusedOutput(NamedTuple):
         return Quantized(labelled, labelled if column is row else self._relabel(column))
 
     def _relabel(self, operand: Operand | None) -> Operand | None:
-        if operand is None or operand.dtype == self.dtype:
-            return operand
-        o = operand  # spelled out: torch.compile of PyTorch 2.11 does not trace dataclasses.replace
-        return Operand(o.codes, o.scale_inv, o.amax, o.format, o.dim, o.shape, self.dtype)
+        return operand if operand is None or operand.dtype == self.dtype else operand._replace(dtype=self.dtype)

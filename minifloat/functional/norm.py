@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat.functional.autograd import as_output, guarded
-from minifloat.functional.fused_cast import FusedCast, FusedOutput, measures_amax, reads_fp32
+from minifloat.functional.fused_cast import FusedOutput, OutputCast
 from minifloat.ops import norm
 from minifloat.quantizer import Quantizer, as_matrix
 
@@ -122,18 +122,14 @@ def norm_value(
     Raises:
         TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
     """
-    matrix, added = as_matrix(x), None if residual is None else as_matrix(residual)
-    options = of.normalization, of.eps, of.zero_centered_gamma
+    cast = OutputCast(x, quantizer, scale, fused, return_value)
     forward, forward_cast = _NORM_RECOMPUTED if recompute else _NORM
-    cast = None if return_value else FusedCast.of(quantizer, scale, fused, x)
-    if cast is not None:
-        *outputs, mean, rsigma, total = forward_cast(matrix, gamma, beta, *options, *cast.arguments, added)
-        quantized = cast.operands(outputs, (matrix.shape[0], matrix.shape[1]))
-        stream = x if residual is None else as_output(total, x.shape)
-        return FusedOutput(None, x.dtype, (mean, rsigma), quantized=quantized, stream=stream)
-    dtype = torch.float32 if reads_fp32(quantizer) and not return_value else x.dtype
-    measures = measures_amax(quantizer)
-    y, mean, rsigma, amax, total = forward(matrix, gamma, beta, *options, dtype, measures, added)
+    options = gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, *cast.arguments
+    added = None if residual is None else as_matrix(residual)
+    if cast.fused:
+        *outputs, mean, rsigma, total = forward_cast(cast.matrix, *options, added)
+    else:
+        y, mean, rsigma, amax, total = forward(cast.matrix, *options, added)
+        outputs = [y, amax]
     stream = x if residual is None else as_output(total, x.shape)
-    amaxes = (amax,) * len(quantizer.casts) if measures else None
-    return FusedOutput(as_output(y, x.shape), x.dtype, (mean, rsigma), amaxes, stream=stream)
+    return cast.output(outputs, x.shape, saved=(mean, rsigma), stream=stream)

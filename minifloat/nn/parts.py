@@ -78,8 +78,9 @@ class LayerOfLinears(nn.Module):
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
         """As :meth:`Linear.set_tensor_parallel_group`, of all parts."""
         for part in self.children():
-            if hasattr(part, "set_tensor_parallel_group"):
-                part.set_tensor_parallel_group(tp_group)
+            set_group: Any = getattr(part, "set_tensor_parallel_group", None)
+            if set_group is not None:
+                set_group(tp_group)
         if isinstance(getattr(self, "_parallel", None), TensorParallel):
             self._parallel: TensorParallel = self._parallel.over(Group.of(tp_group))
 
