@@ -109,11 +109,11 @@ def fused_casts(x: Tensor) -> None:
             how = None, fmt.spec, *dims, fmt.block == 128
             of_norm = x, gamma, None, "RMSNorm", 1e-5, False, *how
             calls: dict[str, tuple[int, Callable[[Tile], object]]] = {
-                "activation": (4, lambda t, h=how: activation.cast(wide, "swiglu", (), *h, t)),
+                "activation": (4, lambda t, h=how: activation.cast(wide, "swiglu", (), *h, choice=t)),
                 "activation_backward": (
-                    6, lambda t, h=how: activation.backward_cast(x, wide, "swiglu", (), *h, False, t)
+                    6, lambda t, h=how: activation.backward_cast(x, wide, "swiglu", (), *h, False, choice=t)
                 ),
-                "norm": (4, lambda t, a=of_norm: norm_cast(*a, None, t)),
+                "norm": (4, lambda t, a=of_norm: norm_cast(*a, None, choice=t)),
             }  # fmt: skip
             for kernel, (read, launch) in calls.items():
                 written = sum(dims) * (2 if kernel == "activation_backward" else 1)

@@ -58,7 +58,7 @@ def assert_cast(got: Sequence[Tensor], value: Tensor, spec: str, wanted: Wanted)
 
 
 def forward(x: Tensor, act: Activation, spec: str, wanted: Wanted, choice: Tile | None = None) -> tuple[Tensor, ...]:
-    return kernels.cast(x, act.name, act.parameters, None, spec, *wanted, choice)
+    return kernels.cast(x, act.name, act.parameters, None, spec, *wanted, choice=choice)
 
 
 def backward(
@@ -70,7 +70,7 @@ def backward(
     bias: bool = False,
     choice: Tile | None = None,
 ) -> tuple[Tensor, ...]:
-    return kernels.backward_cast(dy, x, act.name, act.parameters, None, spec, *wanted, bias, choice)
+    return kernels.backward_cast(dy, x, act.name, act.parameters, None, spec, *wanted, bias, choice=choice)
 
 
 def value(x: Tensor, act: Activation) -> Tensor:
@@ -184,7 +184,7 @@ def norm_cast(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     options = norm.normalization, norm.eps, norm.zero_centered_gamma
     with count_launches() as launches:
-        out = norm_kernels.norm_cast(x, gamma, beta, *options, None, spec, *wanted, residual, choice)
+        out = norm_kernels.norm_cast(x, gamma, beta, *options, None, spec, *wanted, residual, choice=choice)
     assert launches == ({"norm_forward_kernel": 1, "norm_cast_kernel": 1} if x.numel() else {})
     return out
 

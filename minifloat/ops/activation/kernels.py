@@ -147,17 +147,10 @@ def forward(
 
 
 def cast(
-    x: Tensor,
-    name: str,
-    parameters: Sequence[float],
-    scale: Tensor | None,
-    format: str,
-    rowwise: bool,
-    columnwise: bool,
-    k_major: bool,
-    choice: Tile | None = None,
+    x: Tensor, name: str, parameters: Sequence[float], *arguments: Any, choice: Tile | None = None
 ) -> tuple[Tensor, ...]:
     """The operation ``activation_cast``."""
+    scale, format, rowwise, columnwise, k_major = arguments
     x, fmt, given = ready(x), parse(format), scale is not None
     shape = x.shape[0], out_columns(name, x.shape[1])
     out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
@@ -192,23 +185,14 @@ def backward(
     how = *formula(name, parameters), *VALUE, False, with_amax, with_bias, *tile_constants(dy.shape, choice)
     tensors = dy, x, x, dx, dx, x, x, amax, partial
     _backward(program_count(dy.shape, choice), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
-    return dx, amax, bias_gradient(partial, with_bias)
+    return dx, amax, partial.sum(0) if with_bias else partial
 
 
 def backward_cast(
-    dy: Tensor,
-    x: Tensor,
-    name: str,
-    parameters: Sequence[float],
-    scale: Tensor | None,
-    format: str,
-    rowwise: bool,
-    columnwise: bool,
-    k_major: bool,
-    with_bias: bool,
-    choice: Tile | None = None,
+    dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], *arguments: Any, choice: Tile | None = None
 ) -> tuple[Tensor, ...]:
     """The operation ``activation_backward_cast``."""
+    scale, format, rowwise, columnwise, k_major, with_bias = arguments
     shape, fmt, given = (x.shape[0], out_columns(name, x.shape[1])), parse(format), scale is not None
     assert tuple(dy.shape) == shape, (dy.shape, name, x.shape)
     dy, x = ready(dy), ready(x)
@@ -226,7 +210,7 @@ def backward_cast(
     tensors = dy, x, x if scale is None else scale, *out, partial
     programs = max(int(given), program_count(shape, choice))
     _backward(programs, tensors, (*shape, *scale_strides(out)), how, choice.warps)
-    return *out, bias_gradient(partial, with_bias)
+    return *out, partial.sum(0) if with_bias else partial
 
 
 def formula(name: str, parameters: Sequence[float]) -> tuple[str, float, float | None, float, bool]:
@@ -259,9 +243,6 @@ def within_half(choice: Tile, fmt: Format, columns: int) -> Tile:
 
 
 def partial_sums(x: Tensor, wanted: bool, choice: Tile) -> Tensor:
-    """Sums of the columns of ``x`` over the rows of each tile."""
-    return x.new_empty((triton.cdiv(x.shape[0], choice.rows) if wanted else 0, x.shape[1]), dtype=torch.float32)
-
-
-def bias_gradient(partial: Tensor, wanted: bool) -> Tensor:
-    return partial.sum(0) if wanted else partial.new_empty(0)
+    """Sums of the columns of ``x`` over the rows of each tile; [0] if they are not wanted."""
+    shape = (triton.cdiv(x.shape[0], choice.rows), x.shape[1]) if wanted else (0,)
+    return x.new_empty(shape, dtype=torch.float32)
