@@ -132,7 +132,7 @@ class LayerNormLinear(parts.LayerOfLinears):
         bias: Tensor | None
         if recipe is None:
             stream = parts.add_residual(x, residual, linear)
-            n = parts.call_norm(self.norm, stream, linear)
+            n = parts.call_norm(self.norm, stream, parallel_of(linear) if isinstance(linear, Linear) else None)
             options = {"fp8_output": fp8_output or None, "rows_per_rank": rows_per_rank}  # a replaced part knows less
             y, bias = parts.call_unfused(linear, n, is_first_microbatch=is_first_microbatch, **options)
         else:

@@ -161,7 +161,7 @@ class LayerNormMLP(parts.LayerOfLinears):
         bias: Tensor | None
         if first is None or second is None:
             stream = parts.add_residual(x, residual, fc1)
-            n = parts.call_norm(self.norm, stream, fc1)
+            n = parts.call_norm(self.norm, stream, parallel_of(fc1) if isinstance(fc1, Linear) else None)
             options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows}
             h, _ = parts.call_unfused(fc1, n, **options)
             y, bias = parts.call_unfused(fc2, activate(h, self.activation), **options)

@@ -14,6 +14,7 @@ from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegative
 from minifloat.comm.random_state import draw_apart
 from minifloat.functional.autograd import autocast_to
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
+from minifloat.nn import parts
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -24,20 +25,10 @@ from minifloat.nn.multihead_parts import (
     check_parallel,
     check_sizes,
     make_projection,
-    normalize_heads,
-    own_bias,
     own_heads,
+    summing,
 )
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.parts import (
-    LayerOfLinears,
-    Normalization,
-    call_on_stream,
-    call_unfused,
-    make_norm,
-    outputs,
-    part_name,
-)
 from minifloat.nn.rope import apply_rotary_pos_emb
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recipe import RecipeLike
@@ -45,7 +36,7 @@ from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of
 
 
-class MultiheadAttention(LayerOfLinears):
+class MultiheadAttention(parts.LayerOfLinears):
     """Y = attention(X Wq^T, X Wk^T, X Wv^T) Wo^T, with grouped queries, rotary positions and norms where asked for.
 
     Its parts are ``qkv`` (rows of the weight: all query heads, then all key heads, then all value heads; in cross
@@ -117,12 +108,12 @@ class MultiheadAttention(LayerOfLinears):
         qkv_format: QKVFormat = "sbhd",
         layer_number: Count | None = None,
         input_layernorm: bool = False,
-        normalization: Normalization = "LayerNorm",
+        normalization: parts.Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         attention_type: Literal["self", "cross"] = "self",
         fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False,
-        qk_norm_type: Normalization | None = None,
+        qk_norm_type: parts.Normalization | None = None,
         qk_norm_eps: NonNegativeFloat = 1e-6,
         qk_norm_before_rope: bool = False,
         bias: bool = True,
@@ -187,13 +178,13 @@ class MultiheadAttention(LayerOfLinears):
         norm = input_norm if input_layernorm else None
         if attention_type == "self":
             heads = {"query": num_attention_heads, "key": groups, "value": groups}
-            self.qkv = projection(heads, norm, part_name(name, "qkv"))
+            self.qkv = projection(heads, norm, parts.part_name(name, "qkv"))
         else:
-            self.query = projection({"query": num_attention_heads}, norm, part_name(name, "query"))
-            self.key_value = projection({"key": groups, "value": groups}, None, part_name(name, "key_value"))
+            self.query = projection({"query": num_attention_heads}, norm, parts.part_name(name, "query"))
+            self.key_value = projection({"key": groups, "value": groups}, None, parts.part_name(name, "key_value"))
         self.query_norm = self.key_norm = None
         if qk_norm_type is not None:
-            head_norm = partial(make_norm, qk_norm_type, channels, qk_norm_eps, False, params_dtype, device)
+            head_norm = partial(parts.make_norm, qk_norm_type, channels, qk_norm_eps, False, params_dtype, device)
             self.query_norm, self.key_norm = head_norm(), head_norm()
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -213,7 +204,7 @@ class MultiheadAttention(LayerOfLinears):
             hidden_size,
             return_bias=return_bias,
             init_method=output_layer_init_method or init_method,
-            name=part_name(name, "proj"),
+            name=parts.part_name(name, "proj"),
             parallel_mode="row" if set_parallel_mode else None,
             save_original_input=save_original_input,
             **linears,
@@ -286,21 +277,22 @@ class MultiheadAttention(LayerOfLinears):
         of_q, of_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         q = self._place(q, self.query_norm, of_q, cu_seqlens_q, parallel)
         k = self._place(k, self.key_norm, of_k, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv, parallel)
+        bias = None if core_attention_bias is None else summing(parallel).replicated(core_attention_bias)
         attend = partial(
             self.core_attention,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            core_attention_bias=own_bias(core_attention_bias, self.heads, parallel),
+            core_attention_bias=own_heads(bias, self.heads, parallel),
         )
         run = partial(run_checkpointed, attend) if checkpoint_core_attention else attend
         if parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
             run = partial(draw_apart, parallel.group, run)
         attended = run(q, k, v, own_heads(attention_mask, self.heads, parallel), cu_seqlens_q, cu_seqlens_kv)
-        y, bias = call_unfused(
+        y, bias = parts.call_unfused(
             self.proj, attended, is_first_microbatch=is_first_microbatch, rows_per_rank=rows_per_rank
         )  # fmt: skip
-        return outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
+        return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     def _query_key_value(
         self,
@@ -313,13 +305,13 @@ class MultiheadAttention(LayerOfLinears):
         """Each [..., heads, channels]; the norm's result, if it is wanted; the stream. ``rows``: of both inputs."""
         linear = self.qkv if encoder_output is None else self.query
         options = {"is_first_microbatch": is_first_microbatch}
-        projected, n, stream = call_on_stream(
+        projected, n, stream = parts.call_on_stream(
             linear, (LayerNormLinear,), x, residual, rows_per_rank=rows[0], **options
         )  # fmt: skip
         heads = projected.unflatten(-1, (-1, self.channels))
         if encoder_output is None:
             return heads.split((self.heads, self.groups, self.groups), -2), n, stream
-        key_value, _ = call_unfused(self.key_value, encoder_output, rows_per_rank=rows[1], **options)
+        key_value, _ = parts.call_unfused(self.key_value, encoder_output, rows_per_rank=rows[1], **options)
         return (heads, *key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)), n, stream
 
     def extra_repr(self) -> str:
@@ -337,9 +329,9 @@ class MultiheadAttention(LayerOfLinears):
     ) -> Tensor:
         """Norm and rotation of queries or keys, in the order that was asked for."""
         if norm is not None and self.qk_norm_before_rope:
-            x = normalize_heads(norm, x, parallel)
+            x = parts.call_norm(norm, x, summing(parallel))
         if angles is not None:
             starts = cu_seqlens if self.qkv_format == "thd" else None
             interleaved = self.rotary_pos_interleaved
             x = apply_rotary_pos_emb(autocast_to(x), angles, self.qkv_format, None, interleaved, cu_seqlens=starts)
-        return x if norm is None or self.qk_norm_before_rope else normalize_heads(norm, x, parallel)
+        return x if norm is None or self.qk_norm_before_rope else parts.call_norm(norm, x, summing(parallel))

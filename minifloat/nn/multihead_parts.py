@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.linear import Linear
-from minifloat.nn.parts import call_replicated
 
 
 def make_projection(
@@ -31,15 +30,9 @@ def make_projection(
     return LayerNormLinear(hidden_size, sum(rows.values()), **norm, **options)
 
 
-def normalize_heads(norm: nn.Module, x: Tensor, parallel: TensorParallel) -> Tensor:
-    """Each head of ``x`` [..., heads, channels] normalized: this rank's, with parameters that serve those of all."""
-    y: Tensor = norm(x) if parallel.mode is None else call_replicated(norm, x, _summing(parallel))
-    return y
-
-
-def _summing(parallel: TensorParallel) -> TensorParallel:
+def summing(parallel: TensorParallel) -> TensorParallel:
     """For parameters that serve the heads of all ranks: gradients are summed as under sequence parallelism."""
-    return TensorParallel("column", True, parallel.group)
+    return parallel if parallel.mode is None else TensorParallel("column", True, parallel.group)
 
 
 def own_heads(t: Any, heads: int, parallel: TensorParallel) -> Any:
@@ -47,14 +40,6 @@ def own_heads(t: Any, heads: int, parallel: TensorParallel) -> Any:
     if parallel.mode is None or not isinstance(t, Tensor) or t.dim() < 3:
         return t
     return t.narrow(-3, parallel.group.rank * heads, heads) if t.shape[-3] == heads * parallel.group.size else t
-
-
-def own_bias(bias: Tensor | None, heads: int, parallel: TensorParallel) -> Tensor | None:
-    """The same of a bias, whose gradient is that of the heads of all ranks."""
-    if parallel.mode is None or bias is None:
-        return bias
-    own: Tensor = own_heads(_summing(parallel).replicated(bias), heads, parallel)
-    return own
 
 
 def check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | None) -> None:

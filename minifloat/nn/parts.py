@@ -20,7 +20,6 @@ from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.linear import Linear
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
-from minifloat.recompute import parallel_of
 from minifloat.tensor import QuantizedTensor
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -109,9 +108,9 @@ def is_own(part: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def needs_unfused_path(*parts: nn.Module) -> bool:
-    """Some part is to be called as a module: it is seen, was replaced (:func:`is_own`), or keeps X.
+    """Some part must be called as a module: it has hooks, was replaced (:func:`is_own`), keeps X, or is checked.
 
-    The fused function reads the parts' parameters and never calls them; nor is what they give each other looked at.
+    The fused function reads the parts' parameters and never calls them.
     """
     if finite.active and checks_finite():
         return True
@@ -130,15 +129,10 @@ def call_unfused(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tupl
     return outputs if isinstance(outputs, tuple) else (outputs, None)
 
 
-def call_norm(norm: nn.Module, x: Tensor, linear: nn.Module) -> Any:
-    """N for a linear. If that gathers the rows of all ranks, the norm's parameters get the gradients of all of them."""
-    if not (isinstance(linear, Linear) and linear._parallel.sequence_parallel):
+def call_norm(norm: nn.Module, x: Tensor, parallel: TensorParallel | None) -> Any:
+    """``norm(x)``; under sequence parallelism its parameters get the gradients of the rows of all ranks."""
+    if parallel is None or not parallel.sequence_parallel:
         return norm(x)
-    return call_replicated(norm, x, parallel_of(linear))
-
-
-def call_replicated(norm: nn.Module, x: Tensor, parallel: TensorParallel) -> Any:
-    """``norm(x)`` of rows that no other rank has, with parameters that get the gradients of all ranks."""
     replicated = {name: parallel.replicated(parameter) for name, parameter in norm.named_parameters()}
     return functional_call(norm, replicated, (x,))
 
