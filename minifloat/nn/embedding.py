@@ -81,7 +81,7 @@ class VocabParallelEmbedding(nn.Embedding):
     ) -> None:
         self.__dict__.update(vocabulary=num_embeddings, embedding_dim=embedding_dim)  # which errors name
         parallel = tensor_parallel(self._label, "row", sequence_parallel, tp_group, tp_size, tp_mesh)
-        rows = self._set_up(num_embeddings, parallel, init_method)  # first: nn.Embedding.__init__ fills the weight
+        rows = self._init_state(num_embeddings, parallel, init_method)  # first: nn.Embedding.__init__ fills the weight
         dtype = one_dtype(self._label, dtype, params_dtype)
         super().__init__(rows, embedding_dim, device=device, dtype=dtype)
         self._mark()
@@ -96,11 +96,11 @@ class VocabParallelEmbedding(nn.Embedding):
         module.__class__ = cls
         assert isinstance(module, cls)
         parallel = replace(parallel, mode="row")
-        module.num_embeddings = module._set_up(module.num_embeddings, parallel, None)
+        module.num_embeddings = module._init_state(module.num_embeddings, parallel, None)
         assert len(module.weight) == module.num_embeddings, (module.weight.shape, module.num_embeddings)
         module._mark()
 
-    def _set_up(self, vocabulary: int, parallel: TensorParallel, init_method: InitMethod | None) -> int:
+    def _init_state(self, vocabulary: int, parallel: TensorParallel, init_method: InitMethod | None) -> int:
         """Everything that an ``nn.Embedding`` lacks, and how many rows it has."""
         shards, rank = vocabulary_shards(vocabulary, parallel.group.size), parallel.group.rank
         self.__dict__.update(

@@ -83,7 +83,9 @@ class LayerNormLinear(parts.LayerOfLinears):
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.recompute_norm = recompute_norm
-        self.norm = parts.make_norm(normalization, in_features, eps, zero_centered_gamma, params_dtype, device)
+        self.norm = parts.NORMS[normalization](
+            in_features, eps, zero_centered_gamma=zero_centered_gamma, dtype=params_dtype, device=device
+        )
         self.linear = Linear(
             in_features,
             out_features,

@@ -96,7 +96,9 @@ class LayerNormMLP(parts.LayerOfLinears):
         self.checkpoint = checkpoint
         self.recompute_norm = recompute_norm
         self.recompute_activation = recompute_activation
-        self.norm = parts.make_norm(normalization, hidden_size, eps, zero_centered_gamma, params_dtype, device)
+        self.norm = parts.NORMS[normalization](
+            hidden_size, eps, zero_centered_gamma=zero_centered_gamma, dtype=params_dtype, device=device
+        )
         linear = partial(
             Linear,
             bias=bias,

@@ -184,7 +184,7 @@ class MultiheadAttention(parts.LayerOfLinears):
             self.key_value = projection({"key": groups, "value": groups}, None, parts.part_name(name, "key_value"))
         self.query_norm = self.key_norm = None
         if qk_norm_type is not None:
-            head_norm = partial(parts.make_norm, qk_norm_type, channels, qk_norm_eps, False, params_dtype, device)
+            head_norm = partial(parts.NORMS[qk_norm_type], channels, qk_norm_eps, dtype=params_dtype, device=device)
             self.query_norm, self.key_norm = head_norm(), head_norm()
         self.core_attention = DotProductAttention(
             num_attention_heads,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from minifloat import finite
-from minifloat.arguments import Accepts, Device, check_value, checked
+from minifloat.arguments import Accepts, check_value, checked
 from minifloat.autocast import checks_finite
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype
@@ -24,18 +23,6 @@ from minifloat.tensor import QuantizedTensor
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 Normalization = Annotated[str, Accepts(f"one of {', '.join(NORMS)}", NORMS.__contains__)]
-
-
-def make_norm(
-    normalization: str,
-    size: int,
-    eps: float,
-    zero_centered_gamma: bool,
-    dtype: torch.dtype | None,
-    device: Device | None,
-) -> LayerNorm | RMSNorm:
-    """The norm module of that name."""
-    return NORMS[normalization](size, eps, zero_centered_gamma=zero_centered_gamma, dtype=dtype, device=device)
 
 
 def part_name(name: str | None, part: str) -> str:

@@ -79,17 +79,13 @@ class RotaryPositionEmbedding(nn.Module):
         Each angle is there twice, at both channels of its pair, for :func:`apply_rotary_pos_emb`.
         """
         position = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
-        angle = (position * self._interpolation(offset + max_seq_len))[:, None] * self.inv_freq
+        factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        step, end = 1.0 if factor is None else 1 / factor, offset + max_seq_len
+        if factor is not None and pretrained is not None and end > pretrained * factor:
+            step = pretrained / end
+        angle = (position * step)[:, None] * self.inv_freq
         both = torch.stack((angle, angle), -1).flatten(1) if self.interleaved else torch.cat((angle, angle), -1)
         return both[:, None, None]
-
-    def _interpolation(self, end: int) -> float:
-        factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
-        if factor is None:
-            return 1.0
-        if pretrained is not None and end > pretrained * factor:
-            return pretrained / end
-        return 1 / factor
 
     def extra_repr(self) -> str:
         return f"{self.dim}, rotary_base={self.rotary_base}, interleaved={self.interleaved}"

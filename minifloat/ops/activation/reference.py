@@ -7,7 +7,6 @@ Everything is computed in the dtype of ``x``, which the operations make fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,23 +32,19 @@ def _gelu_derivative(x: Tensor) -> Tensor:
     return 0.5 * x * (1 - t * t) * (0.79788456 + 3 * 0.03567741 * x * x) + 0.5 * (1 + t)
 
 
-def _swish(x: Tensor, slope: float) -> Tensor:
-    return (slope * x).sigmoid_() * x
+def swish(slope: float) -> Pointwise:
+    """``x * sigmoid(slope * x)``: silu with 1, qgelu with 1.702."""
 
+    def derivative(x: Tensor) -> Tensor:
+        s = (slope * x).sigmoid_()
+        return (x * s).mul_(1 - s).mul_(slope).add_(s)
 
-def _swish_derivative(x: Tensor, slope: float) -> Tensor:
-    s = (slope * x).sigmoid_()
-    return (x * s).mul_(1 - s).mul_(slope).add_(s)
+    return Pointwise(lambda x: (slope * x).sigmoid_() * x, derivative)
 
 
 def _sigmoid_derivative(x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
     return s * (1 - s)
-
-
-def swish(slope: float) -> Pointwise:
-    """``x * sigmoid(slope * x)``: silu with 1, qgelu with 1.702."""
-    return Pointwise(partial(_swish, slope=slope), partial(_swish_derivative, slope=slope))
 
 
 POINTWISE: dict[str, Pointwise] = {
