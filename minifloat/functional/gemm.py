@@ -13,24 +13,50 @@ from minifloat.ops import matmul
 
 
 def fprop(
-    x: Quantized, w: Quantized, bias: Tensor | None = None, *, out_dtype: torch.dtype, fast_accum: bool = False
+    x: Quantized,
+    w: Quantized,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """Y [M, N] = X W^T + bias, contracting K: both operands rowwise. The bias is added in fp32, before rounding.
 
+    ``out``, of the shape, dtype and device of the result, is overwritten with it, or with ``accumulate`` it is added
+    to; ``out`` is returned (so for all three).
+
     Raises:
-        ValueError: an operand is not quantized along the contracted dim (so for all three).
+        ValueError: an operand is not quantized along the contracted dim, or ``out`` is not like the result.
     """
-    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), out_dtype, bias, fast_accum)
+    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), out_dtype, bias, fast_accum, out, accumulate)
 
 
-def dgrad(dy: Quantized, w: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+def dgrad(
+    dy: Quantized,
+    w: Quantized,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
     """dX [M, K] = dY W, contracting N: dY rowwise, W columnwise."""
-    return multiply("dgrad", dy.along(ROWWISE), w.along(COLUMNWISE), out_dtype, None, fast_accum)
+    return multiply("dgrad", dy.along(ROWWISE), w.along(COLUMNWISE), out_dtype, None, fast_accum, out, accumulate)
 
 
-def wgrad(dy: Quantized, x: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+def wgrad(
+    dy: Quantized,
+    x: Quantized,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
     """dW [N, K] = dY^T X, contracting M: both operands columnwise."""
-    return multiply("wgrad", dy.along(COLUMNWISE), x.along(COLUMNWISE), out_dtype, None, fast_accum)
+    return multiply("wgrad", dy.along(COLUMNWISE), x.along(COLUMNWISE), out_dtype, None, fast_accum, out, accumulate)
 
 
 _CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
@@ -38,7 +64,14 @@ _CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgr
 
 
 def multiply(
-    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+    gemm: str,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """fprop, dgrad or wgrad of its two operands.
 
@@ -46,26 +79,48 @@ def multiply(
         ValueError: one is not quantized along the contracted dim; with a square matrix this would go unnoticed.
     """
     if not torch.compiler.is_compiling():
-        return multiply_eager(gemm, a, b, out_dtype, bias, fast_accum)
+        return multiply_eager(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     a_along, m, b_along, n = check_operands(gemm, a, b)
+    if out is not None:
+        _check_out(gemm, out, (m, n), out_dtype, a.codes.device)
     if a.scale_inv is None or b.scale_inv is None:
-        return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
-    return matmul.scaled_mm(
+        return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias), out, accumulate)
+    result = matmul.scaled_mm(
         gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
         b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
         out_dtype, bias, fast_accum, "",
     )  # fmt: skip
+    return matmul.written(result, out, accumulate)
 
 
 def multiply_eager(
-    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+    gemm: str,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """:func:`multiply` where no compiler traces it: by a product that is prepared once for each pair of formats."""
     a_along, m, b_along, n = check_operands(gemm, a, b)
+    if out is not None:
+        _check_out(gemm, out, (m, n), out_dtype, a.codes.device)
     if a.scale_inv is None or b.scale_inv is None:
-        return _high_precision(gemm, a, a_along, b, b_along, out_dtype, bias)
+        return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias), out, accumulate)
     product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
-    return product(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum)
+    return product(
+        a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n,
+        out_dtype, bias, fast_accum, out, accumulate,
+    )  # fmt: skip
+
+
+def _check_out(gemm: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    if out.shape != shape or out.dtype != dtype or out.device != device:
+        raise ValueError(
+            f"{gemm}: out is {out.dtype} {tuple(out.shape)} on {out.device}; the result is {dtype} {shape} on {device}"
+        )
 
 
 def check_operands(gemm: str, a: Operand, b: Operand) -> tuple[int, int, int, int]:

@@ -46,7 +46,7 @@ class LinearPlan:
         quantize_dy: (dY, use, amaxes if known) -> its operands, gathered where ranks split its rows.
         load_x: (operand, delayed scale) -> what wgrad reads of X, gathered likewise.
         dgrad: (dY, W) -> dX [M, K]; ``reduce_dx`` ends its sum over the ranks, which goes on during wgrad.
-        wgrad: (dY, X, dtype) -> dW [N, K].
+        wgrad: (dY, X, dtype, out, accumulate) -> dW [N, K], where to and how as of ``gemm.wgrad``.
         accumulate_dw: (weight, a function that computes dW) -> what autograd gets.
         bias_gradient: dY -> db [N]; ``reduce_db`` likewise.
     """
@@ -70,7 +70,7 @@ class LinearPlan:
     load_x: Callable[[Operand, Tensor | None], Any]
     dgrad: Callable[[Any, Operand], Any]
     reduce_dx: Callable[[Any], Tensor]
-    wgrad: Callable[[Any, Any, torch.dtype], Tensor]
+    wgrad: Callable[..., Tensor]
     accumulate_dw: Sink
     grad_input: Callable[[Tensor, torch.Size, Use | None], Tensor]
     bias_gradient: Callable[[Tensor], Any]

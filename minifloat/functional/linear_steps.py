@@ -278,15 +278,16 @@ def sharded_dgrad(
 
 
 def wgrad(
-    multiply: Gemm, load: Callable[[Operand], Operand], fast: bool, dy: Operand, x: Operand, dtype: torch.dtype
-) -> Tensor:
-    """dW = dY^T X."""
-    return multiply("wgrad", dy, load(x), dtype, None, fast)
+    multiply: Gemm, load: Callable[[Operand], Operand], fast: bool, dy: Operand, x: Operand,
+    dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False,
+) -> Tensor:  # fmt: skip
+    """dW = dY^T X; to ``out``, or added to it."""
+    return multiply("wgrad", dy, load(x), dtype, None, fast, out, accumulate)
 
 
-def wgrad_of_gathered(along: int, wgrad: Callable[..., Tensor], dy: Operand, x: Gathered, dtype: torch.dtype) -> Tensor:
+def wgrad_of_gathered(along: int, wgrad: Callable[..., Tensor], dy: Operand, x: Gathered, *into: Any) -> Tensor:
     """dW of the X of all ranks, once that is here."""
-    return wgrad(dy, x.along(along), dtype)
+    return wgrad(dy, x.along(along), *into)
 
 
 def column_sum(dy: Tensor) -> Tensor:

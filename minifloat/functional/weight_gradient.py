@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minifloat.backward_pass import running
 
-Product = Callable[[torch.dtype], Tensor]
-"""Computes dW in a dtype."""
+Product = Callable[..., Tensor]
+"""``(dtype, out=None, accumulate=False)``: computes dW, written to ``out`` if that is given, or added to it."""
 Sink = Callable[[Tensor | None, Product], Tensor | None]
 """Takes the weight, if it writes to it, and what computes dW; returns the gradient to hand to autograd."""
 
@@ -28,14 +28,12 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
         The gradient to hand to autograd: None, or zeros where ``weight.zero_out_wgrad`` asks for one so that hooks on
         the parameter run.
     """
-    dw = product(weight.main_grad.dtype)
     # A weight may be used several times in a microbatch: only the first dW replaces what the previous step left.
     old = overwrite and getattr(weight, "main_grad_is_old", True)
-    if old or getattr(weight, "overwrite_main_grad", False):
-        weight.main_grad.copy_(dw)
+    old = old or getattr(weight, "overwrite_main_grad", False)
+    product(weight.main_grad.dtype, weight.main_grad, not old)
+    if old:
         weight.main_grad_is_old = False
-    else:
-        weight.main_grad.add_(dw)
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else None
 

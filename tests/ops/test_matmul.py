@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minifloat import capability
-from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ELEMENTS, IDENTITY, ROWWISE, Format
 from minifloat.functional.gemm import dgrad, fprop, wgrad
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, matmul
@@ -228,6 +229,56 @@ def test_reference_rounds_once_to_the_output_dtype(pair: tuple[Format, Format], 
     exact = multiply("fprop", a, b)
     assert torch.equal(multiply("fprop", a, b, dtype), exact.to(dtype))
     assert torch.equal(multiply("fprop", a, b, dtype, bias), (exact + bias.to(dtype).float()).to(dtype))
+
+
+def _outs(like: Tensor) -> list[Tensor]:
+    """Memory for a result, NaN as yet: contiguous, transposed, and rows of a wider matrix."""
+    m, n = like.shape
+    nan = partial(torch.full, fill_value=torch.nan, dtype=like.dtype, device=like.device)
+    return [nan((m, n)), nan((n, m)).t(), nan((m, n + 3))[:, 1:-2]]
+
+
+@pytest.mark.parametrize("size", [(48, 64, 32), (17, 19, 50), (4, 5, 0), (0, 3, 8)])
+@pytest.mark.parametrize(
+    ("a_fmt", "b_fmt"), [(E5, E4), (STRIP, STRIP), (ROWS, ROWS), (MX, MX), (NV, NV), (IDENTITY, E4)], ids=ids
+)
+def test_results_are_written_and_added(
+    a_fmt: Format, b_fmt: Format, size: tuple[int, int, int], device: torch.device
+) -> None:
+    """``out`` holds the bits that a product without it returns, or what it held plus them."""
+    for gemm, function in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)):
+        a, b = operands(gemm, a_fmt, b_fmt, size, device=device)
+        left, right = quantized(a, GEMMS[gemm][0]), quantized(b, GEMMS[gemm][1])
+        for dtype, grad in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+            with torch.set_grad_enabled(grad):
+                expected = function(left, right, out_dtype=dtype)
+                for out in _outs(expected):
+                    assert function(left, right, out_dtype=dtype, out=out) is out
+                    assert torch.equal(out, expected)
+                    out.normal_()
+                    total = out + expected
+                    assert function(left, right, out_dtype=dtype, out=out, accumulate=True) is out
+                    assert torch.equal(out, total)
+
+
+def test_results_are_written_and_added_in_compiled_code(fresh_compiler: None) -> None:
+    a, b = operands("wgrad", E5, E4, (17, 19, 50))
+    dy, x = Quantized(None, a), Quantized(None, b)
+    expected = wgrad(dy, x, out_dtype=torch.float32)
+    for accumulate in (False, True):
+        out = torch.randn(17, 19)
+        wanted = out + expected if accumulate else expected
+        run = torch.compile(partial(wgrad, out_dtype=torch.float32), fullgraph=True, backend="aot_eager")
+        assert torch.equal(run(dy, x, out=out, accumulate=accumulate), wanted)
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("wrong", [{"size": (18, 19)}, {"dtype": torch.bfloat16}, {"device": "meta"}])
+def test_wrong_memory_for_a_result(wrong: dict[str, Any]) -> None:
+    a, b = operands("wgrad", E5, E4, (17, 19, 50))
+    out = torch.zeros(**({"size": (17, 19)} | wrong))
+    with pytest.raises(ValueError, match=r"wgrad: out is torch.* the result is torch.float32 \(17, 19\) on cpu"):
+        wgrad(Quantized(None, a), Quantized(None, b), out_dtype=torch.float32, out=out)
 
 
 @FOR_EACH_CASE

@@ -89,18 +89,22 @@ class Product:
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
         b: Tensor, b_scale: Tensor, b_amax: Tensor | None, n: int,
         out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False,
+        out: Tensor | None = None, accumulate: bool = False,
     ) -> Tensor:  # fmt: skip
-        """[m, n] in ``out_dtype``; ``bias`` [n] is added in fp32.
+        """[m, n] in ``out_dtype``; ``bias`` [n] is added in fp32. ``out``, ``accumulate``: as of :func:`written`.
 
         An operation where autograd, a dispatch mode or a compiler are to see one, else :meth:`run`.
         """
         if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch.compiler.is_dynamo_compiling():
-            return scaled_mm(
+            result = scaled_mm(
                 self.gemm, a, a_scale, a_amax, *self.a, m, b, b_scale, b_amax, *self.b, n,
                 out_dtype, bias, fast_accum, self.backend,
             )  # fmt: skip
+            return written(result, out, accumulate)
         with torch._C._DisableAutocast():
-            return self.run(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum)
+            target = None if accumulate else out
+            result = self.run(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum, target)
+            return written(result, out, accumulate)
 
     def run(
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
@@ -109,7 +113,7 @@ class Product:
     ) -> Tensor:  # fmt: skip
         """The same past the dispatcher, where no graph, autocast or dispatch mode is active.
 
-        ``out``: where to, contiguous [m, n] of ``out_dtype``, if the backend can; returned if it did.
+        ``out``: [m, n] of ``out_dtype``, returned where the backend wrote to it; most do not.
         """
         if _counters:
             record(self.gemm, self.a[0], self.b[0], self.backend)
@@ -137,6 +141,13 @@ def product(
     """The GEMM of such operands on a device; ``backend`` "" lets the capability table choose."""
     chosen = backend or capability.backend(parse(a), parse(b), device)
     return Product(gemm, (a, a_dim, a_along), (b, b_dim, b_along), chosen)
+
+
+def written(result: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
+    """``result``, or ``out``, to which it is added (``accumulate``) or copied, unless it is there already."""
+    if out is None or result is out:
+        return result
+    return out.add_(result) if accumulate else out.copy_(result)
 
 
 def _finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
