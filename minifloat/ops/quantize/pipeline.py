@@ -77,18 +77,16 @@ class Recorded(Work):
             key += x.shape, x.dtype, x.is_contiguous()
         if len(xs) > launch.MOST_BY_VALUE:
             key.append(launch.most_matrices(device))
-        others = (*given, *rngs, noop)
+        others = [other for other in (*given, *rngs, noop) if other is not None]
+        if others:
+            key.append(tuple([other is None for other in (*given, *rngs, noop)]))
         seen: dict[int, int] = {}
         for other in others:
-            if other is None:
-                pointers.append(0)
-                key.append(None)
-            else:
-                pointer = other.data_ptr()
-                pointers.append(pointer)
-                bits |= pointer if other.numel() > 1 else 0
-                key += other.shape, other.dtype, other.is_contiguous(), other.get_device()
-                key.append(seen.setdefault(id(other), len(seen)))  # which are one and the same is recorded, too
+            pointer = other.data_ptr()
+            pointers.append(pointer)
+            bits |= pointer if other.numel() > 1 else 0
+            key += other.shape, other.dtype, other.is_contiguous(), other.get_device()
+            key.append(seen.setdefault(id(other), len(seen)))  # which are one and the same is recorded, too
         if bits & 15 or (device >= 0 and device != torch._C._cuda_getDevice()):  # kernels would read copies
             return self._step_by_step([as_matrix(x) for x in xs], given, rngs, noop)
         shapes = tuple(key)
@@ -136,7 +134,7 @@ class Recorded(Work):
             and launches
             and all(gpu.casts(parse(spec)) for spec in (*self.request.formats, *self.request.amax_formats))
         ):
-            arguments = *xs, *given, *rngs, noop
+            arguments = [*xs, *[other for other in (*given, *rngs, noop) if other is not None]]
             self.known[key] = Recording.of(self.request, self.separate, launches, arguments, outputs, amaxes)
         return outputs, amaxes
 
@@ -221,7 +219,7 @@ class _Cast(NamedTuple):
 class Recording(NamedTuple):
     """The launches of a call, and what it allocates: places in a list of addresses in lieu of tensors.
 
-    The list is that of the tensors of the call, of codes and scales of each cast, of the zeros, and 0.
+    The list is that of the tensors of the call, of the zeros, of codes and scales of each cast, and 0.
 
     Args:
         zeros: elements of each amax that is raised; ``shown`` of them are the result, ``shows``: some are part of it.
@@ -244,7 +242,7 @@ class Recording(NamedTuple):
         request: Request,
         separate: bool,
         launches: Sequence[launch.Launch],
-        arguments: Sequence[Tensor | None],
+        arguments: Sequence[Tensor],
         outputs: Sequence[Output],
         amaxes: Sequence[Tensor],
     ) -> Recording | None:
@@ -265,7 +263,7 @@ class Recording(NamedTuple):
         made = [part for output in outputs for part in output[:2]]
         nothing = [output[2] for output in outputs if output[2] is not None and not output[2].numel()]
         slots: dict[int, int] = {}  # of a tensor, by its identity, its place in the list of addresses
-        for slot, tensor in enumerate((*arguments, *made, *zeros)):
+        for slot, tensor in enumerate((*arguments, *zeros, *made)):
             slots.setdefault(id(tensor), slot)
         for tensor in nothing:  # needs an address and has none
             slots.setdefault(id(tensor), len(arguments) + len(made) + len(zeros))
@@ -285,15 +283,9 @@ class Recording(NamedTuple):
     ) -> tuple[Sequence[Output], Sequence[Tensor]]:
         """Allocates, launches, and gives what was made."""
         empty, byte = launch.empty_strided, torch.uint8
-        outputs: list[Any] = []
+        outputs: list[Output] = []
         zeros: Any = ()
         scale_inv: Any = None
-        for (shape, stride), scales, shares, _, _ in self.casts:
-            codes = empty(shape, stride, byte)
-            scale_inv = scale_inv if shares else empty(*scales)
-            outputs.append((codes, scale_inv))
-            pointers.append(codes.data_ptr())
-            pointers.append(scale_inv.data_ptr())
         if self.separate:
             zeros = [torch.zeros(size, dtype=torch.float32, device=device) for size in self.zeros]
             pointers.extend([zero.data_ptr() for zero in zeros])
@@ -303,15 +295,15 @@ class Recording(NamedTuple):
             pointers.extend([first + place for place in self.places])
             if self.shows:
                 zeros = self._parts(whole[taken : taken + self.room])
+        for j, ((shape, stride), scales, shares, measured, level) in enumerate(self.casts):
+            codes = empty(shape, stride, byte)
+            scale_inv = scale_inv if shares else empty(*scales)
+            own = zeros[measured] if measured >= 0 else None
+            outputs.append((codes, scale_inv, own, zeros[level] if level >= 0 else given[j]))
+            pointers += codes.data_ptr(), scale_inv.data_ptr()
         pointers.append(0)
         for each in self.launches:
             each.run(pointers)
-        for j, (_, _, _, measured, level) in enumerate(self.casts):
-            outputs[j] = (
-                *outputs[j],
-                zeros[measured] if measured >= 0 else None,
-                zeros[level] if level >= 0 else given[j],
-            )
         return outputs, list(zeros[: self.shown])
 
     def _parts(self, zeros: Tensor) -> Sequence[Tensor]:
