@@ -89,7 +89,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         plan: LinearPlan = ctx.plan
         saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
         (x, w), (scale, beta, *of_norm) = unpack(ctx.layouts, saved[:6]), saved[6:]
-        dn = dw = db = dx = dgamma = dbeta = None
+        dn = dw = db = None
         if dy is not None:
             db = plan.bias_gradient(dy)
             if plan.recompute_x:
@@ -98,10 +98,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             db = plan.reduce_db(db)
             if ctx.use is not None:
                 ctx.use.backward_finished()
-        if plan.options.needs_x:
-            dx, dgamma, dbeta = norm_gradients(ctx.norm.norm, plan, dn, *ctx.norm.extra_outputs(extra), *of_norm)
-        dr = dx if ctx.has_residual else None
-        return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw, db
+        return None, None, None, *norm_gradients(ctx, ctx.norm, plan, dn, extra, *of_norm), dw, db
 
 
 def multiply_output(
@@ -177,24 +174,23 @@ def recompute_operand(config: LinearConfig, scale: Tensor | None, compute: Calla
 
 
 def norm_gradients(
-    norm: Norm,
-    plan: LinearPlan,
-    dn: Tensor | None,
-    dn_returned: Tensor | None,
-    ds: Tensor | None,
-    stream: Tensor,
-    gamma: Tensor,
-    *saved: Tensor,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dX, dgamma and dbeta from the gradients of N, dgrad's and a returned N's, and of S; any may be missing.
+    ctx: Any, norm: NormCall, plan: LinearPlan, dn: Tensor | None, extra: Sequence[Tensor | None], *saved: Tensor
+) -> tuple[Tensor | None, ...]:
+    """dX, dR, dgamma and dbeta from the gradients of N, dgrad's and a returned N's, and of S; any may be missing.
 
     ``plan``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its rows alone.
+    ``extra``: gradients of what forward gives beside Y. ``saved``: S, gamma, and of each row what the norm saved.
     """
+    if not plan.options.needs_x:
+        return None, None, None, None
+    stream, gamma, *of_rows = saved
+    total, dx = norm.extra_outputs(extra)
+    dgamma = dbeta = None
     if dn is not None:
         dn = dn.reshape(stream.shape)
-        dn_returned = dn if dn_returned is None else dn + dn_returned
-    if dn_returned is None:
-        return ds, None, None
-    dx, dgamma, dbeta = norm.gradients(dn_returned, stream, gamma, saved, ds)
-    sums = [plan.options.parallel.start_sum_of_rows(each) for each in (dgamma, dbeta)]
-    return dx, sums[0].wait(), sums[1].wait()
+        total = dn if total is None else dn + total
+    if total is not None:
+        dx, *of_parameters = norm.norm.gradients(total, stream, gamma, tuple(of_rows), dx)
+        sums = [plan.options.parallel.start_sum_of_rows(each) for each in of_parameters]
+        dgamma, dbeta = sums[0].wait(), sums[1].wait()
+    return dx, dx if ctx.has_residual else None, dgamma, dbeta if ctx.has_beta else None

@@ -102,7 +102,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         del saved
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # unless they are retained: what has been read is freed before the end
-        dn = dw1 = db1 = dw2 = db2 = dx = dgamma = dbeta = None
+        dn = dw1 = db1 = dw2 = db2 = None
         if dy is not None:
             db2 = plan2.bias_gradient(dy)
             if plan2.recompute_x:
@@ -123,10 +123,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 dn, dw1 = gradients(plan1, dh_operands, x1, w1, scale1, ctx.weights[0])
                 if use1 is not None:
                     use1.backward_finished()
-        if plan1.options.needs_x:
-            dx, dgamma, dbeta = norm_gradients(mlp.norm.norm, plan1, dn, *mlp.norm.extra_outputs(extra), *of_norm)
-        dr = dx if ctx.has_residual else None
-        return None, None, None, dx, dr, dgamma, dbeta if ctx.has_beta else None, dw1, db1, dw2, db2
+        return None, None, None, *norm_gradients(ctx, mlp.norm, plan1, dn, extra, *of_norm), dw1, db1, dw2, db2
 
 
 def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, use: Use | None) -> FusedOutput:
