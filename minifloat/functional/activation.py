@@ -82,35 +82,20 @@ class ActivationFunction(torch.autograd.Function):
 
 
 def act_value(
-    x: Tensor,
-    of: Activation,
-    quantizer: Quantizer,
-    *,
-    scale: Tensor | None = None,
-    fused: bool = False,
-    return_value: bool = False,
-    recompute: bool = False,
+    x: Tensor, of: Activation, quantizer: Quantizer, *, recompute: bool = False, **cast_options: Any
 ) -> FusedOutput:
     """An activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
 
-    Arguments and errors as in :func:`~minifloat.functional.norm.norm_value`.
+    Other arguments and errors as in :func:`~minifloat.functional.norm.norm_value`.
     """
-    cast = OutputCast(x, quantizer, scale, fused, return_value)
+    cast = OutputCast(x, quantizer, **cast_options)
     forward, forward_cast = _ACTIVATION_RECOMPUTED if recompute else _ACTIVATION
-    outputs = (forward_cast if cast.fused else forward)(cast.matrix, of.name, of.parameters, *cast.arguments)
+    outputs = (forward_cast if cast.in_kernel else forward)(cast.matrix, of.name, of.parameters, *cast.arguments)
     return cast.output(outputs, (*x.shape[:-1], activation.out_columns(of.name, x.shape[-1])))
 
 
 def dact_value(
-    dy: Tensor,
-    x: Tensor,
-    of: Activation,
-    quantizer: Quantizer,
-    *,
-    scale: Tensor | None = None,
-    fused: bool = False,
-    return_value: bool = False,
-    with_column_sum: bool = False,
+    dy: Tensor, x: Tensor, of: Activation, quantizer: Quantizer, *, with_column_sum: bool = False, **cast_options: Any
 ) -> FusedOutput:
     """The gradient of an activation with respect to its input ``x`` [..., K], to be cast with ``quantizer``.
 
@@ -118,8 +103,7 @@ def dact_value(
     blocks that straddle its two halves is not fused. ``with_column_sum``: give :attr:`FusedOutput.column_sum` too.
     Other arguments and errors as in :func:`~minifloat.functional.norm.norm_value`.
     """
-    half = x.shape[-1] // 2 if of.gated else None
-    cast = OutputCast(x, quantizer, scale, fused, return_value, half)
-    backward = activation.activation_backward_cast if cast.fused else activation.activation_backward
+    cast = OutputCast(x, quantizer, half=x.shape[-1] // 2 if of.gated else None, **cast_options)
+    backward = activation.activation_backward_cast if cast.in_kernel else activation.activation_backward
     *outputs, total = backward(as_matrix(dy), cast.matrix, of.name, of.parameters, *cast.arguments, with_column_sum)
     return cast.output(outputs, x.shape, column_sum=total.to(cast.dtype) if with_column_sum else None)

@@ -36,27 +36,36 @@ def measures_amax(quantizer: Quantizer) -> bool:
 
 
 class OutputCast:
-    """How the output of a norm or an activation is cast: by the kernel that computes it (``fused``), or afterwards.
+    """How the output of a norm or an activation is cast: by the kernel that computes it (``in_kernel``), or afterwards.
 
     Args:
-        x: the input, or the tensor whose gradient is the output.
-        quantizer, scale, blocks, value: those of ``norm_value``, where they are called quantizer, scale, fused and
-            return_value.
+        x: [..., K], the input, or the tensor whose gradient is the output.
+        quantizer: of the operand to come; it decides whether the value is rounded.
+        scale: that of delayed scaling, fp32 [1]: with it the kernel casts too, and gives no value.
+        fused: so it does for blocks that need no amax but their own. Not where ranks that share a block reduce it.
+        return_value: the value is read too, so it is rounded to the dtype of ``x`` whatever the quantizer.
         half: the columns of each half of an output that is rounded before its cast; blocks must not straddle them.
     """
 
     def __init__(
-        self, x: Tensor, quantizer: Quantizer, scale: Tensor | None, blocks: bool, value: bool, half: int | None = None
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        scale: Tensor | None = None,
+        fused: bool = False,
+        return_value: bool = False,
+        half: int | None = None,
     ) -> None:
         formats = [fmt for fmt, _ in quantizer.casts]
-        fp32 = reads_fp32(quantizer) and not value
+        fp32 = reads_fp32(quantizer) and not return_value
         self.x, self.matrix, self.quantizer = x, as_matrix(x), quantizer
         self.scale = scale if fp32 and len(formats) == 1 else None
         alike = len(formats) > 0 and not quantizer.chained and formats[0] == formats[-1]
-        in_blocks = blocks and not value and alike and casts_blocks(formats[0]) and (half or 0) % formats[0].block == 0
-        self.fused = in_blocks or self.scale is not None
+        blocks = fused and not return_value and alike and casts_blocks(formats[0])
+        self.in_kernel = self.scale is not None or (blocks and (half or 0) % formats[0].block == 0)
         self.dtype = torch.float32 if fp32 and half is None else x.dtype
-        self.layouts = quantizer.layouts(x.device.type) if self.fused else ()
+        self.layouts = quantizer.layouts(x.device.type) if self.in_kernel else ()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -64,7 +73,7 @@ class OutputCast:
 
         Of the one that gives the value: dtype, and whether to measure the amax.
         """
-        if not self.fused:
+        if not self.in_kernel:
             return self.dtype, measures_amax(self.quantizer)
         dims = [dim for _, dim in self.layouts]
         fmt = self.layouts[0][0]
@@ -73,7 +82,7 @@ class OutputCast:
 
     def output(self, outputs: Sequence[Tensor], shape: Sequence[int], **others: Any) -> FusedOutput:
         """The output of ``shape`` from those of the operation: ``ops.quantize.FusedCodes``, or value and amax."""
-        if not self.fused:
+        if not self.in_kernel:
             value, amax = outputs
             amaxes = (amax,) * len(self.quantizer.casts) if measures_amax(self.quantizer) else None
             return FusedOutput(as_output(value, shape), self.x.dtype, amaxes=amaxes, **others)

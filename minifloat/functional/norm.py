@@ -102,31 +102,26 @@ def norm_value(
     quantizer: Quantizer,
     *,
     residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    fused: bool = False,
-    return_value: bool = False,
     recompute: bool = False,
+    **cast_options: Any,
 ) -> FusedOutput:
     """LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
         gamma, beta: [K], any float dtype; RMSNorm has no beta.
-        quantizer: of the operand to come; it decides whether the value is rounded.
         residual: [..., K] in the dtype of ``x``; the sum, rounded to it, is :attr:`FusedOutput.stream`.
-        scale: that of delayed scaling, fp32 [1]: with it the kernel that norms casts too, and gives no value.
-        fused: so it does for blocks that need no amax but their own. Not where ranks that share a block reduce it.
-        return_value: the value is read too, so it is rounded to the dtype of ``x`` whatever the quantizer.
         recompute: backward recomputes what its forward computed, see ``Operation.for_recompute``.
+        cast_options: those of :class:`~minifloat.functional.fused_cast.OutputCast`.
 
     Raises:
         TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
     """
-    cast = OutputCast(x, quantizer, scale, fused, return_value)
+    cast = OutputCast(x, quantizer, **cast_options)
     forward, forward_cast = _NORM_RECOMPUTED if recompute else _NORM
     options = gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, *cast.arguments
     added = None if residual is None else as_matrix(residual)
-    if cast.fused:
+    if cast.in_kernel:
         *outputs, mean, rsigma, total = forward_cast(cast.matrix, *options, added)
     else:
         y, mean, rsigma, amax, total = forward(cast.matrix, *options, added)
