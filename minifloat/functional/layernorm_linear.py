@@ -14,7 +14,6 @@ from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.fused_cast import FusedOutput, reads_fp32
 from minifloat.functional.linear import gradients, pack, unpack
-from minifloat.functional.linear_config import LinearConfig
 from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.linear_steps import Call
 from minifloat.functional.norm import Norm, norm_value
@@ -32,6 +31,10 @@ class NormCall:
     norm: Norm
     return_norm: bool = False
     return_stream: bool = False
+
+    def recomputation(self, beta: Tensor | None, stream: Tensor, gamma: Tensor) -> Callable[..., FusedOutput]:
+        """Gives N once more for :func:`recompute_operand`, rounded as the forward rounded it."""
+        return partial(norm_value, stream, gamma, beta, self.norm, return_value=self.return_norm)
 
     def extra_outputs(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
         """N and S, or their gradients, of what there is of them; None for what is not wanted.
@@ -93,7 +96,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         if dy is not None:
             db = plan.bias_gradient(dy)
             if plan.recompute_x:
-                x = recompute_norm_operand(ctx.norm, plan.config, scale, beta, *of_norm[:2])
+                x = recompute_operand(plan, scale, ctx.norm.recomputation(beta, *of_norm[:2]))
             dn, dw = gradients(plan, plan.quantize_dy(dy, ctx.use), x, w, scale, ctx.weight)
             db = plan.reduce_db(db)
             if ctx.use is not None:
@@ -157,17 +160,9 @@ def saved_of_norm(plan: LinearPlan, n: FusedOutput, gamma: Tensor, beta: Tensor 
     return beta if plan.recompute_x else None, *of_gradients
 
 
-def recompute_norm_operand(
-    norm: NormCall, config: LinearConfig, scale: Tensor | None, beta: Tensor | None, stream: Tensor, gamma: Tensor
-) -> Operand:
-    """What wgrad reads of N; ``scale`` as in :func:`recompute_operand`."""
-    compute = partial(norm_value, stream, gamma, beta, norm.norm, return_value=norm.return_norm)
-    return recompute_operand(config, scale, compute)  # rounded as the forward rounded it
-
-
-def recompute_operand(config: LinearConfig, scale: Tensor | None, compute: Callable[..., FusedOutput]) -> Operand:
+def recompute_operand(plan: LinearPlan, scale: Tensor | None, compute: Callable[..., FusedOutput]) -> Operand:
     """What wgrad reads of X; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
-    quantizer = config.input.with_usage(rowwise=False)
+    quantizer = plan.config.input.with_usage(rowwise=False)
     scale = scale if reads_fp32(quantizer) else None
     output = compute(quantizer, scale=scale, fused=True, recompute=True)
     return output.cast(quantizer, None if scale is None else (scale,)).along(COLUMNWISE)

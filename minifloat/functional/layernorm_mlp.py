@@ -18,7 +18,6 @@ from minifloat.functional.layernorm_linear import (
     multiply_output,
     norm_gradients,
     norm_outputs,
-    recompute_norm_operand,
     recompute_operand,
     saved_of_norm,
 )
@@ -106,7 +105,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         if dy is not None:
             db2 = plan2.bias_gradient(dy)
             if plan2.recompute_x:
-                x2 = recompute_operand(plan2.config, scale2, partial(act_value, h, mlp.activation))
+                x2 = recompute_operand(plan2, scale2, partial(act_value, h, mlp.activation))
             da, dw2 = gradients(plan2, plan2.quantize_dy(dy, use2), x2, w2, scale2, ctx.weights[1])
             db2 = plan2.reduce_db(db2)
             del x2, w2
@@ -119,7 +118,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
                 dh_operands = _grad_operands(mlp, dh, use1)
                 del dh
                 if plan1.recompute_x:
-                    x1 = recompute_norm_operand(mlp.norm, plan1.config, scale1, beta, *of_norm[:2])
+                    x1 = recompute_operand(plan1, scale1, mlp.norm.recomputation(beta, *of_norm[:2]))
                 dn, dw1 = gradients(plan1, dh_operands, x1, w1, scale1, ctx.weights[0])
                 if use1 is not None:
                     use1.backward_finished()

@@ -49,13 +49,10 @@ class _Targets(NamedTuple):
         absent = elsewhere | ignored
         return _Targets(column.masked_fill(absent, 0), ~absent, ignored)
 
-    def at(self, rows: slice) -> _Targets:
-        return _Targets(self.column[rows], self.own[rows], self.ignored[rows])
-
 
 def _statistics(z: Tensor, targets: _Targets, label_smoothing: float) -> Tensor:
     """Of logits ``z`` [M, V] the log-sum-exp, those of the targets and, with label smoothing, the sum: [2 or 3, M]."""
-    picked = z.gather(1, targets.column[:, None])[:, 0]
+    picked = z.gather(1, targets.column[:, None])[:, 0].masked_fill(~targets.own, 0)
     return torch.stack([z.logsumexp(-1), picked, *([z.sum(-1)] if label_smoothing else [])])
 
 
@@ -101,10 +98,9 @@ def cross_entropy_statistics(
     classes) and the sum; :func:`loss_of_parts` makes losses of them. ``chunk_rows`` 0 chooses.
     """
     statistics = _empty_statistics(logits, target, label_smoothing)
-    targets = _Targets.of(target, ignore_index, first, logits.shape[1], classes)
     for rows in chunks(logits.shape[0], logits.shape[1], chunk_rows):
-        statistics[:, rows] = _statistics(logits[rows].to(statistics.dtype), targets.at(rows), label_smoothing)
-    statistics[1].masked_fill_(~targets.own, 0)
+        targets = _Targets.of(target[rows], ignore_index, first, logits.shape[1], classes)
+        statistics[:, rows] = _statistics(logits[rows].to(statistics.dtype), targets, label_smoothing)
     return statistics
 
 
@@ -130,11 +126,11 @@ def cross_entropy_backward(
     ``lse``, [M], is over all classes; the other arguments are those of :func:`cross_entropy_statistics`.
     """
     dlogits = _empty_dlogits(dloss, logits)
-    targets = _Targets.of(target, ignore_index, first, logits.shape[1], classes)
-    dloss = dloss.masked_fill(targets.ignored, 0)  # the mean over no target divides by 0
+    dloss = dloss.masked_fill(target == ignore_index, 0)  # the mean over no target divides by 0
     for rows in chunks(logits.shape[0], logits.shape[1], chunk_rows):
+        targets = _Targets.of(target[rows], ignore_index, first, logits.shape[1], classes)
         z = logits[rows].to(lse.dtype, copy=True)
-        gradient = _gradient_(z, targets.at(rows), lse[rows], label_smoothing, classes)
+        gradient = _gradient_(z, targets, lse[rows], label_smoothing, classes)
         dlogits[rows] = gradient.mul_(dloss[rows, None])
     return dlogits
 
@@ -161,13 +157,12 @@ def linear_cross_entropy(
     gradient that is not in ``needs`` is empty.
     """
     classes = weight.shape[0]
-    targets = _Targets.of(target, ignore_index, 0, classes, classes)
 
     def of_chunk(z: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        own = targets.at(rows)
-        statistics = _statistics(z, own, label_smoothing)[None]
-        loss, lse = loss_of_parts(statistics, own.ignored, label_smoothing, classes)
-        return loss, _gradient_(z, own, lse, label_smoothing, classes) if any(needs) else None
+        targets = _Targets.of(target[rows], ignore_index, 0, classes, classes)
+        statistics = _statistics(z, targets, label_smoothing)[None]
+        loss, lse = loss_of_parts(statistics, targets.ignored, label_smoothing, classes)
+        return loss, _gradient_(z, targets, lse, label_smoothing, classes) if any(needs) else None
 
     return of_head(hidden, weight, bias, chunks(hidden.shape[0], classes, chunk_rows), needs, of_chunk)
 
