@@ -134,7 +134,9 @@ class DotProductAttention(nn.Module):
         self._check_inputs(query, key, value)
         q, k, v = (self._to_bhsd(autocast_to(t)) for t in (query, key, value))
         band = self._band(mask_type, window_size or self.window_size)
-        bottom_right = self._bottom_right(mask_type, bottom_right_diagonal)
+        given = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        top_left = mask_type in ("causal", "padding_causal") if given is None else not given
+        bottom_right = mask_type.endswith("bottom_right") or not top_left
         starts = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
         query_places, key_places = self._places(mask_type, q, k, attention_mask, starts, bottom_right)
         diagonal = 0
@@ -191,12 +193,6 @@ class DotProductAttention(nn.Module):
             right = 0
         return Band(None if left == -1 else left, None if right == -1 else right)
 
-    def _bottom_right(self, mask_type: str, given: bool | None) -> bool:
-        if mask_type.endswith("bottom_right"):
-            return True
-        given = self.bottom_right_diagonal if given is None else given
-        return mask_type not in ("causal", "padding_causal") if given is None else given
-
     def _places(
         self,
         mask_type: str,
@@ -209,7 +205,14 @@ class DotProductAttention(nn.Module):
         """Of packed or padded sequences."""
         if self.qkv_format == "thd":
             self._check_unused("attention_mask", mask)
-            return self._packed(q, k, starts, bottom_right)
+            names = ("cu_seqlens_q", "cu_seqlens_kv")
+            packed = [check_cu_seqlens(self._label(), *each) for each in zip(names, starts, strict=True)]
+            if packed[0].shape != packed[1].shape:
+                raise ValueError(
+                    f"{self._label()}: cu_seqlens_q has {packed[0].numel()} entries, cu_seqlens_kv "
+                    f"{packed[1].numel()}; queries and keys need as many sequences"
+                )
+            return packed_places(packed[0], packed[1], q.shape[2], k.shape[2], bottom_right)
         if "padding" not in mask_type:
             return None, None
         if (mask is None) == (starts[0] is None):
@@ -223,18 +226,6 @@ class DotProductAttention(nn.Module):
             masks = mask if isinstance(mask, tuple) else (mask, mask)
             valid = [~self._padding(m, t) for m, t in zip(masks, (q, k), strict=True)]
         return padded_places(valid[0], valid[1], bottom_right)
-
-    def _packed(
-        self, q: Tensor, k: Tensor, starts: tuple[Tensor | None, Tensor | None], bottom_right: bool
-    ) -> tuple[Places, Places]:
-        starts_q = check_cu_seqlens(self._label(), "cu_seqlens_q", starts[0])
-        starts_kv = check_cu_seqlens(self._label(), "cu_seqlens_kv", starts[1])
-        if starts_q.shape != starts_kv.shape:
-            raise ValueError(
-                f"{self._label()}: cu_seqlens_q has {starts_q.numel()} entries, cu_seqlens_kv {starts_kv.numel()}; "
-                "queries and keys need as many sequences"
-            )
-        return packed_places(starts_q, starts_kv, q.shape[2], k.shape[2], bottom_right)
 
     def _filled(self, name: str, cu_seqlens: Tensor | None, t: Tensor) -> Tensor:
         """bool [B, S], True on as many tokens of each row as its sequence has."""
