@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.norm.forward import NormTile, backward_tile, load_scale
+from minifloat.ops.norm.forward import NormTile, load_scale, norm_tile
 from minifloat.ops.quantize.device import extent, load_tile
 
+ELEMENTS = 4096  # half of the forward's: two tensors are held, and summed over the rows
 MOST_GROUPS = 256
 """Of rows: enough for every multiprocessor, few enough that their sums are small beside the matrix."""
 COLUMNS = 32
@@ -125,7 +126,7 @@ def norm_backward(
     dy, x, gamma = ready(dy), ready(x), ready(gamma)
     mean, rsigma = ready(mean), ready(rsigma)
     centered = normalization == "LayerNorm"
-    choice = choice or backward_tile(width)
+    choice = choice or norm_tile(width, ELEMENTS)
     tiles = max(1, triton.cdiv(rows, choice.rows * MOST_GROUPS))
     groups = triton.cdiv(rows, choice.rows * tiles)
     # Zeros to add to, where a row is wider than a tile.

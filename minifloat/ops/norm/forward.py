@@ -35,28 +35,19 @@ class NormTile(NamedTuple):
 WIDEST_BLOCK = 16384
 CHUNK = 4096  # of a row wider than that
 MOST_ROWS = 64
+ELEMENTS = 8192
 
 
 @lru_cache(1024)
-def forward_tile(width: int) -> NormTile:
-    """The tile for rows of ``width`` elements, the same on every device and for every number of rows.
+def norm_tile(width: int, elements: int) -> NormTile:
+    """The tile of so many ``elements`` for rows of ``width``, the same on every device and for every number of rows.
 
     It is part of the definition of a result: element ``i`` of a chunk is summed over the chunks first, then those sums
     over the chunk, in an order that only ``block``, ``warps`` and the dtypes decide.
     """
-    return _tile(width, elements=8192, of_warp=1024)
-
-
-@lru_cache(1024)
-def backward_tile(width: int) -> NormTile:
-    """As :func:`forward_tile`, but smaller: the backward holds two tensors and sums over the rows."""
-    return _tile(width, elements=4096, of_warp=512)
-
-
-def _tile(width: int, elements: int, of_warp: int) -> NormTile:
     block = max(1 << (width - 1).bit_length(), 16) if width <= WIDEST_BLOCK else CHUNK
     rows = min(max(elements // block, 1), MOST_ROWS)
-    return NormTile(rows, block, width <= block, min(max(rows * block // of_warp, 4), 16))
+    return NormTile(rows, block, width <= block, min(max(8 * rows * block // elements, 4), 16))
 
 
 # ---- what the norm kernels share ----
@@ -195,7 +186,7 @@ def norm_forward(
         x.new_zeros(1 if with_amax else 0, dtype=torch.float32),
         x.new_empty(0 if residual is None else x.shape),
     )
-    choice = choice or forward_tile(width)
+    choice = choice or norm_tile(width, ELEMENTS)
     _forward(
         triton.cdiv(rows, choice.rows),
         (
