@@ -139,13 +139,8 @@ class MultiheadAttention(parts.LayerOfLinears):
         params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
-        check_options(
-            attention_type,
-            input_layernorm,
-            {"return_layernorm_output": return_layernorm_output, "recompute_norm": recompute_norm},
-            fuse_qkv_params,
-            fuse_wgrad_accumulation,
-        )
+        of_norm = {"return_layernorm_output": return_layernorm_output, "recompute_norm": recompute_norm}
+        check_options(input_layernorm, of_norm, fuse_qkv_params, fuse_wgrad_accumulation)
         column: Mode | None = "column" if set_parallel_mode else None
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh}
         parallel = tensor_parallel("MultiheadAttention", column, sequence_parallel, **ranks)
@@ -170,8 +165,7 @@ class MultiheadAttention(parts.LayerOfLinears):
             "eps": layernorm_epsilon,
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": return_layernorm_output,
-            "recompute_norm": recompute_norm,
+            **of_norm,
         }
         options = linears | {"init_method": init_method, "parallel_mode": column}
         projection = partial(make_projection, hidden_size, channels, fuse_qkv_params, options)
@@ -269,11 +263,11 @@ class MultiheadAttention(parts.LayerOfLinears):
         if encoder_output is not None:
             check_tensor(encoder_output, self, "encoder_output")
         check_encoder_output(self.attention_type, encoder_output)
-        rows = rows_per_rank, encoder_rows_per_rank
+        options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows_per_rank}
         parallel = parallel_of(self)
         (q, k, v), n, stream = self._query_key_value(
-            hidden_states, residual, encoder_output, is_first_microbatch, rows
-        )  # fmt: skip
+            hidden_states, residual, encoder_output, encoder_rows_per_rank, options
+        )
         of_q, of_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         q = self._place(q, self.query_norm, of_q, cu_seqlens_q, parallel)
         k = self._place(k, self.key_norm, of_k, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv, parallel)
@@ -289,9 +283,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         if parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
             run = partial(draw_apart, parallel.group, run)
         attended = run(q, k, v, own_heads(attention_mask, self.heads, parallel), cu_seqlens_q, cu_seqlens_kv)
-        y, bias = parts.call_unfused(
-            self.proj, attended, is_first_microbatch=is_first_microbatch, rows_per_rank=rows_per_rank
-        )  # fmt: skip
+        y, bias = parts.call_unfused(self.proj, attended, **options)
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     def _query_key_value(
@@ -299,19 +291,17 @@ class MultiheadAttention(parts.LayerOfLinears):
         x: Tensor,
         residual: Tensor | None,
         encoder_output: Tensor | None,
-        is_first_microbatch: bool | None,
-        rows: tuple[Sequence[int] | None, Sequence[int] | None],
+        encoder_rows: Sequence[int] | None,
+        options: dict[str, Any],
     ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
-        """Each [..., heads, channels]; the norm's result, if it is wanted; the stream. ``rows``: of both inputs."""
+        """Each [..., heads, channels]; the norm's result, if it is wanted; the stream. ``options``: of the linears."""
         linear = self.qkv if encoder_output is None else self.query
-        options = {"is_first_microbatch": is_first_microbatch}
-        projected, n, stream = parts.call_on_stream(
-            linear, (LayerNormLinear,), x, residual, rows_per_rank=rows[0], **options
-        )  # fmt: skip
+        projected, n, stream = parts.call_on_stream(linear, (LayerNormLinear,), x, residual, **options)
         heads = projected.unflatten(-1, (-1, self.channels))
         if encoder_output is None:
             return heads.split((self.heads, self.groups, self.groups), -2), n, stream
-        key_value, _ = parts.call_unfused(self.key_value, encoder_output, rows_per_rank=rows[1], **options)
+        options = options | {"rows_per_rank": encoder_rows}
+        key_value, _ = parts.call_unfused(self.key_value, encoder_output, **options)
         return (heads, *key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)), n, stream
 
     def extra_repr(self) -> str:

@@ -56,9 +56,7 @@ def check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | No
         raise ValueError(f"MultiheadAttention: kv_channels={kv_channels}; a head needs at least 1 channel")
 
 
-def check_options(
-    attention_type: str, input_layernorm: bool, of_norm: Mapping[str, bool], fused: bool, fuse_wgrad: bool
-) -> None:
+def check_options(input_layernorm: bool, of_norm: Mapping[str, bool], fused: bool, fuse_wgrad: bool) -> None:
     """``of_norm``: options by name that need an input norm."""
     for name, asked in of_norm.items():
         if asked and not input_layernorm:
