@@ -31,8 +31,7 @@ _UNLIMITED = 2**30
 class Places(NamedTuple):
     """Of each token the sequence that it belongs to, and its position there: int [B, S].
 
-    A sequence of its own, such as -1 for queries and -2 for keys, marks a token that attends to nothing and that nobody
-    attends to.
+    A token in a sequence of its own, such as -1 of queries and -2 of keys, neither attends nor is attended to.
     """
 
     sequence: Tensor

@@ -39,7 +39,7 @@ def cross_entropy(
     """``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
 
     Between forward and backward it keeps the logits as they came and one fp32 number a row. Backward computes the
-    softmax anew, chunk by chunk, and rounds the gradient once to the dtype of the logits.
+    softmax again, chunk by chunk, and rounds the gradient once to the dtype of the logits.
 
     Vocabulary-parallel: with ``tp_group`` each rank gives the logits of its own classes (``vocabulary_shards``) for the
     same rows and targets, and gets the loss of all and its own logits' gradient. The ranks exchange two fp32 numbers a

@@ -19,19 +19,19 @@ from minifloat.operand import Operand, Quantized
 class Gathered:
     """Operands of a whole tensor that is being gathered: reading one waits for it, and releases it."""
 
-    def __init__(self, arriving: Sequence[Pending[list[Quantized]]]) -> None:
-        self._arriving = list(arriving)
-        self._here: dict[int, Operand] = {}
+    def __init__(self, pending: Sequence[Pending[list[Quantized]]]) -> None:
+        self._pending = list(pending)
+        self._received: dict[int, Operand] = {}
 
     def along(self, dim: int) -> Operand:
         """The operand that a GEMM contracts along ``dim``; each can be had once."""
-        while dim not in self._here:
-            (rowwise, columnwise), *_ = self._arriving.pop(0).wait()
+        while dim not in self._received:
+            (rowwise, columnwise), *_ = self._pending.pop(0).wait()
             if rowwise is not None:
-                self._here[ROWWISE] = rowwise
+                self._received[ROWWISE] = rowwise
             if columnwise is not None:
-                self._here[COLUMNWISE] = columnwise
-        return self._here.pop(dim)
+                self._received[COLUMNWISE] = columnwise
+        return self._received.pop(dim)
 
     def multiplied(self, product: WeightGemm) -> Tensor:
         """``product`` of the rowwise operand."""
@@ -44,7 +44,7 @@ class GatheredByProduct(Gathered):
     Args:
         part: this rank's, rowwise.
         serves_both: it is wanted columnwise, too: a transpose is left to the product that reads it so.
-        arriving: gathers that have started.
+        pending: gathers that have started.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class GatheredByProduct(Gathered):
         shards: ShardMap,
         group: Group,
         serves_both: bool,
-        arriving: Sequence[Pending[list[Quantized]]],
+        pending: Sequence[Pending[list[Quantized]]],
     ) -> None:
-        super().__init__(arriving)
+        super().__init__(pending)
         self._part: Operand | None = part
         self._shards, self._group, self._serves_both = shards, group, serves_both
 
@@ -68,11 +68,11 @@ class GatheredByProduct(Gathered):
                 product.gemm, part, w, self._group, bias=bias, out_dtype=out_dtype, fast_accum=product.fast_accum
             )
             if self._serves_both:
-                self._here[COLUMNWISE] = whole
+                self._received[COLUMNWISE] = whole
             return y
         own, both = [Quantized(part, part if self._serves_both else None)], self._serves_both
-        pending = start_gather(own, self._shards, self._group, rowwise=True, columnwise=both, gemm_ready=True)
-        self._arriving.insert(0, pending)
+        started = start_gather(own, self._shards, self._group, rowwise=True, columnwise=both, gemm_ready=True)
+        self._pending.insert(0, started)
         return super().multiplied(product)
 
 

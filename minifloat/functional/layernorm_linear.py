@@ -1,4 +1,4 @@
-"""The autograd function of a norm and the linear that reads it: the norm hands over codes."""
+"""The autograd function of a norm and the linear that reads it, quantized by the kernel of the norm where it can be."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from minifloat.operand import Operand
 
 @dataclass(frozen=True)
 class NormCall:
-    """The norm of one call, and what forward gives beside Y: N (``return_norm``), and S (``return_stream``).
+    """The norm of one call, and the outputs of forward after Y: N (``return_norm``), and S (``return_stream``).
 
-    S goes on in the residual stream. Its gradient then comes here, to be added where dX is computed.
+    S is the residual stream, whose gradient is added where dX is computed.
     """
 
     norm: Norm
@@ -145,7 +145,7 @@ def multiply_output(
 def norm_outputs(
     ctx: Any, norm: NormCall, plan: LinearPlan, n: FusedOutput, x: Tensor, residual: Tensor | None
 ) -> list[Tensor]:
-    """What forward gives beside Y: N and S, each if it is wanted, and with a gradient if what it is made of has one."""
+    """The outputs after Y: N and S, each if it is wanted, and with a gradient if what it is computed from has one."""
     value, stream = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
     moving = x.requires_grad or (residual is not None and residual.requires_grad)
     fixed = (None if plan.options.needs_x else value), (None if moving else stream)
@@ -174,7 +174,7 @@ def norm_gradients(
     """dX, dR, dgamma and dbeta from the gradients of N, dgrad's and a returned N's, and of S; any may be missing.
 
     ``plan``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its rows alone.
-    ``extra``: gradients of what forward gives beside Y. ``saved``: S, gamma, and of each row what the norm saved.
+    ``extra``: gradients of the outputs after Y. ``saved``: S, gamma, and of each row what the norm saved.
     """
     if not plan.options.needs_x:
         return None, None, None, None

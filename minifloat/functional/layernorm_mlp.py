@@ -1,4 +1,4 @@
-"""The autograd function of norm, linear, activation, linear: what comes before a linear hands over codes."""
+"""The autograd function of norm, linear, activation, linear: norm and activation quantize where they can."""
 
 from __future__ import annotations
 

@@ -163,13 +163,13 @@ class TensorParallel:
         if rowwise and columnwise and part.along(ROWWISE) is not part.along(COLUMNWISE):
             wanted = [(True, False), (False, True)]
         by_product = rowwise and multiplied and self._carries(part.along(ROWWISE))
-        arriving = [
+        pending = [
             start_gather([part], self.shards, self.group, rowwise=r, columnwise=c, gemm_ready=True, check=self.check)
             for r, c in (wanted[1:] if by_product else wanted)
         ]
         if by_product:
-            return GatheredByProduct(part.along(ROWWISE), self.shards, self.group, wanted[0][1], arriving)
-        return Gathered(arriving)
+            return GatheredByProduct(part.along(ROWWISE), self.shards, self.group, wanted[0][1], pending)
+        return Gathered(pending)
 
     def _carries(self, a: Operand) -> bool:
         """Rows of ``a``, or of its product, are communicated through symmetric memory."""

@@ -158,7 +158,7 @@ class VocabParallelEmbedding(nn.Embedding):
         part = f", rows {self.first} to {self.first + self.num_embeddings - 1} on rank {group.rank} of {group.size}"
         return f"{self.vocabulary}, {self.embedding_dim}" + part * (group.size > 1)
 
-    # A parameter that is copied or made anew has no attributes.
+    # A parameter that is copied or replaced has lost its attributes.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from minifloat.recompute import parallel_of
 
 
 class LayerNormLinear(parts.LayerOfLinears):
-    """Y = norm(X) W^T + b, where the norm hands the linear codes and keeps no high-precision result.
+    """Y = norm(X) W^T + b, where the norm's kernel quantizes and no high-precision result is kept.
 
     Its parts are the modules ``norm`` and ``linear``, and what it computes is what they compute one after the other,
     to the bit, except that delayed scaling quantizes the norm's result before it is rounded to the dtype of X. Where
@@ -36,7 +36,7 @@ class LayerNormLinear(parts.LayerOfLinears):
         eps, zero_centered_gamma: as of :class:`~minifloat.RMSNorm`.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         return_layernorm_output: forward also gives the norm's result, in the dtype of the activations.
-        recompute_norm: keep what the norm is of, which its gradient needs anyway, and in backward make again what the
+        recompute_norm: save the input of the norm, which its gradient needs anyway, and in backward recompute what the
             linear reads of its result. Costs a norm and a cast, saves a byte an element in FP8. Has no effect where
             ranks gather that result, each of which keeps its rows of it, nor under a ``backward_override``.
 

@@ -25,7 +25,7 @@ from minifloat.recompute import parallel_of
 
 
 class LayerNormMLP(parts.LayerOfLinears):
-    """Y = act(norm(X) W1^T + b1) W2^T + b2, where norm and activation hand the linears codes.
+    """Y = act(norm(X) W1^T + b1) W2^T + b2, where the kernels of norm and activation quantize.
 
     Its parts are the modules ``norm``, ``fc1`` and ``fc2``; what it computes is what they compute one after the other,
     to the bit, except that delayed scaling quantizes results of norm and activation before they are rounded to the
@@ -42,10 +42,10 @@ class LayerNormMLP(parts.LayerOfLinears):
         activation_params: by name: ``limit``, ``alpha`` and ``glu_linear_offset`` of clamped_swiglu.
         init_method, output_layer_init_method: fill the weights of fc1 and fc2 in place.
         return_layernorm_output: forward also gives the norm's result.
-        checkpoint: keep X alone (with a residual their sum), and compute the rest again in backward.
+        checkpoint: save X alone (with a residual their sum), and recompute the rest in backward.
         recompute_norm: of norm and fc1, as of :class:`~minifloat.LayerNormLinear`.
-        recompute_activation: the same of activation and fc2: keep what the activation is of, which its gradient needs
-            anyway, and in backward make again what fc2 reads of its result.
+        recompute_activation: the same of activation and fc2: save the input of the activation, which its gradient needs
+            anyway, and in backward recompute what fc2 reads of its result.
         recipe: of both linears, as of :class:`~minifloat.Linear`.
         set_parallel_mode: fc1 is column-parallel, each half of a gated one by itself, and fc2 row-parallel, over the
             ranks of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them. The sizes given are those of all ranks.

@@ -49,8 +49,8 @@ class MultiheadAttention(parts.LayerOfLinears):
         kv_channels: width of a head; default ``hidden_size / num_attention_heads``.
         attention_dropout, attn_mask_type, window_size, bottom_right_diagonal, softmax_scale, softcap, qkv_format,
             layer_number: as of :class:`~minifloat.DotProductAttention`.
-        input_layernorm: normalize X first (``normalization``, ``layernorm_epsilon``, ``zero_centered_gamma``); the norm
-            hands the linear codes.
+        input_layernorm: normalize X first (``normalization``, ``layernorm_epsilon``, ``zero_centered_gamma``), as of
+            :class:`~minifloat.LayerNormLinear`.
         attention_type: ``"self"``, or ``"cross"``: keys and values come from ``encoder_output``.
         fuse_qkv_params: one parameter ``weight`` rather than ``query_weight``, ``key_weight`` and ``value_weight``;
             ``fuse_wgrad_accumulation`` needs it.
@@ -243,7 +243,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         Args:
             encoder_output: what keys and values are made of in cross attention.
             rotary_pos_emb: angles for :func:`~minifloat.apply_rotary_pos_emb`, or those of queries and of keys.
-            checkpoint_core_attention: compute the attention product again in backward rather than keep its parts.
+            checkpoint_core_attention: recompute the attention product in backward rather than save its parts.
             attention_mask, cu_seqlens_q, cu_seqlens_kv, core_attention_bias, attn_mask_type, window_size,
                 bottom_right_diagonal: as of :meth:`DotProductAttention.forward`; of all heads and, under sequence
                 parallelism, of the whole sequence.

@@ -1,4 +1,4 @@
-"""What ``MultiheadAttention`` is made of beside attention: the linears of queries, keys and values, and its checks."""
+"""Parts of ``MultiheadAttention``: the linears of queries, keys and values, its share of the heads, and checks."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class TransformerLayer(LayerOfLinears):
             its ``checkpoint``.
         layernorm_epsilon, normalization, zero_centered_gamma, bias, init_method, output_layer_init_method,
             params_dtype, dtype, device, recipe, fuse_wgrad_accumulation: of all parts.
-        save_memory: backward makes again what linears read, of what norms, attention and activation keep anyway:
+        save_memory: backward recomputes what linears read, from what norms, attention and activation save anyway:
             ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
         layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` stands between the two, with
