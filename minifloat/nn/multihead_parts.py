@@ -43,7 +43,7 @@ def own_heads(t: Any, heads: int, parallel: TensorParallel) -> Any:
 
 
 def check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | None) -> None:
-    if heads < 1 or groups < 1 or heads % groups:
+    if heads % groups:
         raise ValueError(
             f"MultiheadAttention: {heads} query heads do not divide into num_gqa_groups={groups} key and value heads"
         )
@@ -52,8 +52,6 @@ def check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | No
             f"MultiheadAttention: hidden_size={hidden_size} does not divide by {heads} heads; change one of them or "
             "give kv_channels, the width of a head"
         )
-    if kv_channels is not None and kv_channels < 1:
-        raise ValueError(f"MultiheadAttention: kv_channels={kv_channels}; a head needs at least 1 channel")
 
 
 def check_options(input_layernorm: bool, of_norm: Mapping[str, bool], fused: bool, fuse_wgrad: bool) -> None:

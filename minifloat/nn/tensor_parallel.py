@@ -61,8 +61,6 @@ def tensor_parallel(
     Raises:
         ValueError: they contradict each other.
     """
-    if mode not in (None, "column", "row"):
-        raise ValueError(f"{label}: parallel_mode={mode!r}; use 'column', 'row' or None")
     if sequence_parallel and mode is None:
         raise ValueError(f"{label}: sequence_parallel=True needs parallel_mode='column' or 'row'")
     if tp_group is not None and tp_mesh is not None:
