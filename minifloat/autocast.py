@@ -182,8 +182,9 @@ class Use:
             pending[0].finish(early=True)
         backward = running()
         if backward is not None:
-            state.progress.carried |= not self.first
-            backward.on_failure.append(state.restorer(newest=True) if state.progress.carried else state.forget_newest)
+            state.progress.incomplete |= not self.first
+            undo = state.restorer(newest=True) if state.progress.incomplete else state.forget_newest
+            backward.on_failure.append(undo)
 
     def backward_finished(self) -> None:
         """Leaves what the end of this backward completes to the end of the whole."""
@@ -212,7 +213,7 @@ class Use:
             if early:
                 backward.on_failure.append(state.restorer())
             else:
-                state.progress.carried = False
+                state.progress.incomplete = False
         _drop_pending(states)
         self._update()
 

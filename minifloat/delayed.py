@@ -151,14 +151,14 @@ class Progress:
 
     Attributes:
         recording: a forward outside of any ``autocast`` records amaxes, or did when it raised.
-        carried: a backward left amaxes for a later one to complete.
+        incomplete: a backward left amaxes for a later one to complete.
         region: the latest outermost ``autocast`` that the module ran forward in.
         pending: the backward that updates the history when it ends, and the region whose amaxes these are.
         history: the buffers under the latest recipe.
     """
 
-    def __init__(self, recording: bool = False, carried: bool = False) -> None:
-        self.recording, self.carried = recording, carried
+    def __init__(self, recording: bool = False, incomplete: bool = False) -> None:
+        self.recording, self.incomplete = recording, incomplete
         self.region = Region()  # of no context yet: code that is compiled for None would be compiled again
         self.pending: tuple[BackwardPass, Region | None] | None = None
         self.history: History | None = None
@@ -257,7 +257,7 @@ class AmaxHistory(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The rest knows other modules, and backwards that run: no part of a copy.
-        return self.__dict__ | {"progress": Progress(self.progress.recording, self.progress.carried)}
+        return self.__dict__ | {"progress": Progress(self.progress.recording, self.progress.incomplete)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
@@ -279,7 +279,7 @@ class AmaxHistory(nn.Module):
                 error_msgs.append(f"{prefix}{name}: {shown(saved)} has values that are {what}")
         if len(error_msgs) > known:
             return
-        self.progress.carried = True  # it may have been saved between two backward passes of a step
+        self.progress.incomplete = True  # it may have been saved between two backward passes of a step
         for name in _VALID:
             buffer, saved = getattr(self, name), state_dict.get(prefix + name)
             if saved is None:

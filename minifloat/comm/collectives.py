@@ -98,7 +98,7 @@ def start_all_gather_rows(
     """
     targets = [None] * len(xs) if into is None else list(into)
     if group.size == 1:
-        return Pending([], lambda: [_into(target, x) for x, target in zip(xs, targets, strict=True)])
+        return Pending([], lambda: [_fill(target, x) for x, target in zip(xs, targets, strict=True)])
     sends, receives, places = [], [], []
     for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True)):
         data = _as_bytes(x)
@@ -112,7 +112,7 @@ def start_all_gather_rows(
     def finish() -> list[Tensor]:
         gathered = dict(zip(places, transfer.wait(), strict=True))
         return [
-            _whole(gathered.get(place), x, rows, target)
+            _without_padding(gathered.get(place), x, rows, target)
             for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True))
         ]
 
@@ -134,7 +134,7 @@ def _start_all_gather(
     """``sends``: uint8 [rows, bytes], contiguous, of one size on all ranks; ``receives``: [size * rows, bytes]."""
     if torch.compiler.is_compiling():
         gathered = _functional.all_gather_into_tensor_coalesced(list(sends), group.size, group.name)
-        return Pending([], lambda: [_into(into, wait_tensor(x)) for x, into in zip(gathered, receives, strict=True)])
+        return Pending([], lambda: [_fill(into, wait_tensor(x)) for x, into in zip(gathered, receives, strict=True)])
     targets = [
         send.new_empty(group.size * send.shape[0], send.shape[1]) if target is None else target
         for send, target in zip(sends, receives, strict=True)
@@ -169,11 +169,11 @@ def _max_options() -> Any:
     return options
 
 
-def _into(target: Tensor | None, value: Tensor) -> Tensor:
+def _fill(target: Tensor | None, value: Tensor) -> Tensor:
     return value if target is None else target.copy_(value)
 
 
-def _whole(data: Tensor | None, x: Tensor, rows: ShardMap, target: Tensor | None) -> Tensor:
+def _without_padding(data: Tensor | None, x: Tensor, rows: ShardMap, target: Tensor | None) -> Tensor:
     """The whole, from the rows of all ranks as bytes, those of each padded to the largest number."""
     if data is None:
         return x.new_empty(rows.total, *x.shape[1:]) if target is None else target

@@ -126,7 +126,7 @@ def _whole(own: Operand, gathered: Iterator[Tensor], shards: ShardMap) -> Operan
 
 def _assemble(found: dict[int, Operand], into: Quantized | None, gemm_ready: bool) -> Quantized:
     if gemm_ready:
-        found = {dim: _laid_out(whole, dim) for dim, whole in found.items()}
+        found = {dim: _gemm_layout(whole, dim) for dim, whole in found.items()}
     if into is None:
         return Quantized(found.get(ROWWISE), found.get(COLUMNWISE))
     for dim, operand in found.items():
@@ -136,7 +136,7 @@ def _assemble(found: dict[int, Operand], into: Quantized | None, gemm_ready: boo
     return into
 
 
-def _laid_out(operand: Operand, dim: int) -> Operand:
+def _gemm_layout(operand: Operand, dim: int) -> Operand:
     """The operand with its tensors in memory as GEMMs that contract ``dim`` read them on its device."""
     fmt = operand.format
     if not operand.codes.is_cuda or not capability.k_major(fmt):

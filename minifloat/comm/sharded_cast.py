@@ -63,11 +63,11 @@ def quantize_shard(
         return _quantize_chained(x, quantizer, shards, group, amaxes, scale, rng)
     quantizers, units, stochastic = _sharded_casts(quantizer, shards)
     sources = [x if unit == 1 else owned_rows(x, unit, shards, group) for unit in units]
-    found = find_amaxes(sources, quantizers) if amaxes is None else _known(amaxes, sources, x, quantizers)
+    found = find_amaxes(sources, quantizers) if amaxes is None else _given(amaxes, sources, x, quantizers)
     levels = reduce_amaxes(found, quantizers, group, in_place=amaxes is None)
     rngs = None
     if stochastic:
-        rng = _drawn_by_first(x, group) if rng is None else rng
+        rng = _broadcast_seed(x, group) if rng is None else rng
         firsts = [shards.whole_units(unit).first(group.rank) for unit in units]
         rngs = [torch.cat([rng, torch.full_like(rng[:1], first)]) for first in firsts]
     made = cast_all(sources, quantizers, levels, rngs, scales=[scale] * len(units))
@@ -107,7 +107,7 @@ def with_shape(operand: Operand | None, shape: tuple[int, int]) -> Operand | Non
     return operand if operand is None or operand.shape == shape else operand._replace(shape=shape)
 
 
-def _known(amaxes: Amaxes, sources: Sequence[Tensor], x: Tensor, quantizers: Sequence[Quantizer]) -> Sequence[Amaxes]:
+def _given(amaxes: Amaxes, sources: Sequence[Tensor], x: Tensor, quantizers: Sequence[Quantizer]) -> Sequence[Amaxes]:
     """The amaxes that a caller knows of ``x``; found anew of rotated rows that moved, whose values no rank had."""
     if len(quantizers) == 1 and sources[0] is x:
         return [amaxes]
@@ -135,12 +135,12 @@ def _quantize_chained(
     rowwise = quantize_shard(x, first, shards, group, amaxes=amaxes, scale=scale, rng=rng).any
     unit = unit_rows(rowwise.format, ROWWISE)
     owned = shards.whole_units(unit).rows[group.rank]
-    values = _returned_rows(rowwise._replace(shape=(owned, x.shape[1])).dequantize(), unit, shards, group)
+    values = _return_rows(rowwise._replace(shape=(owned, x.shape[1])).dequantize(), unit, shards, group)
     second = quantize_shard(values, Quantizer(quantizer.format(COLUMNWISE), rowwise=False), shards, group)
     return Quantized(rowwise if quantizer.rowwise else None, second.columnwise)
 
 
-def _drawn_by_first(x: Tensor, group: Group) -> Tensor:
+def _broadcast_seed(x: Tensor, group: Group) -> Tensor:
     """Seed and offset, int64 [2]. All ranks draw, so that their generators stay in step."""
     return wait_tensor(torch.ops._c10d_functional.broadcast(quantize.draw_seed(x), 0, group.name))
 
@@ -191,7 +191,7 @@ def owned_rows(x: Tensor, unit: int, shards: ShardMap, group: Group) -> Tensor:
     return torch.cat([x[head:], received])
 
 
-def _returned_rows(values: Tensor, unit: int, shards: ShardMap, group: Group) -> Tensor:
+def _return_rows(values: Tensor, unit: int, shards: ShardMap, group: Group) -> Tensor:
     """The inverse of :func:`owned_rows`."""
     if shards.aligned(unit):
         return values

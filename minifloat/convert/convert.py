@@ -139,7 +139,7 @@ def convert(
             "high precision; convert the model before"
         )
     chosen, read = own_recipe(recipe), read_rules(rules)
-    kept = _histories(model)
+    kept = _converted_histories(model)
     revert(model)
     modules = named_modules(model)
     linears = [named for named in modules if is_linear(named.module)]
@@ -159,7 +159,7 @@ def convert(
         warn(
             _nothing_converted([decision.reason for _, decision in decisions]), stacklevel=3
         )  # past the wrapper of ``checked``
-    return _report(modules, decisions, _idle_rules(read, linears) + unquantized)
+    return _report(modules, decisions, _unused_rules(read, linears) + unquantized)
 
 
 def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterInit]) -> list[str]:
@@ -226,7 +226,7 @@ def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]
     return _Decision(recipe, 'recipe="none"' if recipe == "none" else None)
 
 
-def _histories(model: nn.Module) -> dict[nn.Module, tuple[OwnRecipe, Histories]]:
+def _converted_histories(model: nn.Module) -> dict[nn.Module, tuple[OwnRecipe, Histories]]:
     """Of each converted layer: its recipe, and the histories that it got since."""
     found: dict[nn.Module, tuple[OwnRecipe, Histories]] = {}
     for module in model.modules():
@@ -301,8 +301,8 @@ def _report(modules: list[Named], decisions: list[tuple[Named, _Decision]], warn
     for (names, module), held in other_matrices(modules):
         left_alone.append(LeftAlone(names, type(module).__name__, None, f"not a linear; holds {held}"))
     quantized = [named.module for named, decision in decisions if decision.reason is None]
-    everything = _elements(named.module for named in modules)
-    fraction = _elements(quantized) / everything if everything else 0.0
+    everything = _count_elements(named.module for named in modules)
+    fraction = _count_elements(quantized) / everything if everything else 0.0
     warnings = warnings + _fast_paths(modules, quantized)
     return ConversionReport(tuple(converted), tuple(left_alone), tuple(warnings), fraction)
 
@@ -318,7 +318,7 @@ def _fast_paths(modules: list[Named], quantized: list[nn.Module]) -> list[str]:
     ]
 
 
-def _elements(modules: Iterable[nn.Module]) -> int:
+def _count_elements(modules: Iterable[nn.Module]) -> int:
     """How many elements the modules' own parameters have, shared ones counted once."""
     parameters = {id(p): p for module in modules for p in module.parameters(recurse=False) if not is_lazy(p)}
     return sum(parameter.numel() for parameter in parameters.values())
@@ -332,7 +332,7 @@ def _nothing_converted(reasons: Sequence[str | None]) -> str:
     return f"convert: nothing was converted: {why}; filter_fn chooses among the layers that can be"
 
 
-def _idle_rules(rules: list[Rule], linears: list[Named]) -> list[str]:
+def _unused_rules(rules: list[Rule], linears: list[Named]) -> list[str]:
     """A warning for each rule that no linear is left for."""
     warnings, left = [], linears
     for rule in rules:

@@ -146,7 +146,7 @@ class DefaultFilter:
     def __init__(self, model: nn.Module, smallest: Count = 256) -> None:
         modules = named_modules(model)
         linears = [named.module for named in modules if is_linear(named.module)]
-        self.reasons = _ends(linears, _in_stacks(model)) | _small(linears, smallest) | _tied(modules)
+        self.reasons = _outside_of_stacks(linears, _in_stacks(model)) | _small(linears, smallest) | _tied(modules)
 
     def __call__(self, module: nn.Module, name: str) -> bool:
         return module not in self.reasons
@@ -183,7 +183,7 @@ def _in_stacks(model: nn.Module) -> set[nn.Module]:
     return inside
 
 
-def _ends(linears: list[nn.Module], in_stacks: set[nn.Module]) -> dict[nn.Module, str]:
+def _outside_of_stacks(linears: list[nn.Module], in_stacks: set[nn.Module]) -> dict[nn.Module, str]:
     places = [i for i, module in enumerate(linears) if module in in_stacks]
     if not places:
         return {linears[-1]: "the model's last linear", linears[0]: "the model's first linear"} if linears else {}

@@ -132,9 +132,9 @@ class AdamW(torch.optim.Optimizer):
                 )
         draws: dict[torch.device, torch.Generator] = {}
         for group in self.param_groups:
-            stepped = {p: self._state(p, _kept_as(p, group["moments"])) for p in group["params"] if p.grad is not None}
+            stepped = {p: self._state(p, _form_of(p, group["moments"])) for p in group["params"] if p.grad is not None}
             for params in _buckets(list(stepped), group["moments"]):
-                kind, device = _kept_as(params[0], group["moments"]), params[0].device
+                kind, device = _form_of(params[0], group["moments"]), params[0].device
                 states = [stepped[p] for p in params]
                 for state in states:
                     state["step"] += 1
@@ -166,7 +166,7 @@ def _update(
 ) -> None:
     """The formulas of the class over lists, in the order of operations of PyTorch's, so that fp32 has its bits."""
     lr, (beta1, beta2), second = float(group["lr"]), group["betas"], FORMS[kind].second
-    params, grads = [own_rows(p) for p in whole], [_own_gradient(p) for p in whole]
+    params, grads = [own_rows(p) for p in whole], [_local_gradient(p) for p in whole]
     m, v = load_moments(states, "exp_avg", kind), load_moments(states, second, kind)
     if kind == "fp8":
         torch._foreach_mul_(v, v)  # kept as its root
@@ -184,7 +184,7 @@ def _update(
     torch._foreach_addcdiv_(params, m, roots, [(lr / (1 - beta1**step)) * -1 for step in steps])
 
 
-def _own_gradient(p: Tensor) -> Tensor:
+def _local_gradient(p: Tensor) -> Tensor:
     """Of the rows that this rank has."""
     assert p.grad is not None
     given, wanted = getattr(p.grad, "placements", None), getattr(p, "placements", None)
@@ -200,9 +200,9 @@ def _buckets(params: Sequence[Tensor], kind: Moments) -> Iterator[list[Tensor]]:
     """Parameters of one device and form of moments, few enough for fp32 copies of these to take little memory."""
     bucket: list[Tensor] = []
     held = 0
-    for p in sorted(params, key=lambda p: _kept_as(p, kind)):
+    for p in sorted(params, key=lambda p: _form_of(p, kind)):
         size = own_rows(p).numel()
-        alike = not bucket or (p.device, _kept_as(p, kind)) == (bucket[0].device, _kept_as(bucket[0], kind))
+        alike = not bucket or (p.device, _form_of(p, kind)) == (bucket[0].device, _form_of(bucket[0], kind))
         if bucket and (not alike or held + size > _BUCKET):
             yield bucket
             bucket, held = [], 0
@@ -231,7 +231,7 @@ def _check(group: dict[str, Any]) -> None:
 # ---- moments ----
 
 
-def _kept_as(p: Tensor, moments: Moments) -> Moments:
+def _form_of(p: Tensor, moments: Moments) -> Moments:
     """What the moments of a parameter are kept as where ``moments`` is asked for."""
     return "fp32" if moments == "fp8" and p.dim() < 2 else moments
 

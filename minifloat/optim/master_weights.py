@@ -126,7 +126,7 @@ class MasterWeights(torch.optim.Optimizer):
                     master.release()
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(_options(inner))  # some optimizers keep state in their groups
-        self._publish()
+        self._refresh_state()
         return loss
 
     def _overflowed(self) -> bool:
@@ -193,7 +193,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     # ---- state ----
 
-    def _publish(self) -> None:
+    def _refresh_state(self) -> None:
         """Shows in :attr:`state`, by the model's parameters, what the inner optimizer keeps for what it steps."""
         self.state = defaultdict(dict)
         for p in self._params():
@@ -204,7 +204,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As that of the inner optimizer, with ``"master"`` (fp32) or ``"remainder"`` (int16) beside its entries."""
-        self._publish()
+        self._refresh_state()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ class MasterWeights(torch.optim.Optimizer):
         # with it stay, where they were cast with an earlier delayed scale.
         whole = [master for master in self._masters.values() if master.remainder is None]
         write([master for master in whole if not master.is_written()])
-        self._publish()
+        self._refresh_state()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -39,7 +39,7 @@ _TYPES: dict[str, tuple[type[nn.Module], ...]] = {
 }
 
 
-class Shard(NamedTuple):
+class Sharding(NamedTuple):
     """What is to become of one module: how its parameters are cut, by their names, and what is done once they are."""
 
     module: nn.Module
@@ -94,24 +94,24 @@ def parallelize(
     group = Group.of(mesh)
     if group.size == 1:
         return model
-    shards = _planned(model, TensorParallel("column", sequence_parallel, group, overlap, check=check), plan or {})
+    shards = _plan_modules(model, TensorParallel("column", sequence_parallel, group, overlap, check=check), plan or {})
     _check_parameters(model, shards)
     made: dict[Tensor, nn.Parameter] = {}
     for shard in shards:
         for name, partition in shard.cuts.items():
             whole = shard.module.get_parameter(name)
             if whole not in made:
-                made[whole] = _own(shard.module, whole, partition)
+                made[whole] = _local_parameter(shard.module, whole, partition)
             shard.module.register_parameter(name, made[whole])
     for shard in shards:
         shard.finish()
     return model
 
 
-def _own(module: nn.Module, whole: Tensor, partition: Partition) -> nn.Parameter:
+def _local_parameter(module: nn.Module, whole: Tensor, partition: Partition) -> nn.Parameter:
     """This rank's piece of a parameter; of a quantized one cast by itself, as of a layer that is made parallel."""
     if not isinstance(whole, QuantizedTensor):
-        return nn.Parameter(_piece(whole.detach(), partition), requires_grad=whole.requires_grad)
+        return nn.Parameter(_local_piece(whole.detach(), partition), requires_grad=whole.requires_grad)
     assert isinstance(module, Linear)
     values, preserve = whole.dequantize().detach(), False
     before = whole.get_high_precision_init_val()
@@ -120,18 +120,18 @@ def _own(module: nn.Module, whole: Tensor, partition: Partition) -> nn.Parameter
         cast = quantize(before, whole.quantizer, scale=whole.scale)
         preserve = torch.equal(cast.dequantize(), values)  # it has not been trained since
         values = before if preserve else values
-    piece = nn.Parameter(_piece(values, partition), requires_grad=whole.requires_grad)
+    piece = nn.Parameter(_local_piece(values, partition), requires_grad=whole.requires_grad)
     return module._quantized_weight(piece, whole.quantizer, preserve)
 
 
-def _piece(whole: Tensor, partition: Partition) -> Tensor:
+def _local_piece(whole: Tensor, partition: Partition) -> Tensor:
     """This rank's piece, in memory of its own; a vocabulary need not divide: ``vocabulary_shards``, ``torch.chunk``."""
     if len(partition.parts) > 1:
         return partition.cut(whole)
     return whole.chunk(partition.size, partition.dim)[partition.rank].clone().contiguous()
 
 
-def _check_parameters(model: nn.Module, shards: list[Shard]) -> None:
+def _check_parameters(model: nn.Module, shards: list[Sharding]) -> None:
     """Raises where a parameter is none that can be cut, or is another one elsewhere."""
     cuts = {(shard.module, name): partition for shard in shards for name, partition in shard.cuts.items()}
     users: dict[Tensor, dict[str, Partition | None]] = {}
@@ -154,19 +154,19 @@ def _check_parameters(model: nn.Module, shards: list[Shard]) -> None:
 # ---- what is done to which module ----
 
 
-def _planned(model: nn.Module, parallel: TensorParallel, plan: Mapping[str, Style]) -> list[Shard]:
-    shards: list[Shard] = []
+def _plan_modules(model: nn.Module, parallel: TensorParallel, plan: Mapping[str, Style]) -> list[Sharding]:
+    shards: list[Sharding] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, _LAYERS):
-            shards += _layer(name, module, parallel)
+            shards += _plan_layer(name, module, parallel)
             inside |= set(module.modules())
     unused = dict(plan)
     for name, module in model.named_modules():
         pattern = next((each for each in plan if fnmatchcase(name, each)), None)
         if pattern is not None and module not in inside and isinstance(module, _TYPES.get(plan[pattern], ())):
             unused.pop(pattern, None)
-            shards += _named(name, module, plan[pattern], parallel)
+            shards += _plan_by_style(name, module, plan[pattern], parallel)
             inside |= set(module.modules()) if isinstance(module, LayerNormLinear) else set()
     if unused:
         raise ValueError(
@@ -177,18 +177,18 @@ def _planned(model: nn.Module, parallel: TensorParallel, plan: Mapping[str, Styl
     return shards
 
 
-def _layer(name: str, module: nn.Module, parallel: TensorParallel) -> list[Shard]:
+def _plan_layer(name: str, module: nn.Module, parallel: TensorParallel) -> list[Sharding]:
     if isinstance(module, MultiheadAttention):
-        return _attention(name, module, parallel)
+        return _plan_attention(name, module, parallel)
     if isinstance(module, LayerNormMLP):
         halves = 2 if module.activation.gated else 1
         parts = (module.fc1.out_features // halves,) * halves
-        first = _linear(f"{name}.fc1", module.fc1, "column", parallel, parts)
-        return [first, _linear(f"{name}.fc2", module.fc2, "row", parallel)]
-    return [Shard(module, {}, partial(setattr, module, "_parallel", parallel))]
+        first = _plan_linear(f"{name}.fc1", module.fc1, "column", parallel, parts)
+        return [first, _plan_linear(f"{name}.fc2", module.fc2, "row", parallel)]
+    return [Sharding(module, {}, partial(setattr, module, "_parallel", parallel))]
 
 
-def _attention(name: str, module: MultiheadAttention, parallel: TensorParallel) -> list[Shard]:
+def _plan_attention(name: str, module: MultiheadAttention, parallel: TensorParallel) -> list[Sharding]:
     check_parallel(module.heads, module.groups, module.qkv_format, parallel)
     parts: dict[str, tuple[int, ...]] = {"qkv": (module.heads, module.groups, module.groups)}
     if module.attention_type == "cross":
@@ -196,25 +196,25 @@ def _attention(name: str, module: MultiheadAttention, parallel: TensorParallel) 
     shards = []
     for part, heads in parts.items():
         rows = tuple([count * module.channels for count in heads])
-        shards.append(_linear(f"{name}.{part}", getattr(module, part), "column", parallel, rows))
-    shards.append(_linear(f"{name}.proj", module.proj, "row", parallel))
-    return [*shards, Shard(module, {}, partial(module._share_heads, parallel))]
+        shards.append(_plan_linear(f"{name}.{part}", getattr(module, part), "column", parallel, rows))
+    shards.append(_plan_linear(f"{name}.proj", module.proj, "row", parallel))
+    return [*shards, Sharding(module, {}, partial(module._share_heads, parallel))]
 
 
-def _named(name: str, module: nn.Module, style: Style, parallel: TensorParallel) -> list[Shard]:
+def _plan_by_style(name: str, module: nn.Module, style: Style, parallel: TensorParallel) -> list[Sharding]:
     if style == "vocabulary":
         assert isinstance(module, nn.Embedding)
-        return [_embedding(name, module, parallel)]
+        return [_plan_embedding(name, module, parallel)]
     if style == "sequence":
         watch = partial(module.register_forward_pre_hook, _SumGradients(parallel))
         own = parallel.sequence_parallel and any(True for _ in module.parameters(recurse=False))
-        return [Shard(module, {}, watch)] if own else []
-    return [_linear(name, module, style, parallel)]
+        return [Sharding(module, {}, watch)] if own else []
+    return [_plan_linear(name, module, style, parallel)]
 
 
-def _linear(
+def _plan_linear(
     name: str, module: nn.Module, mode: Mode, parallel: TensorParallel, parts: tuple[int, ...] | None = None
-) -> Shard:
+) -> Sharding:
     """``parts``: rows of what a column-parallel weight is made of, each of which is cut by itself."""
     linear = module.linear if isinstance(module, LayerNormLinear) else module
     if type(linear) is not Linear:
@@ -229,7 +229,7 @@ def _linear(
         for each in names if kind in found else ():
             one_of_parts = len(names) > 1 and mode == "column"
             cuts[each] = found[kind]._replace(parts=(len(getattr(linear, each)),)) if one_of_parts else found[kind]
-    return Shard(linear, cuts, partial(_finish_linear, linear, parallel, parts))
+    return Sharding(linear, cuts, partial(_finish_linear, linear, parallel, parts))
 
 
 def _finish_linear(linear: Linear, parallel: TensorParallel, parts: tuple[int, ...] | None) -> None:
@@ -242,7 +242,7 @@ def _finish_linear(linear: Linear, parallel: TensorParallel, parts: tuple[int, .
     linear.invalidate()
 
 
-def _embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Shard:
+def _plan_embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Sharding:
     if type(module) is not nn.Embedding or module.padding_idx is not None or module.max_norm is not None:
         raise ValueError(
             f"parallelize: {name} is a {type(module).__name__} with padding_idx={module.padding_idx} and "
@@ -251,7 +251,7 @@ def _embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Sha
     group, vocabulary = parallel.group, module.num_embeddings
     vocabulary_shards(vocabulary, group.size)  # which raises now, before anything is changed
     cuts = {"weight": Partition(0, (vocabulary,), group.size, group.rank)}
-    return Shard(module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
+    return Sharding(module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
 
 
 class _SumGradients:

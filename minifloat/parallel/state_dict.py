@@ -128,7 +128,7 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict
     Raises:
         ValueError: some state has neither the size of its parameter nor is a number; a parameter is quantized.
     """
-    _give_state(optimizer)
+    _init_optimizer_state(optimizer)
     layout = _Layout(model)
     tensors = _optimizer_tensors(model, optimizer, layout)
     state: dict[str, Any] = {key: layout.dtensor(entry, value.detach()) for key, entry, value in tensors}
@@ -144,7 +144,7 @@ def load_sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, st
         KeyError: something is missing.
         ValueError: an entry has another size than that of the optimizer.
     """
-    _give_state(optimizer)
+    _init_optimizer_state(optimizer)
     layout = _Layout(model)
     with torch.no_grad():
         for key, entry, value in _optimizer_tensors(model, optimizer, layout):
@@ -169,7 +169,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: Optimizer, layout: _Layout) 
                 yield f"state.{name}.{entry.key}", entry, entry.of(value)
 
 
-def _give_state(optimizer: Optimizer) -> None:
+def _init_optimizer_state(optimizer: Optimizer) -> None:
     """State as of new parameters, whose values stay as they are.
 
     Raises:
@@ -202,7 +202,7 @@ class _Layout:
     """How a model's tensors are cut, and their pieces as DTensors."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.group = _group(model)
+        self.group = _tensor_parallel_group(model)
         self.fused = _fused_parameters(model)
         self._meshes: dict[str, DeviceMesh] = {}
 
@@ -251,7 +251,7 @@ class _Layout:
         return value.to_local()
 
 
-def _group(model: nn.Module) -> Group:
+def _tensor_parallel_group(model: nn.Module) -> Group:
     """The one that the model's layers are sharded over; of one rank if they are not."""
     found: dict[Group, str] = {}
     for name, module in model.named_modules():

@@ -171,7 +171,7 @@ def _gather_quantized(whole: QuantizedTensor, initial: Tensor | None, layer: nn.
     rows.scale, rows.amax_group = whole.scale, ranks.process_group if ranks.size > 1 else None
     if initial is not None:
         rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
-    pytorch.set_own_rows(param, rows)
+    pytorch.set_local_rows(param, rows)
     ShardedWeight(layer, rows.quantizer, None, [param], group)
 
 

@@ -14,7 +14,7 @@ from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
-from minifloat.parallel.fsdp.pytorch import alloc_storage, free_storage, is_allocated, rows_of_ranks, versions_kept
+from minifloat.parallel.fsdp.pytorch import alloc_storage, free_storage, is_allocated, preserved_versions, rows_of_ranks
 
 
 class Buffer(NamedTuple):
@@ -57,7 +57,7 @@ class Buffer(NamedTuple):
         """Fills ``whole`` from what was received, whose memory is freed then; of one rank from its ``own`` rows."""
         if not self.copies:
             return
-        with torch.no_grad(), versions_kept([self.whole]):
+        with torch.no_grad(), preserved_versions([self.whole]):
             if self.rows.size == 1:
                 self.whole.copy_(own)
             else:
@@ -153,7 +153,7 @@ class GatheredWeight:
 
     def set_constants(self, dims: Collection[int], part: Quantized) -> None:
         """Takes what all ranks have alike from this rank's ``part`` of any parameter."""
-        with torch.no_grad(), versions_kept([mine for _, _, mine in self._constants]):
+        with torch.no_grad(), preserved_versions([mine for _, _, mine in self._constants]):
             for dim, name, mine in self._constants:
                 if dim in dims or self._symmetric:
                     mine.copy_(getattr(part.rowwise if dim == ROWWISE else part.columnwise, name))
@@ -165,6 +165,6 @@ class GatheredWeight:
             alloc_storage(buffer.owner)
         sends, maps = [buffer.of(part) for buffer, part in pairs], [buffer.rows for buffer, _ in pairs]
         wholes = [buffer.whole for buffer, _ in pairs]
-        with torch.no_grad(), versions_kept(wholes):
+        with torch.no_grad(), preserved_versions(wholes):
             start_all_gather_rows(sends, maps, group, wholes, overlapped=False).wait()
         self.set_constants(dims, parts[0])

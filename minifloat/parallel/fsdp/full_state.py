@@ -33,11 +33,11 @@ def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank
         device: where all tensors are put, one by one; None: each stays where the model is.
         only_rank0: the other ranks get an empty dict.
     """
-    _check_whole(model)
+    _check_not_tensor_parallel(model)
     kept = not only_rank0 or dist.get_rank() == 0
     state: dict[str, Any] = {}
     for key, value in model.state_dict().items():
-        whole = _whole(value) if isinstance(value, DTensor) else value
+        whole = _unsharded(value) if isinstance(value, DTensor) else value
         if kept:
             state[key] = whole.to(device) if device is not None and isinstance(whole, Tensor) else whole
     return state
@@ -69,13 +69,13 @@ def load_full_state_dict(
     for key, description in described[0]:
         value, target = state.get(key), own.get(key)
         if from_rank0:
-            value = _from_rank0(value, description, sent_on)
+            value = _broadcast_from_rank0(value, description, sent_on)
         fits = isinstance(value, Tensor) and isinstance(target, DTensor) and value.shape == target.shape
-        local[key] = _sharded(model, key, value, target) if fits else value  # type: ignore[arg-type]
+        local[key] = _resharded(model, key, value, target) if fits else value  # type: ignore[arg-type]
     model.load_state_dict(local, strict)
 
 
-def _check_whole(model: nn.Module) -> None:
+def _check_not_tensor_parallel(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if getattr(parameter, "tensor_model_parallel", False):
             raise ValueError(
@@ -85,7 +85,7 @@ def _check_whole(model: nn.Module) -> None:
             )
 
 
-def _whole(sharded: DTensor) -> Tensor:
+def _unsharded(sharded: DTensor) -> Tensor:
     rows = sharded._local_tensor
     if not isinstance(rows, QuantizedRows):
         there: Any = sharded.to(sharded.device_mesh.device_type)  # where offloaded shards are gathered, too
@@ -110,7 +110,7 @@ def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
     return operand._replace(amax=all_reduce_max([operand.amax], group)[0])
 
 
-def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Tensor:
+def _resharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Tensor:
     """A tensor of the model in the way that ``target`` is."""
     rows = target._local_tensor
     if isinstance(rows, QuantizedRows) and isinstance(whole, QuantizedTensor) and rows.quantizer == whole.quantizer:
@@ -126,7 +126,7 @@ def _sharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Tens
     return sharded_like(target, values[shards.first(rank) : shards.end(rank)], target.shape)
 
 
-def _from_rank0(value: Any, described: Any, device: str) -> Any:
+def _broadcast_from_rank0(value: Any, described: Any, device: str) -> Any:
     """What rank 0 has, on all ranks; ``described``: the same, tensors on meta."""
     if not isinstance(described, Tensor):
         return described

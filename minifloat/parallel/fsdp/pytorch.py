@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.parallel.fsdp.rows import put_in_place
+from minifloat.parallel.fsdp.rows import adopt_group
 from minifloat.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class ShardedParameter(FSDPParam):
             super().reset_sharded_param()  # type: ignore[no-untyped-call]
             return
         before: Any = self.sharded_param
-        put_in_place(parameter._local_tensor, before._local_tensor)
+        adopt_group(parameter._local_tensor, before._local_tensor)
         self.sharded_param, self._sharding_spec = parameter, parameter._spec
 
 
@@ -252,7 +252,7 @@ def rows_of_ranks(rows: int, size: int) -> ShardMap:
     return ShardMap(tuple([max(0, min(most, rows - rank * most)) for rank in range(size)]))
 
 
-def set_own_rows(param: Any, rows: Tensor) -> None:
+def set_local_rows(param: Any, rows: Tensor) -> None:
     """Replaces this rank's rows [m, K] of the sharded parameter."""
     param.sharded_param._local_tensor = rows
     param._sharded_param_data = rows.new_empty(0, dtype=torch.uint8)  # frees the shard that FSDP2 has made
@@ -272,6 +272,6 @@ def record_stream(tensors: Iterable[Tensor]) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+def preserved_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """What is written inside is no change to autograd, which has saved the tensors to read what will be written."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

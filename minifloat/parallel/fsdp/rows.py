@@ -223,7 +223,7 @@ def _rebuild_rows(
 torch.serialization.add_safe_globals([_rebuild_rows])
 
 
-def put_in_place(new: QuantizedTensor, old: Tensor) -> None:
+def adopt_group(new: QuantizedTensor, old: Tensor) -> None:
     """Lets ``new``, which others have put in the place of ``old``, agree with the ranks that that one does.
 
     It may have been unpickled, as by ``load_state_dict(assign=True)``, and no file has a process group.

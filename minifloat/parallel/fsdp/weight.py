@@ -108,7 +108,7 @@ class ShardedWeight:
         group.__class__ = pytorch.ShardedGroup
         self.fsdp: pytorch.ShardedGroup = group
         self._dims = _BOTH if quantizer.columnwise else (ROWWISE,)
-        self._under_way: tuple[Collection[int], Sequence[Quantized]] | None = None
+        self._pending_gather: tuple[Collection[int], Sequence[Quantized]] | None = None
         self._backward_reads_both = False
         self._fetched_in_forward = False  # not so a compiled layer, which takes what is there
 
@@ -166,17 +166,17 @@ class ShardedWeight:
                 self.parts = self.cast = None  # not cast since the last step
             if not hasattr(self, "gathered"):
                 self.gathered = GatheredWeight(self.parts_for(self._dims)[0], self.owned)
-            self._under_way = dims, self.parts_for(dims)
-        assert self._under_way is not None
-        dims, parts = self._under_way
+            self._pending_gather = dims, self.parts_for(dims)
+        assert self._pending_gather is not None
+        dims, parts = self._pending_gather
         return [(buffer, buffer.of(parts[number])) for buffer in self.gathered.buffers(dims, number)]
 
     def end_gather(self, number: int) -> None:
         """All of a parameter has been received; not called for shares that fewer ranks have gathered."""
-        if number == len(self.parameters) - 1 and self._under_way is not None:
-            dims, parts = self._under_way
+        if number == len(self.parameters) - 1 and self._pending_gather is not None:
+            dims, parts = self._pending_gather
             self.gathered.set_constants(dims, parts[0])
-            self._under_way = None
+            self._pending_gather = None
             self._release()
 
     def as_parameter(self, number: int, dtype: torch.dtype) -> QuantizedTensor:
