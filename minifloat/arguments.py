@@ -104,7 +104,7 @@ def _check(function: Callable[..., Any], annotated: Any, args: tuple[Any, ...], 
     if known is None:
         parameters = inspect.signature(function).parameters.values()
         names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
-        known = _known[function] = _Signature(names, _specs(annotated))
+        known = _known[function] = names, _specs(annotated)
     names, specs = known
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         spec = specs.get(name)
@@ -162,13 +162,8 @@ class _Spec(NamedTuple):
     """The value, once its type fits."""
 
 
-class _Signature(NamedTuple):
-    names: tuple[str, ...]
-    specs: Mapping[str, _Spec]
-
-
 # Of what is decorated, so that it does not grow. Not in the closures, which Dynamo looks into.
-_known: dict[Callable[..., Any], _Signature] = {}
+_known: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, _Spec]]] = {}
 
 
 def _specs(target: Any) -> dict[str, _Spec]:

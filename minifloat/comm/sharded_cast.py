@@ -12,7 +12,6 @@ Random bits of stochastic rounding depend on an element's place in the whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,28 +77,19 @@ def quantize_shard(
     )
 
 
-class _Casts(NamedTuple):
-    """What gives a rank's part in all orientations.
-
-    Args:
-        quantizers: one for both orientations, unless they cast other rows: where some straddle ranks.
-        units: for each the rows that must lie together; 1 where none straddle.
-        stochastic: some cast draws random bits.
-    """
-
-    quantizers: list[Quantizer]
-    units: list[int]
-    stochastic: bool
-
-
 @cached
-def _sharded_casts(quantizer: Quantizer, shards: ShardMap) -> _Casts:
+def _sharded_casts(quantizer: Quantizer, shards: ShardMap) -> tuple[list[Quantizer], list[int], bool]:
+    """What gives a rank's part in all orientations, and whether some cast draws random bits.
+
+    One quantizer for both orientations, unless they cast other rows: where some straddle ranks. For each the rows that
+    must lie together; 1 where none straddle.
+    """
     stochastic = any(fmt.rounding == "stochastic" for fmt, _ in quantizer.casts)
     units = [unit_rows(fmt, dim) for fmt, dim in quantizer.casts]
     units = [1 if shards.aligned(unit) else unit for unit in units]
     if len({shards.whole_units(unit) for unit in units}) < 2:
-        return _Casts([quantizer], [max(units, default=1)], stochastic)
-    return _Casts([quantizer.with_usage(columnwise=False), quantizer.with_usage(rowwise=False)], units, stochastic)
+        return [quantizer], [max(units, default=1)], stochastic
+    return [quantizer.with_usage(columnwise=False), quantizer.with_usage(rowwise=False)], units, stochastic
 
 
 def with_shape(operand: Operand | None, shape: tuple[int, int]) -> Operand | None:
