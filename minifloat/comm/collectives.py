@@ -54,13 +54,8 @@ def _as_bytes(x: Tensor) -> Tensor:
     """The memory of ``x`` [rows, ...] as uint8 [rows, bytes of a row]; a copy unless ``x`` is contiguous."""
     if x.dtype == torch.uint8 and x.dim() == 2:
         return x.contiguous()
-    width = math.prod(x.shape[1:])
-    if x.numel() == 0:
-        return x.new_empty(x.shape[0], width * x.itemsize, dtype=torch.uint8)
-    x = x.contiguous()
-    if x.dim() != 2 or x.stride(1) != 1:  # of a dim of size 1, which a view of another dtype does not take
-        x = x.as_strided((x.shape[0], width), (width, 1))
-    return x.view(torch.uint8)
+    flat = x.contiguous().view(-1)  # a dim of size 1 may have any stride, which a view of another dtype does not take
+    return flat.view(torch.uint8).view(x.shape[0], math.prod(x.shape[1:]) * x.itemsize)
 
 
 def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
