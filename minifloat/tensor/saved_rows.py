@@ -36,7 +36,6 @@ class SavedRows(QuantizedTensor):
     ) -> SavedRows:
         """``operands``: of the rows from ``first`` on."""
         self = SavedRows(operands, source.quantizer, shape, source.dtype, stride)
-        assert isinstance(self, SavedRows)
         self.source, self.first, self.whole = source, first, whole
         self.scale, self._group = source.scale, source._group
         return self

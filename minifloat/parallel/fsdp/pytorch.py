@@ -7,7 +7,7 @@ plain tensors that they are, and the objects that FSDP2 makes for parameters, gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -179,8 +179,7 @@ class CastingState(FSDPState):
             self._device_handle.current_stream().wait_event(context.post_optim_event)
             context.post_optim_event = None
         if self._below is None:
-            below = _parameters(context.all_states) if self._is_root else parameters_below(self._modules[0])
-            self._below = list(below)
+            self._below = parameters_below(self._modules[0])
         self.cast(self._below)
 
 
@@ -189,35 +188,23 @@ def cast_before_forward(module: nn.Module, cast: Callable[[list[ShardedParameter
 
     A forward then raises a ValueError where the outermost module was sharded by PyTorch's ``fully_shard``.
     """
-    state = _state(module)
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
     state.__class__ = CastingState
     state.cast = cast
 
 
 def param_groups(module: nn.Module) -> list[Any]:
     """What ``fully_shard`` made for the parameters of a module: none, one, or several for several meshes."""
-    return _groups(_state(module))
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def parameters_below(module: nn.Module) -> list[ShardedParameter]:
     """All parameters of ``module`` that are gathered as codes."""
-    return list(_parameters(_state(each) for each in module.modules() if isinstance(each, FSDPModule)))
-
-
-def _parameters(states: Iterable[Any]) -> Iterator[ShardedParameter]:
-    for state in states:
-        for group in _groups(state):
-            yield from (param for param in group.fsdp_params if isinstance(param, ShardedParameter))
-
-
-def _state(module: nn.Module) -> Any:
-    return module._get_fsdp_state()  # type: ignore[operator]
-
-
-def _groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    groups = [group for each in module.modules() if isinstance(each, FSDPModule) for group in param_groups(each)]
+    return [param for group in groups for param in group.fsdp_params if isinstance(param, ShardedParameter)]
 
 
 def in_backward() -> bool:

@@ -15,7 +15,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.tensor import QuantizedTensor, operand_ops
-from minifloat.tensor.base import CodedTensor
+from minifloat.tensor.base import CodedTensor, copied
 from minifloat.tensor.saved_rows import SavedRows, saved_chunk, write_item
 
 
@@ -112,7 +112,6 @@ class QuantizedRows(QuantizedTensor):
         """This rank's rows; ``operands``: of the cover."""
         rows, cols = cover.shards.rows[cover.rank], operands.any.shape[1]
         self = QuantizedRows(operands, quantizer, (rows, cols), dtype)
-        assert isinstance(self, QuantizedRows)
         self.cover = cover
         return self
 
@@ -238,7 +237,6 @@ def adopt_group(new: QuantizedTensor, old: Tensor) -> None:
 def rows_of(whole: QuantizedTensor, shards: ShardMap, group: Group) -> QuantizedRows:
     """This rank's rows of a quantized parameter that all ranks have, in memory of their own."""
     cover = Cover(row_unit(whole.quantizer), shards, group.rank, group)
-    covered = whole.detach()[cover.begin : cover.end] if cover.end > cover.begin else whole.detach()[:0]
-    copied = covered.clone()
-    assert isinstance(copied, QuantizedTensor)
-    return QuantizedRows.of(copied.operands, copied.quantizer, whole.dtype, cover)
+    covered = cut_rows(whole.operands, cover.begin, cover.end)
+    own = operand_ops.each(covered, lambda operand: operand_ops.map_buffers(operand, copied))
+    return QuantizedRows.of(own, whole.quantizer, whole.dtype, cover)
