@@ -125,10 +125,8 @@ def store(target: Quantized, source: Quantized, outside: Sequence[Tensor], noop_
     Raises:
         NotImplementedError: ``outside``, rows that share a scale with these, would change with it.
     """
-    pairs = [(mine, theirs) for mine, theirs in zip(target, source, strict=True) if mine is not None]
-    pairs = pairs[:1] if target.rowwise is target.columnwise else pairs
+    pairs = [(mine, getattr(source, slot)) for slot, mine in distinct(target).items()]
     for mine, theirs in pairs if any(not rest.is_meta and bool(rest.any()) for rest in outside) else []:
-        assert theirs is not None
         levels = zip(shared_levels(mine), shared_levels(theirs), strict=True)
         if not all(torch.equal(old, new.to(old.device)) for old, new in levels):
             raise NotImplementedError(
@@ -136,7 +134,7 @@ def store(target: Quantized, source: Quantized, outside: Sequence[Tensor], noop_
                 "them would change the rest: write to the whole, as in whole[rows] = values, or zero_() it first"
             )
     for mine, theirs in pairs:
-        assert theirs is not None and mine.format == theirs.format and mine.shape == theirs.shape
+        assert mine.format == theirs.format and mine.shape == theirs.shape
         for name in BUFFERS:
             old, new = getattr(mine, name), getattr(theirs, name)
             if old is not None and new is not None:
