@@ -24,8 +24,6 @@ from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, operand_ops
 
-_BOTH = (ROWWISE, COLUMNWISE)
-
 
 def is_plain(quantizer: Quantizer) -> bool:
     """Codes follow from values and amaxes, for each orientation by itself, and no random bits are drawn."""
@@ -107,7 +105,7 @@ class ShardedWeight:
         self.whole: QuantizedTensor | None = None
         group.__class__ = pytorch.ShardedGroup
         self.fsdp: pytorch.ShardedGroup = group
-        self._dims = _BOTH if quantizer.columnwise else (ROWWISE,)
+        self._dims = (ROWWISE, COLUMNWISE) if quantizer.columnwise else (ROWWISE,)
         self._pending_gather: tuple[Collection[int], Sequence[Quantized]] | None = None
         self._backward_reads_both = False
         self._fetched_in_forward = False  # not so a compiled layer, which takes what is there
@@ -198,7 +196,7 @@ class ShardedWeight:
     def held_for_backward(self) -> Collection[int]:
         """Of the dims that forward has gathered those that backward reads."""
         both = self._backward_reads_both or not self._fetched_in_forward
-        return [dim for dim in (_BOTH if both else self._dims[-1:]) if self._has(dim)] or (ROWWISE,)
+        return [dim for dim in (self._dims if both else self._dims[-1:]) if self.gathered.holds(dim)] or (ROWWISE,)
 
     def _dims_to_gather(self) -> Collection[int]:
         """The dims that the pass which gathers will contract; see the class."""
@@ -219,7 +217,7 @@ class ShardedWeight:
         missing = [dim for dim in dims if not self.gathered.holds(dim)]
         if missing:
             self._backward_reads_both |= self.fsdp.training_state == "PRE_BACKWARD"
-            held = [dim for dim in _BOTH if dim not in missing and self._has(dim)]
+            held = [dim for dim in self._dims if dim not in missing and self.gathered.holds(dim)]
             self.gathered.gather(missing, self.parts_for(missing), self.group)
             self._release()
             for parameter in self.parameters:  # so that it is freed with the rest
@@ -243,9 +241,6 @@ class ShardedWeight:
         if in_forward and self.fsdp.gathers_for_backward and not recompute.hooks_read():
             wanted = (ROWWISE,)  # backward gathers the rest before it reads it
         self.fetch(*wanted)
-
-    def _has(self, dim: int) -> bool:
-        return dim in self._dims and self.gathered.holds(dim)
 
 
 # ---- the cast of many weights together ----
