@@ -189,9 +189,8 @@ def _spec(annotation: Any) -> _Spec:
     if origin in (Union, types.UnionType):
         return _union([_spec(each) for each in args])
     if origin is type:
-        return _Spec(
-            f"a subclass of {args[0].__name__}", lambda value: isinstance(value, type) and issubclass(value, args[0])
-        )
+        words = f"a subclass of {args[0].__name__}"
+        return _Spec(words, lambda value: isinstance(value, type) and issubclass(value, args[0]))
     if origin in _CONTAINERS and args:
         return _container(origin, args)
     return _of_class(type(None) if annotation is None else annotation if origin is None else origin)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 def is_dtensor(t: Tensor) -> bool:
@@ -35,9 +40,13 @@ def sharded_like(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
     """This rank's rows ``own`` of a tensor of ``shape``, as a DTensor where ``p`` is one, sharded as that is."""
     if not is_dtensor(p):
         return own
+    return placed(own, p.device_mesh, p.placements, shape)  # type: ignore[attr-defined]
+
+
+def placed(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
+    """A DTensor of ``shape`` of which this rank has ``own``."""
     from torch.distributed.tensor import DTensor
 
-    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
     stride = torch.empty(shape, device="meta").stride()
-    sharded: Tensor = DTensor.from_local(own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    return sharded
+    made: Tensor = DTensor.from_local(own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return made

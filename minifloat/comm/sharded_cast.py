@@ -71,10 +71,9 @@ def quantize_shard(
         rngs = [torch.cat([rng, torch.full_like(rng[:1], first)]) for first in firsts]
     made = cast_all(sources, quantizers, levels, rngs, scales=[scale] * len(units))
     shape = x.shape[0], x.shape[1]
-    rowwise = with_shape(made[0].rowwise, shape)
-    return Quantized(
-        rowwise, rowwise if made[0].rowwise is made[-1].columnwise else with_shape(made[-1].columnwise, shape)
-    )
+    own, other = made[0].rowwise, made[-1].columnwise
+    rowwise = with_shape(own, shape)
+    return Quantized(rowwise, rowwise if other is own else with_shape(other, shape))
 
 
 @cached

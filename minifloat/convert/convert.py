@@ -156,9 +156,8 @@ def convert(
         revert(model)
         raise
     if not layers and any(each != "none" for each in (chosen, *[rule.recipe for rule in read])):
-        warn(
-            _nothing_converted([decision.reason for _, decision in decisions]), stacklevel=3
-        )  # past the wrapper of ``checked``
+        reasons = [decision.reason for _, decision in decisions]
+        warn(_nothing_converted(reasons), stacklevel=3)  # past the wrapper of ``checked``
     return _report(modules, decisions, _unused_rules(read, linears) + unquantized)
 
 
@@ -338,11 +337,8 @@ def _unused_rules(rules: list[Rule], linears: list[Named]) -> list[str]:
     for rule in rules:
         matched = [named for named in left if rule.matches(named.names)]
         if not matched:
-            why = (
-                "earlier rules match all of its"
-                if any(rule.matches(named.names) for named in linears)
-                else "there are no such"
-            )
+            earlier = any(rule.matches(named.names) for named in linears)
+            why = "earlier rules match all of its" if earlier else "there are no such"
             warnings.append(f"rule {rule.pattern!r} decides nothing: {why} linears")
         left = [named for named in left if named not in matched]
     return warnings

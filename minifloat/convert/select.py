@@ -153,9 +153,8 @@ class DefaultFilter:
 
 
 def _small(linears: Iterable[nn.Module], smallest: int) -> dict[nn.Module, str]:
-    return {
-        each: f"a side below {smallest} is too small to gain" for each in linears if min(linear_shape(each)) < smallest
-    }
+    reason = f"a side below {smallest} is too small to gain"
+    return {linear: reason for linear in linears if min(linear_shape(linear)) < smallest}
 
 
 def _tied(modules: Iterable[Named]) -> dict[nn.Module, str]:

@@ -242,12 +242,11 @@ class MasterWeights(torch.optim.Optimizer):
 
         Those that did not, and train now, keep the master that they have.
         """
-        sizes = [
-            [len(group["params"]) for group in groups] for groups in (self.param_groups, state_dict["param_groups"])
-        ]
-        if sizes[0] != sizes[1]:
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != saved_sizes:
             raise ValueError(
-                f"the state dict has param groups of {sizes[1]} parameters, the optimizer of {sizes[0]}: make the "
+                f"the state dict has param groups of {saved_sizes} parameters, the optimizer of {sizes}: make the "
                 "groups as they were when it was saved"
             )
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

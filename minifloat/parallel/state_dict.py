@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from minifloat.arguments import checked
+from minifloat.comm.dtensor import placed
 from minifloat.comm.group import Group
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -230,14 +231,8 @@ class _Layout:
         device = "cpu" if piece.is_meta else piece.device.type
         if device not in self._meshes:
             self._meshes[device] = DeviceMesh.from_group(self.group.process_group, device)
-        mesh = self._meshes[device]
-        if entry.dim is None:
-            return DTensor.from_local(piece, mesh, [Replicate()], run_check=False)
         shape = [entry.extent if dim == entry.dim else extent for dim, extent in enumerate(piece.shape)]
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            piece, mesh, [Shard(entry.dim)], run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return placed(piece, self._meshes[device], [Replicate() if entry.dim is None else Shard(entry.dim)], shape)
 
     def local(self, entry: Entry, value: Tensor) -> Tensor:
         """This rank's piece of an entry: a DTensor over the same ranks, or the whole."""

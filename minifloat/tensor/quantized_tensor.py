@@ -195,11 +195,8 @@ class QuantizedTensor(CodedTensor):
         self.copy_(values)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        held = [
-            f"{slot}={operand.format.spec}"
-            for slot, operand in zip(operand_ops.SLOTS, self._operands, strict=True)
-            if operand
-        ]
+        named = zip(operand_ops.SLOTS, self._operands, strict=True)
+        held = [f"{slot}={operand.format.spec}" for slot, operand in named if operand]
         where = [f"device={self.device}"] + ["requires_grad=True"] * self.requires_grad
         return f"QuantizedTensor({', '.join([str(tuple(self.shape)), str(self.dtype), *held, *where])})"
 
@@ -217,9 +214,8 @@ class QuantizedTensor(CodedTensor):
 
     def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
         """Zeros of any size, quantized like this tensor."""
-        return quantize(
-            torch.zeros(size, dtype=self.dtype, device=device), self.quantizer, scale=self._scale_on(device)
-        )
+        zeros = torch.zeros(size, dtype=self.dtype, device=device)
+        return quantize(zeros, self.quantizer, scale=self._scale_on(device))
 
     def _scale_on(self, device: Any) -> Tensor | None:
         """The delayed scale on another device; one that has no value yet becomes 1, as in a new history."""
