@@ -73,7 +73,6 @@ class ShardedWeight:
         delayed: the recipe of the layer's amax history, where its scale is what shards in high precision are cast with.
         parameters: from the first row on. ``group``: the ranks. ``fsdp``: FSDP2's group of parameters.
         is_quantized: the parameter is kept quantized.
-        is_plain: amaxes determine the codes; see :func:`is_plain`.
         owned: for each parameter the rows that each rank sends: whole blocks, of the rank of their first row.
         is_aligned: these are each rank's own, so that it can cast them again by itself.
         parts: what this rank sends of each parameter; None before a cast, and after the all-gather.
@@ -97,7 +96,6 @@ class ShardedWeight:
         self.parameters = tuple(ShardedParameter.hook(param, self, number) for number, param in enumerate(params))
         self.group = self.parameters[0].group
         self.is_quantized = isinstance(self.parameters[0].rows, QuantizedTensor)
-        self.is_plain = is_plain(quantizer)
         self.owned = [each.shards.whole_units(row_unit(quantizer)) for each in self.parameters]
         self.is_aligned = self.owned == [each.shards for each in self.parameters]
         self.parts: Sequence[Quantized] | None = None
@@ -266,7 +264,7 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
             _check_scales(weight, weight.delayed, checked)
         if weight.is_quantized:
             weight.parts = [_quantized_part(weight, checked)]
-        elif weight.is_plain:
+        elif is_plain(weight.quantizer):
             together[weight.group].append(weight)
         else:  # a columnwise operand that is cast from the rowwise one, or random bits; of one parameter
             rows, (scale,) = weight.rows_to_cast(), _delayed_scales([weight])
