@@ -11,8 +11,7 @@ checkpointing needs nothing else: the generators hold all the state there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -35,23 +34,16 @@ def draw_apart(group: Group, function: Callable[..., T], x: Tensor, *args: objec
 
 
 def _draw_apart(rank: int, function: Callable[..., T], x: Tensor, *args: object) -> T:
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("dropout that ranks draw apart cannot be captured in a CUDA graph; set its probability to 0")
-    with _apart(rank, x.device):
-        return function(x, *args)
-
-
-@contextmanager
-def _apart(rank: int, device: torch.device) -> Iterator[None]:
-    """The generators of the host and of ``device`` are others inside, and what they were afterwards.
+    """Draws from other generators of the host and of the device, which are what they were afterwards.
 
     Their seed is the host's next number and the rank: it is known without waiting for the device, differs from use to
     use, and a recomputation that brings the host's generator back finds it again.
     """
-    seed = int(torch.randint(2**62, (), device="cpu")) + rank
-    on_host = device.type == "cpu"
-    with torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type):
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("dropout that ranks draw apart cannot be captured in a CUDA graph; set its probability to 0")
+    seed, on_host = int(torch.randint(2**62, (), device="cpu")) + rank, x.device.type == "cpu"
+    with torch.random.fork_rng([] if on_host else [x.device], device_type="cuda" if on_host else x.device.type):
         torch.default_generator.manual_seed(seed)
         if not on_host:
-            torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
-        yield
+            torch.get_device_module(x.device).default_generators[x.device.index].manual_seed(seed)
+        return function(x, *args)
