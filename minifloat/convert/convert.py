@@ -59,16 +59,16 @@ class Before(NamedTuple):
     """What a module was before it was converted.
 
     Attributes:
-        kind: its class.
-        given: the class that it got; None if it kept its own.
+        old_class: its class.
+        new_class: the class that it got; None if it kept its own.
         values: attributes that changed, with their values.
         added: names of attributes that it did not have.
         submodules: names of those that it had.
         quantized: names of parameters that quantized ones have replaced.
     """
 
-    kind: type[nn.Module]
-    given: type[nn.Module] | None
+    old_class: type[nn.Module]
+    new_class: type[nn.Module] | None
     values: dict[str, Any]
     added: tuple[str, ...]
     submodules: tuple[str, ...]
@@ -194,9 +194,9 @@ def revert(model: nn.Module) -> None:
     converted = [named for named in named_modules(model) if _BEFORE in named.module.__dict__]
     for names, module in converted:
         before: Before = module.__dict__[_BEFORE]
-        if before.given is not None and type(module) is not before.given:
+        if before.new_class is not None and type(module) is not before.new_class:
             raise ValueError(
-                f"revert: {names[0]!r} was made a {before.given.__name__} and is a {type(module).__name__} now; "
+                f"revert: {names[0]!r} was made a {before.new_class.__name__} and is a {type(module).__name__} now; "
                 "undo what changed it since convert first"
             )
     for _, module in converted:
@@ -260,16 +260,16 @@ def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -
         module._config(recipe)
 
 
-def _change_class(module: nn.Module, given: type[Linear], recipe: OwnRecipe, name: str, histories: Histories) -> None:
-    before, kind, (out_features, in_features) = dict(module.__dict__), type(module), linear_shape(module)
-    module.__class__ = given
+def _change_class(module: nn.Module, new: type[Linear], recipe: OwnRecipe, name: str, histories: Histories) -> None:
+    before, old, (out_features, in_features) = dict(module.__dict__), type(module), linear_shape(module)
+    module.__class__ = new
     assert isinstance(module, Linear)
     module._init_state(recipe, name)
     module.__dict__.update(in_features=in_features, out_features=out_features)
     now = module.__dict__
     values = {key: before[key] for key in now if key in before and before[key] is not now[key]}
     added = tuple(key for key in now if key not in before)
-    now[_BEFORE] = Before(kind, given, values, added, tuple(module._modules))
+    now[_BEFORE] = Before(old, new, values, added, tuple(module._modules))
     module._modules.update(histories)
     if isinstance(module.recipe, Recipe):
         module._config(module.recipe)
@@ -280,8 +280,8 @@ def _restore(module: nn.Module) -> None:
         del module._modules[name]
     before: Before = module.__dict__.pop(_BEFORE)
     weights.dequantize(module, before.quantized)
-    if before.given is not None:
-        module.__class__ = before.kind
+    if before.new_class is not None:
+        module.__class__ = before.old_class
     for name in before.added:
         module.__dict__.pop(name, None)
     module.__dict__.update(before.values)
