@@ -22,8 +22,8 @@ from minifloat.ops.norm import norm_cast
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import Float8BlockScaling, Recipe, named
+from tests.helpers.compare import assert_same_operands
 from tests.helpers.fused_model import fill, run
-from tests.ops.test_norm import assert_same
 
 BF16 = torch.bfloat16
 STRIPS, MX = Format("e4m3", 128, scale_rule="pow2"), Format("e4m3", 32, scale_rule="e8m0")
@@ -54,7 +54,7 @@ def assert_fused(
 ) -> None:
     """``made`` came quantized from one operation, and is the cast of ``value``."""
     assert calls == {operation: 1} and made.value is None and made.quantized is not None and value.value is not None
-    assert_same(made.cast(quantizer), value.cast(quantizer))
+    assert_same_operands(made.cast(quantizer), value.cast(quantizer))
     for found, expected in zip(made.quantized, value.cast(quantizer), strict=True):
         assert found is None or expected is None or found.codes.stride() == expected.codes.stride()
     for name in ("stream", "column_sum"):

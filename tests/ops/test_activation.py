@@ -25,53 +25,13 @@ from minifloat.ops.activation import (
 )
 from minifloat.quantizer import Quantizer
 from tests.helpers import oracle
+from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, activation_inputs, error_scale
+from tests.helpers.compare import DTYPES, U, assert_same_operands, assert_within
+from tests.helpers.fused_cast_cases import RECIPE_NAMES, SCALE, SEED_AND_OFFSET, amaxes_for, quantizers
 from tests.helpers.fused_output import act_quantize, dact_quantize
-from tests.ops.test_norm import DTYPES, GIVEN, RECIPES, SCALE, U, amaxes_for, assert_same, assert_within, quantizers
 
 SHAPES = [(1, 2), (3, 10), (16, 64), (7, 130)]
 FOR_EACH_NAME = pytest.mark.parametrize("name", NAMES)
-ACTIVATIONS = [*map(Activation.of, NAMES), Activation.of("clamped_swiglu", {"limit": 1.5, "alpha": 2.0})]
-FOR_EACH = pytest.mark.parametrize("act", ACTIVATIONS, ids=lambda a: f"{a.name}{list(a.parameters) or ''}")
-
-
-def make(shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Numbers from deep in the tails to around 0, and 0 itself."""
-    x = torch.randn(shape) * 2.0 ** torch.randint(-8, 5, shape)
-    x[:, 0] = 0.0
-    return x.to(device, dtype)
-
-
-def exact_pointwise(x: Tensor, name: str) -> Tensor:
-    """The function in float64, from PyTorch where it has it. gelu's constants are those of numerics.md 1.8."""
-    if name == "gelu":
-        return x * (0.5 + 0.5 * torch.tanh(x * (0.79788456 + 0.03567741 * x * x)))
-    functions = {
-        "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-        "relu": F.relu,
-        "srelu": lambda x: F.relu(x) ** 2,
-        "silu": F.silu,
-        "sigmoid": torch.sigmoid,
-    }
-    return functions[name](x)
-
-
-def exact(x: Tensor, act: Activation) -> Tensor:
-    """The activation in float64, written out for each gated name."""
-    x = x.double()
-    if not act.gated:
-        return exact_pointwise(x, act.name)
-    a, b = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
-    if act.name == "clamped_swiglu":
-        limit, alpha, offset = act.parameters
-        a, b = at_most(a, limit), -at_most(-at_most(b, limit), limit) + offset
-        return a * torch.sigmoid(alpha * a) * b
-    gate = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid"}
-    return exact_pointwise(a, gate[act.name]) * b
-
-
-def at_most(x: Tensor, limit: float) -> Tensor:
-    """``min(x, limit)``, with gradient 1 at the limit: of ``torch.clamp`` it is 1 there up to PyTorch 2.14, then 0."""
-    return torch.where(x > limit, limit, x)
 
 
 def forward(x: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
@@ -82,60 +42,45 @@ def backward(dy: Tensor, x: Tensor, act: Activation, dtype: torch.dtype) -> Tens
     return activation_backward(dy, x, act.name, act.parameters, dtype, False, False)[0]
 
 
-def conditioned(x: Tensor, act: Activation) -> Tensor:
-    """Magnitudes that an fp32 evaluation's error is a few ulps of.
-
-    tanh and the exponential in sigmoid turn the relative error of their argument z, about 4 u, into an absolute one of
-    4 u |z| times their slope, and both z * slope(z) and z^2 * slope(z) stay below 1/2. So functions and derivatives err
-    by a few u of 1 + |x|, a product by that times its other factor, and squares of x by u x^2.
-    """
-    x = x.double().abs()
-    if not act.gated:
-        return 1 + (x.square() if act.name == "srelu" else x)
-    a, b = x.chunk(2, -1)
-    gate = 1 + (a.square() if act.name == "sreglu" else a)
-    return gate * (b + 1)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@FOR_EACH
+@FOR_EACH_ACTIVATION
 def test_forward(act: Activation, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
-    x = make(shape, dtype, device)
-    want = exact(x, act)
+    x = activation_inputs(shape, dtype, device)
+    want = activation_float64(x, act)
     got = forward(x, act, torch.float32)
     assert got.shape == want.shape == (shape[0], out_columns(act.name, shape[1]))
-    assert ((got - want).abs() <= 8 * U * conditioned(x, act)).all()
+    assert ((got - want).abs() <= 8 * U * error_scale(x, act)).all()
     for out in DTYPES:
         assert torch.equal(forward(x, act, out), got.to(out))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@FOR_EACH
+@FOR_EACH_ACTIVATION
 def test_backward(act: Activation, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
     """Against float64 autograd, which gives 0 where values are clamped and at relu's kink."""
-    x = make(shape, dtype, device)
+    x = activation_inputs(shape, dtype, device)
     dy = torch.randn(shape[0], out_columns(act.name, shape[1]), device=device).to(dtype)
     leaf = x.double().requires_grad_()
-    (want,) = torch.autograd.grad(exact(leaf, act), leaf, dy.double())
+    (want,) = torch.autograd.grad(activation_float64(leaf, act), leaf, dy.double())
     got = backward(dy, x, act, torch.float32)
-    scale = dy.double().abs() * conditioned(x, act)
+    scale = dy.double().abs() * error_scale(x, act)
     bound = 8 * U * (torch.cat([scale, scale], -1) if act.gated else scale)
     assert_within(got, want, bound, torch.float32)
     for out in DTYPES:
         assert torch.equal(backward(dy, x, act, out), got.to(out))
 
 
-@FOR_EACH
+@FOR_EACH_ACTIVATION
 def test_derivatives_in_float64(act: Activation) -> None:
     """The reference is of one dtype throughout: in float64 its backward is autograd's of its forward."""
-    x = make((5, 12), torch.float32).double()
+    x = activation_inputs((5, 12), torch.float32).double()
     dy = torch.randn(5, out_columns(act.name, 12), dtype=torch.float64)
     leaf = x.clone().requires_grad_()
     y = reference.forward(leaf, act.name, act.parameters)
     (want,) = torch.autograd.grad(y, leaf, dy)
-    torch.testing.assert_close(y.detach(), exact(x, act), rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(y.detach(), activation_float64(x, act), rtol=1e-13, atol=1e-15)
     torch.testing.assert_close(reference.backward(dy, x, act.name, act.parameters), want, rtol=1e-11, atol=1e-13)
 
 
@@ -174,7 +119,7 @@ def test_clamped_swiglu_at_its_limits() -> None:
     assert forward(x, act, torch.float32)[0, 1] == forward(torch.tensor([[2.0, 1.0]]), act, torch.float32)[0, 0]
 
 
-@FOR_EACH
+@FOR_EACH_ACTIVATION
 def test_extremes(act: Activation, device: torch.device) -> None:
     """Finite in the far tails, derivatives too; zero gives zero but for sigmoid's half; NaN stays where it is."""
     largest = 1e4 if act.name in ("srelu", "sreglu") else 1e18
@@ -201,10 +146,10 @@ def test_infinity(name: str) -> None:
     assert y.item() == torch.inf
 
 
-@FOR_EACH
+@FOR_EACH_ACTIVATION
 def test_layout_of_the_input_is_no_matter(act: Activation, device: torch.device) -> None:
-    x = make((12, 20), torch.bfloat16, device)
-    dy = make((12, out_columns(act.name, 20)), torch.bfloat16, device)
+    x = activation_inputs((12, 20), torch.bfloat16, device)
+    dy = activation_inputs((12, out_columns(act.name, 20)), torch.bfloat16, device)
     for view in (x.T.contiguous().T, torch.cat([x, x], 1)[:, :20]):
         y, dx = forward(view, act, torch.float32), backward(dy.T.contiguous().T, view, act, torch.float32)
         assert y.is_contiguous() and dx.is_contiguous()
@@ -213,14 +158,14 @@ def test_layout_of_the_input_is_no_matter(act: Activation, device: torch.device)
         torch.testing.assert_close(dx, backward(dy, x, act, torch.float32), rtol=1e-5, atol=1e-5)
 
 
-@FOR_EACH
+@FOR_EACH_ACTIVATION
 def test_operations_pass_opcheck(act: Activation, device: torch.device) -> None:
     utils: Any = ("test_schema", "test_autograd_registration", "test_faketensor")
     if act.name in ("gelu", "clamped_swiglu"):
         utils = (*utils, "test_aot_dispatch_dynamic")
     for dtype in (torch.bfloat16, torch.float32):
-        x = make((6, 20), dtype, device)
-        dy = make((6, out_columns(act.name, 20)), dtype, device)
+        x = activation_inputs((6, 20), dtype, device)
+        dy = activation_inputs((6, out_columns(act.name, 20)), dtype, device)
         formula, scale = (act.name, list(act.parameters)), torch.full((1,), SCALE, device=device)
         for yes in (True, False):
             torch.library.opcheck(activation_forward.overload, (x, *formula, dtype, yes), test_utils=utils)
@@ -231,7 +176,7 @@ def test_operations_pass_opcheck(act: Activation, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 6), (2, 0)])
-@FOR_EACH
+@FOR_EACH_ACTIVATION
 def test_fakes(act: Activation, shape: tuple[int, int]) -> None:
     def run(dtype: torch.dtype) -> list[Tensor]:
         x = torch.ones(shape, dtype=dtype)
@@ -249,33 +194,33 @@ def test_fakes(act: Activation, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @FOR_EACH_NAME
 def test_producer_is_the_cast_of_its_value(name: str, recipe: str, dtype: torch.dtype, device: torch.device) -> None:
     """Bit for bit, and the value is the one the kernel returns: in fp32 for delayed scaling, else rounded."""
-    act, x, rng = Activation.of(name), make((33, 96), dtype, device), GIVEN.to(device)
-    dy = make((33, out_columns(name, 96)), dtype, device)
+    act, x, rng = Activation.of(name), activation_inputs((33, 96), dtype, device), SEED_AND_OFFSET.to(device)
+    dy = activation_inputs((33, out_columns(name, 96)), dtype, device)
     for quantizer in quantizers(recipe):
         fp32 = recipe == "delayed"
         value = forward(x, act, torch.float32 if fp32 else dtype)
         amaxes = amaxes_for(quantizer, value)
         got = act_quantize(x, act, quantizer, amaxes, rng)
-        assert_same(got.quantized, quantizer.cast(value, amaxes, rng, gemm_ready=True))
+        assert_same_operands(got.quantized, quantizer.cast(value, amaxes, rng, gemm_ready=True))
         assert got.saved == ()
 
         gradient = backward(dy, x, act, torch.float32 if fp32 and not gated(name) else dtype)
         amaxes = amaxes_for(quantizer, gradient)
         got_dx = dact_quantize(dy, x, act, quantizer, amaxes, rng)
-        assert_same(got_dx.quantized, quantizer.cast(gradient, amaxes, rng, gemm_ready=True))
+        assert_same_operands(got_dx.quantized, quantizer.cast(gradient, amaxes, rng, gemm_ready=True))
         assert all(o is None or o.dtype == dtype for o in (*got.quantized, *got_dx.quantized))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_returned_value_is_what_was_cast(name: str, recipe: str, device: torch.device) -> None:
     """Who asks for the value gets that very one in the dtype of the input, delayed scaling too."""
-    act, x, rng = Activation.of(name), make((33, 96), torch.bfloat16, device), GIVEN.to(device)
-    dy = make((33, out_columns(name, 96)), torch.bfloat16, device)
+    act, x, rng = Activation.of(name), activation_inputs((33, 96), torch.bfloat16, device), SEED_AND_OFFSET.to(device)
+    dy = activation_inputs((33, out_columns(name, 96)), torch.bfloat16, device)
     for quantizer in quantizers(recipe):
         for rounded, produce in (
             (forward(x, act, torch.bfloat16), lambda *args: act_quantize(x, act, *args, return_value=True)),
@@ -284,13 +229,17 @@ def test_returned_value_is_what_was_cast(name: str, recipe: str, device: torch.d
             amaxes = amaxes_for(quantizer, rounded)
             got = produce(quantizer, amaxes, rng)
             assert got.value is not None and torch.equal(got.value, rounded)
-            assert_same(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
+            assert_same_operands(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_phases_equal_the_whole(recipe: str, device: torch.device) -> None:
-    act, x, rng = Activation.of("swiglu"), make((33, 96), torch.bfloat16, device), GIVEN.to(device)
-    dy = make((33, 48), torch.bfloat16, device)
+    act, x, rng = (
+        Activation.of("swiglu"),
+        activation_inputs((33, 96), torch.bfloat16, device),
+        SEED_AND_OFFSET.to(device),
+    )
+    dy = activation_inputs((33, 48), torch.bfloat16, device)
     for quantizer in quantizers(recipe):
         for produced, whole in (
             (act_value(x, act, quantizer), lambda *args: act_quantize(x, act, *args)),
@@ -299,12 +248,12 @@ def test_phases_equal_the_whole(recipe: str, device: torch.device) -> None:
             amaxes = amaxes_for(quantizer, produced.value)
             agreed = tuple(None if amax is None else amax * 2 for amax in amaxes)
             for given in (amaxes, agreed):
-                assert_same(produced.cast(quantizer, given, rng), whole(quantizer, given, rng).quantized)
+                assert_same_operands(produced.cast(quantizer, given, rng), whole(quantizer, given, rng).quantized)
 
 
 def test_delayed_scaling_is_not_rounded_first() -> None:
     """Codes and amax are the oracle's for the fp32 result; MXFP8's are the oracle's for the rounded one."""
-    act, x = Activation.of("gelu"), make((64, 128), torch.bfloat16)
+    act, x = Activation.of("gelu"), activation_inputs((64, 128), torch.bfloat16)
     fp32 = forward(x, act, torch.float32)
     operand = act_quantize(
         x, act, Quantizer(Format("e4m3", scale_rule="given")), (torch.tensor([SCALE]),)
@@ -321,11 +270,11 @@ def test_delayed_scaling_is_not_rounded_first() -> None:
 
 
 def test_leading_dims() -> None:
-    act, x = Activation.of("swiglu"), make((24, 40), torch.bfloat16).view(2, 3, 4, 40)
+    act, x = Activation.of("swiglu"), activation_inputs((24, 40), torch.bfloat16).view(2, 3, 4, 40)
     quantizer = quantizers("block")[0]
     got = act_quantize(x, act, quantizer, return_value=True)
     assert got.value is not None and got.value.shape == (2, 3, 4, 20)
-    assert_same(got.quantized, act_quantize(x.view(24, 40), act, quantizer).quantized)
+    assert_same_operands(got.quantized, act_quantize(x.view(24, 40), act, quantizer).quantized)
     assert dact_value(got.value, x, act, quantizer).value.shape == x.shape
 
 
@@ -357,10 +306,10 @@ def test_parameters_by_name() -> None:
 
 
 @pytest.mark.gpu
-@FOR_EACH
+@FOR_EACH_ACTIVATION
 def test_gpu_agrees_with_the_cpu(act: Activation) -> None:
     """Within the freedom of exp and tanh; the casts of equal values are equal in every bit (test_quantize)."""
-    x = make((515, 770), torch.bfloat16)
+    x = activation_inputs((515, 770), torch.bfloat16)
     dy = torch.randn(515, out_columns(act.name, 770)).bfloat16()
     torch.testing.assert_close(
         forward(x.cuda(), act, torch.float32).cpu(), forward(x, act, torch.float32), rtol=1e-5, atol=1e-5

@@ -2,96 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minifloat import recipe
 from minifloat.formats import Format
 from minifloat.functional.fused_cast import FusedOutput
 from minifloat.functional.norm import Norm, norm_value
-from minifloat.operand import Operand, Quantized
-from minifloat.ops.norm import NORMALIZATIONS, norm_backward, norm_forward
+from minifloat.ops.norm import norm_backward, norm_forward
 from minifloat.quantizer import Quantizer, cast_all
-from minifloat.recipe import QuantizerRole
 from tests.helpers import oracle
+from tests.helpers.compare import DTYPES, U, assert_same_operands, assert_within
+from tests.helpers.fused_cast_cases import RECIPE_NAMES, SCALE, SEED_AND_OFFSET, amaxes_for, quantizers
 from tests.helpers.fused_output import norm_quantize
+from tests.helpers.norm_model import FOR_EACH_NORM, norm_float64, norm_inputs, normalized
 
-U = 2.0**-24
-"""Half an ulp of 1 in fp32: the relative error of one rounding."""
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 5), (16, 64), (7, 129), (2, 1000)]
-NORMS = [
-    Norm(normalization, zero_centered_gamma=centered) for normalization in NORMALIZATIONS for centered in (False, True)
-]
-FOR_EACH_NORM = pytest.mark.parametrize("norm", NORMS, ids=lambda n: n.normalization + "-1+" * n.zero_centered_gamma)
-
-
-def make(norm: Norm, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Any, Any]:
-    """x, gamma and beta (None for RMSNorm); rows of very different size, the mean apart from 0."""
-    x = torch.randn(shape) * 2.0 ** torch.randint(-6, 6, (shape[0], 1)) + 0.5
-    gamma = torch.randn(shape[1]) * 0.5 + (0.0 if norm.zero_centered_gamma else 1.0)
-    beta = torch.randn(shape[1]) if norm.normalization == "LayerNorm" else None
-    return tuple(None if t is None else t.to(device, dtype) for t in (x, gamma, beta))  # type: ignore[return-value]
-
-
-def forward64(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """PyTorch's own norm, in float64."""
-    scale = gamma.double() + norm.zero_centered_gamma
-    if norm.normalization == "RMSNorm":
-        return torch.nn.functional.rms_norm(x.double(), x.shape[-1:], scale, norm.eps)
-    return torch.nn.functional.layer_norm(
-        x.double(), x.shape[-1:], scale, None if beta is None else beta.double(), norm.eps
-    )
 
 
 def forward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return norm_forward(x, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma, dtype)[:3]
 
 
-class Normal(NamedTuple):
-    """n = (x - mean) * rsigma in float64, with bounds of the errors of n and (relative) of rsigma in fp32."""
-
-    n: Tensor
-    rsigma: Tensor
-    error: Tensor
-    rsigma_error: Tensor
-
-
-def normal(norm: Norm, x: Tensor) -> Normal:
-    """The sum of K numbers in any order errs by at most K u times the sum of their magnitudes.
-
-    So the mean errs by (K + 1) u mean|x|; each centered c by that and u |c|; the variance v by 2 mean(|c| err(c)) +
-    mean(err(c)^2) + (K + 2) u v; rsigma by half of that relative to v + eps, and 3 u; n by rsigma err(c) and |n| times
-    rsigma's relative error and u. The factor 1.1 is for products of errors.
-    """
-    x = x.double()
-    size = x.shape[-1]
-    mean = x.mean(-1, keepdim=True) if norm.normalization == "LayerNorm" else torch.zeros_like(x[:, :1])
-    c = x - mean
-    err_c = torch.zeros_like(c)
-    if norm.normalization == "LayerNorm":
-        err_c = (size + 1) * U * x.abs().mean(-1, keepdim=True) + U * c.abs()
-    v = c.square().mean(-1, keepdim=True)
-    err_v = 2 * (c.abs() * err_c).mean(-1, keepdim=True) + err_c.square().mean(-1, keepdim=True) + (size + 2) * U * v
-    rsigma = (v + norm.eps).rsqrt()
-    relative = 1.1 * (0.5 * err_v / (v + norm.eps) + 3 * U)
-    n = c * rsigma
-    return Normal(n, rsigma, 1.1 * (rsigma * err_c + n.abs() * (relative + U)), relative)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_NORM
 def test_forward(norm: Norm, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
-    x, gamma, beta = make(norm, shape, dtype, device)
-    exact = forward64(norm, x, gamma, beta)
+    x, gamma, beta = norm_inputs(norm, shape, dtype, device)
+    exact = norm_float64(norm, x, gamma, beta)
     y, mean, rsigma = forward(norm, x, gamma, beta, torch.float32)
     scale = (gamma.double() + norm.zero_centered_gamma).abs()
-    n, exact_rsigma, err_n, relative = normal(norm, x)
+    n, exact_rsigma, err_n, relative = normalized(norm, x)
     bound = scale * (err_n + 2 * U * n.abs()) + U * exact.abs() + 1e-30
     assert (y.dtype, mean.dtype, rsigma.dtype) == (torch.float32,) * 3
     assert ((y.double() - exact).abs() <= bound).all()
@@ -105,7 +49,7 @@ def test_forward(norm: Norm, dtype: torch.dtype, shape: tuple[int, int], device:
 @FOR_EACH_NORM
 def test_forward_rounds_once(norm: Norm, device: torch.device) -> None:
     """The 16-bit result is the fp32 one of the same kernel, rounded."""
-    x, gamma, beta = make(norm, (7, 129), torch.bfloat16, device)
+    x, gamma, beta = norm_inputs(norm, (7, 129), torch.bfloat16, device)
     fp32 = forward(norm, x, gamma, beta, torch.float32)[0]
     for dtype in DTYPES:
         assert torch.equal(forward(norm, x, gamma, beta, dtype)[0], fp32.to(dtype))
@@ -116,16 +60,16 @@ def test_forward_rounds_once(norm: Norm, device: torch.device) -> None:
 @FOR_EACH_NORM
 def test_backward(norm: Norm, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
     """Against float64 autograd. The bounds follow err(n) through dx = rsigma (d - mean(d) - n mean(d n)), d = dy g."""
-    x, gamma, beta = make(norm, shape, dtype, device)
+    x, gamma, beta = norm_inputs(norm, shape, dtype, device)
     dy = torch.randn(shape, device=device).to(dtype)
     leaves = [t.double().requires_grad_() for t in (x, gamma, beta) if t is not None]
-    y = forward64(norm, *leaves, *[None] * (3 - len(leaves)))
+    y = norm_float64(norm, *leaves, *[None] * (3 - len(leaves)))
     exact = torch.autograd.grad(y, leaves, dy.double())
     saved = forward(norm, x, gamma, beta, dtype)[1:]
     got = norm.gradients(dy, x, gamma, saved)
     assert [g.dtype for g in got if g is not None] == [dtype] * len(leaves)
 
-    n, rsigma, err_n, relative = normal(norm, x)
+    n, rsigma, err_n, relative = normalized(norm, x)
     d = (dy.double() * (gamma.double() + norm.zero_centered_gamma)).abs()
     mean_d, mean_dn, mean_d_err = (t.mean(-1, keepdim=True) for t in (d, d * n.abs(), d * err_n))
     terms = d + mean_d + n.abs() * mean_dn
@@ -141,18 +85,12 @@ def test_backward(norm: Norm, dtype: torch.dtype, shape: tuple[int, int], device
         assert got[2] is None
 
 
-def assert_within(got: Tensor, exact: Tensor, bound: Tensor, dtype: torch.dtype) -> None:
-    """|got - exact| is at most ``bound`` before the last rounding, which adds half an ulp of ``dtype``."""
-    info = torch.finfo(dtype)
-    rounding = (exact.abs() + bound) * info.eps / 2 + info.smallest_normal * info.eps
-    error = (got.double() - exact).abs()
-    assert (error <= bound + rounding).all(), f"{(error / (bound + rounding)).max()} times the bound"
-
-
 @FOR_EACH_NORM
 def test_formulas_in_float64(norm: Norm) -> None:
     """The reference is of one dtype throughout: in float64 its backward is autograd's of its forward."""
-    x, gamma, beta = (None if t is None else t.double() for t in make(norm, (4, 7), torch.float32, torch.device("cpu")))
+    x, gamma, beta = (
+        None if t is None else t.double() for t in norm_inputs(norm, (4, 7), torch.float32, torch.device("cpu"))
+    )
     leaves = [t.requires_grad_() for t in (x, gamma, beta) if t is not None]
     dy = torch.randn(4, 7, dtype=torch.float64)
     how = norm.normalization, norm.eps, norm.zero_centered_gamma
@@ -162,13 +100,13 @@ def test_formulas_in_float64(norm: Norm) -> None:
         got = norm_backward.reference(dy, x, gamma, mean, rsigma, norm.normalization, norm.zero_centered_gamma)
     for a, b in zip(got, exact, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(y, forward64(norm, x, gamma, beta), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(y, norm_float64(norm, x, gamma, beta), rtol=1e-12, atol=1e-13)
 
 
 @FOR_EACH_NORM
 def test_zero_rows_and_no_rows(norm: Norm, device: torch.device) -> None:
     """A row of zeros has rsigma 1 / sqrt(eps) and gives beta; no rows give zero parameter gradients."""
-    _, gamma, beta = make(norm, (1, 9), torch.bfloat16, device)
+    _, gamma, beta = norm_inputs(norm, (1, 9), torch.bfloat16, device)
     x = torch.zeros(3, 9, dtype=torch.bfloat16, device=device)
     y, _, rsigma = forward(norm, x, gamma, beta, torch.bfloat16)
     assert torch.equal(y, torch.zeros_like(x) if beta is None else beta.expand(3, -1))
@@ -184,7 +122,7 @@ def test_zero_rows_and_no_rows(norm: Norm, device: torch.device) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @FOR_EACH_NORM
 def test_one_bad_row_spoils_no_other(norm: Norm, value: float, device: torch.device) -> None:
-    x, gamma, beta = make(norm, (4, 33), torch.bfloat16, device)
+    x, gamma, beta = norm_inputs(norm, (4, 33), torch.bfloat16, device)
     clean = forward(norm, x, gamma, beta, torch.float32)[0]
     x[2, 5] = value
     y = forward(norm, x, gamma, beta, torch.float32)[0]
@@ -205,7 +143,7 @@ def test_zero_centered_gamma_is_added_in_fp32() -> None:
 
 @FOR_EACH_NORM
 def test_parameters_of_another_dtype_and_any_layout(norm: Norm, device: torch.device) -> None:
-    x, gamma, beta = make(norm, (12, 20), torch.bfloat16, device)
+    x, gamma, beta = norm_inputs(norm, (12, 20), torch.bfloat16, device)
     wide = [None if t is None else t.float() for t in (gamma, beta)]
     want = forward(norm, x, gamma, beta, torch.float32)
     for view in (x.T.contiguous().T, torch.cat([x, x], 1)[:, :20]):
@@ -222,7 +160,7 @@ def test_parameters_of_another_dtype_and_any_layout(norm: Norm, device: torch.de
 def test_operations_pass_opcheck(normalization: str, device: torch.device) -> None:
     norm = Norm(normalization)
     for dtype in (torch.bfloat16, torch.float32):
-        x, gamma, beta = make(norm, (6, 20), dtype, device)
+        x, gamma, beta = norm_inputs(norm, (6, 20), dtype, device)
         arguments = (x, gamma, beta, normalization, 1e-5, False, torch.float32)
         torch.library.opcheck(norm_forward.overload, arguments)
         _, mean, rsigma, *_ = norm_forward(*arguments)
@@ -246,76 +184,41 @@ def test_fakes(norm: Norm, shape: tuple[int, int]) -> None:
 
 # ---- Followed by a cast ----------------------------------------------------------------------------------------------
 
-RECIPES = [*recipe.NAMES, "row_scaled"]
-SCALE = 56.0
-GIVEN = torch.tensor([1, 2])
-
-
-def quantizers(name: str) -> list[Quantizer]:
-    """Those of a layer's input and of its output's gradient."""
-    chosen = recipe.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True)
-    of = chosen if name == "row_scaled" else recipe.named(name)
-    return [of.quantizer(QuantizerRole("linear", role)) for role in ("input", "grad_output")]
-
-
-def amaxes_for(quantizer: Quantizer, value: Tensor) -> tuple[Tensor | None, ...]:
-    """The scale for delayed scaling, else the value's own."""
-    scale = torch.tensor([SCALE], device=value.device)
-    return tuple(
-        scale if fmt.scale_rule == "given" else amax
-        for (fmt, _), amax in zip(quantizer.casts, quantizer.amax(value), strict=True)
-    )
-
-
-def assert_same(got: Quantized, want: Quantized) -> None:
-    """The same bytes in every operand."""
-    for a, b in zip(got, want, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert (a.format, a.dim, a.shape) == (b.format, b.dim, b.shape)
-            for x, y in zip(_tensors(a), _tensors(b), strict=True):
-                assert (x is None) == (y is None)
-                assert x is None or y is None or torch.equal(x, y)
-
-
-def _tensors(operand: Operand) -> list[Tensor | None]:
-    return [operand.codes, operand.scale_inv, operand.amax]
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPE_NAMES)
 @FOR_EACH_NORM
 def test_producer_is_the_cast_of_its_value(norm: Norm, name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Bit for bit, and the value is the one the kernel returns: in fp32 for delayed scaling, else rounded."""
-    x, gamma, beta = make(norm, (33, 80), dtype, device)
-    rng = GIVEN.to(device)
+    x, gamma, beta = norm_inputs(norm, (33, 80), dtype, device)
+    rng = SEED_AND_OFFSET.to(device)
     for quantizer in quantizers(name):
         value, mean, rsigma = forward(norm, x, gamma, beta, torch.float32 if name == "delayed" else dtype)
         amaxes = amaxes_for(quantizer, value)
         got = norm_quantize(x, gamma, beta, norm, quantizer, amaxes, rng)
-        assert_same(got.quantized, quantizer.cast(value, amaxes, rng, gemm_ready=True))
+        assert_same_operands(got.quantized, quantizer.cast(value, amaxes, rng, gemm_ready=True))
         assert torch.equal(got.saved[0], mean) and torch.equal(got.saved[1], rsigma)
         assert all(operand is None or operand.dtype == dtype for operand in got.quantized)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPE_NAMES)
 @FOR_EACH_NORM
 def test_returned_value_is_what_was_cast(norm: Norm, name: str, device: torch.device) -> None:
     """Who asks for the value gets that very one in the dtype of the input, delayed scaling too."""
-    x, gamma, beta = make(norm, (33, 80), torch.bfloat16, device)
-    rng = GIVEN.to(device)
+    x, gamma, beta = norm_inputs(norm, (33, 80), torch.bfloat16, device)
+    rng = SEED_AND_OFFSET.to(device)
     for quantizer in quantizers(name):
         rounded = forward(norm, x, gamma, beta, torch.bfloat16)[0]
         amaxes = amaxes_for(quantizer, rounded)
         got = norm_quantize(x, gamma, beta, norm, quantizer, amaxes, rng, return_value=True)
         assert got.value is not None and torch.equal(got.value, rounded)
-        assert_same(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
+        assert_same_operands(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
 
 
 def test_delayed_scaling_is_not_rounded_first() -> None:
     """Codes and amax are the oracle's for the fp32 result, and differ from those of the rounded one."""
     norm = Norm()
-    x, gamma, beta = make(norm, (64, 128), torch.bfloat16, torch.device("cpu"))
+    x, gamma, beta = norm_inputs(norm, (64, 128), torch.bfloat16, torch.device("cpu"))
     quantizer = Quantizer(Format("e4m3", scale_rule="given"))
     scale = torch.tensor([SCALE])
     operand = norm_quantize(x, gamma, beta, norm, quantizer, (scale,)).quantized.any
@@ -329,17 +232,17 @@ def test_delayed_scaling_is_not_rounded_first() -> None:
     assert operand.dequantize().dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_phases_equal_the_whole(name: str, device: torch.device) -> None:
     """Value, amaxes, cast: alone, in one launch with another tensor's, and with a larger amax agreed between ranks."""
     norm = Norm()
-    x, gamma, beta = make(norm, (33, 80), torch.bfloat16, device)
-    weight, rng = torch.randn(48, 80, device=device).bfloat16(), GIVEN.to(device)
+    x, gamma, beta = norm_inputs(norm, (33, 80), torch.bfloat16, device)
+    weight, rng = torch.randn(48, 80, device=device).bfloat16(), SEED_AND_OFFSET.to(device)
     for quantizer in quantizers(name):
         produced = norm_value(x, gamma, beta, norm, quantizer)
         amaxes = amaxes_for(quantizer, produced.value)
         whole = norm_quantize(x, gamma, beta, norm, quantizer, amaxes, rng)
-        assert_same(produced.cast(quantizer, amaxes, rng), whole.quantized)
+        assert_same_operands(produced.cast(quantizer, amaxes, rng), whole.quantized)
 
         weight_quantizer = Quantizer(Format("e4m3", 32, scale_rule="e8m0"))
         cast, other = cast_all(
@@ -349,23 +252,23 @@ def test_phases_equal_the_whole(name: str, device: torch.device) -> None:
             [rng, None],
             gemm_ready=True,
         )
-        assert_same(produced.label(cast), whole.quantized)
+        assert_same_operands(produced.label(cast), whole.quantized)
         assert all(operand is None or operand.dtype == torch.bfloat16 for operand in produced.label(cast))
-        assert_same(other, weight_quantizer(weight))
+        assert_same_operands(other, weight_quantizer(weight))
 
         agreed = tuple(None if amax is None else amax * 2 for amax in amaxes)
         got = norm_quantize(x, gamma, beta, norm, quantizer, agreed, rng)
-        assert_same(got.quantized, quantizer.cast(produced.value, agreed, rng, gemm_ready=True))
+        assert_same_operands(got.quantized, quantizer.cast(produced.value, agreed, rng, gemm_ready=True))
 
 
 def test_leading_dims(device: torch.device) -> None:
     norm = Norm("RMSNorm")
-    x, gamma, beta = make(norm, (24, 40), torch.bfloat16, device)
+    x, gamma, beta = norm_inputs(norm, (24, 40), torch.bfloat16, device)
     quantizer = quantizers("block")[0]
     deep = norm_quantize(x.view(2, 3, 4, 40), gamma, beta, norm, quantizer, return_value=True)
     flat = norm_quantize(x, gamma, beta, norm, quantizer, return_value=True)
     assert deep.value is not None and deep.value.shape == (2, 3, 4, 40)
-    assert_same(deep.quantized, flat.quantized)
+    assert_same_operands(deep.quantized, flat.quantized)
     dx, _, _ = norm.gradients(deep.value, x.view(2, 3, 4, 40), gamma, deep.saved)
     assert dx.shape == (2, 3, 4, 40)
 
@@ -373,7 +276,7 @@ def test_leading_dims(device: torch.device) -> None:
 def test_unquantized_and_mixed_formats_are_rounded_first() -> None:
     """Delayed scaling in one orientation only, or a copy cast from the other, does not read fp32."""
     norm = Norm()
-    x, gamma, beta = make(norm, (33, 80), torch.bfloat16, torch.device("cpu"))
+    x, gamma, beta = norm_inputs(norm, (33, 80), torch.bfloat16, torch.device("cpu"))
     delayed, block = Format("e4m3", scale_rule="given"), Format("e4m3", 128, scale_rule="pow2")
     chained = Quantizer(delayed, block, columnwise_source="rowwise_dequantized")
     for quantizer in (Quantizer.identity(), Quantizer(delayed, block), chained, Quantizer(block, delayed)):
@@ -412,7 +315,7 @@ def test_mistakes_are_value_errors(call: Any, message: str) -> None:
 @FOR_EACH_NORM
 def test_gpu_agrees_with_the_cpu(norm: Norm) -> None:
     """Within the sums' freedom of order; the casts of equal values are equal in every bit (test_quantize)."""
-    x, gamma, beta = make(norm, (515, 1024), torch.bfloat16, torch.device("cpu"))
+    x, gamma, beta = norm_inputs(norm, (515, 1024), torch.bfloat16, torch.device("cpu"))
     want = forward(norm, x, gamma, beta, torch.float32)
     on_gpu = [None if t is None else t.cuda() for t in (x, gamma, beta)]
     got = forward(norm, on_gpu[0], on_gpu[1], on_gpu[2], torch.float32)

@@ -27,10 +27,8 @@ from minifloat.ops.quantize import fused_cast
 from minifloat.ops.quantize.fused import cast_constants, fused_tile
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
-from tests.ops.test_activation import make
-from tests.ops.test_norm import NORMS
-from tests.ops.test_norm import make as make_norm
-from tests.ops.test_triton_activation import inputs
+from tests.helpers.activation_model import activation_inputs, backward_inputs
+from tests.helpers.norm_model import NORMS, norm_inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STRIPS, TILES, MX, MX_TILES = "e4m3/1x128/pow2", "e4m3/128x128/fp32/eps=0.001", "e4m3/1x32/e8m0", "e5m2/32x32/e8m0"
@@ -90,7 +88,7 @@ def test_activation(spec: str, wanted: Wanted, device: torch.device) -> None:
     dtype, block = (BF16, FP16, FP32)[CASES.index((spec, wanted)) % 3], parse(spec).block
     for name, shape in (("swiglu", (block + 3, 66)), ("gelu", (1, 130)), ("silu", (0, 128))):
         act = Activation.of(name)
-        x = make(shape, dtype, device)
+        x = activation_inputs(shape, dtype, device)
         with count_launches() as launches:
             got = forward(x, act, spec, wanted)
         assert launches == ({"activation_kernel": 1} if x.numel() else {})
@@ -103,7 +101,7 @@ def test_gradient(spec: str, wanted: Wanted, device: torch.device) -> None:
     dtype, block = (BF16, FP16, FP32)[CASES.index((spec, wanted)) % 3], parse(spec).block
     for name, shape in (("geglu", (block + 2, 2 * block)), ("srelu", (3, 130)), ("silu", (0, 128))):
         act = Activation.of(name)
-        dy, x = inputs(act, shape, dtype, device)
+        dy, x = backward_inputs(act, shape, dtype, device)
         with count_launches() as launches:
             got = backward(dy, x, act, spec, wanted)
         assert launches == ({"activation_backward_kernel": 1} if x.numel() else {})
@@ -115,7 +113,7 @@ def test_gradient(spec: str, wanted: Wanted, device: torch.device) -> None:
 def test_what_lies_outside(name: str, device: torch.device) -> None:
     """What lies outside of the matrix, whatever a function makes of it, is in no amax: all values here are tiny."""
     act = Activation.of(name)
-    dy, x = inputs(act, (33, 64), BF16, device)
+    dy, x = backward_inputs(act, (33, 64), BF16, device)
     x = torch.cat([x[:, :32] * 0.01 - 20, x[:, 32:] * 1e-4], 1)
     x, dy = x[:, : 64 if act.gated else 48].contiguous(), dy[:, : 32 if act.gated else 48].contiguous()
     assert_cast(forward(x, act, MX, BOTH), value(x, act), MX, BOTH)
@@ -143,7 +141,7 @@ def test_bias_gradient(name: str, device: torch.device) -> None:
     """That of the value's kernel but for the order of its sums; runs repeat."""
     act = Activation.of(name)
     for shape in ((0, 64), (70, 128)):
-        dy, x = inputs(act, shape, BF16, device)
+        dy, x = backward_inputs(act, shape, BF16, device)
         dx, _, want = gradient(dy, x, act, bias=True)
         got = backward(dy, x, act, MX, BOTH, bias=True)
         assert_cast(got, dx, MX, BOTH)
@@ -156,7 +154,7 @@ def test_bias_gradient(name: str, device: torch.device) -> None:
 def test_tiles_do_not_change_results(columns: int, device: torch.device) -> None:
     """Aligned or not; those of a gradient's halves are cut until they fit: 96 is no multiple of 64 or 128."""
     act = Activation.of("swiglu")
-    dy, x = inputs(act, (32, 2 * columns), BF16, device)
+    dy, x = backward_inputs(act, (32, 2 * columns), BF16, device)
     y, dx = value(x, act), gradient(dy, x, act)[0]
     for choice in (Tile(64, 64, 4), Tile(16, 256, 4)):
         assert_cast(forward(x, act, MX, BOTH, choice), y, MX, BOTH)
@@ -167,7 +165,7 @@ def test_tiles_do_not_change_results(columns: int, device: torch.device) -> None
 
 def test_layout_and_address_of_the_input_are_no_matter(device: torch.device) -> None:
     act = Activation.of("swiglu")
-    dy, x = inputs(act, (12, 128), BF16, device)
+    dy, x = backward_inputs(act, (12, 128), BF16, device)
     y, dx = value(x, act), gradient(dy, x, act)[0]
     shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(12, 128)  # two bytes after a multiple of 16
     for view in (x.T.contiguous().T, torch.cat([x, x], 1)[:, :128], shifted):
@@ -210,7 +208,7 @@ def test_norm(spec: str, wanted: Wanted, device: torch.device) -> None:
     dtype, block = (BF16, FP16, FP32)[CASES.index((spec, wanted)) % 3], parse(spec).block
     first = CASES.index((spec, wanted)) % 2  # with gamma or with 1 + gamma
     for norm, shape in zip(NORMS[first::2], ((block + 3, 66), (2, 130)), strict=True):
-        x, gamma, beta = make_norm(norm, shape, dtype, device)
+        x, gamma, beta = norm_inputs(norm, shape, dtype, device)
         if beta is not None:
             gamma, beta = gamma * 0.01, beta * 0 + 30  # the largest value of a block by far
             beta[::2] *= -1
@@ -220,7 +218,7 @@ def test_norm(spec: str, wanted: Wanted, device: torch.device) -> None:
 @pytest.mark.parametrize("norm", [NORMS[0], NORMS[-1]], ids=["LayerNorm", "RMSNorm-1+"])
 def test_norm_of_a_sum(norm: Norm, device: torch.device) -> None:
     for dtype, shape in ((BF16, (35, 80)), (FP32, (3, 33)), (FP16, (0, 64))):
-        x, gamma, beta = make_norm(norm, shape, dtype, device)
+        x, gamma, beta = norm_inputs(norm, shape, dtype, device)
         residual = torch.randn(shape).to(device, dtype)
         got = norm_cast(norm, x, gamma, beta, MX, BOTH, residual)
         assert_norm(got, norm_of(norm, x, gamma, beta, residual), MX, BOTH)
@@ -230,7 +228,7 @@ def test_norm_of_a_sum(norm: Norm, device: torch.device) -> None:
 def test_norm_of_special_values(device: torch.device) -> None:
     """Rows of NaN, with an infinity, of zeros, of denormals: the others' codes stay what they are."""
     for norm in NORMS[::2]:
-        x, gamma, beta = make_norm(norm, (40, 130), FP32, device)
+        x, gamma, beta = norm_inputs(norm, (40, 130), FP32, device)
         x[1], x[5, 3], x[7], x[8], x[9, 2] = torch.nan, torch.inf, 0.0, 1e-40, 3e38
         for spec in (STRIPS, MX_TILES):
             assert_norm(norm_cast(norm, x, gamma, beta, spec, BOTH), norm_of(norm, x, gamma, beta), spec, BOTH)
@@ -238,10 +236,10 @@ def test_norm_of_special_values(device: torch.device) -> None:
 
 def test_norm_of_long_rows_and_other_tiles(device: torch.device) -> None:
     norm = NORMS[0]
-    x, gamma, beta = make_norm(norm, (2, 16400), BF16, device)  # read in chunks
+    x, gamma, beta = norm_inputs(norm, (2, 16400), BF16, device)  # read in chunks
     got = norm_cast(norm, x, gamma, beta, STRIPS, ROW, choice=Tile(2, 4096, 4))
     assert_norm(got, norm_of(norm, x, gamma, beta), STRIPS, ROW)
-    x, gamma, beta = make_norm(norm, (48, 160), BF16, device)
+    x, gamma, beta = norm_inputs(norm, (48, 160), BF16, device)
     for choice in (Tile(16, 32, 1), Tile(64, 64, 4)):
         got = norm_cast(norm, x, gamma, beta, MX, BOTH, choice=choice)
         assert_norm(got, norm_of(norm, x, gamma, beta), MX, BOTH)
@@ -287,7 +285,7 @@ def check_compiled(kernel: Any, arguments: tuple[Any, ...], warps: int) -> None:
 def test_large_norms_on_a_gpu(spec: str) -> None:
     for norm, shape in zip(NORMS, ((16384, 4096), (1000, 2056), (2049, 1111), (16384, 8192)), strict=True):
         for dtype in (BF16, FP32):
-            x, gamma, beta = make_norm(norm, shape, dtype, torch.device("cuda"))
+            x, gamma, beta = norm_inputs(norm, shape, dtype, torch.device("cuda"))
             for residual in (None, torch.randn_like(x)):
                 want = norm_of(norm, x, gamma, beta, residual)
                 for wanted in (ROW, COLUMN, BOTH):
@@ -298,7 +296,7 @@ def test_norm_without_beta(device: torch.device) -> None:
     """Right of the last column lies minus the mean, times 1 + gamma of no gamma: in no amax."""
     for zero_centered in (False, True):
         norm = Norm("LayerNorm", zero_centered_gamma=zero_centered)
-        x, gamma, _ = make_norm(norm, (35, 70), FP32, device)
+        x, gamma, _ = norm_inputs(norm, (35, 70), FP32, device)
         x, gamma = x + 50, gamma * 1e-3 - float(zero_centered)
         for spec in (STRIPS, MX):
             assert_norm(norm_cast(norm, x, gamma, None, spec, BOTH), norm_of(norm, x, gamma, None), spec, BOTH)

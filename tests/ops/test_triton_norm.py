@@ -18,7 +18,8 @@ from minifloat.ops.norm import backward, cast, forward
 from minifloat.ops.norm.forward import NormTile
 from minifloat.ops.quantize import reference as quantize
 from tests.helpers import triton_interpreter
-from tests.ops.test_norm import DTYPES, FOR_EACH_NORM, U, assert_within, forward64, make, normal
+from tests.helpers.compare import DTYPES, U, assert_within
+from tests.helpers.norm_model import FOR_EACH_NORM, norm_float64, norm_inputs, normalized
 
 assert triton_interpreter
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -73,10 +74,10 @@ def assert_same_bits(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 def check_forward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, choice: NormTile | None = None) -> None:
     """Against float64, and against the fp32 reference: statistics within the sums' freedom of order."""
     size = x.shape[1]
-    exact = forward64(norm, x, gamma, beta)
+    exact = norm_float64(norm, x, gamma, beta)
     got = run_forward(norm, x, gamma, beta, choice=choice)
     scale = (gamma.double() + norm.zero_centered_gamma).abs()
-    n, exact_rsigma, err_n, relative = normal(norm, x)
+    n, exact_rsigma, err_n, relative = normalized(norm, x)
     bound = scale * (err_n + 2 * U * n.abs()) + U * exact.abs() + 1e-30
     assert ((got.y.double() - exact).abs() <= bound).all()
     assert ((got.rsigma - exact_rsigma[:, 0]).abs() <= relative[:, 0] * exact_rsigma[:, 0]).all()
@@ -110,11 +111,11 @@ def check_backward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, ch
     rows, size = x.shape
     dy, other = torch.randn(2, rows, size).to(x.device, x.dtype)
     leaves = [t.double().requires_grad_() for t in (x, gamma, beta) if t is not None]
-    y = forward64(norm, *leaves, *[None] * (3 - len(leaves)))
+    y = norm_float64(norm, *leaves, *[None] * (3 - len(leaves)))
     exact = torch.autograd.grad(y, leaves, dy.double())
     out = run_forward(norm, x, gamma, beta, choice=choice)
     got = run_backward(norm, dy, x, gamma, (out.mean, out.rsigma), choice=choice)
-    n, rsigma, err_n, relative = normal(norm, x)
+    n, rsigma, err_n, relative = normalized(norm, x)
     d = (dy.double() * (gamma.double() + norm.zero_centered_gamma)).abs()
     mean_d, mean_dn, mean_d_err = (t.mean(-1, keepdim=True) for t in (d, d * n.abs(), d * err_n))
     terms = d + mean_d + n.abs() * mean_dn
@@ -143,20 +144,20 @@ CHECKS = pytest.mark.parametrize("check", [check_forward, check_cast, check_back
 @pytest.mark.parametrize("norm", [Norm(), Norm("RMSNorm", zero_centered_gamma=True)], ids=lambda n: n.normalization)
 @CHECKS
 def test_shapes(check: Any, norm: Norm, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
-    check(norm, *make(norm, shape, dtype, device))
+    check(norm, *norm_inputs(norm, shape, dtype, device))
 
 
 @FOR_EACH_NORM
 @CHECKS
 def test_rows_wider_than_a_tile(check: Any, norm: Norm, device: torch.device) -> None:
-    check(norm, *make(norm, (5, 41), BF16, device), CHUNKED)
-    check(norm, *make(norm, (4, 48), FP32, device), CHUNKED)
+    check(norm, *norm_inputs(norm, (5, 41), BF16, device), CHUNKED)
+    check(norm, *norm_inputs(norm, (4, 48), FP32, device), CHUNKED)
 
 
 @CHECKS
 def test_parameters_of_another_dtype_and_any_layout(check: Any, device: torch.device) -> None:
     norm = Norm()
-    x, gamma, beta = make(norm, (12, 20), BF16, device)
+    x, gamma, beta = norm_inputs(norm, (12, 20), BF16, device)
     check(norm, x.float(), gamma, beta)
     check(norm, x.T.contiguous().T, gamma.float(), beta.float())
     check(norm, torch.cat([x, x], 1)[:, 1:21], gamma.float(), beta)
@@ -168,7 +169,7 @@ def test_parameters_of_another_dtype_and_any_layout(check: Any, device: torch.de
 @CHECKS
 def test_small_variances(check: Any, eps: float, device: torch.device) -> None:
     norm = Norm("RMSNorm", eps)
-    x, gamma, _ = make(norm, (4, 36), FP32, device)
+    x, gamma, _ = norm_inputs(norm, (4, 36), FP32, device)
     check(norm, x * 1e-6, gamma, None)
 
 
@@ -176,12 +177,12 @@ def test_small_variances(check: Any, eps: float, device: torch.device) -> None:
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
 @FOR_EACH_NORM
 def test_casts_along_one_dim(norm: Norm, wanted: tuple[bool, bool], spec: str, device: torch.device) -> None:
-    check_cast(norm, *make(norm, (33, 20), BF16, device), wanted=wanted, spec=spec, scale=300.0)
+    check_cast(norm, *norm_inputs(norm, (33, 20), BF16, device), wanted=wanted, spec=spec, scale=300.0)
 
 
 @FOR_EACH_NORM
 def test_no_rows(norm: Norm, device: torch.device) -> None:
-    x, gamma, beta = make(norm, (0, 4), BF16, device)
+    x, gamma, beta = norm_inputs(norm, (0, 4), BF16, device)
     out = run_forward(norm, x, gamma, beta)
     assert out.y.shape == (0, 4) and out.amax.item() == 0
     check_cast(norm, x, gamma, beta)
@@ -192,7 +193,7 @@ def test_no_rows(norm: Norm, device: torch.device) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @FOR_EACH_NORM
 def test_one_bad_row_spoils_no_other(norm: Norm, value: float, device: torch.device) -> None:
-    x, gamma, beta = make(norm, (4, 33), BF16, device)
+    x, gamma, beta = norm_inputs(norm, (4, 33), BF16, device)
     clean = run_forward(norm, x, gamma, beta)
     x[2, 5] = value
     out = run_forward(norm, x, gamma, beta)
@@ -212,7 +213,7 @@ def test_one_bad_row_spoils_no_other(norm: Norm, value: float, device: torch.dev
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_NORM
 def test_residual_is_added_first(norm: Norm, dtype: torch.dtype, choice: NormTile | None, device: torch.device) -> None:
-    x, gamma, beta = make(norm, (5, 24), dtype, device)
+    x, gamma, beta = norm_inputs(norm, (5, 24), dtype, device)
     check_residual(norm, x, torch.randn_like(x), gamma, beta, choice)
 
 
@@ -233,7 +234,7 @@ def check_residual(
 def test_residuals_of_any_shape_and_value(shape: tuple[int, int], device: torch.device) -> None:
     """Odd sizes, no rows, other layouts, and sums that are NaN, infinite, zero, denormal or halfway between two."""
     norm = Norm()
-    x, gamma, beta = make(norm, shape, BF16, device)
+    x, gamma, beta = norm_inputs(norm, shape, BF16, device)
     residual = torch.randn_like(x)
     for row, (a, b) in enumerate([(torch.inf, -torch.inf), (3e38, 3e38), (1e-39, 1e-39), (256.0, 1.0), (1.5, -1.5)]):
         x[row * 7 : row * 7 + 1, row % shape[1]], residual[row * 7 : row * 7 + 1, row % shape[1]] = a, b
@@ -244,7 +245,7 @@ def test_residuals_of_any_shape_and_value(shape: tuple[int, int], device: torch.
 @FOR_EACH_NORM
 def test_operations_on_their_device(norm: Norm, device: torch.device) -> None:
     """On a GPU the operations launch the kernels; everywhere their fakes and schemas are right."""
-    x, gamma, beta = make(norm, (6, 20), BF16, device)
+    x, gamma, beta = norm_inputs(norm, (6, 20), BF16, device)
     of = norm.normalization, norm.eps, norm.zero_centered_gamma
     scale = torch.tensor([8.0], device=device)
     with count_launches() as launches:
@@ -288,7 +289,7 @@ def test_a_residual_of_another_shape_is_refused() -> None:
 @CHECKS
 def test_large_shapes(check: Any, normalization: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     norm = Norm(normalization)
-    check(norm, *make(norm, shape, dtype, torch.device("cuda")))
+    check(norm, *norm_inputs(norm, shape, dtype, torch.device("cuda")))
 
 
 @pytest.mark.gpu
@@ -297,5 +298,5 @@ def test_large_shapes(check: Any, normalization: str, dtype: torch.dtype, shape:
 @pytest.mark.parametrize("normalization", operations.NORMALIZATIONS)
 def test_large_residuals(normalization: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     norm = Norm(normalization)
-    x, gamma, beta = make(norm, shape, dtype, torch.device("cuda"))
+    x, gamma, beta = norm_inputs(norm, shape, dtype, torch.device("cuda"))
     check_residual(norm, x, torch.randn_like(x), gamma, beta)
