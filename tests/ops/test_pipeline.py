@@ -25,6 +25,7 @@ from minifloat.ops.quantize import gpu, job, pipeline, reference
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import QuantizerRole, named
 from tests.helpers import triton_interpreter  # noqa: F401
+from tests.helpers.compare import assert_same_bits, strides
 
 E4M3, E5M2 = Quantizer(Format("e4m3")), Quantizer(Format("e5m2"))
 GIVEN = Quantizer(Format("e4m3", scale_rule="given"))
@@ -139,19 +140,6 @@ def assert_same(actual: list[Quantized], expected: list[Quantized]) -> None:
                 assert strides(a.codes) == strides(b.codes)
                 for part, other in zip(a[:3], b[:3], strict=True):
                     assert_same_bits(part, other)
-
-
-def assert_same_bits(a: Any, b: Any) -> None:
-    if a is None or b is None:
-        assert a is b
-        return
-    assert a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
-
-
-def strides(x: Tensor) -> list[int]:
-    """Those that say where an element is."""
-    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
 def known(how: list[Quantizer]) -> list[Any]:

@@ -15,6 +15,7 @@ from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shap
 from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
+from tests.helpers.compare import assert_same_bits
 from tests.helpers.poison import poison
 
 pytest.importorskip("triton")
@@ -119,18 +120,11 @@ def _job(x: Tensor, fmt: Format, orientation: Orientation, levels: bool = False)
     return Job(x, None, row, target(COLUMNWISE, orientation.k_major) if orientation.column else None)
 
 
-def _assert_same(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    if found.dtype == torch.float32:
-        found, expected = found.contiguous().view(torch.int32), expected.contiguous().view(torch.int32)
-    assert torch.equal(found, expected), f"{int((found != expected).sum())} of {found.numel()} differ"
-
-
 def _check(job: Job) -> None:
     for target in job.targets:
         expected = reference.cast(job.x, target.level, None, target.format, target.dim)
-        _assert_same(target.codes, expected.codes)
-        _assert_same(target.scale_inv, expected.scale_inv)
+        assert_same_bits(target.codes, expected.codes)
+        assert_same_bits(target.scale_inv, expected.scale_inv)
 
 
 def _cast(job: Job, choice: Tile | None = None, launches: int = 1) -> None:
@@ -222,7 +216,7 @@ def test_amax(fmt: Format, device: torch.device) -> None:
             blocks.amax([job])
         assert counter == ({"cast_block_kernel": 1} if job.x.numel() else {})
         for target in job.targets:
-            _assert_same(target.amax, reference.amax(job.x, fmt, target.dim))
+            assert_same_bits(target.amax, reference.amax(job.x, fmt, target.dim))
             assert torch.all(target.codes == 0xFF)
 
 

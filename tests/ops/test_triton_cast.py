@@ -16,6 +16,7 @@ from minifloat.ops import quantize
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, per_tensor
 from tests.helpers import triton_interpreter
+from tests.helpers.compare import assert_same_bits, strides
 
 E4M3, E5M2, GIVEN = Format("e4m3"), Format("e5m2", scale_rule="pow2"), Format("e4m3", scale_rule="given")
 MX, STRIPS = Format(block=32, scale_rule="e8m0"), Format(block=128, scale_rule="pow2")
@@ -105,8 +106,7 @@ def check_amax(casts: Sequence[Cast]) -> dict[str, int]:
 
 def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for a, b in zip(actual, expected, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+        assert_same_bits(a, b)
         assert strides(a) == strides(b)
 
 
@@ -116,11 +116,6 @@ def assert_promised(actual: Sequence[Tensor], promised: Sequence[Tensor]) -> Non
         assert a.shape == b.shape and a.dtype == b.dtype and strides(a) == strides(b)
     memory = [a.untyped_storage().data_ptr() for a in actual if a.numel()]
     assert len(set(memory)) == len(memory)
-
-
-def strides(x: Tensor) -> list[int]:
-    """Those that say where an element is."""
-    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)

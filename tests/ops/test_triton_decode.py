@@ -19,10 +19,10 @@ from minifloat.ops.matmul.transpose import TILE as COPY_TILE
 from minifloat.ops.matmul.transpose import copy_bytes_kernel, k_major_copy
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
 from minifloat.ops.quantize.decode import TILE, decode_kernel, dequantize
+from tests.helpers.compare import assert_same_bits_or_nan
 from tests.helpers.triton_interpreter import compile_for
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.uint8: torch.uint8}
 SHAPES = [(1, 1), (17, 129), (130, 70), (64, 128)]
 LARGE = [(515, 771), (1024, 2048), (4100, 4112)]
 EMPTY = [(0, 64), (5, 0), (0, 0)]
@@ -72,15 +72,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 def shapes(device: torch.device) -> list[tuple[int, int]]:
     return [*SHAPES, *(LARGE if device.type == "cuda" else [])]
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Bit for bit; one NaN is as good as another."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    actual, expected = actual.cpu().contiguous(), expected.cpu().contiguous()
-    bits = BITS[actual.dtype]
-    wrong = (actual.view(bits) != expected.view(bits)) & ~(actual.isnan() & expected.isnan())
-    assert not wrong.any(), f"{wrong.sum()} differ: {actual[wrong][:8]} for {expected[wrong][:8]}"
 
 
 # ---- operands ----
@@ -142,7 +133,7 @@ def assert_dequantizes(
     assert launches == ({"decode_kernel": 1} if actual.numel() else {})
     assert actual.is_contiguous() and actual.device == codes.device
     on_cpu = codes.cpu().contiguous(), scales.cpu().contiguous(), None if amax is None else amax.cpu()
-    assert_same(actual, reference.dequantize(*on_cpu, fmt, dim, *shape).to(dtype))
+    assert_same_bits_or_nan(actual, reference.dequantize(*on_cpu, fmt, dim, *shape).to(dtype))
 
 
 # ---- dequantize ----
@@ -215,8 +206,8 @@ def assert_spreads(
     assert launches == ({"largest_scale_kernel": 1, "decode_kernel": 1} if two else {"decode_kernel": 1})
     on_cpu = codes.cpu().contiguous(), scales.cpu().contiguous(), None if amax is None else amax.cpu()
     expected = emulated.spread(*on_cpu, fmt, dim, along, outer)
-    assert_same(actual.codes, expected.codes)
-    assert_same(actual.factor, expected.factor)
+    assert_same_bits_or_nan(actual.codes, expected.codes)
+    assert_same_bits_or_nan(actual.factor, expected.factor)
     assert actual.scales is None and actual.divisor == expected.divisor
     return actual
 
@@ -262,7 +253,7 @@ def test_finish(per_row: tuple[bool, bool], out_dtype: torch.dtype, device: torc
                 given = None if bias is None else bias.to(device)
                 actual = finish(product.to(device), a, divisors[0], b, divisors[1], given, out_dtype)
             assert launches == {"finish_kernel": 1} and actual.is_contiguous()
-            assert_same(actual, expected)
+            assert_same_bits_or_nan(actual, expected)
 
 
 def test_finish_nothing(device: torch.device) -> None:
@@ -286,13 +277,13 @@ def test_k_major_copy(along: int, align: tuple[int, int], device: torch.device) 
                 actual = k_major_copy(view.to(device), along == COLUMNWISE, align)
             assert launches == ({"copy_bytes_kernel": 1} if actual.numel() else {})
             assert actual.is_contiguous()
-            assert_same(actual, expected)
+            assert_same_bits_or_nan(actual, expected)
 
 
 def test_transpose_bytes(device: torch.device) -> None:
     for shape in [*shapes(device), *EMPTY]:
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-        assert_same(k_major_copy(codes, True, (1, 1)), codes.t())
+        assert_same_bits_or_nan(k_major_copy(codes, True, (1, 1)), codes.t())
 
 
 # ---- what the compiler makes of them ----

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from minifloat.formats import ELEMENTS
+from tests.helpers.compare import assert_same_bits_or_nan
 from tests.helpers.triton_interpreter import compile_for
 
 LARGEST: tl.constexpr = tl.constexpr(448.0)
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 1.17549435e-38, 3.4028235e38, 1.0, -2.5]
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 @pytest.fixture
@@ -53,15 +53,6 @@ def pairs(device: torch.device, count: int = 4096) -> tuple[Tensor, Tensor]:
     return a.to(device), b.to(device)
 
 
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Bit for bit; one NaN is as good as another."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    both_nan = actual.isnan() & expected.isnan()
-    bits = BITS.get(actual.dtype, actual.dtype)
-    wrong = (actual.contiguous().view(bits) != expected.contiguous().to(actual.device).view(bits)) & ~both_nan
-    assert not wrong.any(), f"{wrong.sum()} differ: {actual[wrong][:8]} for {expected.to(actual.device)[wrong][:8]}"
-
-
 def nan_like(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
@@ -87,7 +78,7 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 def test_to_float8(source: str, element: str, device: torch.device) -> None:
     x = every_bf16(device) if source == "bfloat16" else hard_floats(device).to(getattr(torch, source))
     codes = converted(x, torch.float8_e4m3fn if element == "e4m3" else torch.float8_e5m2).view(torch.uint8)
-    assert_same(codes, ELEMENTS[element].encode(x.float()))
+    assert_same_bits_or_nan(codes, ELEMENTS[element].encode(x.float()))
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -95,20 +86,20 @@ def test_to_float8(source: str, element: str, device: torch.device) -> None:
 def test_between_wide_types(source: torch.dtype, target: torch.dtype, device: torch.device) -> None:
     x = every_bf16(device).view(torch.float16) if source == torch.float16 else hard_floats(device).to(source)
     x = every_bf16(device) if source == torch.bfloat16 else x
-    assert_same(converted(x, target), x.to(target))
+    assert_same_bits_or_nan(converted(x, target), x.to(target))
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("source", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_from_float8(source: torch.dtype, target: torch.dtype, device: torch.device) -> None:
     x = torch.arange(256, dtype=torch.uint8, device=device).view(source)
-    assert_same(converted(x, target), x.float().to(target))
+    assert_same_bits_or_nan(converted(x, target), x.float().to(target))
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float32], ids=str)
 def test_from_integers(target: torch.dtype, device: torch.device) -> None:
     x = torch.randint(-(2**31), 2**31, (5000,), dtype=torch.int64, device=device).int()
-    assert_same(converted(x, target), x.to(target))
+    assert_same_bits_or_nan(converted(x, target), x.to(target))
 
 
 @triton.jit
@@ -129,11 +120,11 @@ def test_bitcasts(device: torch.device) -> None:
     floats, _ = pairs(device, 256)
     words, signed = torch.full((256,), -1, dtype=torch.int32, device=device), nan_like(256, device=device)
     bitcasts[(1,)](flipped, floats, values, words, signed, 256, BLOCK=256)
-    assert_same(values, codes.view(torch.float8_e4m3fn).float())
-    assert_same(flipped, codes.masked_fill(codes == 0xFF, 0x7F) ^ 0x80)
+    assert_same_bits_or_nan(values, codes.view(torch.float8_e4m3fn).float())
+    assert_same_bits_or_nan(flipped, codes.masked_fill(codes == 0xFF, 0x7F) ^ 0x80)
     bits = floats.view(torch.int32)
-    assert_same(words, (bits >> 23) & 0xFF)
-    assert_same(signed, (bits >> 23 << 23).view(torch.float32))
+    assert_same_bits_or_nan(words, (bits >> 23) & 0xFF)
+    assert_same_bits_or_nan(signed, (bits >> 23 << 23).view(torch.float32))
 
 
 @triton.jit
@@ -182,12 +173,14 @@ def test_exact_arithmetic(device: torch.device) -> None:
     a, b = pairs(device)
     out = nan_like(5, len(a), device=device)
     exact[(16,)](a, b, out, len(a), BLOCK=256, enable_fp_fusion=False)
-    assert_same(out[0], a / b)
-    assert_same(out[1], a.double().sqrt().float())  # PyTorch's fp32 square root on a CPU is not always the nearest
-    assert_same(out[2], a * b)  # denormals are kept
-    assert_same(out[3], b.reciprocal())
+    assert_same_bits_or_nan(out[0], a / b)
+    assert_same_bits_or_nan(
+        out[1], a.double().sqrt().float()
+    )  # PyTorch's fp32 square root on a CPU is not always the nearest
+    assert_same_bits_or_nan(out[2], a * b)  # denormals are kept
+    assert_same_bits_or_nan(out[3], b.reciprocal())
     denormal = b.abs() < torch.finfo(torch.float32).smallest_normal
-    assert_same(out[4], a.abs() - b.masked_fill(denormal, 0).floor())
+    assert_same_bits_or_nan(out[4], a.abs() - b.masked_fill(denormal, 0).floor())
 
 
 @triton.jit
@@ -204,7 +197,7 @@ def test_fma(device: torch.device) -> None:
     out = nan_like(2048, device=device)
     multiply_add[(1,)](a.to(device), b.to(device), c.to(device), out, BLOCK=2048)
     expected = fused(a, b, c)
-    assert_same(out, expected.to(device))
+    assert_same_bits_or_nan(out, expected.to(device))
     assert (expected != a * b + c).any()
 
 
@@ -228,14 +221,14 @@ def test_minimum_and_maximum(device: torch.device) -> None:
     orders[(4,)](a, b, out, len(a), BLOCK=1024)
     zeros = (a == 0) & (b == 0)  # PyTorch does not order -0 and +0, PTX does
     larger, smaller = torch.where(zeros, a + b, a.maximum(b)), torch.where(zeros, -(-a - b), a.minimum(b))
-    assert_same(out[0], torch.where(a.isnan(), b, torch.where(b.isnan(), a, larger)))
-    assert_same(out[1], torch.where(a.isnan(), b, torch.where(b.isnan(), a, smaller)))
-    assert_same(out[2], larger)
-    assert_same(out[3], smaller)
-    assert_same(out[4], a.nan_to_num(-1.0, torch.inf, -torch.inf).clamp(-1, 448))
-    assert_same(out[5], a.clamp(-448, 448))
-    assert_same(out[6], torch.where(a > b, a, b))
-    assert_same(out[7], torch.where(a.isnan(), torch.full_like(a, 448).copysign(a), a.clamp(-448, 448)))
+    assert_same_bits_or_nan(out[0], torch.where(a.isnan(), b, torch.where(b.isnan(), a, larger)))
+    assert_same_bits_or_nan(out[1], torch.where(a.isnan(), b, torch.where(b.isnan(), a, smaller)))
+    assert_same_bits_or_nan(out[2], larger)
+    assert_same_bits_or_nan(out[3], smaller)
+    assert_same_bits_or_nan(out[4], a.nan_to_num(-1.0, torch.inf, -torch.inf).clamp(-1, 448))
+    assert_same_bits_or_nan(out[5], a.clamp(-448, 448))
+    assert_same_bits_or_nan(out[6], torch.where(a > b, a, b))
+    assert_same_bits_or_nan(out[7], torch.where(a.isnan(), torch.full_like(a, 448).copysign(a), a.clamp(-448, 448)))
 
 
 @triton.jit
@@ -257,12 +250,12 @@ def test_integers(device: torch.device) -> None:
     integers[(4,)](a, b, out, 1000, BLOCK=256)
     wide = [each.cpu().numpy().astype(np.uint32).astype(np.uint64) for each in (a, b)]
     high = torch.from_numpy(((wide[0] * wide[1]) >> 32).astype(np.uint32).view(np.int32))
-    assert_same(out[0], high)
-    assert_same(out[1], high)
-    assert_same(out[2], (a.long() * 0xD2511F53).int())
-    assert_same(out[3], a + b)  # wraps
-    assert_same(out[4], torch.div(a, 7, rounding_mode="trunc"))
-    assert_same(out[5], a.fmod(7))
+    assert_same_bits_or_nan(out[0], high)
+    assert_same_bits_or_nan(out[1], high)
+    assert_same_bits_or_nan(out[2], (a.long() * 0xD2511F53).int())
+    assert_same_bits_or_nan(out[3], a + b)  # wraps
+    assert_same_bits_or_nan(out[4], torch.div(a, 7, rounding_mode="trunc"))
+    assert_same_bits_or_nan(out[5], a.fmod(7))
 
 
 @triton.jit
@@ -280,9 +273,9 @@ def test_to_integers_saturates(device: torch.device) -> None:
     codes = torch.full((len(x),), 255, dtype=torch.uint8, device=device)
     to_integers[(1,)](x, words, unsigned, codes, len(x), BLOCK=128)
     whole = x.double().nan_to_num(0.0).trunc()
-    assert_same(words, whole.clamp(-(2**31), 2**31 - 1).long().int())
-    assert_same(unsigned, whole.clamp(0, 2**32 - 1).long().int())
-    assert_same(codes, (whole.clamp(0, 2**16 - 1).long() & 0xFF).to(torch.uint8))
+    assert_same_bits_or_nan(words, whole.clamp(-(2**31), 2**31 - 1).long().int())
+    assert_same_bits_or_nan(unsigned, whole.clamp(0, 2**32 - 1).long().int())
+    assert_same_bits_or_nan(codes, (whole.clamp(0, 2**16 - 1).long() & 0xFF).to(torch.uint8))
 
 
 # ---- shapes and reductions ----
@@ -310,13 +303,13 @@ def test_reductions_drop_nan(device: torch.device) -> None:
     reductions[(1,)](x, rows, columns, least, total, everything, index, M=16, N=32)
     high, low = x.nan_to_num(-torch.inf, torch.inf, -torch.inf), x.nan_to_num(torch.inf, torch.inf, -torch.inf)
     none = x.isnan().all(1)
-    assert_same(rows, high.amax(1).masked_fill(none, torch.nan))  # of nothing but NaN: NaN
-    assert_same(least, low.amin(1).masked_fill(none, torch.nan))
-    assert_same(columns, x.abs().nan_to_num(0, torch.inf).amax(0))
-    assert_same(everything, high.amax().reshape(1))
-    assert_same(total, (~x.isnan()).sum(1).int())
+    assert_same_bits_or_nan(rows, high.amax(1).masked_fill(none, torch.nan))  # of nothing but NaN: NaN
+    assert_same_bits_or_nan(least, low.amin(1).masked_fill(none, torch.nan))
+    assert_same_bits_or_nan(columns, x.abs().nan_to_num(0, torch.inf).amax(0))
+    assert_same_bits_or_nan(everything, high.amax().reshape(1))
+    assert_same_bits_or_nan(total, (~x.isnan()).sum(1).int())
     whole = ~x.isnan().any(1)
-    assert_same(index[whole], x[whole].argmax(1).int())
+    assert_same_bits_or_nan(index[whole], x[whole].argmax(1).int())
 
 
 @triton.jit
@@ -339,10 +332,10 @@ def test_shapes(device: torch.device) -> None:
     packed, blocks = torch.full_like(x, 255), torch.full_like(x, 255)
     turned = torch.full((16, 8), 255, dtype=torch.uint8, device=device)
     shapes[(1,)](x, halves, packed, blocks, turned, M=8, N=16)
-    assert_same(halves, x[:, ::2] | (x[:, 1::2] << 4))
-    assert_same(packed, x.reshape(8, 8, 2).flip(2).reshape(8, 16))
-    assert_same(turned, x.t())
-    assert_same(blocks.flatten(), x.reshape(2, 4, 8, 2).transpose(1, 2).flatten())
+    assert_same_bits_or_nan(halves, x[:, ::2] | (x[:, 1::2] << 4))
+    assert_same_bits_or_nan(packed, x.reshape(8, 8, 2).flip(2).reshape(8, 16))
+    assert_same_bits_or_nan(turned, x.t())
+    assert_same_bits_or_nan(blocks.flatten(), x.reshape(2, 4, 8, 2).transpose(1, 2).flatten())
 
 
 @triton.jit
@@ -363,7 +356,7 @@ def test_dot(b_type: torch.dtype, device: torch.device) -> None:
     a, b = (torch.randint(-8, 9, (32, 80), device=device).float().to(t) for t in (a_type, b_type))
     out = nan_like(32, 32, device=device)
     dot[(1,)](a, b, out, 80, SIZE=32)
-    assert_same(out, a.float() @ b.float().t())
+    assert_same_bits_or_nan(out, a.float() @ b.float().t())
 
 
 # ---- arguments, pointers, programs ----
@@ -397,7 +390,7 @@ def test_tuples_and_selected_pointers(flip: bool, device: torch.device) -> None:
         sources, targets, sizes, 4, 0.5, flip, BLOCK=16, COUNT=3, num_warps=1, num_stages=1, enable_fp_fusion=False
     )
     for source, target in zip(sources, targets, strict=True):
-        assert_same(target[:-1], source * (-0.5 if flip else 0.5) + 12.0 + (len(source) + 15) // 16)
+        assert_same_bits_or_nan(target[:-1], source * (-0.5 if flip else 0.5) + 12.0 + (len(source) + 15) // 16)
         assert target[-1].isnan()
 
 
@@ -411,7 +404,7 @@ def test_float_arguments_are_fp32(device: torch.device) -> None:
     x, out = torch.tensor([1.0, 3.0], device=device), nan_like(2, device=device)
     for scale in (0.1, 1e-40):
         scaled[(1,)](x, out, scale, BLOCK=2)
-        assert_same(out, x * torch.tensor(scale, device=device))
+        assert_same_bits_or_nan(out, x * torch.tensor(scale, device=device))
 
 
 @triton.jit
@@ -430,8 +423,8 @@ def test_atomics(device: torch.device) -> None:
     floats, integers = torch.full((3,), -torch.inf, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     counts = torch.zeros(1, dtype=torch.int32, device=device)
     atomics[(8,)](x, floats, integers, counts, 1000, BLOCK=128)
-    assert_same(floats, torch.stack([x.abs().max(), x[::2].max(), x[1::2].max()]))
-    assert_same(integers.view(torch.float32), x.abs().max().reshape(1))
+    assert_same_bits_or_nan(floats, torch.stack([x.abs().max(), x[::2].max(), x[1::2].max()]))
+    assert_same_bits_or_nan(integers.view(torch.float32), x.abs().max().reshape(1))
     assert counts.item() == 8
 
 
