@@ -20,8 +20,8 @@ from minifloat.operand import Operand, Quantized
 from minifloat.recipe import DelayedScaling, Recipe
 from tests.helpers import fused_model, linear_model, oracle, tensor_parallel_oracle
 from tests.helpers.fused_model import fill
+from tests.helpers.oracle_casts import OracleCast, differences, oracle_cast
 from tests.helpers.recipes import NAMED, for_each
-from tests.ops.test_quantize import Expected, differences, expected
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,9 +43,9 @@ class Cast(NamedTuple):
             assert operand is not None and operand.scale_inv is not None
             fmt = operand.format
             level = float(self.scale) if fmt.scale_rule == "given" and self.scale is not None else None
-            want = expected(self.x.detach(), fmt, ROWWISE if fmt.symmetric else dim, level)
+            want = oracle_cast(self.x.detach(), fmt, ROWWISE if fmt.symmetric else dim, level)
             fields = (operand.codes, operand.scale_inv, operand.amax)
-            got = Expected(*(None if t is None else t.contiguous().numpy() for t in fields))  # type: ignore[arg-type]
+            got = OracleCast(*(None if t is None else t.contiguous().numpy() for t in fields))  # type: ignore[arg-type]
             if fmt.rounding == "stochastic":
                 got = got._replace(codes=want.codes)
             assert not differences(f"{self.kind} {fmt.spec}", got, want)

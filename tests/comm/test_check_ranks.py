@@ -6,21 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import minifloat
 from minifloat import LayerNormMLP, Linear, TransformerLayer
 from minifloat.distributed import parallelize, set_check
 from minifloat.functional.cross_entropy import cross_entropy
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, process_group
 
 SIZES = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def raised(call: Any) -> str:
@@ -30,7 +24,9 @@ def raised(call: Any) -> str:
 
 
 def linear(mode: Any, sequence: bool, recipe: str | None = "block") -> Linear:
-    layer = Linear(8, 8, name="it", recipe=recipe, parallel_mode=mode, sequence_parallel=sequence, tp_group=world())
+    layer = Linear(
+        8, 8, name="it", recipe=recipe, parallel_mode=mode, sequence_parallel=sequence, tp_group=process_group()
+    )
     set_check(layer)
     return layer
 
@@ -40,7 +36,7 @@ def forwards(rank: int, size: int) -> dict[str, str]:
     x, half = torch.randn(2 + rank, 8), torch.randn(2 + 2 * rank, 4)
     column, row = linear("column", True), linear("row", True)
     counts = (2, 3) if rank else (3, 2)
-    mlp = TransformerLayer(8, 8, 2, set_parallel_mode=True, sequence_parallel=True, tp_group=world(), **SIZES)
+    mlp = TransformerLayer(8, 8, 2, set_parallel_mode=True, sequence_parallel=True, tp_group=process_group(), **SIZES)
     set_check(mlp)
     return {
         "column": raised(lambda: column(x)),
@@ -83,12 +79,12 @@ def backwards(rank: int, size: int) -> list[str]:
     a, b = (layer(torch.randn(2, layer.in_features, requires_grad=True)) for layer in layers)
     found = [raised(lambda: (a if rank else b).sum().backward())]
     found.append(raised(lambda: a.sum().backward(retain_graph=True) if rank else layers[1](torch.ones(2, 8))))
-    embedding = minifloat.VocabParallelEmbedding(4, 2, sequence_parallel=True, tp_group=world())
+    embedding = minifloat.VocabParallelEmbedding(4, 2, sequence_parallel=True, tp_group=process_group())
     set_check(embedding)
     embedding.to(torch.bfloat16 if rank else torch.float32)
     found.append(raised(lambda: embedding(torch.tensor([0, 3]))))
     logits, target = torch.randn(3 + rank, 2), torch.zeros(3 + rank, dtype=torch.long)
-    return [*found, raised(lambda: cross_entropy(logits, target, tp_group=world(), classes=4, check=True))]
+    return [*found, raised(lambda: cross_entropy(logits, target, tp_group=process_group(), classes=4, check=True))]
 
 
 def test_backward(worker_pool: Pools) -> None:
@@ -108,7 +104,7 @@ def checked(rank: int, size: int) -> list[list[Tensor]]:
         torch.manual_seed(0)
         layers = {"embedding": nn.Embedding(10, 8), "mlp": LayerNormMLP(8, 16), "norm": minifloat.RMSNorm(8)}
         model = nn.ModuleDict(layers)
-        parallelize(model, world(), plan={"embedding": "vocabulary", "norm": "sequence"}, check=check)
+        parallelize(model, process_group(), plan={"embedding": "vocabulary", "norm": "sequence"}, check=check)
         with minifloat.autocast(recipe=minifloat.Float8BlockScaling()):
             rows = (1, 4)
             x = model["embedding"](torch.arange(5), rows_per_rank=rows)

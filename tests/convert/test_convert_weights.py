@@ -11,22 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minifloat import Linear, QuantizerRole, autocast
-from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
+from minifloat.convert import convert, revert
 from minifloat.functional import count_gemms
 from minifloat.nn import quantized_model_init
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, named
 from minifloat.tensor import QuantizedTensor, quantize
-from tests.convert.test_convert import INSIDE, Model, assert_same_step, everything, step
+from tests.helpers.convert_model import INSIDE, Model, assert_same_step, everything, small_too, step
 from tests.helpers.count_casts import CountCasts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
-
-
-def small_too(model: nn.Module, recipe: Any, **options: Any) -> ConversionReport:
-    return convert(model, recipe, DefaultFilter(model, smallest=1), **options)
 
 
 def quantized(model: nn.Module) -> set[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,3 +56,10 @@ def assert_same_operands(got: Quantized, want: Quantized) -> None:
 def strides(x: Tensor) -> list[int]:
     """Those that say where an element is."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+
+
+def same_on_all_ranks(results: Sequence[Any]) -> Any:
+    """The result of the first rank, which all others equal."""
+    for result in results:
+        assert torch.equal(result.nan_to_num(7.0), results[0].nan_to_num(7.0))
+    return results[0]

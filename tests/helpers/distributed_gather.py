@@ -15,6 +15,7 @@ from minifloat.distributed import Group, ShardMap, quantize_shard
 from minifloat.formats import parse
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer, cast_all
+from tests.helpers.distributed_pool import process_group
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -195,7 +196,7 @@ def gather_examples(rank: int, size: int, examples: Sequence[Example], device: s
 
 def world() -> Group:
     """All ranks."""
-    return Group.of(torch.distributed.group.WORLD)
+    return Group.of(process_group())
 
 
 class Sent(NamedTuple):

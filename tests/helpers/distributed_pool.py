@@ -188,3 +188,9 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def process_group() -> dist.ProcessGroup:
+    """That of all ranks, in a worker."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

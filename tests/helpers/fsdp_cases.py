@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import minifloat
 from minifloat.optim import MasterWeights
-from minifloat.parallel.fsdp import fully_shard, sharded_weights
+from minifloat.parallel.fsdp import fully_shard, pytorch, sharded_weights
 from minifloat.quantizer import cast_all
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.fsdp_reads import Differences, Reads, wholes
@@ -397,3 +397,23 @@ def gathered_bytes(model: nn.Module) -> list[str]:
     for hook in hooks:
         hook.remove()
     return wrong
+
+
+class RecordedGathers:
+    """Bytes that this rank hands to FSDP2's all-gathers, in order."""
+
+    def __init__(self, module: Any) -> None:
+        self.sent: list[int] = []
+        for each in module.modules():
+            for group in pytorch.param_groups(each) if isinstance(each, FSDPModule) else []:
+                each.set_custom_all_gather(self._around(group._all_gather_comm))
+
+    def _around(self, comm: Any) -> Any:
+        outer = self
+
+        class Comm(type(comm)):  # type: ignore[misc]
+            def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                outer.sent.append(input_tensor.numel() * input_tensor.itemsize)
+                return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+        return Comm()

@@ -33,9 +33,10 @@ from minifloat.ops.norm import norm_backward, norm_forward
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import Recipe
 from tests.helpers import linear_model as model
-from tests.nn.test_linear import as_is, gemm_model, operands_of
-from tests.ops import test_activation, test_norm
-from tests.ops.test_norm import U
+from tests.helpers.activation_model import activation_float64, error_scale
+from tests.helpers.compare import U, assert_within
+from tests.helpers.linear_model import as_is, gemm_model, operands_of
+from tests.helpers.norm_model import assert_norm_gradients, norm_float64, normalized
 
 FP32 = torch.float32
 Results = dict[str, Tensor]
@@ -165,7 +166,7 @@ class Model:
         dn_all = found["dx"] if dn is None else found["dx"] + self.rows(dn)
         norm_of = norm.normalization, norm.zero_centered_gamma
         dx, dgamma, dbeta = norm_backward(dn_all, rows, gamma, *saved, *norm_of)
-        self.checks.note(check_norm_gradients, norm, rows, gamma, beta, dn_all, dx, dgamma, dbeta)
+        self.checks.note(assert_norm_gradients, norm, rows, gamma, beta, dn_all, dx, dgamma, dbeta)
         if ds is not None:
             dx, *_ = norm_backward(dn_all, rows, gamma, *saved, *norm_of, self.rows(ds))
         results = {
@@ -255,45 +256,25 @@ def check_sum(db: Tensor, dy: Tensor) -> None:
 
 
 def check_norm(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, n: Tensor) -> None:
-    """The bound is that of ``tests.ops.test_norm``."""
+    """The bound is that of ``norm_model``."""
     gamma, beta = gamma.detach(), None if beta is None else beta.detach()
-    exact = test_norm.forward64(norm, x, gamma, beta)
-    of = test_norm.normal(norm, x)
+    exact = norm_float64(norm, x, gamma, beta)
+    of = normalized(norm, x)
     scale = (gamma.double() + norm.zero_centered_gamma).abs()
-    test_norm.assert_within(n, exact, scale * (of.error + 2 * U * of.n.abs()) + U * exact.abs(), n.dtype)
-
-
-def check_norm_gradients(
-    norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, dn: Tensor, dx: Tensor, dgamma: Tensor, dbeta: Tensor
-) -> None:
-    """Against autograd in float64; the bounds are those of ``tests.ops.test_norm``."""
-    leaves = [t.detach().double().requires_grad_() for t in (x, gamma, beta) if t is not None]
-    y = test_norm.forward64(norm, *leaves, *[None] * (3 - len(leaves)))
-    dn = dn.double()
-    exact = torch.autograd.grad(y, leaves, dn)
-    n, rsigma, error, relative = test_norm.normal(norm, x)
-    d = (dn * (leaves[1].detach() + norm.zero_centered_gamma)).abs()
-    mean_d, mean_dn, mean_error = (t.mean(-1, keepdim=True) for t in (d, d * n.abs(), d * error))
-    terms = d + mean_d + n.abs() * mean_dn
-    bound = rsigma * ((relative + (x.shape[1] + 12) * U) * terms + error * mean_dn + n.abs() * mean_error)
-    test_norm.assert_within(dx, exact[0], 1.1 * bound, dx.dtype)
-    sums = (len(x) + 2) * U * (dn * n).abs().sum(0) + (dn.abs() * error).sum(0)
-    test_norm.assert_within(dgamma, exact[1], 1.1 * sums, dgamma.dtype)
-    if beta is not None:
-        test_norm.assert_within(dbeta, exact[2], (len(x) + 1) * U * dn.abs().sum(0), dbeta.dtype)
+    assert_within(n, exact, scale * (of.error + 2 * U * of.n.abs()) + U * exact.abs(), n.dtype)
 
 
 def check_activation(h: Tensor, of: Activation, a: Tensor) -> None:
-    """The bound is that of ``tests.ops.test_activation``."""
-    test_norm.assert_within(a, test_activation.exact(h, of), 8 * U * test_activation.conditioned(h, of), a.dtype)
+    """The bound is that of ``activation_model``."""
+    assert_within(a, activation_float64(h, of), 8 * U * error_scale(h, of), a.dtype)
 
 
 def check_activation_gradient(da: Tensor, h: Tensor, of: Activation, dh: Tensor) -> None:
     """Against autograd in float64."""
     leaf = h.double().requires_grad_()
-    (exact,) = torch.autograd.grad(test_activation.exact(leaf, of), leaf, da.double())
-    scale = da.double().abs() * test_activation.conditioned(h, of)
-    test_norm.assert_within(dh, exact, 8 * U * (torch.cat([scale, scale], -1) if of.gated else scale), dh.dtype)
+    (exact,) = torch.autograd.grad(activation_float64(leaf, of), leaf, da.double())
+    scale = da.double().abs() * error_scale(h, of)
+    assert_within(dh, exact, 8 * U * (torch.cat([scale, scale], -1) if of.gated else scale), dh.dtype)
 
 
 # ---- the module itself ----

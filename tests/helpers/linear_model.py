@@ -6,14 +6,15 @@ rotated operand stays rotated: both operands of its GEMM are, and the contractio
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.operand import Operand
+from minifloat.formats import IDENTITY, ROWWISE
+from minifloat.operand import Operand, Quantized
+from minifloat.quantizer import Quantizer
 from tests.helpers import oracle
 from tests.helpers.oracle import F32, F64
 
@@ -127,4 +128,27 @@ def assert_within(y: Tensor, result: Product, limit: F64, what: str) -> None:
     assert error.shape == y.shape and (error <= limit).all(), f"{what}: {worst:.3g} times the bound"
 
 
-__all__ = ["COLUMNWISE", "ROWWISE", "Product", "assert_within", "bound", "product", "values"]
+def operands_of(x: Tensor, quantizer: Quantizer, scale: Tensor | None) -> Quantized:
+    """``x`` quantized along both dims, with a given scale where delayed scaling has one."""
+    given = [fmt.scale_rule == "given" for fmt, _ in quantizer.casts]
+    levels = [scale if wants else amax for wants, amax in zip(given, quantizer.amax(x), strict=True)]
+    return quantizer.cast(x, tuple(levels))
+
+
+def operand_values(operand: Operand, along: int, other: Operand, dtype: torch.dtype) -> F64:
+    """What a GEMM multiplies: exact values, or, beside an operand in high precision, values rounded to ``dtype``."""
+    if operand.format.quantized and other.format.quantized:
+        return values(operand, along)
+    return contracted(numpy(operand.dequantize(dtype)), along).astype(np.float64)
+
+
+def gemm_model(a: Quantized, b: Quantized, dims: tuple[int, int], dtype: torch.dtype, bias: Any = None) -> Product:
+    """The float64 product of two values along the dims that a GEMM contracts."""
+    left, right = a.along(dims[0]), b.along(dims[1])
+    x, y = operand_values(left, dims[0], right, dtype), operand_values(right, dims[1], left, dtype)
+    return product(x, y, bias)
+
+
+def as_is(x: Tensor) -> Quantized:
+    """High precision."""
+    return Quantized(*[Operand(x, None, None, IDENTITY, ROWWISE, (x.shape[0], x.shape[1]), x.dtype)] * 2)

@@ -1,10 +1,12 @@
-"""What lives in memory: the storages that operations made, and the bytes that operands are expected to take."""
+"""What lives in memory: storages that operations made, what is saved for backward, and the bytes it should take."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,3 +74,11 @@ def saved_sizes(model: nn.Module, x: Tensor, recipe: Recipe | None, backward: bo
         del y
         assert storages.alive([p.grad for p in mine if p.grad is not None] + mine) == []
     return sizes
+
+
+def live_tensors() -> tuple[int, int]:
+    """Tensors, and the bytes of their storages."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
+    plain = [each.untyped_storage() for each in tensors if type(each) is Tensor and each.layout == torch.strided]
+    return len(tensors), sum({storage._cdata: storage.size() for storage in plain}.values())

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minifloat.recipe import named
-from minifloat.tools.train import checkpoint, checkpoint_writer, data
+from minifloat.tools.train import checkpoint_writer, data
 from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import Run, TrainConfig, train
@@ -62,14 +60,6 @@ def train_and_save(folder: Path, recipe: str | None, steps: int, *, every: int |
     checkpoints = Checkpoints(folder, {"recipe": recipe} | config.settings(), every, start=latest(folder))
     name = recipe or "bf16"
     return train(name, micro_model(recipe), MICRO.context, micro_corpus(), config, CPU, checkpoints=checkpoints, **more)
-
-
-def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a checkpoint's index as an attacker would, with the digest that belongs to it."""
-    plain = json.loads((folder / checkpoint.PLAIN).read_text())
-    del plain["sha256"]
-    change(plain)
-    (folder / checkpoint.PLAIN).write_text(json.dumps(plain | {"sha256": checkpoint.digest_of_plain(plain)}))
 
 
 def losses(run: Run) -> list[tuple[float, float, float | None]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minifloat.functional.norm import Norm
 from minifloat.ops.norm import NORMALIZATIONS
-from tests.helpers.compare import U
+from tests.helpers.compare import U, assert_within
 
 NORMS = [
     Norm(normalization, zero_centered_gamma=centered) for normalization in NORMALIZATIONS for centered in (False, True)
@@ -67,3 +67,44 @@ def normalized(norm: Norm, x: Tensor) -> Normalized:
     relative = 1.1 * (0.5 * err_v / (v + norm.eps) + 3 * U)
     n = c * rsigma
     return Normalized(n, rsigma, 1.1 * (rsigma * err_c + n.abs() * (relative + U)), relative)
+
+
+def assert_norm_forward(
+    norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor, mean: Tensor, rsigma: Tensor
+) -> None:
+    """Value in fp32 and statistics, within the sums' freedom of order."""
+    size, exact = x.shape[1], norm_float64(norm, x, gamma, beta)
+    scale = (gamma.double() + norm.zero_centered_gamma).abs()
+    n, exact_rsigma, err_n, relative = normalized(norm, x)
+    bound = scale * (err_n + 2 * U * n.abs()) + U * exact.abs() + 1e-30
+    assert (y.dtype, mean.dtype, rsigma.dtype) == (torch.float32,) * 3
+    assert ((y.double() - exact).abs() <= bound).all()
+    assert ((rsigma - exact_rsigma[:, 0]).abs() <= relative[:, 0] * exact_rsigma[:, 0]).all()
+    if norm.normalization == "LayerNorm":
+        assert ((mean - x.double().mean(-1)).abs() <= (size + 1) * U * x.double().abs().mean(-1)).all()
+    else:
+        assert mean.shape == (0,)
+
+
+def assert_norm_gradients(
+    norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, dy: Tensor, dx: Tensor, dgamma: Tensor, dbeta: Any
+) -> tuple[Tensor, Tensor]:
+    """Against autograd in float64; returns its dx, and the bound of what another one differs by before it is rounded.
+
+    The bounds follow err(n) through dx = rsigma (d - mean(d) - n mean(d n)), d = dy g.
+    """
+    leaves = [t.detach().double().requires_grad_() for t in (x, gamma, beta) if t is not None]
+    y = norm_float64(norm, *leaves, *[None] * (3 - len(leaves)))
+    dy, rows, size = dy.double(), *x.shape
+    exact = torch.autograd.grad(y, leaves, dy)
+    n, rsigma, err_n, relative = normalized(norm, x)
+    d = (dy * (gamma.detach().double() + norm.zero_centered_gamma)).abs()
+    mean_d, mean_dn, mean_d_err = (t.mean(-1, keepdim=True) for t in (d, d * n.abs(), d * err_n))
+    terms = d + mean_d + n.abs() * mean_dn
+    bound = 1.1 * rsigma * ((relative + (size + 12) * U) * terms + err_n * mean_dn + n.abs() * mean_d_err)
+    assert_within(dx, exact[0], bound, dx.dtype)
+    sums = (rows + 2) * U * (dy * n).abs().sum(0) + (dy.abs() * err_n).sum(0)
+    assert_within(dgamma, exact[1], 1.1 * sums, dgamma.dtype)
+    if beta is not None:
+        assert_within(dbeta, exact[2], (rows + 1) * U * dy.abs().sum(0), dbeta.dtype)
+    return exact[0], bound

@@ -22,18 +22,18 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from minifloat.autocast import autocast
 from minifloat.convert import convert
-from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
+from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.gemm import wgrad
 from minifloat.functional.linear_config import LinearConfig, linear_config
 from minifloat.nn import Linear, prepare, quantized_model_init
-from minifloat.operand import Operand, Quantized
+from minifloat.operand import Operand
 from minifloat.ops.matmul import count_gemms
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, MXFP8BlockScaling, Recipe, named
 from minifloat.tensor import QuantizedTensor, quantize
 from tests.helpers import linear_model as model
-from tests.helpers import oracle
 from tests.helpers.count_casts import CountCasts
+from tests.helpers.linear_model import as_is, gemm_model, operands_of
 from tests.helpers.memory import Storages, blocks_in, operand_bytes
 from tests.helpers.recipes import DELAYED, LINEAR_NAMED, LINEAR_RECIPES, STATELESS_LINEAR, for_each, stochastic
 
@@ -108,29 +108,6 @@ def scales_of(layer: Linear, plan: LinearConfig) -> dict[str, Tensor]:
     return {"input": forward[:1], "weight": forward[1:2], "grad_output": backward[:1]}
 
 
-def operands_of(x: Tensor, quantizer: Quantizer, scale: Tensor | None) -> Quantized:
-    """``x`` quantized along both dims, with a given scale where delayed scaling has one."""
-    given = [fmt.scale_rule == "given" for fmt, _ in quantizer.casts]
-    levels = [scale if wants else amax for wants, amax in zip(given, quantizer.amax(x), strict=True)]
-    return quantizer.cast(x, tuple(levels))
-
-
-def operand_values(operand: Operand, along: int, other: Operand, dtype: torch.dtype) -> oracle.F64:
-    """What a GEMM multiplies: exact values, or, beside an operand in high precision, values rounded to ``dtype``."""
-    if operand.format.quantized and other.format.quantized:
-        return model.values(operand, along)
-    return model.contracted(model.numpy(operand.dequantize(dtype)), along).astype(np.float64)
-
-
-def gemm_model(
-    a: Quantized, b: Quantized, dims: tuple[int, int], dtype: torch.dtype, bias: Any = None
-) -> model.Product:
-    """The float64 product of two values along the dims that a GEMM contracts."""
-    left, right = a.along(dims[0]), b.along(dims[1])
-    x, y = operand_values(left, dims[0], right, dtype), operand_values(right, dims[1], left, dtype)
-    return model.product(x, y, bias)
-
-
 class Expected(NamedTuple):
     """Float64 results of a step."""
 
@@ -168,11 +145,6 @@ def expect(
         gemm_model(dyq, xb, (COLUMNWISE, COLUMNWISE), dtype),
         model.product(dy.double().numpy().T, np.ones((1, len(dy)))),
     )
-
-
-def as_is(x: Tensor) -> Quantized:
-    """High precision."""
-    return Quantized(*[Operand(x, None, None, IDENTITY, ROWWISE, (x.shape[0], x.shape[1]), x.dtype)] * 2)
 
 
 def assert_step(result: Step, expected: Expected, dtype: torch.dtype, rounds: int = 1) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -22,22 +20,12 @@ from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entro
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.ops import cross_entropy as kernels
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.compare import same_on_all_ranks
+from tests.helpers.distributed_pool import Pools, process_group
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 WORLDS = pytest.mark.parametrize("size", [2, 3])
 TOLERANCE = {FP64: 1e-12, FP32: 2e-6, torch.float16: 1e-3, BF16: 8e-3}
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def all_same(results: Sequence[Any]) -> Any:
-    for result in results:
-        assert torch.equal(result.nan_to_num(7.0), results[0].nan_to_num(7.0))
-    return results[0]
 
 
 # ---- The split ------------------------------------------------------------------------------------------------------
@@ -65,7 +53,9 @@ def embed(rank: int, size: int, V: int, tokens: Tensor, dy: Tensor, dtype: Any, 
     """Rows of the table, output, its gradient; ``rows``: None, or each rank's part of dim 0, () for equal parts."""
     torch.manual_seed(3)
     sequence = rows is not None
-    module = VocabParallelEmbedding(V, 6, dtype=dtype, sequence_parallel=sequence, tp_group=world(), tp_size=size)
+    module = VocabParallelEmbedding(
+        V, 6, dtype=dtype, sequence_parallel=sequence, tp_group=process_group(), tp_size=size
+    )
     call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     y = call(tokens, rows_per_rank=rows or None)
     lengths = list(rows or [len(tokens) // size] * size) if sequence else []
@@ -92,7 +82,7 @@ def test_embedding(V: int, split: str, dtype: torch.dtype, size: int, worker_poo
     weights, ys, grads = zip(*worker_pool(size).run(embed, V, tokens, dy, dtype, rows, False), strict=True)
     assert [len(w) for w in weights] == list(vocabulary_shards(V, size).rows)
     assert torch.equal(torch.cat(weights), whole.weight) and torch.equal(torch.cat(grads), whole.weight.grad)
-    assert torch.equal(all_same(ys) if rows is None else torch.cat(ys), y) and ys[0].dtype == dtype
+    assert torch.equal(same_on_all_ranks(ys) if rows is None else torch.cat(ys), y) and ys[0].dtype == dtype
     if rows:
         assert [len(each) for each in ys] == list(rows)
 
@@ -111,9 +101,9 @@ def adopted(rank: int, size: int) -> Any:
     module = nn.Embedding(7, 2)
     shards = vocabulary_shards(7, size)
     module.weight = nn.Parameter(module.weight.detach().split(list(shards.rows))[rank].clone())
-    VocabParallelEmbedding._adopt(module, TensorParallel("column", True, Group.of(world())))
+    VocabParallelEmbedding._adopt(module, TensorParallel("column", True, Group.of(process_group())))
     torch.manual_seed(3)
-    born = VocabParallelEmbedding(7, 2, sequence_parallel=True, tp_group=world())
+    born = VocabParallelEmbedding(7, 2, sequence_parallel=True, tp_group=process_group())
     assert repr(module) == repr(born) and vars(module).keys() == vars(born).keys()
     assert vars(module.weight) == vars(born.weight) and module.state_dict().keys() == born.state_dict().keys()
     tokens = torch.randint(7, (size * 2,))
@@ -128,7 +118,7 @@ def test_adopted_embedding(worker_pool: Pools) -> None:
 
 def special_rows(rank: int, size: int) -> Tensor:
     """Row 0 of each rank, which stands in for tokens of others, is NaN; so is the gradient of the others' tokens."""
-    module = VocabParallelEmbedding(6, 2, tp_group=world(), init_method=nn.init.ones_)
+    module = VocabParallelEmbedding(6, 2, tp_group=process_group(), init_method=nn.init.ones_)
     with torch.no_grad():
         module.weight[0] = float("nan")
     y = module(torch.tensor([1, 4]))
@@ -144,7 +134,7 @@ def test_other_ranks_tokens_touch_nothing(worker_pool: Pools) -> None:
 
 
 def bad_tokens(rank: int, size: int) -> list[str]:
-    module = VocabParallelEmbedding(7, 2, tp_group=world(), sequence_parallel=True)
+    module = VocabParallelEmbedding(7, 2, tp_group=process_group(), sequence_parallel=True)
     found = []
     for tokens in ([1, 7], [-1, 2]):
         with pytest.raises(IndexError):
@@ -187,7 +177,7 @@ def entropy(
 ) -> tuple[Tensor, Tensor, int]:
     shards = vocabulary_shards(logits.shape[-1], size)
     own = logits.split(list(shards.rows), -1)[rank].clone().requires_grad_()
-    group = Group.of(world())
+    group = Group.of(process_group())
 
     def loss_of(own: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(own, target, **options, tp_group=group, classes=logits.shape[-1])
@@ -205,7 +195,7 @@ def run_entropy(pools: Pools, size: int, logits: Tensor, target: Tensor, dloss: 
     """The loss, which all ranks have alike, and the gradient of all logits."""
     losses, grads, counts = zip(*pools(size).run(entropy, logits, target, dloss, options, False), strict=True)
     assert set(counts) == {1 if target.numel() else 0}  # collectives of forward and backward together
-    return all_same(losses), torch.cat(grads, -1)
+    return same_on_all_ranks(losses), torch.cat(grads, -1)
 
 
 def some_targets(rows: int, classes: int) -> Tensor:
@@ -301,7 +291,7 @@ def head(rank: int, size: int, tensors: Any, options: dict[str, Any], rows: Any,
     shards = list(vocabulary_shards(len(weight), size).rows)
     w, b = (None if t is None else t.split(shards)[rank].clone().requires_grad_() for t in (weight, bias))
     x = (hidden if rows is None else hidden.split(list(rows))[rank]).clone().requires_grad_()
-    ranks = {"tp_group": Group.of(world()), "classes": len(weight)}
+    ranks = {"tp_group": Group.of(process_group()), "classes": len(weight)}
     split = {} if rows is None else {"sequence_parallel": True, "rows_per_rank": rows}
 
     def loss_of(x: Tensor, target: Tensor) -> Tensor:
@@ -330,10 +320,10 @@ def test_linear_cross_entropy(options: Any, dtype: Any, split: bool, size: int, 
     rows = {2: (4, 5), 3: (0, 7, 2)}[size] if split else None
     given = (hidden, weight, bias, target), {**options, "chunk_rows": 4}, rows, False
     losses, dhidden, *heads = zip(*worker_pool(size).run(head, *given), strict=True)
-    found = [torch.cat(dhidden) if split else all_same(dhidden), *(torch.cat(each) for each in heads)]
+    found = [torch.cat(dhidden) if split else same_on_all_ranks(dhidden), *(torch.cat(each) for each in heads)]
     # A bf16 logit is rounded, and so is each rank's addend of the gradient of hidden.
     tolerance = {FP64: 1e-12, FP32: 5e-6, BF16: 3e-2}[dtype]
-    torch.testing.assert_close(all_same(losses).double(), expected.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(same_on_all_ranks(losses).double(), expected.detach(), rtol=tolerance, atol=tolerance)
     for one, other in zip(found, gradients, strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
@@ -361,7 +351,7 @@ def test_uneven_vocabularies_have_the_same_chunks(worker_pool: Pools, size: int,
     hidden, weight, target = torch.randn(20, 4), torch.randn(vocabulary, 4), some_targets(20, vocabulary)
     losses, exchanges = zip(*worker_pool(size).run(default_chunks, (hidden, weight, target)), strict=True)
     assert set(exchanges) == {-(-20 // (32 // shards[0]))}
-    torch.testing.assert_close(all_same(losses), F.cross_entropy(hidden @ weight.t(), target))
+    torch.testing.assert_close(same_on_all_ranks(losses), F.cross_entropy(hidden @ weight.t(), target))
 
 
 def test_linear_cross_entropy_compiles_to_one_graph(worker_pool: Pools) -> None:
@@ -373,10 +363,10 @@ def test_linear_cross_entropy_compiles_to_one_graph(worker_pool: Pools) -> None:
 
 def wrong_head(rank: int, size: int) -> None:
     hidden, weight, target = torch.randn(4, 3), torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
-    ranks: Any = {"tp_group": world(), "classes": 8}
+    ranks: Any = {"tp_group": process_group(), "classes": 8}
     for classes, message in ((None, "classes="), (12, r"\(6, 6\)")):
         with pytest.raises(ValueError, match=message):
-            linear_cross_entropy(hidden, weight, target, tp_group=world(), classes=classes)
+            linear_cross_entropy(hidden, weight, target, tp_group=process_group(), classes=classes)
     with pytest.raises(ValueError, match="linear_cross_entropy: rows_per_rank"):
         linear_cross_entropy(hidden, weight, target, **ranks, sequence_parallel=True, rows_per_rank=(3, 5))
     with pytest.raises(ValueError, match=r"target has shape \(4,\), input \(8, 3\)"):
@@ -395,12 +385,12 @@ def wrong_cross_entropy(rank: int, size: int) -> list[str]:
     logits, target = torch.randn(2, 4), torch.tensor([0, 6])
     for arguments in ({}, {"classes": 6}):
         with pytest.raises(ValueError, match="cross_entropy") as error:
-            cross_entropy(logits, target, tp_group=world(), **arguments)
+            cross_entropy(logits, target, tp_group=process_group(), **arguments)
         found.append(str(error.value))
     for wrong in (7, -1):
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             own = logits[:, : 4 - rank]
-            cross_entropy(own, torch.tensor([0, wrong]), tp_group=world(), classes=7)
+            cross_entropy(own, torch.tensor([0, wrong]), tp_group=process_group(), classes=7)
     return found
 
 

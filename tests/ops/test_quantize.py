@@ -26,12 +26,11 @@ from minifloat.ops import quantize
 from minifloat.ops.quantize import philox
 from minifloat.quantizer import Quantizer, cast_all, find_amaxes
 from tests.helpers import oracle, vectors
+from tests.helpers.oracle_casts import SEED, OracleCast, differences, oracle_cast, oracle_values, same, to_numpy
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 5), (16, 16), (17, 129), (130, 70), (128, 256)]
 EMPTY = [(0, 64), (5, 0), (0, 0)]
-SEED = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
-"""Seed and offset of stochastic rounding, with bits in all four words."""
 
 
 def _fp8_formats() -> Iterator[Format]:
@@ -188,82 +187,7 @@ def inputs(dtype: torch.dtype) -> list[Input]:
     return generated
 
 
-# ---- What the oracle says --------------------------------------------------------------------------------------------
-
-
-class Expected(NamedTuple):
-    codes: oracle.U8
-    scales: np.ndarray[Any, Any]
-    amax: oracle.F32 | None
-
-
-def expected(
-    x: Tensor, fmt: Format, dim: int, level: float | oracle.F32 | None = None, seed: tuple[int, int] = SEED
-) -> Expected:
-    """The oracle's cast of ``x`` [M, K]. ``level`` is an amax from outside, or the scale for delayed scaling."""
-    values, largest = _numpy(x.float()), torch.finfo(x.dtype).max
-    eps, pow2 = fmt.amax_epsilon, fmt.scale_rule == "pow2"
-    if fmt.scale_rule == "given":
-        assert level is not None
-        return Expected(*oracle.per_tensor_given(values, fmt.element, level))
-    if fmt.scale_rule == "two_level":
-        return Expected(*_expected_nvfp4(values, fmt, dim, level, seed))
-    if fmt.scale_rule == "e8m0":
-        codes, scales = oracle.mxfp8(values, fmt.element, dim, fmt.tile)
-        return Expected(oracle.pack(codes, dim) if fmt.packed else codes, scales, None)
-    if fmt.block == 0 and fmt.amax_per_row:
-        return Expected(*oracle.per_row(values, fmt.element, pow2, eps, dim, level), None)  # type: ignore[arg-type]
-    if fmt.block == 0:
-        return Expected(*oracle.per_tensor_current(values, fmt.element, pow2, eps, level), None)
-    if fmt.tile:
-        return Expected(*oracle.block_2d(values, fmt.element, pow2, eps, largest, fmt.block), None)
-    return Expected(*oracle.block_1d(values, fmt.element, pow2, eps, largest, dim, fmt.block), None)
-
-
-def _expected_nvfp4(
-    values: oracle.F32, fmt: Format, dim: int, level: float | oracle.F32 | None, seed: tuple[int, int]
-) -> tuple[oracle.U8, oracle.U8, oracle.F32]:
-    hadamard = fmt.transform == "hadamard16"
-    rows = -(-values.shape[0] // 16) * 16 if hadamard else values.shape[0]
-    if values.size == 0:  # nothing to rotate
-        values, hadamard = np.zeros((rows, values.shape[1]), np.float32), False
-    stochastic = fmt.rounding == "stochastic"
-    return oracle.nvfp4(
-        values,
-        dim,
-        two_d=fmt.tile,
-        hadamard=hadamard,
-        stochastic=oracle.random_bytes(*seed, rows, values.shape[1], 0 if dim else 1) if stochastic else None,
-        four_over_six={"mae": "MAE", "mse": "MSE"}.get(fmt.rounding[-3:]),
-        e4m3_max=fmt.block_scale_max,
-        row_scaled=fmt.amax_per_row,
-        amax=level,
-    )
-
-
-def expected_values(cast: Expected, fmt: Format, dim: int, shape: tuple[int, ...]) -> oracle.F32:
-    """The fp32 values that the oracle says a cast stands for, not rotated back."""
-    if cast.codes.size == 0:
-        return np.zeros(shape, np.float32)
-    if fmt.scale_rule == "two_level":
-        assert cast.amax is not None
-        size = cast.codes.shape[0] * 2 if fmt.transform == "hadamard16" else shape[dim]
-        return oracle.dequantize_nvfp4(cast.codes, cast.scales, cast.amax, dim, size, fmt.tile, fmt.block_scale_max)
-    if fmt.scale_rule == "e8m0":
-        codes = oracle.unpack(cast.codes, dim, shape[dim]) if fmt.packed else cast.codes
-        return oracle.dequantize_mxfp8(codes, cast.scales, fmt.element, dim, fmt.tile)
-    if fmt.block == 0:
-        return oracle.dequantize_per_tensor(cast.codes, cast.scales, fmt.element)
-    if fmt.tile:
-        return oracle.dequantize_block_2d(cast.codes, cast.scales, fmt.element, fmt.block)
-    return oracle.dequantize_block_1d(cast.codes, cast.scales, fmt.element, dim, fmt.block)
-
-
 # ---- What the package says -------------------------------------------------------------------------------------------
-
-
-def _numpy(x: Tensor) -> np.ndarray[Any, Any]:
-    return x.detach().cpu().contiguous().numpy()
 
 
 def quantizer(fmt: Format, dim: int) -> Quantizer:
@@ -271,7 +195,7 @@ def quantizer(fmt: Format, dim: int) -> Quantizer:
     return Quantizer(fmt, rowwise=dim == ROWWISE, columnwise=dim == COLUMNWISE)
 
 
-def actual(x: Tensor, fmt: Format, dim: int, level: Tensor | None = None, seed: tuple[int, int] = SEED) -> Expected:
+def actual(x: Tensor, fmt: Format, dim: int, level: Tensor | None = None, seed: tuple[int, int] = SEED) -> OracleCast:
     """The package's cast, in the oracle's form."""
     if fmt.scale_rule == "given" and level is None:
         level = torch.ones(1, device=x.device)
@@ -280,25 +204,8 @@ def actual(x: Tensor, fmt: Format, dim: int, level: Tensor | None = None, seed: 
     operand = quantizer(fmt, dim).cast(x, amaxes, rng).any
     assert (operand.format, operand.dim, operand.shape, operand.dtype) == (fmt, dim, tuple(x.shape), x.dtype)
     assert operand.scale_inv is not None
-    amax = None if operand.amax is None else _numpy(operand.amax)
-    return Expected(_numpy(operand.codes), _numpy(operand.scale_inv), amax)
-
-
-def same(a: np.ndarray[Any, Any] | None, b: np.ndarray[Any, Any] | None) -> bool:
-    """Equal bits, shapes and dtypes, but that one NaN is as good as another."""
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    nan = np.isnan(a) & np.isnan(b) if a.dtype.kind == "f" else np.zeros(a.shape, np.bool_)
-    unsigned = f"u{a.dtype.itemsize}"
-    bits_a, bits_b = (np.ascontiguousarray(each).view(unsigned) for each in (a, b))
-    return bool(((bits_a == bits_b) | nan).all())
-
-
-def differences(label: str, got: Expected, want: Expected) -> list[str]:
-    """What differs, in words; empty if nothing does."""
-    return [f"{label}: {field}" for field, a, b in zip(Expected._fields, got, want, strict=True) if not same(a, b)]
+    amax = None if operand.amax is None else to_numpy(operand.amax)
+    return OracleCast(to_numpy(operand.codes), to_numpy(operand.scale_inv), amax)
 
 
 # ---- Worked vectors --------------------------------------------------------------------------------------------------
@@ -341,7 +248,7 @@ def test_worked_vector(vector: vectors.Vector, device: torch.device) -> None:
     if vector.amax is not None:
         assert same(got.amax, vector.amax)
     if vector.dequantized is not None:
-        values = _numpy(quantizer(fmt, dim)(x).dequantize(torch.float32))
+        values = to_numpy(quantizer(fmt, dim)(x).dequantize(torch.float32))
         tolerance = 0 if vector.digits is None else 0.5 * 10.0**-vector.digits + 1e-9
         known = ~np.isnan(vector.dequantized)
         np.testing.assert_allclose(values[known], vector.dequantized[known], rtol=1e-7, atol=tolerance)
@@ -369,14 +276,14 @@ def test_element_cast_of_every_bf16(element: str, device: torch.device) -> None:
     bf16 = torch.arange(1 << 16, dtype=torch.int32) << 16
     x = torch.cat([bf16, bf16 + 1, bf16 - 1]).view(torch.float32)
     cast = oracle.cast_fp8 if ELEMENTS[element].dtype else oracle.cast_small
-    assert same(_numpy(ELEMENTS[element].encode(x.to(device))), cast(_numpy(x), element))
+    assert same(to_numpy(ELEMENTS[element].encode(x.to(device))), cast(to_numpy(x), element))
 
 
 def test_e8m0_rounds_up(device: torch.device) -> None:
     values, codes = zip(*vectors.FLOAT_TO_E8M0, strict=True)
     assert scale_rules.e8m0_from_float(torch.tensor(values, device=device)).tolist() == list(codes)
     every = torch.arange(256, dtype=torch.uint8)
-    assert same(_numpy(scale_rules.SCALE_RULES["e8m0"].values(every.to(device))), oracle.e8m0_value(_numpy(every)))
+    assert same(to_numpy(scale_rules.SCALE_RULES["e8m0"].values(every.to(device))), oracle.e8m0_value(to_numpy(every)))
 
 
 @pytest.mark.parametrize(("largest", "pow2", "scales"), vectors.SCALES)
@@ -429,7 +336,7 @@ def test_philox_known_answers(device: torch.device) -> None:
 @pytest.mark.parametrize("seed", [(0, 0), SEED, (2**62 - 1, 2**62 - 1)])
 def test_random_bytes(seed: tuple[int, int], dim: int, device: torch.device) -> None:
     got = philox.random_bytes(torch.tensor(seed, device=device), torch.Size((7, 45)), dim)
-    assert same(_numpy(got), oracle.random_bytes(*seed, 7, 45, 0 if dim == ROWWISE else 1))
+    assert same(to_numpy(got), oracle.random_bytes(*seed, 7, 45, 0 if dim == ROWWISE else 1))
 
 
 @pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
@@ -460,23 +367,23 @@ def _check(generated: list[Input], fmt: Format, dim: int, device: torch.device) 
     wrong = []
     for label, x in generated:
         scale = 0.37 if fmt.scale_rule == "given" else None
-        want = expected(x, fmt, dim, scale)
+        want = oracle_cast(x, fmt, dim, scale)
         got = actual(x.to(device), fmt, dim, None if scale is None else torch.tensor([scale], device=device))
         wrong += differences(label, got, want)
         if fmt.transform == "none":
             values = _dequantize(want, fmt, dim, x.shape, torch.float32, device)
-            if not same(values, expected_values(want, fmt, dim, x.shape)):
+            if not same(values, oracle_values(want, fmt, dim, x.shape)):
                 wrong.append(f"{label}: dequantized")
     assert not wrong, "differs from the oracle:\n" + "\n".join(wrong)
 
 
 def _dequantize(
-    cast: Expected, fmt: Format, dim: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    cast: OracleCast, fmt: Format, dim: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> oracle.F32:
     """The package's reading of the oracle's codes, as fp32."""
     codes, scales = (torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in cast[:2])
     amax = None if cast.amax is None else torch.from_numpy(np.ascontiguousarray(cast.amax)).to(device)
-    return _numpy(quantize.dequantize(codes, scales, amax, fmt.spec, dim, *shape, dtype).float())
+    return to_numpy(quantize.dequantize(codes, scales, amax, fmt.spec, dim, *shape, dtype).float())
 
 
 @for_each([cast for cast in CASTS if cast[0].rounding.startswith("four_over_six")])
@@ -489,7 +396,7 @@ def test_four_over_six_near_ties(fmt: Format, dim: int, device: torch.device) ->
         return np.ascontiguousarray(blocks.T) if dim == COLUMNWISE else blocks.reshape(-1, 16)
 
     def scales(blocks: oracle.F32) -> oracle.F32:
-        return expected(torch.from_numpy(matrix(blocks)), fmt, dim, level).scales.reshape(-1)
+        return oracle_cast(torch.from_numpy(matrix(blocks)), fmt, dim, level).scales.reshape(-1)
 
     rng = np.random.default_rng(0)
     low, high = rng.uniform(-4, 4, (2, count, size)).astype(np.float32) * rng.uniform(0, 1, (2, count, 1)) ** 2
@@ -506,7 +413,7 @@ def test_four_over_six_near_ties(fmt: Format, dim: int, device: torch.device) ->
         near[:, 1] = (low[:, 1].view(np.int32) + ulps).view(np.float32)
         x = torch.from_numpy(matrix(near))
         got = actual(x.to(device), fmt, dim, torch.from_numpy(level).to(device))
-        assert not differences(f"{ulps} ulps", got, expected(x, fmt, dim, level))
+        assert not differences(f"{ulps} ulps", got, oracle_cast(x, fmt, dim, level))
 
 
 @pytest.mark.parametrize("scale", [1.0, 56.0, 2.0**-130, float(oracle.FLT_MAX)])
@@ -515,15 +422,15 @@ def test_delayed_scaling_casts_with_any_scale(element: str, scale: float, device
     fmt = Format(element, scale_rule="given")
     for label, x in inputs(torch.bfloat16):
         got = actual(x.to(device), fmt, ROWWISE, torch.tensor([scale], device=device))
-        assert not differences(label, got, expected(x, fmt, ROWWISE, scale))
+        assert not differences(label, got, oracle_cast(x, fmt, ROWWISE, scale))
 
 
 @FOR_EACH_CAST
 def test_dequantize_rounds_once(fmt: Format, dim: int) -> None:
     """To each dtype as fp32 rounded; by way of bf16 to fp16, say, it would round twice."""
     if fmt.transform == "none":
-        cast = expected(_random((17, 129), torch.float32), fmt, dim, 0.37 if fmt.scale_rule == "given" else None)
-        exact = torch.from_numpy(expected_values(cast, fmt, dim, (17, 129)))
+        cast = oracle_cast(_random((17, 129), torch.float32), fmt, dim, 0.37 if fmt.scale_rule == "given" else None)
+        exact = torch.from_numpy(oracle_values(cast, fmt, dim, (17, 129)))
         for dtype in DTYPES:
             values = _dequantize(cast, fmt, dim, (17, 129), dtype, torch.device("cpu"))
             assert same(values, exact.to(dtype).float().numpy())
@@ -534,8 +441,8 @@ def test_dequantize_rotates_back(rows: int, device: torch.device) -> None:
     """Within fp32 rounding of the rotation as a matrix, which is its own transpose's inverse."""
     fmt = Format("e2m1", 16, scale_rule="two_level", transform="hadamard16")
     x = torch.randn(rows, 20, dtype=torch.float32)
-    cast = expected(x, fmt, COLUMNWISE)
-    rotated = expected_values(cast, fmt, COLUMNWISE, x.shape).reshape(-1, 16, 20).astype(np.float64)
+    cast = oracle_cast(x, fmt, COLUMNWISE)
+    rotated = oracle_values(cast, fmt, COLUMNWISE, x.shape).reshape(-1, 16, 20).astype(np.float64)
     index = np.arange(16)
     parity = np.array([[bin(i & j).count("1") % 2 for j in index] for i in index])
     matrix = oracle.HADAMARD_SIGNS[:, None] * np.where(parity, -0.25, 0.25)
@@ -562,7 +469,9 @@ def test_own_amax(fmt: Format, dim: int, shape: tuple[int, int], device: torch.d
     for kind in ("random", "with_nan_and_infinity", "all_nan"):
         x = KINDS[kind](shape, torch.bfloat16).bfloat16()
         source = (
-            oracle.hadamard16(_numpy(x.float())) if fmt.transform == "hadamard16" and x.numel() else _numpy(x.float())
+            oracle.hadamard16(to_numpy(x.float()))
+            if fmt.transform == "hadamard16" and x.numel()
+            else to_numpy(x.float())
         )
         if fmt.amax_per_row:
             want = oracle.amax_of(source, axis=1 if dim == ROWWISE else 0)
@@ -571,7 +480,7 @@ def test_own_amax(fmt: Format, dim: int, shape: tuple[int, int], device: torch.d
         else:
             want = oracle.amax_of(source)
         got = quantize.amax([x.to(device)], [fmt.spec], [dim])[0]
-        assert same(_numpy(got), want), kind
+        assert same(to_numpy(got), want), kind
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0, 1000.0])
@@ -582,7 +491,7 @@ def test_given_amax(fmt: Format, dim: int, factor: float) -> None:
     (own,) = quantizer(fmt, dim).amax(x)
     assert own is not None
     agreed = own * factor
-    assert not differences("", actual(x, fmt, dim, agreed), expected(x, fmt, dim, _numpy(agreed)))
+    assert not differences("", actual(x, fmt, dim, agreed), oracle_cast(x, fmt, dim, to_numpy(agreed)))
 
 
 @for_each([(fmt, dim) for fmt, dim in CASTS if fmt.block and fmt.scale_rule != "two_level"])
@@ -590,14 +499,14 @@ def test_given_block_amaxes(fmt: Format, dim: int) -> None:
     """A cast with the blocks' amaxes from outside: as without, and with larger ones as if an element were larger."""
     x = _random((130, 133), torch.bfloat16).bfloat16()
     own = quantize.amax([x], [fmt.spec], [dim])[0]
-    assert not differences("own", actual(x, fmt, dim, own), expected(x, fmt, dim))
+    assert not differences("own", actual(x, fmt, dim, own), oracle_cast(x, fmt, dim))
     rows, columns = fmt.scale_block(dim)
     peaked = x.clone()
     peaked[::rows, ::columns] = own.bfloat16() * 4
     agreed = quantize.amax([peaked], [fmt.spec], [dim])[0]
     others = torch.ones_like(x, dtype=torch.bool)
     others[::rows, ::columns] = False
-    got, want = actual(x, fmt, dim, agreed), expected(peaked, fmt, dim)
+    got, want = actual(x, fmt, dim, agreed), oracle_cast(peaked, fmt, dim)
     assert same(got.scales, want.scales)
     codes = [oracle.unpack(c.codes, dim, x.shape[dim]) if fmt.packed else c.codes for c in (got, want)]
     assert same(codes[0][others.numpy()], codes[1][others.numpy()])
@@ -622,7 +531,7 @@ def _fields(operand: Operand) -> list[Tensor]:
 
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(same(_numpy(x), _numpy(y)) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(same(to_numpy(x), to_numpy(y)) for x, y in zip(a, b, strict=True))
 
 
 @PROPERTY
@@ -631,7 +540,7 @@ def test_any_shape_and_seed(x: Tensor, cast: tuple[Format, int], seed: int, offs
     fmt, dim = cast
     level = 0.37 if fmt.scale_rule == "given" else None
     got = actual(x, fmt, dim, None if level is None else torch.tensor([level]), (seed, offset))
-    assert not differences(f"{fmt.spec} {x.shape} {x.dtype}", got, expected(x, fmt, dim, level, (seed, offset)))
+    assert not differences(f"{fmt.spec} {x.shape} {x.dtype}", got, oracle_cast(x, fmt, dim, level, (seed, offset)))
 
 
 @PROPERTY
@@ -685,7 +594,7 @@ def test_zero_padding_changes_nothing(x: Tensor, cast: tuple[Format, int], down:
     small, large = actual(x, fmt, dim), actual(padded, fmt, dim)
     (own,), (wide,) = (q.amax(each) for q, each in ((quantizer(fmt, dim), x), (quantizer(fmt, dim), padded)))
     if own is not None and wide is not None:
-        assert same(_numpy(own), _numpy(wide)[: own.shape[0]])
+        assert same(to_numpy(own), to_numpy(wide)[: own.shape[0]])
     rows, columns = small.codes.shape
     # An odd tail shares its byte with padding, whose codes are zero in both.
     assert same(small.codes, large.codes[:rows, :columns])
@@ -901,22 +810,22 @@ def test_hybrid_takes_one_format_from_each() -> None:
     both = Quantizer.hybrid(rowwise_quantizer=Quantizer(block), columnwise_quantizer=Quantizer(mx))(x)
     for operand, fmt, dim in ((both.rowwise, block, ROWWISE), (both.columnwise, mx, COLUMNWISE)):
         assert operand is not None and operand.scale_inv is not None
-        got = Expected(_numpy(operand.codes), _numpy(operand.scale_inv), None)
-        assert not differences("", got, expected(x, fmt, dim))
+        got = OracleCast(to_numpy(operand.codes), to_numpy(operand.scale_inv), None)
+        assert not differences("", got, oracle_cast(x, fmt, dim))
 
 
 def test_columnwise_from_the_dequantized_rowwise() -> None:
     block, mx = Format("e4m3", 128, scale_rule="fp32"), Format("e4m3", 32, scale_rule="e8m0")
     x = _random((33, 40), torch.bfloat16).bfloat16()
-    first = expected(x, block, ROWWISE)
-    seen = torch.from_numpy(expected_values(first, block, ROWWISE, x.shape)).bfloat16()
+    first = oracle_cast(x, block, ROWWISE)
+    seen = torch.from_numpy(oracle_values(first, block, ROWWISE, x.shape)).bfloat16()
     for rowwise in (True, False):
         q = Quantizer(block, mx, rowwise=rowwise, columnwise_source="rowwise_dequantized")
         result = q(x)
         assert (result.rowwise is not None) == rowwise
         assert result.columnwise is not None and result.columnwise.scale_inv is not None
-        got = Expected(_numpy(result.columnwise.codes), _numpy(result.columnwise.scale_inv), None)
-        assert not differences("", got, expected(seen, mx, COLUMNWISE))
+        got = OracleCast(to_numpy(result.columnwise.codes), to_numpy(result.columnwise.scale_inv), None)
+        assert not differences("", got, oracle_cast(seen, mx, COLUMNWISE))
 
 
 def test_identity_keeps_the_values() -> None:

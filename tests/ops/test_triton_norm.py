@@ -1,4 +1,4 @@
-"""The norm kernels: interpreted on a CPU, compiled on a GPU; within the bounds of ``test_norm``, casts bit for bit."""
+"""The norm kernels: interpreted on a CPU, compiled on a GPU; within the bounds of ``norm_model``, casts bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minifloat.ops.norm.forward import NormTile
 from minifloat.ops.quantize import reference as quantize
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import DTYPES, U, assert_within
-from tests.helpers.norm_model import FOR_EACH_NORM, norm_float64, norm_inputs, normalized
+from tests.helpers.norm_model import FOR_EACH_NORM, assert_norm_forward, assert_norm_gradients, norm_inputs
 
 assert triton_interpreter
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -73,18 +73,8 @@ def assert_same_bits(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 def check_forward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, choice: NormTile | None = None) -> None:
     """Against float64, and against the fp32 reference: statistics within the sums' freedom of order."""
-    size = x.shape[1]
-    exact = norm_float64(norm, x, gamma, beta)
     got = run_forward(norm, x, gamma, beta, choice=choice)
-    scale = (gamma.double() + norm.zero_centered_gamma).abs()
-    n, exact_rsigma, err_n, relative = normalized(norm, x)
-    bound = scale * (err_n + 2 * U * n.abs()) + U * exact.abs() + 1e-30
-    assert ((got.y.double() - exact).abs() <= bound).all()
-    assert ((got.rsigma - exact_rsigma[:, 0]).abs() <= relative[:, 0] * exact_rsigma[:, 0]).all()
-    if norm.normalization == "LayerNorm":
-        assert ((got.mean - x.double().mean(-1)).abs() <= (size + 1) * U * x.double().abs().mean(-1)).all()
-    else:
-        assert got.mean.shape == (0,)
+    assert_norm_forward(norm, x, gamma, beta, got.y, got.mean, got.rsigma)
     rounded = run_forward(norm, x, gamma, beta, x.dtype, choice=choice)
     assert torch.equal(rounded.y, got.y.to(x.dtype))
     assert torch.equal(rounded.amax, rounded.y.float().abs().amax().reshape(1))
@@ -107,31 +97,18 @@ def check_cast(
 
 
 def check_backward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, choice: NormTile | None = None) -> None:
-    """Against float64 autograd with the bounds of ``test_norm``, with another gradient of x and without."""
+    """Against float64 autograd with the bounds of ``norm_model``, with another gradient of x and without."""
     rows, size = x.shape
     dy, other = torch.randn(2, rows, size).to(x.device, x.dtype)
-    leaves = [t.double().requires_grad_() for t in (x, gamma, beta) if t is not None]
-    y = norm_float64(norm, *leaves, *[None] * (3 - len(leaves)))
-    exact = torch.autograd.grad(y, leaves, dy.double())
     out = run_forward(norm, x, gamma, beta, choice=choice)
     got = run_backward(norm, dy, x, gamma, (out.mean, out.rsigma), choice=choice)
-    n, rsigma, err_n, relative = normalized(norm, x)
-    d = (dy.double() * (gamma.double() + norm.zero_centered_gamma)).abs()
-    mean_d, mean_dn, mean_d_err = (t.mean(-1, keepdim=True) for t in (d, d * n.abs(), d * err_n))
-    terms = d + mean_d + n.abs() * mean_dn
-    bound = 1.1 * rsigma * ((relative + (size + 12) * U) * terms + err_n * mean_dn + n.abs() * mean_d_err)
-    assert_within(got[0], exact[0], bound, x.dtype)
-    sums = (rows + 2) * U * (dy.double() * n).abs().sum(0) + (dy.double().abs() * err_n).sum(0)
-    assert_within(got[1], exact[1], sums * 1.1, gamma.dtype)
-    if beta is not None:
-        assert_within(got[2], exact[2], (rows + 1) * U * dy.double().abs().sum(0), gamma.dtype)
-    else:
-        assert got[2].shape == (0 if norm.normalization == "RMSNorm" else size,)
+    exact, bound = assert_norm_gradients(norm, x, gamma, beta, dy, *got)
+    assert beta is not None or got[2].shape == (0 if norm.normalization == "RMSNorm" else size,)
     assert [t.dtype for t in got] == [x.dtype, gamma.dtype, gamma.dtype]
 
     added = run_backward(norm, dy, x, gamma, (out.mean, out.rsigma), dresidual=other, choice=choice)
-    total = exact[0] + other.double()
-    assert_within(added[0], total, bound + U * (total.abs() + exact[0].abs()), x.dtype)
+    total = exact + other.double()
+    assert_within(added[0], total, bound + U * (total.abs() + exact.abs()), x.dtype)
     assert_same_bits(added[1:], got[1:])
     assert_same_bits(run_backward(norm, dy, x, gamma, (out.mean, out.rsigma), choice=choice), got)
 

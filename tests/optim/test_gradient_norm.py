@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from minifloat.optim.gradients import clip_grad_norm_, gradient_norm
-from tests.helpers.distributed_pool import Pools
-from tests.nn.test_vocab_parallel import BF16, WORLDS, all_same, world
+from tests.helpers.compare import same_on_all_ranks
+from tests.helpers.distributed_pool import Pools, process_group
 
 
 def parameters_of(grads: Sequence[tuple[Tensor, bool]], rank: int, size: int) -> list[nn.Parameter]:
@@ -24,7 +24,7 @@ def parameters_of(grads: Sequence[tuple[Tensor, bool]], rank: int, size: int) ->
         own = grad.tensor_split(size)[rank].clone() if sharded else grad.clone()
         p = nn.Parameter(torch.zeros_like(own))
         p.tensor_model_parallel = sharded  # type: ignore[attr-defined]
-        if own.dtype == BF16:
+        if own.dtype == torch.bfloat16:
             p.main_grad, p.grad_added_to_main_grad = own.float(), True  # type: ignore[attr-defined]
         else:
             p.grad = own
@@ -35,14 +35,14 @@ def parameters_of(grads: Sequence[tuple[Tensor, bool]], rank: int, size: int) ->
 def clip(rank: int, size: int, grads: list[tuple[Tensor, bool]], limit: float) -> tuple[Tensor, Tensor, list[Tensor]]:
     parameters = parameters_of(grads, rank, size)
     with CommDebugMode() as seen:
-        norm = clip_grad_norm_(parameters, limit, world())
+        norm = clip_grad_norm_(parameters, limit, process_group())
     assert seen.get_total_counts() == 1
-    after = gradient_norm(iter(parameters), world())
+    after = gradient_norm(iter(parameters), process_group())
     held = [p.grad if p.grad is not None else p.main_grad for p in parameters[:-1]]  # type: ignore[attr-defined]
     return norm, after, held  # type: ignore[return-value]
 
 
-@WORLDS
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("limit", [0.5, 1e6])
 def test_gradients_of_a_sharded_model_are_clipped(size: int, limit: float, worker_pool: Pools) -> None:
     """Uneven and empty parts; each parameter counts once; all ranks have the same bits and scale alike."""
@@ -51,11 +51,11 @@ def test_gradients_of_a_sharded_model_are_clipped(size: int, limit: float, worke
     grads += [(torch.randn(9, 2).bfloat16(), True), (torch.randn(4).bfloat16(), False)]
     exact = torch.cat([grad.double().flatten() for grad, _ in grads]).norm()
     norms, after, held = zip(*worker_pool(size).run(clip, grads, limit), strict=True)
-    torch.testing.assert_close(all_same(norms).double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(same_on_all_ranks(norms).double(), exact, rtol=1e-6, atol=0)
     expected = min(float(exact), limit)
-    torch.testing.assert_close(float(all_same(after)), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(float(same_on_all_ranks(after)), expected, rtol=1e-5, atol=0)
     for index, (grad, sharded) in enumerate(grads):
-        found = torch.cat([of[index] for of in held]) if sharded else all_same([of[index] for of in held])
+        found = torch.cat([of[index] for of in held]) if sharded else same_on_all_ranks([of[index] for of in held])
         torch.testing.assert_close(found, grad.float() * (expected / float(exact)), rtol=1e-5, atol=1e-7)
 
 
@@ -103,10 +103,10 @@ def test_two_axes_count_each_parameter_once(worker_pool: Pools) -> None:
     grads = [(torch.randn(shape), sharded) for shape, sharded in shapes]
     exact = torch.cat([grad.double().flatten() for grad, _ in grads]).norm()
     norms, held = zip(*worker_pool(4).run(on_two_axes, grads, 0.5), strict=True)
-    torch.testing.assert_close(all_same(norms).double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(same_on_all_ranks(norms).double(), exact, rtol=1e-6, atol=0)
     for index, (grad, sharded) in enumerate(grads):
         parts = [of[index] for of in held]
-        found = torch.cat(parts[:2]) if sharded else all_same(parts)
+        found = torch.cat(parts[:2]) if sharded else same_on_all_ranks(parts)
         torch.testing.assert_close(found, grad * (0.5 / float(exact)), rtol=1e-5, atol=1e-7)
 
 
@@ -122,4 +122,4 @@ def of_placements(rank: int, size: int) -> Tensor:
 
 def test_dtensors_count_by_their_placements(worker_pool: Pools) -> None:
     norms = worker_pool(2).run(of_placements)
-    torch.testing.assert_close(all_same(norms), torch.tensor(15.0 * (1 + 4) * 2 + 15 + 15 * 9).sqrt())
+    torch.testing.assert_close(same_on_all_ranks(norms), torch.tensor(15.0 * (1 + 4) * 2 + 15 + 15 * 9).sqrt())

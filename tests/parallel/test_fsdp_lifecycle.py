@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import re
 import tempfile
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,29 +28,10 @@ from minifloat.parallel.fsdp.buffers import GatheredWeight
 from minifloat.parallel.fsdp.rows import row_unit
 from minifloat.parallel.fsdp.weight import ShardedWeight
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.fsdp_cases import Case, gathered_bytes, layers, linears, mesh_of, shard, step
+from tests.helpers.fsdp_cases import Case, RecordedGathers, gathered_bytes, layers, linears, mesh_of, shard, step
+from tests.helpers.memory import live_tensors
 
 # ---- the wire ----
-
-
-class Recorded:
-    """Bytes that this rank hands to FSDP2's all-gathers, in order."""
-
-    def __init__(self, module: Any) -> None:
-        self.sent: list[int] = []
-        for each in module.modules():
-            for group in pytorch.param_groups(each) if isinstance(each, FSDPModule) else []:
-                each.set_custom_all_gather(self._around(group._all_gather_comm))
-
-    def _around(self, comm: Any) -> Any:
-        outer = self
-
-        class Comm(type(comm)):  # type: ignore[misc]
-            def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                outer.sent.append(input_tensor.numel() * input_tensor.itemsize)
-                return super().__call__(output_tensor, input_tensor, *args, **kwargs)
-
-        return Comm()
 
 
 def wire(rank: int, size: int, recipe: str) -> list[tuple[int, int, int]]:
@@ -61,7 +41,7 @@ def wire(rank: int, size: int, recipe: str) -> list[tuple[int, int, int]]:
     for child in model:
         fully_shard(child, mesh=mesh_of(size), reshard_after_forward=True)
     fully_shard(model, mesh=mesh_of(size))
-    recorded = Recorded(model)
+    recorded = RecordedGathers(model)
     step(model, rank)
     recorded.sent.clear()
     step(model, rank)
@@ -110,9 +90,9 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
         wrong.extend(["a rank keeps what it has sent"] * any(kept) * (recipe == "current"))
 
     model.register_forward_hook(kept_to_the_end)
-    before = alive()
+    before = live_tensors()
     step(model, rank)
-    wrong += ["a step leaves memory behind"] * (alive() != before)
+    wrong += ["a step leaves memory behind"] * (live_tensors() != before)
     wrong += ["forward lacks what it reads"] * (seen != [True] * len(weights))
     for weight, unsharded, before, parameter in zip(weights, held, tensors, parameters, strict=True):
         wrong += ["a gathered weight outlives its backward"] * (unsharded.holds(ROWWISE) or unsharded.holds(COLUMNWISE))
@@ -120,19 +100,6 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
         wrong += ["tensors were made anew"] * any(a is not b for a, b in zip(before, now, strict=True))
         wrong += ["the parameter was made anew"] * (weight.parameters[0]._unsharded_param is not parameter)
     return wrong
-
-
-def alive() -> tuple[int, int]:
-    """Storages that tensors hold, and their bytes."""
-    gc.collect()
-    storages = [each.untyped_storage() for each in gc.get_objects() if _has_storage(each)]
-    sizes = {storage._cdata: storage.size() for storage in storages}
-    return len(sizes), sum(sizes.values())
-
-
-def _has_storage(each: object) -> bool:
-    """Not those of other tests that are sparse."""
-    return type(each) is Tensor and each.layout == torch.strided and not each.is_meta
 
 
 def _tensors(operands: Quantized) -> list[Tensor]:

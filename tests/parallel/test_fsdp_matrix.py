@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.helpers.fsdp_cases import (
     trajectory,
     width,
 )
+from tests.helpers.memory import live_tensors
 
 
 @pytest.mark.slow
@@ -103,18 +103,10 @@ def leaks(rank: int, size: int, kind: str, reshard: bool, steps: int) -> list[st
         optimizer.zero_grad()
         x.grad = None
         if step == steps // 4:
-            before, resident = alive(), resident_bytes()
-    after, grown = alive(), resident_bytes() - resident
+            before, resident = live_tensors(), resident_bytes()
+    after, grown = live_tensors(), resident_bytes() - resident
     wrong = [f"{before} tensors and bytes have become {after}"] * (after != before)
     return wrong + [f"{grown} more bytes are resident"] * (grown > 2**22)
-
-
-def alive() -> tuple[int, int]:
-    """Tensors, and the bytes of their storages."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
-    plain = [each.untyped_storage() for each in tensors if type(each) is Tensor and each.layout == torch.strided]
-    return len(tensors), sum({storage._cdata: storage.size() for storage in plain}.values())
 
 
 def resident_bytes() -> int:

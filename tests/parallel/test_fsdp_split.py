@@ -14,8 +14,8 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.parallel.fsdp import fully_shard, pytorch, sharded_weights
 from minifloat.quantizer import Quantizer, cast_all
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.fsdp_cases import MODELS, Case, lockstep, mesh_of, quantized_lockstep, shard, step
-from tests.parallel.test_fsdp_lifecycle import Recorded, alive
+from tests.helpers.fsdp_cases import MODELS, Case, RecordedGathers, lockstep, mesh_of, quantized_lockstep, shard, step
+from tests.helpers.memory import live_tensors
 
 RECIPES = ("current", "delayed", "block", "mxfp8", "nvfp4")
 
@@ -147,12 +147,12 @@ def sent_and_held(rank: int, size: int) -> list[str]:
     rows = {"a": 256, "b": 128, "c": 44}
     layer = minifloat.Linear(64, 428, bias=False, recipe="mxfp8", parameters_split=rows)
     model = shard(nn.Sequential(layer), Case("", "mxfp8", reshard=True), mesh_of(size))
-    recorded = Recorded(model)
+    recorded = RecordedGathers(model)
     step(model, rank)
-    before = alive()
+    before = live_tensors()
     recorded.sent.clear()
     step(model, rank)
-    wrong = ["a step leaves memory behind"] * (alive() != before)
+    wrong = ["a step leaves memory behind"] * (live_tensors() != before)
     weight = pytorch.parameters_below(model)[0].weight
     expected = [
         sum(each.gather_bytes(weight.quantizer.format(dim), dim, 64) for each in weight.owned)

@@ -22,26 +22,15 @@ from minifloat.tools.train.checkpoint import PLAIN, Checkpoint, CheckpointError,
 from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.local_tensors import LocalTensors
 from minifloat.tools.train.tensor_file import Stored
-from tests.helpers.micro_training import CPU, change_index, losses, micro_corpus, micro_model, train_and_save
-
-MODEL, TRAINING = "model.safetensors", "training.safetensors"
-
-
-def files_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def save(checkpoints: Checkpoints, step: int, values: dict[str, Any] | None = None) -> Path:
-    """A checkpoint of two tensors."""
-    model, training = LocalTensors({"w": torch.ones(2)}), LocalTensors({"t": torch.zeros(0, 3)})
-    return checkpoints.save(step, model, training, values or {})
+from tests.helpers.checkpoint_files import MODEL, TRAINING, change_index, file_names, flip_bit, save, truncate
+from tests.helpers.micro_training import CPU, losses, micro_corpus, micro_model, train_and_save
 
 
 def test_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> None:
     train_and_save(tmp_path, "delayed", 2, every=None)
-    assert files_of(tmp_path) == ["step-00000002"]
+    assert file_names(tmp_path) == ["step-00000002"]
     checkpoint = locate(tmp_path)
-    assert files_of(checkpoint.path) == [PLAIN, MODEL, TRAINING]
+    assert file_names(checkpoint.path) == [PLAIN, MODEL, TRAINING]
     expected = micro_model("delayed").state_dict()
     weights, training = (load_file(checkpoint.path / name) for name in (MODEL, TRAINING))  # by the library
     assert {name: tensor.shape for name, tensor in weights.items()} == {n: t.shape for n, t in expected.items()}
@@ -56,7 +45,7 @@ def test_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> None:
 
 def test_the_last_few_stay(tmp_path: Path) -> None:
     train_and_save(tmp_path, None, 5, every=2)
-    assert files_of(tmp_path) == ["step-00000004", "step-00000005"]
+    assert file_names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
 @pytest.mark.parametrize("keep", [1, 3])
@@ -64,7 +53,7 @@ def test_as_many_stay_as_are_kept(tmp_path: Path, keep: int) -> None:
     checkpoints = Checkpoints(tmp_path, {}, keep=keep)
     for step in range(1, 6):
         save(checkpoints, step)
-        assert files_of(tmp_path) == [f"step-{each:08}" for each in range(max(1, step - keep + 1), step + 1)]
+        assert file_names(tmp_path) == [f"step-{each:08}" for each in range(max(1, step - keep + 1), step + 1)]
 
 
 def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
@@ -74,7 +63,7 @@ def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, {"recipe": "x"}, keep=1, files={"note.txt": b"kept along"})
     for step in (3, 4):
         saved = save(checkpoints, step)
-    assert files_of(tmp_path) == [".step-mine", "notes", "step-", "step-00000004"]
+    assert file_names(tmp_path) == [".step-mine", "notes", "step-", "step-00000004"]
     found = locate(tmp_path)
     assert found.step == 4 and found.path == saved and found.content("note.txt") == b"kept along"
     assert found.content("tokenizer.json") is None
@@ -117,9 +106,9 @@ def test_a_save_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
     save(checkpoints, 1)
     with pytest.raises(SaveError, match=r"step 2 could not be written to .*not JSON serializable.*--resume"):
         save(checkpoints, 2, {"value": object()})
-    assert files_of(tmp_path) == ["step-00000001"]
+    assert file_names(tmp_path) == ["step-00000001"]
     save(checkpoints, 2)
-    assert files_of(tmp_path) == ["step-00000002"]
+    assert file_names(tmp_path) == ["step-00000002"]
 
 
 def full(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -148,7 +137,7 @@ def test_a_full_disk_ends_a_training_that_goes_on_later(
         SaveError, match=r"step \d could not be written to .*: .*No space left on device.*mend that.*--resume"
     ):
         train_and_save(out, None, 4)
-    assert files_of(out) == ["step-00000002"]
+    assert file_names(out) == ["step-00000002"]
     monkeypatch.undo()
     assert losses(train_and_save(out, None, 4)) == losses(whole)
 
@@ -166,13 +155,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
 
     def observe(metrics: loop.Metrics) -> None:
         if metrics.step == 3:
-            assert latest(out) is None and files_of(out) == [".step-00000002.partial"]
+            assert latest(out) is None and file_names(out) == [".step-00000002.partial"]
             enough.set()
 
     monkeypatch.setattr(module, "_sync", slow)
     train_and_save(out, "delayed", 4, every=2, observe=observe)
     monkeypatch.undo()
-    assert files_of(out) == ["step-00000002", "step-00000004"]  # the last one was awaited
+    assert file_names(out) == ["step-00000002", "step-00000004"]  # the last one was awaited
     shutil.rmtree(out / "step-00000004")
     assert losses(train_and_save(out, "delayed", 4)) == losses(whole)  # step 3 changed nothing of what was saved
 
@@ -201,17 +190,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     train_and_save(folder, "current", 2)
     return folder
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def flip(path: Path, where: float = 0.5) -> None:
-    """One bit is another, at a fraction of the size or, as an integer, at that byte."""
-    content = bytearray(path.read_bytes())
-    content[where if isinstance(where, int) else int(len(content) * where)] ^= 1
-    path.write_bytes(content)
 
 
 def replaced(name: str, content: bytes) -> Callable[[Path], None]:
@@ -250,17 +228,20 @@ def names(path: str) -> Callable[[Path], None]:
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (lambda folder: cut(folder / MODEL), r"is incomplete: model.safetensors has [\d,]+ of [\d,]+ bytes"),
+    "cut": (lambda folder: truncate(folder / MODEL), r"is incomplete: model.safetensors has [\d,]+ of [\d,]+ bytes"),
     "missing": (lambda folder: (folder / TRAINING).unlink(), "is incomplete: training.safetensors is missing"),
     "a bit of the model": (
-        lambda folder: flip(folder / MODEL),
+        lambda folder: flip_bit(folder / MODEL),
         "is damaged: model.safetensors has other bytes .*; copy it again",
     ),
-    "a bit of the training": (lambda f: flip(f / TRAINING, 0.9), "is damaged: training.safetensors has other bytes"),
-    "a bit of a header": (lambda f: flip(f / TRAINING, 0.001), "is damaged: training.safetensors has other bytes"),
-    "a bit of the index": (lambda folder: flip(folder / PLAIN, 0.7), "checkpoint.json"),
+    "a bit of the training": (
+        lambda f: flip_bit(f / TRAINING, 0.9),
+        "is damaged: training.safetensors has other bytes",
+    ),
+    "a bit of a header": (lambda f: flip_bit(f / TRAINING, 0.001), "is damaged: training.safetensors has other bytes"),
+    "a bit of the index": (lambda folder: flip_bit(folder / PLAIN, 0.7), "checkpoint.json"),
     "no index": (lambda folder: (folder / PLAIN).unlink(), "it has no readable checkpoint.json"),
-    "a cut index": (lambda folder: cut(folder / PLAIN), "it has no readable checkpoint.json .JSONDecodeError"),
+    "a cut index": (lambda folder: truncate(folder / PLAIN), "it has no readable checkpoint.json .JSONDecodeError"),
     "noise": (
         lambda folder: (folder / PLAIN).write_bytes(b"\xff\x00noise" * 99),
         "no readable checkpoint.json .Unicode",
@@ -269,7 +250,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / PLAIN).write_text("[1]"),
         "is not of a minifloat checkpoint",
     ),
-    "a bit of the version": (lambda f: flip(f / PLAIN, (f / PLAIN).read_bytes().index(b"2,")), "its SHA-256 is not"),
+    "a bit of the version": (
+        lambda f: flip_bit(f / PLAIN, (f / PLAIN).read_bytes().index(b"2,")),
+        "its SHA-256 is not",
+    ),
     "a deep index": (lambda folder: (folder / PLAIN).write_text(DEEP), "no readable checkpoint.json .RecursionError"),
     "an older version": (
         lambda f: (f / PLAIN).write_text('{"minifloat": 1}'),

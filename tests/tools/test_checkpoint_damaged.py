@@ -16,8 +16,8 @@ from minifloat.tools.train import loop, tensor_file
 from minifloat.tools.train.checkpoint import PLAIN, CheckpointError, latest, locate
 from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.loop import Run
-from tests.helpers.micro_training import change_index, losses, train_and_save
-from tests.tools.test_checkpoint import MODEL, TRAINING, cut, files_of, flip, save
+from tests.helpers.checkpoint_files import MODEL, TRAINING, change_index, file_names, flip_bit, save, truncate
+from tests.helpers.micro_training import losses, train_and_save
 
 
 def test_a_run_goes_on_beyond_a_damaged_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -31,14 +31,14 @@ def test_a_run_goes_on_beyond_a_damaged_checkpoint(tmp_path: Path, caplog: pytes
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for damaged, damage, steps in ((3, cut, 3), (4, flip, 2), (5, flip, 2), (5, cut, 1)):
+        for damaged, damage, steps in ((3, truncate, 3), (4, flip_bit, 2), (5, flip_bit, 2), (5, truncate, 1)):
             with pytest.raises(loop.Interrupted):
                 go_on(steps)
             damage(out / f"step-{damaged:08}" / MODEL)
         assert losses(go_on(99)) == losses(whole)
     assert re.search(r"set aside as .*damaged-step-0*5: .*model.safetensors", caplog.text)
     damaged = [f"damaged-step-0000000{number}" for number in ("3", "4", "5", "5-2")]
-    assert files_of(out) == [*damaged, "step-00000007", "step-00000008"]
+    assert file_names(out) == [*damaged, "step-00000007", "step-00000008"]
 
 
 def test_keeping_does_not_count_what_is_damaged(tmp_path: Path) -> None:
@@ -48,15 +48,15 @@ def test_keeping_does_not_count_what_is_damaged(tmp_path: Path) -> None:
         save(checkpoints, step)
     for step in (4, 9):
         save(Checkpoints(tmp_path, {}, keep=9, start=latest(tmp_path)), step)
-        flip(tmp_path / f"step-{step:08}" / MODEL)
+        flip_bit(tmp_path / f"step-{step:08}" / MODEL)
     start = latest(tmp_path)
     assert start is not None and start.step == 2
     checkpoints = Checkpoints(tmp_path, {}, keep=2, start=start)
     for step in (3, 5, 6):
         save(checkpoints, step)
-    assert files_of(tmp_path) == [f"step-{step:08}" for step in (4, 5, 6, 9)]
+    assert file_names(tmp_path) == [f"step-{step:08}" for step in (4, 5, 6, 9)]
     save(checkpoints, 9)
-    assert files_of(tmp_path) == ["damaged-step-00000009", *(f"step-{step:08}" for step in (4, 6, 9))]
+    assert file_names(tmp_path) == ["damaged-step-00000009", *(f"step-{step:08}" for step in (4, 6, 9))]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
@@ -78,7 +78,7 @@ def test_what_cannot_be_read_for_a_moment_is_no_damage(
     with pytest.raises(SaveError, match=r"step 3 could not be written.*cannot be read now"):
         save(checkpoints, 3)
     monkeypatch.undo()
-    assert files_of(tmp_path) == [f"step-{step:08}" for step in (1, 2, 3)]
+    assert file_names(tmp_path) == [f"step-{step:08}" for step in (1, 2, 3)]
 
 
 def test_a_save_has_not_failed_where_an_older_one_stays(
@@ -96,7 +96,7 @@ def test_a_save_has_not_failed_where_an_older_one_stays(
     assert "older checkpoints than that of step 2 are not removed: " in caplog.text
     monkeypatch.undo()
     save(checkpoints, 4)
-    assert files_of(tmp_path) == ["step-00000004"]
+    assert file_names(tmp_path) == ["step-00000004"]
 
 
 @pytest.mark.parametrize("version", [1, 2, 4])
@@ -117,4 +117,4 @@ def test_a_link_in_place_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None
     (run / "step-00000001").symlink_to(elsewhere)
     (run / ".step-00000009.partial").symlink_to(elsewhere)
     save(checkpoints, 2)
-    assert files_of(run) == ["step-00000002"] and files_of(elsewhere) == [PLAIN, MODEL, TRAINING]
+    assert file_names(run) == ["step-00000002"] and file_names(elsewhere) == [PLAIN, MODEL, TRAINING]

@@ -19,7 +19,8 @@ from torch import nn
 from minifloat.recipe import NAMES, named
 from minifloat.tools.train.checkpoint import TOKENIZER, locate
 from minifloat.tools.train.generate import Codec, draw, generate, load_model
-from tests.helpers.micro_training import CPU, MICRO, change_index, invoke, micro_model, save_tokenizer, write_texts
+from tests.helpers.checkpoint_files import change_index
+from tests.helpers.micro_training import CPU, MICRO, invoke, micro_model, save_tokenizer, write_texts
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 1.9, -math.inf], dtype=torch.float64)
 

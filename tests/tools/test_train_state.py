@@ -23,7 +23,8 @@ from minifloat.tools.train.local_tensors import assemble
 from minifloat.tools.train.ranks import ALONE
 from minifloat.tools.train.state import TrainState
 from minifloat.tools.train.tensor_file import Stored
-from tests.helpers.micro_training import CPU, change_index, micro_corpus, train_and_save
+from tests.helpers.checkpoint_files import change_index
+from tests.helpers.micro_training import CPU, micro_corpus, train_and_save
 
 TRAINING = "training.safetensors"
 MOMENT = "optimizer/head.weight/exp_avg"
