@@ -1,4 +1,4 @@
-"""Outputs of norms and activations, cast in one call."""
+"""Outputs of norms and activations, cast in one call; recipes, scales and random bits with which they are cast."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from minifloat import recipe
 from minifloat.functional.activation import act_value, dact_value
 from minifloat.functional.fused_cast import FusedOutput, reads_fp32
 from minifloat.functional.norm import norm_value
 from minifloat.quantizer import Quantizer
+from minifloat.recipe import QuantizerRole
+
+RECIPE_NAMES = [*recipe.NAMES, "row_scaled"]
+SCALE = 56.0
+SEED_AND_OFFSET = torch.tensor([1, 2])
 
 
 def _cast(value: Callable[..., FusedOutput], inputs: int, *args: Any, return_value: bool = False) -> FusedOutput:
@@ -28,3 +37,19 @@ def _cast(value: Callable[..., FusedOutput], inputs: int, *args: Any, return_val
 norm_quantize = partial(_cast, norm_value, 4)
 act_quantize = partial(_cast, act_value, 2)
 dact_quantize = partial(_cast, dact_value, 3)
+
+
+def quantizers(name: str) -> list[Quantizer]:
+    """Those of a layer's input and of its output's gradient."""
+    chosen = recipe.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True)
+    of = chosen if name == "row_scaled" else recipe.named(name)
+    return [of.quantizer(QuantizerRole("linear", role)) for role in ("input", "grad_output")]
+
+
+def amaxes_for(quantizer: Quantizer, value: Tensor) -> tuple[Tensor | None, ...]:
+    """The scale for delayed scaling, else the value's own."""
+    scale = torch.tensor([SCALE], device=value.device)
+    return tuple(
+        scale if fmt.scale_rule == "given" else amax
+        for (fmt, _), amax in zip(quantizer.casts, quantizer.amax(value), strict=True)
+    )

@@ -27,8 +27,15 @@ from minifloat.quantizer import Quantizer
 from tests.helpers import oracle
 from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, activation_inputs, error_scale
 from tests.helpers.compare import DTYPES, U, assert_same_operands, assert_within
-from tests.helpers.fused_cast_cases import RECIPE_NAMES, SCALE, SEED_AND_OFFSET, amaxes_for, quantizers
-from tests.helpers.fused_output import act_quantize, dact_quantize
+from tests.helpers.fused_output import (
+    RECIPE_NAMES,
+    SCALE,
+    SEED_AND_OFFSET,
+    act_quantize,
+    amaxes_for,
+    dact_quantize,
+    quantizers,
+)
 
 SHAPES = [(1, 2), (3, 10), (16, 64), (7, 130)]
 FOR_EACH_NAME = pytest.mark.parametrize("name", NAMES)

@@ -16,8 +16,7 @@ from minifloat.ops.norm import NORMALIZATIONS, norm_backward, norm_forward
 from minifloat.quantizer import Quantizer, cast_all
 from tests.helpers import oracle
 from tests.helpers.compare import DTYPES, assert_same_operands
-from tests.helpers.fused_cast_cases import RECIPE_NAMES, SCALE, SEED_AND_OFFSET, amaxes_for, quantizers
-from tests.helpers.fused_output import norm_quantize
+from tests.helpers.fused_output import RECIPE_NAMES, SCALE, SEED_AND_OFFSET, amaxes_for, norm_quantize, quantizers
 from tests.helpers.norm_model import (
     FOR_EACH_NORM,
     assert_norm_forward,
