@@ -59,7 +59,10 @@ def quantize_shard(
         return cast_all([x], [quantizer], [amaxes], None if rng is None else [rng], scales=[scale])[0]
     x = x.contiguous()
     if quantizer.chained:
-        return _quantize_chained(x, quantizer, shards, group, amaxes, scale, rng)
+        first = quantizer.with_usage(rowwise=True, columnwise=False)
+        made_first = quantize_shard(x, first, shards, group, amaxes=amaxes, scale=scale, rng=rng).any
+        second = _cast_values_of(made_first, Quantizer(quantizer.format(COLUMNWISE), rowwise=False), shards, group)
+        return Quantized(made_first if quantizer.rowwise else None, second)
     quantizers, units, stochastic = _sharded_casts(quantizer, shards)
     sources = [x if unit == 1 else owned_rows(x, unit, shards, group) for unit in units]
     found = find_amaxes(sources, quantizers) if amaxes is None else _given(amaxes, sources, x, quantizers)
@@ -110,23 +113,12 @@ def _given(amaxes: Amaxes, sources: Sequence[Tensor], x: Tensor, quantizers: Seq
     ]
 
 
-def _quantize_chained(
-    x: Tensor,
-    quantizer: Quantizer,
-    shards: ShardMap,
-    group: Group,
-    amaxes: Amaxes | None,
-    scale: Tensor | None,
-    rng: Tensor | None,
-) -> Quantized:
-    """The columnwise operand is a second sharded cast, of what the rowwise one stands for."""
-    first = quantizer.with_usage(rowwise=True, columnwise=False)
-    rowwise = quantize_shard(x, first, shards, group, amaxes=amaxes, scale=scale, rng=rng).any
+def _cast_values_of(rowwise: Operand, quantizer: Quantizer, shards: ShardMap, group: Group) -> Operand | None:
+    """The columnwise operand of a chained quantizer: a second sharded cast, of what the rowwise one stands for."""
     unit = unit_rows(rowwise.format, ROWWISE)
-    owned = shards.whole_units(unit).rows[group.rank]
-    values = _return_rows(rowwise._replace(shape=(owned, x.shape[1])).dequantize(), unit, shards, group)
-    second = quantize_shard(values, Quantizer(quantizer.format(COLUMNWISE), rowwise=False), shards, group)
-    return Quantized(rowwise if quantizer.rowwise else None, second.columnwise)
+    owned = shards.whole_units(unit).rows[group.rank], rowwise.shape[1]
+    values = _return_rows(rowwise._replace(shape=owned).dequantize(), unit, shards, group)
+    return quantize_shard(values, quantizer, shards, group).columnwise
 
 
 def _broadcast_seed(x: Tensor, group: Group) -> Tensor:
