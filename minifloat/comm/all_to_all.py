@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from minifloat.comm.checks import Check, check_exchanged
 from minifloat.comm.collectives import Pending, start_exchange
+from minifloat.comm.gather import with_fields
 from minifloat.comm.group import Group
 from minifloat.formats import ROWWISE
 from minifloat.operand import Operand
@@ -42,8 +42,7 @@ def start_all_to_all(
     transfers = {field: start_exchange(getattr(operand, field), send, receive, group) for field in fields}
 
     def finish() -> Operand:
-        made: dict[str, Any] = {field: transfer.wait() for field, transfer in transfers.items()}
-        return operand._replace(shape=(sum(receive), operand.shape[1]), **made)
+        return with_fields(operand, {field: transfer.wait() for field, transfer in transfers.items()}, sum(receive))
 
     return Pending([], finish)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -120,8 +119,16 @@ def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Oper
 
 
 def _whole(own: Operand, gathered: Iterator[Tensor], shards: ShardMap) -> Operand:
-    made: dict[str, Any] = {field: next(gathered) for field, _ in shards.gathered(own.format, own.dim)}
-    return own._replace(shape=(shards.total, own.shape[1]), **made)
+    made = {field: next(gathered) for field, _ in shards.gathered(own.format, own.dim)}
+    return with_fields(own, made, shards.total)
+
+
+def with_fields(operand: Operand, made: Mapping[str, Tensor], rows: int) -> Operand:
+    """The operand of other rows, with the tensors ``made``; where it has others, which all ranks share, those."""
+    # Spelled out: a graph that PyTorch 2.11 compiles returns what _replace gives with the old shape.
+    scale_inv, amax = made.get("scale_inv", operand.scale_inv), made.get("amax", operand.amax)
+    shape = rows, operand.shape[1]
+    return Operand(made["codes"], scale_inv, amax, operand.format, operand.dim, shape, operand.dtype)
 
 
 def _assemble(found: dict[int, Operand], into: Quantized | None, gemm_ready: bool) -> Quantized:
