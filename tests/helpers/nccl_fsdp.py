@@ -55,8 +55,8 @@ from tests.helpers.fsdp_cases import (
     trajectory,
     width,
 )
-from tests.parallel.test_fsdp_checkpoint import differences, loaded, saved
-from tests.parallel.test_fsdp_meshes import hybrid, tensor_parallel
+from tests.helpers.fsdp_checkpoints import differences, loaded, saved
+from tests.helpers.fsdp_meshes import hybrid, tensor_parallel
 
 BOUND = 0.02  # how far losses of free trajectories may get apart in 20 steps, of their size
 MOST_OF_BF16 = {"nvfp4": 0.29}  # bytes on the wire, where a shard has 8 blocks of rows; else 0.52
