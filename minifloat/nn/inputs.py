@@ -62,6 +62,3 @@ def _check_unusual(x: Any, module: nn.Module, name: str) -> None:
 def _label(module: nn.Module) -> str:
     label = getattr(module, "_label", None) or type(module).__name__
     return str(label() if callable(label) else label)
-
-
-__all__ = ["check_meta", "check_tensor", "check_tensors"]

@@ -32,20 +32,14 @@ class Partition(NamedTuple):
         """Of a parameter that is one of the parts, of which this rank has ``length``."""
         return self._replace(parts=(length * self.size,))
 
-    @property
-    def pieces(self) -> list[int]:
-        """The lengths of this rank's pieces, which lie one after the other."""
-        return [length // self.size for length in self.parts]
-
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the parameter of which this rank's piece has ``shape``."""
         return tuple([extent * self.size if dim == self.dim else extent for dim, extent in enumerate(shape)])
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's piece."""
+        """This rank's piece: of each part as many, one after the other."""
         parts = whole.split(list(self.parts), self.dim)
-        pieces = zip(parts, self.pieces, strict=True)
-        return torch.cat([part.narrow(self.dim, self.rank * length, length) for part, length in pieces], self.dim)
+        return torch.cat([part.tensor_split(self.size, self.dim)[self.rank] for part in parts], self.dim)
 
 
 def tensor_parallel(

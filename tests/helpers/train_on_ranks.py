@@ -79,7 +79,7 @@ def whole(tensor: Tensor, parameter: Tensor, ranks: Ranks) -> Tensor:
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(ranks.tp.size)]
     dist.all_gather(parts, tensor.contiguous(), group=ranks.tp.process_group)
-    pieces = zip(*[part.split(cut.pieces, cut.dim) for part in parts], strict=True)
+    pieces = zip(*[part.split([length // cut.size for length in cut.parts], cut.dim) for part in parts], strict=True)
     return torch.cat([piece for of_all in pieces for piece in of_all], cut.dim)
 
 

@@ -152,16 +152,6 @@ def norm_forward_kernel(
 _forward = Kernel(norm_forward_kernel)
 
 
-class Forward(NamedTuple):
-    """``y`` [M, K], mean and rsigma [M], amax [1], ``total`` [M, K]; what is not there is empty."""
-
-    y: Tensor
-    mean: Tensor
-    rsigma: Tensor
-    amax: Tensor
-    total: Tensor
-
-
 def norm_forward(
     x: Tensor,
     gamma: Tensor,
@@ -173,25 +163,23 @@ def norm_forward(
     with_amax: bool = False,
     residual: Tensor | None = None,
     choice: NormTile | None = None,
-) -> Forward:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the operation; with ``dtype`` None the statistics and the total alone."""
     check(x, residual, gamma, beta, normalization)
     rows, width = x.shape
     x, gamma = ready(x), ready(gamma)
     centered = normalization == "LayerNorm"
-    out = Forward(
-        x.new_empty(0 if dtype is None else x.shape, dtype=dtype),
-        x.new_empty(rows if centered else 0, dtype=torch.float32),
-        x.new_empty(rows, dtype=torch.float32),
-        x.new_zeros(1 if with_amax else 0, dtype=torch.float32),
-        x.new_empty(0 if residual is None else x.shape),
-    )
+    y = x.new_empty(0 if dtype is None else x.shape, dtype=dtype)
+    mean = x.new_empty(rows if centered else 0, dtype=torch.float32)
+    rsigma = x.new_empty(rows, dtype=torch.float32)
+    amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
+    total = x.new_empty(0 if residual is None else x.shape)
     choice = choice or norm_tile(width, ELEMENTS)
     _forward(
         triton.cdiv(rows, choice.rows),
         (
             x, x if residual is None else ready(residual), gamma, gamma if beta is None else ready(beta),
-            out.y, out.total, out.mean, out.rsigma, out.amax,
+            y, total, mean, rsigma, amax,
         ),
         (rows, width),
         (
@@ -200,4 +188,4 @@ def norm_forward(
         ),
         choice.warps,
     )  # fmt: skip
-    return out
+    return y, mean, rsigma, amax, total
