@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.helpers import oracle, vectors
+from tests.helpers import oracle, oracle_matmul, oracle_nvfp4, vectors
 from tests.helpers.vectors import Vector
 
 ML_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
@@ -86,12 +86,13 @@ def dequantize(vector: Vector, codes: oracle.U8, scales: Any, amax: oracle.F32) 
     if vector.function == "mxfp8":
         return oracle.dequantize_mxfp8(codes, scales, kwargs["fmt"], kwargs["dim"], kwargs.get("two_d", False))
     size, e4m3_max = vector.x.shape[kwargs["dim"]], kwargs.get("e4m3_max", 448)
-    return oracle.dequantize_nvfp4(codes, scales, amax, kwargs["dim"], size, e4m3_max=e4m3_max)
+    return oracle_nvfp4.dequantize_nvfp4(codes, scales, amax, kwargs["dim"], size, e4m3_max=e4m3_max)
 
 
 @pytest.mark.parametrize("vector", vectors.VECTORS, ids=lambda v: v.name)
 def test_worked_vector(vector: Vector) -> None:
-    codes, scales, *rest = getattr(oracle, vector.function)(vector.x, **vector.kwargs)
+    cast = getattr(oracle_nvfp4 if vector.function == "nvfp4" else oracle, vector.function)
+    codes, scales, *rest = cast(vector.x, **vector.kwargs)
     assert_same(scales, vector.scales)
     if vector.given is None:
         assert_same(codes, vector.codes)
@@ -155,24 +156,24 @@ def test_delayed_variants() -> None:
 
 def test_nvfp4_encode_scales() -> None:
     amaxes, scales = zip(*vectors.NVFP4_ENCODE_SCALES, strict=True)
-    assert_same(oracle.nvfp4_encode_scale(f32(amaxes)), f32(scales))
-    assert_same(oracle.nvfp4_encode_scale(f32([np.inf, 1e-40])), f32([1, vectors.FLT_MAX]))
+    assert_same(oracle_nvfp4.nvfp4_encode_scale(f32(amaxes)), f32(scales))
+    assert_same(oracle_nvfp4.nvfp4_encode_scale(f32([np.inf, 1e-40])), f32([1, vectors.FLT_MAX]))
 
 
 def test_nvfp4_block_multipliers() -> None:
     """Section 6: sb 448 and 5.5 at A = 4 give the multipliers 1.5 and 122.181808."""
-    decode = f32(1) / oracle.nvfp4_encode_scale(f32([4]))
+    decode = f32(1) / oracle_nvfp4.nvfp4_encode_scale(f32([4]))
     assert_same(f32(1) / (f32([448, 5.5]) * decode), f32([1.5, 122.181808]))
 
 
 def test_hadamard_vectors() -> None:
-    assert_same(oracle.hadamard16(vectors.RHT_COLUMN[:, None])[:, 0], vectors.RHT_ROTATED)
-    assert_same(oracle.hadamard16(np.eye(16, dtype=np.float32)[:, 3:4])[:, 0], vectors.RHT_E3)
+    assert_same(oracle_nvfp4.hadamard16(vectors.RHT_COLUMN[:, None])[:, 0], vectors.RHT_ROTATED)
+    assert_same(oracle_nvfp4.hadamard16(np.eye(16, dtype=np.float32)[:, 3:4])[:, 0], vectors.RHT_E3)
 
 
 def test_stochastic_vectors() -> None:
     for value, rounded in vectors.STOCHASTIC:
-        codes = oracle.cast_e2m1_stochastic(np.full(5, value, np.float32), vectors.STOCHASTIC_BYTES)
+        codes = oracle_nvfp4.cast_e2m1_stochastic(np.full(5, value, np.float32), vectors.STOCHASTIC_BYTES)
         assert_same(oracle.decode_e2m1(codes), f32(rounded))
 
 
@@ -244,7 +245,7 @@ def test_stochastic_is_unbiased() -> None:
     """numerics.md 1.5: the mean over the 256 bytes is x within step / 256; never off the two neighbours."""
     x = np.linspace(-6, 6, 801, dtype=np.float32)
     random = np.broadcast_to(np.arange(256, dtype=np.uint8), (x.size, 256))
-    values = oracle.decode_e2m1(oracle.cast_e2m1_stochastic(np.repeat(x[:, None], 256, 1), random))
+    values = oracle.decode_e2m1(oracle_nvfp4.cast_e2m1_stochastic(np.repeat(x[:, None], 256, 1), random))
     step = np.where(np.abs(x) < 2, 0.5, np.where(np.abs(x) < 4, 1, 2))
     assert (np.abs(values.mean(1, dtype=np.float64) - x) <= step / 256).all()
     assert (np.abs(values - x[:, None]) < step[:, None]).all()
@@ -252,7 +253,7 @@ def test_stochastic_is_unbiased() -> None:
 
 def test_stochastic_edges() -> None:
     x, random = f32([-0.1, 0, -0.0, np.inf, -np.inf, np.nan, 7]), np.zeros(7, np.uint8)
-    assert_same(oracle.cast_e2m1_stochastic(x, random), np.array([8, 0, 8, 7, 15, 7, 7], np.uint8))
+    assert_same(oracle_nvfp4.cast_e2m1_stochastic(x, random), np.array([8, 0, 8, 7, 15, 7, 7], np.uint8))
 
 
 # ---- Scales --------------------------------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ def test_mxfp8_edges() -> None:
     assert_same(oracle.e8m0_recip(np.array([120, 0], np.uint8)), f32([128, 2.0**127]))
     per_max = f32(1) / f32([448, 57344])
     assert [hex(bits) for bits in per_max.view(np.uint32)] == ["0x3b124925", "0x37924925"]
-    assert oracle.SIXTH.view(np.uint32) == 0x3E2AAAAB
+    assert oracle_nvfp4.SIXTH.view(np.uint32) == 0x3E2AAAAB
 
 
 @pytest.mark.parametrize(("max_fmt", "pow2", "expected"), vectors.SCALES)
@@ -344,8 +345,8 @@ def test_columnwise_is_rowwise_of_the_transpose(shape: tuple[int, int], wild: bo
     assert_same(codes, across_mx[0].T)
     assert_same(scales, across_mx[1].T)
     for options in ({}, {"row_scaled": True}, {"four_over_six": "MAE"}, {"four_over_six": "MSE", "e4m3_max": 256}):
-        packed, scales, amax = oracle.nvfp4(x, dim=0, **options)
-        across_nv = oracle.nvfp4(x.T, dim=-1, **options)
+        packed, scales, amax = oracle_nvfp4.nvfp4(x, dim=0, **options)
+        across_nv = oracle_nvfp4.nvfp4(x.T, dim=-1, **options)
         assert packed.shape == (-(-m // 2), k) and scales.shape == (-(-m // 16), k)
         assert_same(packed, across_nv[0].T)
         assert_same(scales, across_nv[1].T)
@@ -355,8 +356,8 @@ def test_columnwise_is_rowwise_of_the_transpose(shape: tuple[int, int], wild: bo
 def test_2d_tiles_are_one_for_both_orientations() -> None:
     x = random_input((40, 55), wild=True)
     for four_over_six in (None, "MAE"):
-        rows = oracle.nvfp4(x, dim=-1, two_d=True, four_over_six=four_over_six)
-        columns = oracle.nvfp4(x, dim=0, two_d=True, four_over_six=four_over_six)
+        rows = oracle_nvfp4.nvfp4(x, dim=-1, two_d=True, four_over_six=four_over_six)
+        columns = oracle_nvfp4.nvfp4(x, dim=0, two_d=True, four_over_six=four_over_six)
         assert rows[0].shape == (40, 28) and columns[0].shape == (20, 55) and rows[1].shape == (3, 4)
         assert_same(oracle.unpack(rows[0], -1, 55), oracle.unpack(columns[0], 0, 40))
         assert_same(rows[1], columns[1])
@@ -384,8 +385,8 @@ def test_round_trip_error() -> None:
         codes, scales = oracle.mxfp8(x, "e4m3", dim)
         values = oracle.dequantize_mxfp8(codes, scales, "e4m3", dim)
         assert (np.abs(values - x) <= eighth + oracle.e8m0_value(scales).max() * 2**-9).all()
-        packed, sb, amax = oracle.nvfp4(x, dim)
-        values = oracle.dequantize_nvfp4(packed, sb, amax, dim, x.shape[dim])
+        packed, sb, amax = oracle_nvfp4.nvfp4(x, dim)
+        values = oracle_nvfp4.dequantize_nvfp4(packed, sb, amax, dim, x.shape[dim])
         largest = oracle.spread(oracle.amax_of_tiles(x, oracle.tile_of(dim, 16)), oracle.tile_of(dim, 16), x.shape)
         assert (np.abs(values - x) <= largest / 5 + amax / 448 / 64).all()
 
@@ -397,30 +398,30 @@ def test_hadamard_against_the_matrix() -> None:
     """The butterflies are v @ diag(s) H / 4, exactly on small integers; tails are zero-filled."""
     index = np.arange(16)
     parity = np.array([[bin(i & j).count("1") % 2 for j in index] for i in index])
-    rotation = np.diag(oracle.HADAMARD_SIGNS) @ (1.0 - 2 * parity) / 4
-    assert sum(1 << i for i in index if oracle.HADAMARD_SIGNS[i] < 0) == 0xD7E8
+    rotation = np.diag(oracle_nvfp4.HADAMARD_SIGNS) @ (1.0 - 2 * parity) / 4
+    assert sum(1 << i for i in index if oracle_nvfp4.HADAMARD_SIGNS[i] < 0) == 0xD7E8
     np.testing.assert_array_equal(rotation @ rotation.T, np.eye(16))
     x = np.random.default_rng(1).integers(-8, 9, (37, 5)).astype(np.float32)
     padded = np.pad(x, ((0, 11), (0, 0)))
     expected = np.concatenate([(padded[i : i + 16].T @ rotation).T for i in (0, 16, 32)])
-    np.testing.assert_array_equal(oracle.hadamard16(x), oracle.to_bf16(expected.astype(np.float32)))
+    np.testing.assert_array_equal(oracle_nvfp4.hadamard16(x), oracle.to_bf16(expected.astype(np.float32)))
 
 
 def test_hadamard_order() -> None:
     """Strides 1, 2, 4, 8 in this order: large values cancel and what is left of the small ones depends on it."""
     x = np.random.default_rng(4).choice(f32([2.0**25, -(2.0**25), 1, 3, -5]), (16, 1000))
-    v = [x[i] * oracle.HADAMARD_SIGNS[i] for i in range(16)]
+    v = [x[i] * oracle_nvfp4.HADAMARD_SIGNS[i] for i in range(16)]
     for stride in (1, 2, 4, 8):
         v = [v[i - stride] - v[i] if i & stride else v[i] + v[i + stride] for i in range(16)]
-    assert_same(oracle.hadamard16(x), oracle.to_bf16(np.stack(v) * np.float32(0.25)))
+    assert_same(oracle_nvfp4.hadamard16(x), oracle.to_bf16(np.stack(v) * np.float32(0.25)))
 
 
 def test_nvfp4_hadamard_tail() -> None:
     x = random_input((21, 6))
-    rotated = oracle.hadamard16(x)
-    packed, scales, amax = oracle.nvfp4(x, dim=0, hadamard=True)
+    rotated = oracle_nvfp4.hadamard16(x)
+    packed, scales, amax = oracle_nvfp4.nvfp4(x, dim=0, hadamard=True)
     assert packed.shape == (16, 6) and scales.shape == (2, 6)
-    plain = oracle.nvfp4(rotated, dim=0)
+    plain = oracle_nvfp4.nvfp4(rotated, dim=0)
     assert_same(packed, plain[0])
     assert_same(scales, plain[1])
     assert_same(amax, plain[2])
@@ -430,7 +431,7 @@ def test_nvfp4_hadamard_tail() -> None:
 def test_nvfp4_scalar_transcription() -> None:
     """numerics.md 1.5 once more, one block of Python scalars at a time."""
     x, one = random_input((3, 40)), np.float32(1)
-    packed, scales, amax = oracle.nvfp4(x, dim=-1)
+    packed, scales, amax = oracle_nvfp4.nvfp4(x, dim=-1)
     codes = oracle.unpack(packed, -1, 40)
     encode = np.float32(2688) / np.float32(np.abs(x).max())
     assert_same(amax, f32([np.abs(x).max()]))
@@ -455,7 +456,7 @@ def ties_of_e4m3(seed: int) -> tuple[oracle.F32, oracle.F32]:
 
 
 @pytest.mark.parametrize("four_over_six", [None, "MAE"])
-def test_nvfp4_block_scale_by_fractions(four_over_six: oracle.ErrMode | None) -> None:
+def test_nvfp4_block_scale_by_fractions(four_over_six: oracle_nvfp4.ErrMode | None) -> None:
     """The order of the roundings of sb (numerics.md 1.5), where it decides: at E4M3 ties, with every RN32 a fraction.
 
     With 4-over-6 the scale is that of either candidate; which one is chosen is tested elsewhere.
@@ -464,10 +465,10 @@ def test_nvfp4_block_scale_by_fractions(four_over_six: oracle.ErrMode | None) ->
         encode = rn32(Fraction(2688) / exact(a))
         x = np.zeros((blocks.size, 16), np.float32)
         x[:, 0] = blocks
-        _, scales, _ = oracle.nvfp4(x, -1, four_over_six=four_over_six, amax=a)
+        _, scales, _ = oracle_nvfp4.nvfp4(x, -1, four_over_six=four_over_six, amax=a)
         for b, scale in zip(blocks, scales[:, 0], strict=True):
             if four_over_six is None:
-                product = rn32(exact(b) * exact(rn32(exact(encode) * exact(oracle.SIXTH))))
+                product = rn32(exact(b) * exact(rn32(exact(encode) * exact(oracle_nvfp4.SIXTH))))
             else:
                 product = rn32(exact(rn32(exact(b) / 6)) * exact(encode))
             expected = np.asarray(product).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -478,8 +479,8 @@ def test_nvfp4_block_scale_by_fractions(four_over_six: oracle.ErrMode | None) ->
 def test_dequantize_nvfp4_by_fractions() -> None:
     x = random_input((8, 32), seed=6)
     for e4m3_max in (256, 448):
-        packed, scales, amax = oracle.nvfp4(x, -1, e4m3_max=e4m3_max)
-        values = oracle.dequantize_nvfp4(packed, scales, amax, -1, 32, e4m3_max=e4m3_max)
+        packed, scales, amax = oracle_nvfp4.nvfp4(x, -1, e4m3_max=e4m3_max)
+        values = oracle_nvfp4.dequantize_nvfp4(packed, scales, amax, -1, 32, e4m3_max=e4m3_max)
         per_max = rn32(Fraction(1, 6 * e4m3_max))
         for (m, k), code in np.ndenumerate(oracle.decode_e2m1(oracle.unpack(packed, -1, 32))):
             scaled = rn32(exact(oracle.decode_fp8(scales, "e4m3")[m, k // 16]) * exact(amax[0]))
@@ -489,19 +490,19 @@ def test_dequantize_nvfp4_by_fractions() -> None:
 def test_four_over_six_tie_takes_six() -> None:
     """A = 2688 gives S_enc = 1; a block of 768s is exact as 4 * 192 and as 6 * 128."""
     x = f32([[2688, *[0] * 15, *[768] * 16]])
-    packed, scales, _ = oracle.nvfp4(x, -1, four_over_six="MAE")
+    packed, scales, _ = oracle_nvfp4.nvfp4(x, -1, four_over_six="MAE")
     assert_same(scales, np.array([[0x7E, 0x70]], np.uint8))
     assert (packed[0, 8:] == 0x77).all()
 
 
 @pytest.mark.parametrize("err_mode", ["MAE", "MSE"])
-def test_four_over_six_error_order(err_mode: oracle.ErrMode) -> None:
+def test_four_over_six_error_order(err_mode: oracle_nvfp4.ErrMode) -> None:
     """Rows are summed in order from 0, then a tile's rows in strides 8, 4, 2, 1, each sum rounded."""
     difference = random_input((32, 32), seed=7) * np.float32(1.1)
     terms = np.abs(difference) if err_mode == "MAE" else difference * difference
     tiles: list[oracle.Tile] = [(1, 16), (16, 16)]
     for tile in tiles:
-        errors = oracle._tile_error(difference, tile, err_mode)
+        errors = oracle_nvfp4._tile_error(difference, tile, err_mode)
         for (down, across), actual in np.ndenumerate(errors):
             rows = []
             for row in terms[down * tile[0] : (down + 1) * tile[0], across * 16 : across * 16 + 16]:
@@ -516,7 +517,7 @@ def test_four_over_six_error_order(err_mode: oracle.ErrMode) -> None:
 
 @pytest.mark.parametrize("err_mode", ["MAE", "MSE"])
 @pytest.mark.parametrize("e4m3_max", [256, 448])
-def test_four_over_six_tile_by_scalars(err_mode: oracle.ErrMode, e4m3_max: int) -> None:
+def test_four_over_six_tile_by_scalars(err_mode: oracle_nvfp4.ErrMode, e4m3_max: int) -> None:
     """One 16 x 16 tile: errors summed by plain loops pick the same candidate."""
     x, zero = random_input((16, 16), seed=3), np.float32(0)
     amax = np.float32(np.abs(x).max())
@@ -537,7 +538,7 @@ def test_four_over_six_tile_by_scalars(err_mode: oracle.ErrMode, e4m3_max: int) 
             rows = [rows[r] + rows[r + stride] for r in range(stride)]
         found.append((rows[0], scale, codes))
     chosen = found[0] if found[0][0] < found[1][0] else found[1]
-    packed, scales, _ = oracle.nvfp4(x, -1, two_d=True, four_over_six=err_mode, e4m3_max=e4m3_max)
+    packed, scales, _ = oracle_nvfp4.nvfp4(x, -1, two_d=True, four_over_six=err_mode, e4m3_max=e4m3_max)
     assert oracle.decode_fp8(scales, "e4m3")[0, 0] == chosen[1]
     assert_same(oracle.unpack(packed, -1, 16), chosen[2])
 
@@ -546,12 +547,12 @@ def test_four_over_six_tile_by_scalars(err_mode: oracle.ErrMode, e4m3_max: int) 
 def test_nvfp4_stochastic_mean(dim: oracle.Dim) -> None:
     """Scales do not depend on the bytes, and the mean over all 256 of them is the input."""
     x = random_input((32, 32))
-    plain = oracle.nvfp4(x, dim)
+    plain = oracle_nvfp4.nvfp4(x, dim)
     total = np.zeros(x.shape)
     for byte in range(256):
-        packed, scales, amax = oracle.nvfp4(x, dim, stochastic=np.full(x.shape, byte, np.uint8))
+        packed, scales, amax = oracle_nvfp4.nvfp4(x, dim, stochastic=np.full(x.shape, byte, np.uint8))
         assert_same(scales, plain[1])
-        total += oracle.dequantize_nvfp4(packed, scales, amax, dim, 32)
+        total += oracle_nvfp4.dequantize_nvfp4(packed, scales, amax, dim, 32)
     tile = oracle.tile_of(dim, 16)
     unit = oracle.spread(oracle.decode_fp8(scales, "e4m3"), tile, x.shape) * amax / 2688
     inside = (np.abs(x) < 5.9 * unit) & (unit > 0)
@@ -564,29 +565,29 @@ def test_nvfp4_stochastic_mean(dim: oracle.Dim) -> None:
 
 @pytest.mark.parametrize(("counter", "key", "expected"), vectors.PHILOX)
 def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
-    words = oracle.philox4x32_10(np.array(counter, np.uint32), np.array(key, np.uint32))
+    words = oracle_nvfp4.philox4x32_10(np.array(counter, np.uint32), np.array(key, np.uint32))
     assert_same(words, np.array(expected, np.uint32))
 
 
 def test_random_bytes_convention() -> None:
     seed, offset, shape = 0x123456789ABCDEF0, 0xFEDCBA9876543210, (5, 7)
     for orientation in (0, 1):
-        data = oracle.random_bytes(seed, offset, *shape, orientation)
+        data = oracle_nvfp4.random_bytes(seed, offset, *shape, orientation)
         assert data.dtype == np.uint8 and data.shape == shape
         for i in range(35):
             counter = np.array([i // 16, orientation << 31, 0x76543210, 0xFEDCBA98], np.uint32)
-            words = oracle.philox4x32_10(counter, np.array([0x9ABCDEF0, 0x12345678], np.uint32))
+            words = oracle_nvfp4.philox4x32_10(counter, np.array([0x9ABCDEF0, 0x12345678], np.uint32))
             assert data.reshape(-1)[i] == int(words[i % 16 // 4]) >> 8 * (i % 4) & 0xFF
-    zero = oracle.random_bytes(0, 0, 1, 4, 0)
+    zero = oracle_nvfp4.random_bytes(0, 0, 1, 4, 0)
     assert_same(zero, np.array([[0xD5, 0xE8, 0x27, 0x66]], np.uint8))
 
 
 def test_random_bytes_are_uniform() -> None:
     """65536 draws: the mean of u = r / 256 within four standard errors, and a cast with them unbiased."""
-    data = oracle.random_bytes(7, 3, 256, 256, 1)
+    data = oracle_nvfp4.random_bytes(7, 3, 256, 256, 1)
     assert abs(data.mean() - 127.5) < 4 * 74 / 256
     assert np.bincount(data.reshape(-1), minlength=256).min() > 150
-    values = oracle.decode_e2m1(oracle.cast_e2m1_stochastic(np.full((256, 256), 2.3, np.float32), data))
+    values = oracle.decode_e2m1(oracle_nvfp4.cast_e2m1_stochastic(np.full((256, 256), 2.3, np.float32), data))
     assert abs(values.mean(dtype=np.float64) - 2.3) < 1 / 256 + 4 * 0.46 / 256
 
 
@@ -604,7 +605,7 @@ def test_segment_matmul_against_fractions(fmt_a: str, fmt_b: str) -> None:
     b = oracle.decode_fp8(rng.choice(finite[1], (4, 40)), fmt_b)
     a_scales, b_scales = (rng.random((n, 3)).astype(np.float32) for n in (3, 4))
     alpha = np.float32(0.3)
-    actual = oracle.segment_matmul(a, b, a_scales, b_scales, 16, alpha=0.3)
+    actual = oracle_matmul.segment_matmul(a, b, a_scales, b_scales, 16, alpha=0.3)
     for m in range(3):
         for n in range(4):
             acc = np.float32(0)
@@ -619,6 +620,6 @@ def test_exact_matmul_rounds_once() -> None:
     """2^60 + 2^36 + 1 lies just above a float32 tie which float64 would first round it down to."""
     a, b = f32([[2.0**60, 2.0**36, 1]]), f32([[1, 1, 1], [-1, -1, -1], [1, 1, 0]])
     expected = 2.0**60 + 2.0**37
-    assert_same(oracle.exact_matmul(a, b), f32([[expected, -expected, 2.0**60]]))
-    assert_same(oracle.exact_matmul(f32([[2.0**-75]]), f32([[2.0**-75], [3 * 2.0**-75]])), f32([[0, 2.0**-148]]))
-    assert oracle.segment_matmul(a[:, :0], b[:, :0], f32([[]]), f32([[], [], []]), 16).tolist() == [[0, 0, 0]]
+    assert_same(oracle_matmul.exact_matmul(a, b), f32([[expected, -expected, 2.0**60]]))
+    assert_same(oracle_matmul.exact_matmul(f32([[2.0**-75]]), f32([[2.0**-75], [3 * 2.0**-75]])), f32([[0, 2.0**-148]]))
+    assert oracle_matmul.segment_matmul(a[:, :0], b[:, :0], f32([[]]), f32([[], [], []]), 16).tolist() == [[0, 0, 0]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import Format
-from tests.helpers import oracle
+from tests.helpers import oracle, oracle_nvfp4
 
 SEED = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 """Seed and offset of stochastic rounding, with bits in all four words."""
@@ -52,12 +52,12 @@ def _oracle_nvfp4(
     if values.size == 0:  # nothing to rotate
         values, hadamard = np.zeros((rows, values.shape[1]), np.float32), False
     stochastic = fmt.rounding == "stochastic"
-    return oracle.nvfp4(
+    return oracle_nvfp4.nvfp4(
         values,
         dim,
         two_d=fmt.tile,
         hadamard=hadamard,
-        stochastic=oracle.random_bytes(*seed, rows, values.shape[1], 0 if dim else 1) if stochastic else None,
+        stochastic=oracle_nvfp4.random_bytes(*seed, rows, values.shape[1], 0 if dim else 1) if stochastic else None,
         four_over_six={"mae": "MAE", "mse": "MSE"}.get(fmt.rounding[-3:]),
         e4m3_max=fmt.block_scale_max,
         row_scaled=fmt.amax_per_row,
@@ -72,7 +72,9 @@ def oracle_values(cast: OracleCast, fmt: Format, dim: int, shape: tuple[int, ...
     if fmt.scale_rule == "two_level":
         assert cast.amax is not None
         size = cast.codes.shape[0] * 2 if fmt.transform == "hadamard16" else shape[dim]
-        return oracle.dequantize_nvfp4(cast.codes, cast.scales, cast.amax, dim, size, fmt.tile, fmt.block_scale_max)
+        return oracle_nvfp4.dequantize_nvfp4(
+            cast.codes, cast.scales, cast.amax, dim, size, fmt.tile, fmt.block_scale_max
+        )
     if fmt.scale_rule == "e8m0":
         codes = oracle.unpack(cast.codes, dim, shape[dim]) if fmt.packed else cast.codes
         return oracle.dequantize_mxfp8(codes, cast.scales, fmt.element, dim, fmt.tile)

@@ -24,7 +24,7 @@ from minifloat.ops.matmul import Gemm, count_gemms
 from minifloat.ops.quantize import scale_shape
 from minifloat.quantizer import Quantizer
 from tests.helpers import linear_model as model
-from tests.helpers import oracle
+from tests.helpers import oracle, oracle_matmul
 from tests.helpers.oracle import F32
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -181,7 +181,7 @@ def oracle_product(gemm: str, a: Operand, b: Operand) -> F32:
         scales = model.contracted(model.block_scales(operand), along)
         spread += [codes * scales, np.ones_like(scales)] if folds else [codes, scales]  # six bits: exact in fp32
     a_values, a_scales, b_values, b_scales = spread
-    total = oracle.segment_matmul(a_values, b_values, a_scales[:, ::segment], b_scales[:, ::segment], segment)
+    total = oracle_matmul.segment_matmul(a_values, b_values, a_scales[:, ::segment], b_scales[:, ::segment], segment)
     (a_factor, a_divisor), (b_factor, b_divisor) = model.whole_scale(a), model.whole_scale(b)
     factor = a_factor[:, None] * b_factor
     if a_divisor * b_divisor != 1:

@@ -25,7 +25,7 @@ from minifloat.operand import Operand
 from minifloat.ops import quantize
 from minifloat.ops.quantize import philox
 from minifloat.quantizer import Quantizer, cast_all, find_amaxes
-from tests.helpers import oracle, vectors
+from tests.helpers import oracle, oracle_nvfp4, vectors
 from tests.helpers.oracle_casts import SEED, OracleCast, differences, oracle_cast, oracle_values, same, to_numpy
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -336,7 +336,7 @@ def test_philox_known_answers(device: torch.device) -> None:
 @pytest.mark.parametrize("seed", [(0, 0), SEED, (2**62 - 1, 2**62 - 1)])
 def test_random_bytes(seed: tuple[int, int], dim: int, device: torch.device) -> None:
     got = philox.random_bytes(torch.tensor(seed, device=device), torch.Size((7, 45)), dim)
-    assert same(to_numpy(got), oracle.random_bytes(*seed, 7, 45, 0 if dim == ROWWISE else 1))
+    assert same(to_numpy(got), oracle_nvfp4.random_bytes(*seed, 7, 45, 0 if dim == ROWWISE else 1))
 
 
 @pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
@@ -445,7 +445,7 @@ def test_dequantize_rotates_back(rows: int, device: torch.device) -> None:
     rotated = oracle_values(cast, fmt, COLUMNWISE, x.shape).reshape(-1, 16, 20).astype(np.float64)
     index = np.arange(16)
     parity = np.array([[bin(i & j).count("1") % 2 for j in index] for i in index])
-    matrix = oracle.HADAMARD_SIGNS[:, None] * np.where(parity, -0.25, 0.25)
+    matrix = oracle_nvfp4.HADAMARD_SIGNS[:, None] * np.where(parity, -0.25, 0.25)
     exact = np.einsum("ij,gjk->gik", matrix, rotated).reshape(-1, 20)[:rows]
     values = _dequantize(cast, fmt, COLUMNWISE, (rows, 20), torch.float32, device)
     bound = 4 * 2.0**-24 * np.abs(rotated).sum(1).repeat(16, axis=0)[:rows] * 0.25 + 1e-30
@@ -469,7 +469,7 @@ def test_own_amax(fmt: Format, dim: int, shape: tuple[int, int], device: torch.d
     for kind in ("random", "with_nan_and_infinity", "all_nan"):
         x = KINDS[kind](shape, torch.bfloat16).bfloat16()
         source = (
-            oracle.hadamard16(to_numpy(x.float()))
+            oracle_nvfp4.hadamard16(to_numpy(x.float()))
             if fmt.transform == "hadamard16" and x.numel()
             else to_numpy(x.float())
         )
