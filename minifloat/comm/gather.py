@@ -157,7 +157,7 @@ def _gemm_layout(operand: Operand, dim: int) -> Operand:
 
 def _transposed(codes: Tensor) -> Tensor:
     """``codes`` [M, K] with M consecutive in memory."""
-    if not directly(codes) or codes.numel() == 0:
+    if directly(codes) != "cuda" or codes.numel() == 0:
         return codes.t().contiguous().t()
     from minifloat.ops.matmul.transpose import k_major_copy  # which needs Triton
 

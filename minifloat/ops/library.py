@@ -41,9 +41,8 @@ _NAMES = {Tensor: "Tensor", SymInt: "SymInt", torch.dtype: "ScalarType", NoneTyp
 class Operation(Generic[R]):
     """``minifloat::name``, called as its reference is.
 
-    Eager calls with CUDA tensors skip the dispatcher, which costs 10 to 20 us a call, see :func:`directly`. For the
-    dispatcher lists of strings, integers and booleans are one string, the last argument of the schema: ten such lists
-    cost 31 us a call, their spelling 4.
+    Eager calls skip the dispatcher, which costs 10 to 20 us a call, see :func:`directly`. For it lists of strings,
+    integers and booleans are one string, the last argument of the schema: ten lists cost 31 us a call, the string 4.
 
     Args:
         reference: in plain PyTorch, for every device: the definition.
@@ -79,9 +78,12 @@ class Operation(Generic[R]):
         torch.library.register_fake(f"minifloat::{name}", lambda *args: self.shapes(*self.read(args)), lib=_LIBRARY)
 
     def __call__(self, *args: Any) -> R:
-        x = args[0]
-        if self._load_gpu is not None and (not isinstance(x, Tensor) or x.is_cuda) and directly(x):
+        where = directly(args[0])
+        if where == "cuda" and self._load_gpu is not None:
             return self._kernels()(*args)
+        if where == "cpu":
+            with torch._C._DisableAutocast():
+                return self.reference(*args)
         result: R = self.overload(*self.spelled(*args))
         return result
 
@@ -90,7 +92,7 @@ class Operation(Generic[R]):
         if not self._lists:
             return args
         rest = [arg for place, arg in enumerate(args) if place not in self._lists]
-        return *rest, ";".join([",".join([str(each) for each in args[place]]) for place in self._lists])
+        return *rest, ";".join([",".join(map(str, args[place])) for place in self._lists])
 
     def read(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inverse of :meth:`spelled`."""
@@ -142,25 +144,23 @@ def operation(
     return lambda reference: Operation(reference.__name__, reference, gpu, mutates, random)
 
 
-def directly(x: Any) -> bool:
-    """Kernels may be called for ``x``, or a list that begins with it, past the dispatcher.
+def directly(x: Any) -> str:
+    """``"cuda"`` or ``"cpu"``: kernels, or the reference, may be called for ``x``, or a list that begins with it.
 
-    Not while something is traced, nor where autograd or a dispatch mode (of a test, a profiler, a fake tensor) is
-    active. Kernels build no graph, so that autograd does not miss them.
+    Else "": something is traced, or autograd or a dispatch mode (of a test, a profiler, a fake tensor) is active.
+    Kernels build no graph, so that autograd does not miss them; a reference would, unless gradients are off.
     """
     if not isinstance(x, Tensor):
         if not x:
-            return False
+            return ""
         x = x[0]
-    return (
-        x.is_cuda
-        and not torch.compiler.is_compiling()
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and type(x) in _TENSORS
-        and not torch._C._len_torch_dispatch_stack()
-        and capability.kernels(x.get_device())[0]
-        and x.get_device() == torch.cuda.current_device()
-    )
+    if torch.compiler.is_dynamo_compiling() or type(x) not in _TENSORS or torch._C._len_torch_dispatch_stack():
+        return ""
+    if not x.is_cuda:
+        return "cpu" if x.is_cpu and not torch.is_grad_enabled() else ""
+    index = x.get_device()
+    graph = x.requires_grad and torch.is_grad_enabled()
+    return "cuda" if not graph and capability.kernels(index)[0] and index == torch.cuda.current_device() else ""
 
 
 def _lists(reference: Callable[..., Any]) -> dict[int, str]:

@@ -104,7 +104,7 @@ class Product:
         with torch._C._DisableAutocast():
             target = None if accumulate else out
             result = self.run(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum, target)
-            return written(result, out, accumulate)
+            return result if out is None else written(result, out, accumulate)
 
     def run(
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
