@@ -23,8 +23,8 @@ from minifloat.distributed import Group, ShardMap
 from minifloat.formats import parse
 from minifloat.operand import Operand
 from minifloat.quantizer import Quantizer
-from tests.helpers.distributed_gather import HADAMARD, PER_TENSOR, PLAIN, STRIPS, TILES, Wire, world
 from tests.helpers.distributed_pool import Pools
+from tests.helpers.gather_cases import HADAMARD, PER_TENSOR, PLAIN, STRIPS, TILES, Wire, world
 
 ROWS = [(3, 3), (5, 2), (0, 4), (0, 0)]
 

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minifloat.comm.gather import gather
 from minifloat.distributed import Group, ShardMap, start_gather
 from minifloat.operand import Quantized
-from tests.helpers.distributed_gather import (
+from tests.helpers.distributed_pool import Pools
+from tests.helpers.gather_cases import (
     CPU,
     HADAMARD,
     PER_TENSOR,
@@ -34,7 +35,6 @@ from tests.helpers.distributed_gather import (
     whole_and_part,
     world,
 )
-from tests.helpers.distributed_pool import Pools
 
 # ---- the property ----
 

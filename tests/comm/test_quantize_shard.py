@@ -13,7 +13,8 @@ from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.tensor import quantize
-from tests.helpers.distributed_gather import (
+from tests.helpers.distributed_pool import Pools
+from tests.helpers.gather_cases import (
     HADAMARD,
     PER_TENSOR,
     PLAIN,
@@ -28,7 +29,6 @@ from tests.helpers.distributed_gather import (
     values,
     world,
 )
-from tests.helpers.distributed_pool import Pools
 
 
 def compiled(rank: int, size: int, drawn: Example, backend: str, given_memory: bool) -> str:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from minifloat import Linear
 from minifloat.distributed import gathered_once
 from minifloat.functional import shared_cast
-from tests.helpers.distributed_gather import Wire
 from tests.helpers.distributed_pool import Pools
+from tests.helpers.gather_cases import Wire
 
 ROWS, K = (3, 130), 32
 

@@ -21,7 +21,7 @@ from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import fully_shard, pytorch, sharded_weights
 from minifloat.quantizer import cast_all
 from minifloat.tensor import QuantizedTensor
-from tests.helpers.fsdp_reads import Differences, Reads, wholes
+from tests.helpers.fsdp_compare import Differences, Reads, wholes
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the tests change no output in place
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from minifloat.comm.gather import gather
 from minifloat.distributed import ShardMap, quantize_shard
 from minifloat.quantizer import cast_all
-from tests.helpers.distributed_gather import (
+from tests.helpers.gather_cases import (
     HADAMARD,
     PER_TENSOR,
     PLAIN,

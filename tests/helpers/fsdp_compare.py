@@ -1,4 +1,4 @@
-"""What a sharded model reads of its weights, and the wholes of what it keeps: comparisons with an unsharded replica."""
+"""Compares a model under FSDP2 with an unsharded replica: what each reads of its weights, and what both keep."""
 
 from __future__ import annotations
 

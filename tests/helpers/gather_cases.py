@@ -1,4 +1,4 @@
-"""What a rank does in the tests of the sharded cast and the quantized all-gather, on any backend."""
+"""Cases of the sharded cast and the quantized all-gather, and what a rank does with them, on any backend."""
 
 from __future__ import annotations
 
