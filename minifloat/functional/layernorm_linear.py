@@ -78,13 +78,13 @@ class LayerNormLinearFunction(torch.autograd.Function):
     ) -> Any:
         compute = partial(norm_value, x, gamma, beta, norm.norm, residual=residual)
         y, n, saved, scale = multiply_output(plan, call, compute, weight, bias, norm.return_norm)
-        ctx.norm, ctx.plan, ctx.use = norm, plan, call.use
+        ctx.norm, ctx.plan, ctx.delayed_call = norm, plan, call.delayed_call
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weight = weight if plan.writes_to_weight else None
         tensors, ctx.layouts = pack(*saved)
         ctx.save_for_backward(*tensors, scale, *saved_of_norm(plan, n, gamma, beta))
         ctx.set_materialize_grads(False)
-        return plan.output(y, x.shape, call.use), *norm_outputs(ctx, norm, plan, n, x, residual)
+        return plan.output(y, x.shape, call.delayed_call), *norm_outputs(ctx, norm, plan, n, x, residual)
 
     @staticmethod
     @first_order
@@ -97,10 +97,10 @@ class LayerNormLinearFunction(torch.autograd.Function):
             db = plan.bias_gradient(dy)
             if plan.recompute_x:
                 x = recompute_operand(plan, scale, ctx.norm.recomputation(beta, *of_norm[:2]))
-            dn, dw = gradients(plan, plan.quantize_dy(dy, ctx.use), x, w, scale, ctx.weight)
+            dn, dw = gradients(plan, plan.quantize_dy(dy, ctx.delayed_call), x, w, scale, ctx.weight)
             db = plan.reduce_db(db)
-            if ctx.use is not None:
-                ctx.use.backward_finished()
+            if ctx.delayed_call is not None:
+                ctx.delayed_call.backward_finished()
         return None, None, None, *norm_gradients(ctx, ctx.norm, plan, dn, extra, *of_norm), dw, db
 
 
@@ -125,14 +125,14 @@ def multiply_output(
     quantizer, gathers = plan.x_quantizer, plan.options.parallel.gathers_input
     if gathers and len(quantizer.casts) == 1 and quantizer.rowwise:
         quantizer = quantizer.with_usage(columnwise=False)  # memory orders for GEMMs come after the gather
-    scale = None if plan.saves_value else delayed_scale(call.use, "input", keep=plan.recompute_x)
+    scale = None if plan.saves_value else delayed_scale(call.delayed_call, "input", keep=plan.recompute_x)
     rounded = returned or plan.config.backward_override == "high_precision"  # else backward does not read X itself
     fused = not plan.saves_value and not gathers  # no other rank has rows of the blocks
     output = compute(quantizer, scale=scale, fused=fused, return_value=rounded)
     if output.quantized is not None:
         call.x = output.quantized
-        if call.use is not None:
-            record(call.use, "input", output.quantized)
+        if call.delayed_call is not None:
+            record(call.delayed_call, "input", output.quantized)
     x, w, own = plan.quantize_inputs(call, output.value, weight, None, output.amaxes, output.label)
     if not torch.compiler.is_compiling():
         call.x = call.w = None  # what is not saved must not take memory during what follows

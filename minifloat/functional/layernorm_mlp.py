@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.autocast import Use
+from minifloat.delayed_call import DelayedCall
 from minifloat.functional.activation import Activation, act_value, dact_value
 from minifloat.functional.autograd import as_output, first_order
 from minifloat.functional.fused_cast import FusedOutput
@@ -84,7 +84,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         del n
         y, _, saved2, scale2 = multiply_output(plan2, call2, partial(act_value, h, mlp.activation), w2, b2)
         tensors, ctx.layouts = pack(*saved1, *saved2)
-        ctx.mlp, ctx.uses = mlp, (call1.use, call2.use)
+        ctx.mlp, ctx.uses = mlp, (call1.delayed_call, call2.delayed_call)
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.weights = w1 if plan1.writes_to_weight else None, w2 if plan2.writes_to_weight else None
         ctx.save_for_backward(*tensors, scale1, scale2, h if plan2.options.needs_x else None, *of_norm)
@@ -125,26 +125,26 @@ class LayerNormMLPFunction(torch.autograd.Function):
         return None, None, None, *norm_gradients(ctx, mlp.norm, plan1, dn, extra, *of_norm), dw1, db1, dw2, db2
 
 
-def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, use: Use | None) -> FusedOutput:
+def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, delayed_call: DelayedCall | None) -> FusedOutput:
     """dH, with its sum over the rows, db1, if that is needed."""
     plan, options = mlp.plan1, mlp.plan1.options
     rounded = plan.config.backward_override is not None  # its gradients read dH itself
     casts = options.needs_x or options.needs_w  # else only the bias is trained, whose gradient sums what a cast reads
     quantizer = plan.dy_quantizer if casts else plan.config.grad_output
-    scale = delayed_scale(use, "grad_output") if casts and not rounded else None
+    scale = delayed_scale(delayed_call, "grad_output") if casts and not rounded else None
     return dact_value(
         da, h, mlp.activation, quantizer, scale=scale, fused=casts, return_value=rounded,
         with_column_sum=options.needs_b,
     )  # fmt: skip
 
 
-def _grad_operands(mlp: MLPCall, dh: FusedOutput, use: Use | None) -> Quantized:
+def _grad_operands(mlp: MLPCall, dh: FusedOutput, delayed_call: DelayedCall | None) -> Quantized:
     """The operands of dH for the first linear."""
     plan = mlp.plan1
     if dh.quantized is None:
         assert dh.value is not None
         casts = plan.options.needs_x or plan.options.needs_w
-        return dh.label(plan.quantize_dy(dh.value, use, dh.amaxes if casts else None))
-    if use is not None:
-        record(use, "grad_output", dh.quantized)
+        return dh.label(plan.quantize_dy(dh.value, delayed_call, dh.amaxes if casts else None))
+    if delayed_call is not None:
+        record(delayed_call, "grad_output", dh.quantized)
     return dh.quantized

@@ -42,16 +42,16 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: LinearPlan, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
-        x_scale = delayed_scale(call.use, "input", keep=True) if plan.saves_value else None
+        x_scale = delayed_scale(call.delayed_call, "input", keep=True) if plan.saves_value else None
         x_operands, w_operands, own_x = plan.quantize_inputs(call, x, weight, x_scale)
         if call.shares_x:
             call.x = own_x
         y = plan.fprop(x_operands, w_operands, bias)
-        ctx.plan, ctx.use, ctx.x_shape = plan, call.use, x.shape
+        ctx.plan, ctx.delayed_call, ctx.x_shape = plan, call.delayed_call, x.shape
         ctx.weight = weight if plan.writes_to_weight else None
         tensors, ctx.layouts = pack(plan.save_x(x, own_x), plan.save_w(weight, w_operands))
         ctx.save_for_backward(*tensors, x_scale)
-        return plan.output(y, x.shape, call.use)
+        return plan.output(y, x.shape, call.delayed_call)
 
     @staticmethod
     @first_order
@@ -60,11 +60,11 @@ class LinearFunction(torch.autograd.Function):
         *tensors, x_scale = ctx.saved_tensors
         x, w = unpack(ctx.layouts, tensors)
         db = plan.bias_gradient(dy)
-        dx, dw = gradients(plan, plan.quantize_dy(dy, ctx.use), x, w, x_scale, ctx.weight)
+        dx, dw = gradients(plan, plan.quantize_dy(dy, ctx.delayed_call), x, w, x_scale, ctx.weight)
         if dx is not None:
-            dx = plan.grad_input(dx, ctx.x_shape, ctx.use)
-        if ctx.use is not None:
-            ctx.use.backward_finished()
+            dx = plan.grad_input(dx, ctx.x_shape, ctx.delayed_call)
+        if ctx.delayed_call is not None:
+            ctx.delayed_call.backward_finished()
         return None, None, dx, dw, plan.reduce_db(db)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.autocast import Use
 from minifloat.comm.collectives import Pending
+from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import gemm, shared_cast
 from minifloat.functional import linear_steps as steps
@@ -42,8 +42,8 @@ class LinearPlan:
         quantize_inputs: (call, X, W, ...) -> X for fprop, W, and this rank's X; gathers X where ranks split its rows.
         fprop: (X, W, b) -> Y [M, N], summed over the ranks.
         save_x, save_w: (value, operands) -> the operand that backward reads.
-        output: (Y, shape of X, use) -> what forward returns; ``grad_input`` of dX what backward returns.
-        quantize_dy: (dY, use, amaxes if known) -> its operands, gathered where ranks split its rows.
+        output: (Y, shape of X, delayed call) -> what forward returns; ``grad_input`` of dX what backward returns.
+        quantize_dy: (dY, delayed call, amaxes if known) -> its operands, gathered where ranks split its rows.
         load_x: (operand, delayed scale) -> what wgrad reads of X, gathered likewise.
         dgrad: (dY, W) -> dX [M, K]; ``reduce_dx`` ends its sum over the ranks, which goes on during wgrad.
         wgrad: (dY, X, dtype, out, accumulate) -> dW [N, K], where to and how as of ``gemm.wgrad``.
@@ -65,14 +65,14 @@ class LinearPlan:
     fprop: Callable[[Any, Quantized, Tensor | None], Tensor]
     save_x: Callable[[Tensor | None, Quantized], Operand | None]
     save_w: Callable[[Tensor, Quantized], Operand | None]
-    output: Callable[[Tensor, torch.Size, Use | None], Tensor]
+    output: Callable[[Tensor, torch.Size, DelayedCall | None], Tensor]
     quantize_dy: Callable[..., Any]
     load_x: Callable[[Operand, Tensor | None], Any]
     dgrad: Callable[[Any, Operand], Any]
     reduce_dx: Callable[[Any], Tensor]
     wgrad: Callable[..., Tensor]
     accumulate_dw: Sink
-    grad_input: Callable[[Tensor, torch.Size, Use | None], Tensor]
+    grad_input: Callable[[Tensor, torch.Size, DelayedCall | None], Tensor]
     bias_gradient: Callable[[Tensor], Any]
     reduce_db: Callable[[Any], Tensor | None]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.autocast import Use
 from minifloat.comm.collectives import Pending
+from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional import shared_cast
 from minifloat.functional.autograd import guarded
@@ -33,16 +33,16 @@ class Call:
     """What differs between calls under one plan.
 
     Args:
-        use: where delayed scaling reads its scales and records its amaxes.
+        delayed_call: where delayed scaling reads its scales and records its amaxes.
         x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
         eager: no compiler traces it.
         shares_x: forward leaves the operands of X here, for siblings to come.
     """
 
-    __slots__ = ("eager", "shares_x", "use", "w", "x")
+    __slots__ = ("delayed_call", "eager", "shares_x", "w", "x")
 
-    def __init__(self, use: Use | None, x: Quantized | None, w: Quantized | None, eager: bool) -> None:
-        self.use, self.x, self.w, self.eager = use, x, w, eager
+    def __init__(self, delayed_call: DelayedCall | None, x: Quantized | None, w: Quantized | None, eager: bool) -> None:
+        self.delayed_call, self.x, self.w, self.eager = delayed_call, x, w, eager
         self.shares_x = False
 
 
@@ -122,12 +122,12 @@ def quantize_inputs(
         x = x.dequantize() if isinstance(x, QuantizedTensor) else x
         given = None if x_amaxes is None else (x_amaxes, None)  # the weight's own are found
         if w_operands is None:
-            x_operands, w_operands = casts.both((x, weight), call.use, x_scale, given)
+            x_operands, w_operands = casts.both((x, weight), call.delayed_call, x_scale, given)
         else:
-            (x_operands,) = casts.x((x,), call.use, x_scale, None if given is None else given[:1])
+            (x_operands,) = casts.x((x,), call.delayed_call, x_scale, None if given is None else given[:1])
         x_operands = x_operands if label is None else label(x_operands)
     elif w_operands is None:
-        (w_operands,) = casts.w((weight,), call.use)
+        (w_operands,) = casts.w((weight,), call.delayed_call)
     assert w_operands is not None
     return x_operands, w_operands, x_operands
 
@@ -147,12 +147,12 @@ def quantize_and_gather(
     part, w = call.x, call.w
     if part is None:
         assert x is not None
-        part = quantize_part(x, quantizer, "input", call.use, parallel, x_scale, x_amaxes)
+        part = quantize_part(x, quantizer, "input", call.delayed_call, parallel, x_scale, x_amaxes)
         part = part if label is None else label(part)
     gathered = shared_cast.gathered(part) or parallel.gather(part, rowwise=True)
     if w is None:
         weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-        (w,) = casts.w((weight,), call.use)
+        (w,) = casts.w((weight,), call.delayed_call)
     return shared_cast.offer(part, gathered), w, part
 
 
@@ -169,36 +169,41 @@ def sharded_fprop(parallel: TensorParallel, dtype: torch.dtype, fast: bool, x: A
 AsOutput = Callable[[Tensor, Sequence[int]], Tensor]
 
 
-def output(as_output: AsOutput, y: Tensor, x_shape: torch.Size, use: Use | None) -> Tensor:
+def output(as_output: AsOutput, y: Tensor, x_shape: torch.Size, delayed_call: DelayedCall | None) -> Tensor:
     """Y [M, N] with the leading dims of X."""
     return as_output(y, (*x_shape[:-1], y.shape[1]))
 
 
 def sharded_output(
-    as_output: AsOutput, parallel: TensorParallel, y: Tensor, x_shape: torch.Size, use: Use | None
+    as_output: AsOutput, parallel: TensorParallel, y: Tensor, x_shape: torch.Size, delayed_call: DelayedCall | None
 ) -> Tensor:
     """The same of a rank's rows."""
     return as_output(y, parallel.output_shape(x_shape, y.shape[1]))
 
 
-def grad_input(as_output: AsOutput, dx: Tensor, x_shape: torch.Size, use: Use | None) -> Tensor:
+def grad_input(as_output: AsOutput, dx: Tensor, x_shape: torch.Size, delayed_call: DelayedCall | None) -> Tensor:
     """dX [M, K] in the shape of X."""
     return as_output(dx, x_shape)
 
 
 def quantized(
-    output: Callable[..., Tensor], quantizer: Quantizer, kind: str, y: Tensor, x_shape: torch.Size, use: Use | None
+    output: Callable[..., Tensor],
+    quantizer: Quantizer,
+    kind: str,
+    y: Tensor,
+    x_shape: torch.Size,
+    delayed_call: DelayedCall | None,
 ) -> Tensor:
     """What ``output`` gives, quantized."""
-    return as_quantized_tensor(output(y, x_shape, use), quantizer, kind, use)
+    return as_quantized_tensor(output(y, x_shape, delayed_call), quantizer, kind, delayed_call)
 
 
-def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None) -> Tensor:
+def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None) -> Tensor:
     """``x`` as a tensor that the next layer takes as it is."""
     if not quantizer.quantized:
         return x
-    operands = quantize(x, quantizer, kind, use, gemm_ready=False)
-    scale = delayed_scale(use, kind)
+    operands = quantize(x, quantizer, kind, delayed_call, gemm_ready=False)
+    scale = delayed_scale(delayed_call, kind)
     return QuantizedTensor.from_operands(
         operands, quantizer, x.shape, x.dtype, scale=None if scale is None else scale.clone()
     )
@@ -208,7 +213,7 @@ def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, use: Use | N
 
 
 def quantize_dy(
-    casts: RoleCasts, quantizer: Quantizer, dy: Tensor, use: Use | None, amaxes: Amaxes | None = None
+    casts: RoleCasts, quantizer: Quantizer, dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None
 ) -> Quantized:
     """dY in the orientations that dgrad and wgrad read; its own operands where it comes quantized alike."""
     if isinstance(dy, QuantizedTensor):
@@ -216,21 +221,23 @@ def quantize_dy(
         if existing is not None:
             return existing
         dy = dy.dequantize()
-    return casts((dy,), use, None, None if amaxes is None else (amaxes,))[0]
+    return casts((dy,), delayed_call, None, None if amaxes is None else (amaxes,))[0]
 
 
-def unquantized_dy(dy: Tensor, use: Use | None, amaxes: Amaxes | None = None) -> Quantized:
+def unquantized_dy(dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None) -> Quantized:
     """dY in high precision, under a ``backward_override``."""
     return Quantized(unquantized(dy), None)
 
 
-def gather_dy(options: LinearOptions, quantizer: Quantizer | None, dy: Tensor, use: Use | None) -> Gathered:
+def gather_dy(
+    options: LinearOptions, quantizer: Quantizer | None, dy: Tensor, delayed_call: DelayedCall | None
+) -> Gathered:
     """This rank's rows of dY quantized, and all rows gathered; in high precision without a quantizer."""
     parallel = options.parallel
     if quantizer is None:
         part = Quantized(unquantized(dy), None)
     else:
-        part = quantize_part(dy, quantizer, "grad_output", use, parallel)
+        part = quantize_part(dy, quantizer, "grad_output", delayed_call, parallel)
     return parallel.gather(part, rowwise=options.needs_x, columnwise=options.needs_w)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifloat.autocast import Use
+from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig
 from minifloat.functional.tensor_parallel import TensorParallel
@@ -31,12 +31,12 @@ class RoleCasts:
     def __call__(
         self,
         xs: Sequence[Tensor],
-        use: Use | None,
+        delayed_call: DelayedCall | None,
         input_scale: Tensor | None = None,
         amaxes: Sequence[Amaxes | None] | None = None,
     ) -> list[Quantized]:
         """The operands of ``xs``; ``amaxes``: those of each tensor, None where they are still to be found."""
-        scales = None if use is None else [delayed_scale(use, kind) for kind in self.kinds]
+        scales = None if delayed_call is None else [delayed_scale(delayed_call, kind) for kind in self.kinds]
         if scales is not None and input_scale is not None:
             scales[self.kinds.index("input")] = input_scale
         if self.casts is not None:
@@ -47,22 +47,24 @@ class RoleCasts:
                 cast_with(x, quantizer, scale, levels, gemm_ready=self.gemm_ready)
                 for x, quantizer, scale, levels in zip(xs, self.quantizers, given, known, strict=True)
             ]
-        if use is not None:
-            record_all(use, self.kinds, results)
+        if delayed_call is not None:
+            record_all(delayed_call, self.kinds, results)
         return results
 
 
-def quantize(x: Tensor, quantizer: Quantizer, kind: str, use: Use | None, *, gemm_ready: bool = True) -> Quantized:
+def quantize(
+    x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None, *, gemm_ready: bool = True
+) -> Quantized:
     """The operands of one tensor, as :class:`RoleCasts` makes them; of a quantized one, of its values."""
     x = x.dequantize() if isinstance(x, QuantizedTensor) else x
-    return RoleCasts([quantizer], [kind], x.device.type if gemm_ready else "")([x], use)[0]
+    return RoleCasts([quantizer], [kind], x.device.type if gemm_ready else "")([x], delayed_call)[0]
 
 
 def quantize_part(
     x: Tensor,
     quantizer: Quantizer,
     kind: str,
-    use: Use | None,
+    delayed_call: DelayedCall | None,
     parallel: TensorParallel,
     scale: Tensor | None = None,
     amaxes: Amaxes | None = None,
@@ -71,9 +73,9 @@ def quantize_part(
 
     ``amaxes`` are those of this rank's rows. What a delayed cast records is their amax too: ranks agree at the update.
     """
-    part = parallel.quantize_shard(x, quantizer, delayed_scale(use, kind) if scale is None else scale, amaxes)
-    if use is not None:
-        record(use, kind, part)
+    part = parallel.quantize_shard(x, quantizer, delayed_scale(delayed_call, kind) if scale is None else scale, amaxes)
+    if delayed_call is not None:
+        record(delayed_call, kind, part)
     return part
 
 
@@ -93,45 +95,45 @@ _SLOTS = {
 """Direction (0 forward, 1 backward) and index in its histories."""
 
 
-def delayed_scale(use: Use | None, kind: str, keep: bool = False) -> Tensor | None:
+def delayed_scale(delayed_call: DelayedCall | None, kind: str, keep: bool = False) -> Tensor | None:
     """The layer's scale for ``kind``, fp32 [1]; with ``keep`` one that the next update leaves as it is."""
-    if use is None:
+    if delayed_call is None:
         return None
     direction, slot = _SLOTS[kind]
     if direction:
-        use.backward_begins()
-    history = use.histories[direction]
+        delayed_call.backward_begins()
+    history = delayed_call.histories[direction]
     if keep:
         return delayed.read_scale(history.scale, slot)
     return history.slots[slot] if history.slots else history.scale[slot : slot + 1]
 
 
-def record(use: Use, kind: str, result: Quantized) -> None:
+def record(delayed_call: DelayedCall, kind: str, result: Quantized) -> None:
     """Records the amax that a delayed cast measured of the tensor that the layer knows as ``kind``, if at all."""
-    record_all(use, [kind], [result])
+    record_all(delayed_call, [kind], [result])
 
 
-def record_all(use: Use, kinds: Sequence[str], results: Sequence[Quantized]) -> None:
+def record_all(delayed_call: DelayedCall, kinds: Sequence[str], results: Sequence[Quantized]) -> None:
     """The same of several tensors of one direction, in one launch."""
     slots, amaxes, direction = [], [], 0
     for kind, result in zip(kinds, results, strict=True):
         direction, slot = _SLOTS[kind]
-        for operand in result if use.records[direction] else ():
+        for operand in result if delayed_call.records[direction] else ():
             if operand is not None and operand.format.scale_rule == "given" and operand.amax is not None:
                 slots.append(slot)
                 amaxes.append(operand.amax)
                 break
     if slots:
-        delayed.record_amax_(use.histories[direction].amax_history, slots, amaxes)
+        delayed.record_amax_(delayed_call.histories[direction].amax_history, slots, amaxes)
 
 
-def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], use: Use) -> None:
+def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], delayed_call: DelayedCall) -> None:
     """Records the amaxes of tensors that are computed with in high precision."""
     amaxes = find_amaxes(xs, [Quantizer(Format())] * len(xs))
     for levels, kind in zip(amaxes, kinds, strict=True):
         direction, slot = _SLOTS[kind]
         assert levels[0] is not None
-        delayed.record_amax_(use.histories[direction].amax_history, [slot], [levels[0]])
+        delayed.record_amax_(delayed_call.histories[direction].amax_history, [slot], [levels[0]])
 
 
 def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:

@@ -152,8 +152,8 @@ class LayerNormLinear(parts.LayerOfLinears):
             y, *extra = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
                 norm, plan, call, x.to(dtype), residual, gamma, beta, weight, b
             )
-            if call.use is not None:
-                call.use.forward_finished()
+            if call.delayed_call is not None:
+                call.delayed_call.forward_finished()
             n, found = norm.extra_outputs(extra)
             stream = x if found is None else found
             bias = linear._bias_vector() if self.return_bias else None

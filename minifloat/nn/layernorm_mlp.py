@@ -191,8 +191,8 @@ class LayerNormMLP(parts.LayerOfLinears):
                 mlp, call1, call2, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2
             )
             for call in (call1, call2):
-                if call.use is not None:
-                    call.use.forward_finished()
+                if call.delayed_call is not None:
+                    call.delayed_call.forward_finished()
             n, found = norm.extra_outputs(extra)
             stream = x if found is None else found
             bias = fc2._returned_bias(row) if self.return_bias else None

@@ -169,8 +169,8 @@ class Linear(LinearCalls):
             y = LinearFunction.apply(plan, call, x, weight, bias)  # type: ignore[no-untyped-call]
         if shares:
             shared_cast.keep(source, dtype, quantizer, call.x, self, ranks)
-        if call.use is not None:
-            call.use.forward_finished()
+        if call.delayed_call is not None:
+            call.delayed_call.forward_finished()
         if finite.active:
             self._check_finite(x, y)
         return (y, self._returned_bias(parallel)) if self.return_bias else y

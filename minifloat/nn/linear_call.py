@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat import finite, recompute
-from minifloat.autocast import Use, checks_finite, current
+from minifloat.autocast import checks_finite, current
 from minifloat.comm.ddp import check_reduced
 from minifloat.delayed import check_same_scale
+from minifloat.delayed_call import DelayedCall
 from minifloat.functional.autograd import autocast_enabled
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan, make_plan
@@ -85,13 +86,17 @@ class LinearCalls(LinearState):
             plan = self._new_plan(config, weight, options)
             if not compiling:
                 self._plans[key] = plan
-        use = None if config.delayed is None else self._use(config.delayed, replayed, needs_x or needs_w or needs_b)
-        if use is not None and config.delayed is not None and parallel.sequence_parallel:
+        delayed_call = (
+            None
+            if config.delayed is None
+            else self._delayed_call(config.delayed, replayed, needs_x or needs_w or needs_b)
+        )
+        if delayed_call is not None and config.delayed is not None and parallel.sequence_parallel:
             why = f"{self._label}: sequence_parallel=True gathers tensors"
-            check_same_scale(why, parallel.group, config.delayed, use.group)
+            check_same_scale(why, parallel.group, config.delayed, delayed_call.group)
         cast_now = type(weight) is nn.Parameter and is_first_microbatch is None
-        w = None if cast_now else self._weight_operands(plan, use, weight, is_first_microbatch)
-        return plan, Call(use, None, w, not compiling), weight, bias
+        w = None if cast_now else self._weight_operands(plan, delayed_call, weight, is_first_microbatch)
+        return plan, Call(delayed_call, None, w, not compiling), weight, bias
 
     def _new_plan(self, config: LinearConfig, weight: Tensor, options: tuple[Any, ...]) -> LinearPlan:
         if weight.dtype not in DTYPES:
@@ -160,11 +165,11 @@ class LinearCalls(LinearState):
                 "load_state_dict, which resets what a checkpoint lacks"
             )
 
-    def _use(self, recipe: DelayedScaling, replayed: Tensor | None, backward: bool) -> Use:
+    def _delayed_call(self, recipe: DelayedScaling, replayed: Tensor | None, backward: bool) -> DelayedCall:
         """Where delayed scaling keeps its state; a recomputation records nothing."""
         states, first = (self.forward_scaling, self.backward_scaling), replayed is None
         records = torch.is_grad_enabled() and first
-        return Use(states, recipe, records, backward and first, current(), replayed)
+        return DelayedCall(states, recipe, records, backward and first, current(), replayed)
 
     def _high_precision(self, x: Tensor) -> Any:
         self._check_dtype(x)
@@ -195,8 +200,8 @@ class LinearCalls(LinearState):
         if config.delayed is not None:
             self._check_on_meta()
             states = self.forward_scaling, self.backward_scaling
-            use = Use(states, config.delayed, True, False, context)
-            calibrate([x.detach(), self._weight_matrix().detach()], ["input", "weight"], use)
+            delayed_call = DelayedCall(states, config.delayed, True, False, context)
+            calibrate([x.detach(), self._weight_matrix().detach()], ["input", "weight"], delayed_call)
 
     def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
         """Raises if X or W is not finite, or later, in backward, if the gradient of Y is not."""

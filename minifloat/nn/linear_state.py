@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat.arguments import check_value
-from minifloat.autocast import Use
 from minifloat.comm.ddp import check_synchronized
 from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.delayed import AmaxHistory, history_length
+from minifloat.delayed_call import DelayedCall
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
 from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
@@ -209,7 +209,7 @@ class LinearState(LinearParameters):
     # ---- the weight of a call ----
 
     def _weight_operands(
-        self, plan: LinearPlan, use: Use | None, weight: Tensor, is_first_microbatch: bool | None
+        self, plan: LinearPlan, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
     ) -> Quantized | None:
         """Operands of the weight that exist: its own, or those cached for several microbatches; None: cast it."""
         quantizer = plan.w_quantizer
@@ -224,7 +224,7 @@ class LinearState(LinearParameters):
                 fits = pairs_with(weight.operands, plan.config, plan.options.needs_x)
                 ready = weight.operands if fits else None
             if ready is not None:
-                self._follow_own_scale(weight, use, ready)
+                self._follow_own_scale(weight, delayed_call, ready)
                 return ready
         if is_first_microbatch is None or not self._keeps_weight:
             return None
@@ -232,15 +232,15 @@ class LinearState(LinearParameters):
         cached = self._weight_cache
         if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
             return cached.operands
-        operands = quantize(weight.detach(), quantizer, "weight", use)
+        operands = quantize(weight.detach(), quantizer, "weight", delayed_call)
         self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
         return operands
 
-    def _follow_own_scale(self, weight: QuantizedTensor, use: Use | None, operands: Quantized) -> None:
+    def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
         """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
-        if use is None:
+        if delayed_call is None:
             return
-        record(use, "weight", operands)
+        record(delayed_call, "weight", operands)
         if not torch.compiler.is_compiling():
             self._bind_scale(weight)
 
