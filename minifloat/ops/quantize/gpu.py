@@ -29,7 +29,7 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
         return quantize.amax.reference(xs, formats, dims)
     if len({x.device for x in xs}) > 1:
         return [amax([x], [spec], [dim])[0] for x, spec, dim in zip(xs, formats, dims, strict=True)]
-    single = [fmt.needs_amax and not fmt.amax_per_row for fmt in parsed]
+    single = [not fmt.amax_per_row and (fmt.block == 0 or fmt.scale_rule == "two_level") for fmt in parsed]
     zeros = iter(_zeros(sum(single), xs[0].device))
     results = [
         next(zeros) if one else torch.zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
