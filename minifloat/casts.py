@@ -13,7 +13,7 @@ from minifloat import capability
 from minifloat.arguments import shown
 from minifloat.formats import Format
 from minifloat.operand import Operand, Quantized
-from minifloat.ops import quantize
+from minifloat.ops import new, quantize
 from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
 
 Amaxes = tuple[Tensor | None, ...]
@@ -37,9 +37,6 @@ def directly(xs: Sequence[Tensor]) -> bool:
         if type(x) not in _PLAIN or x.device != device or (graph and x.requires_grad):
             return False
     return xs[0].is_cpu or (xs[0].is_cuda and capability.kernels(device.index)[0])
-
-
-new = tuple.__new__  # a NamedTuple without a call of its Python constructor
 
 
 class Arrangement(NamedTuple):

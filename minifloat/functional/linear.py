@@ -20,6 +20,7 @@ from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.linear_steps import Call
 from minifloat.functional.quantize import delayed_scale
 from minifloat.operand import Operand
+from minifloat.ops import new
 
 
 class LinearFunction(torch.autograd.Function):
@@ -112,8 +113,5 @@ def unpack(layouts: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Ope
             continue
         if not compiling:  # a read of memory that FSDP2 has freed would end the process
             assert not codes.numel() or codes.untyped_storage().nbytes(), "saved codes were freed before backward"
-        operands.append(_new(Operand, (codes, scale_inv, amax, *layout)))
+        operands.append(new(Operand, (codes, scale_inv, amax, *layout)))
     return operands
-
-
-_new = tuple.__new__  # a NamedTuple without a call of its Python constructor

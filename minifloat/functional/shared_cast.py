@@ -16,6 +16,7 @@ from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import ROWWISE
 from minifloat.functional.gathered import Gathered
 from minifloat.operand import Quantized
+from minifloat.ops import new
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor
 
@@ -137,7 +138,8 @@ def keep(
         return
     if slot.latest is None or slot.latest.operands is not operands:  # else they were found here
         capturing = x.is_cuda and _capturing(x)
-        slot.latest = _Latest(ref(x, slot.forget), x._version, dtype, quantizer, ranks, capturing, operands, [reader])
+        latest = ref(x, slot.forget), x._version, dtype, quantizer, ranks, capturing, operands, [reader]
+        slot.latest = new(_Latest, latest)
 
 
 def is_shared(quantizer: Quantizer) -> bool:

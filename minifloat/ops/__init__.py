@@ -4,3 +4,6 @@ Every operation is registered with ``torch.library`` under the name ``minifloat`
 graph and a CUDA graph hold it as one opaque node. Formats pass through the schema as their ``spec`` strings. No
 operation reads a value back to the host, and none holds more than one GEMM.
 """
+
+new = tuple.__new__
+"""``new(Operand, (codes, ...))``: a NamedTuple without the call of its Python constructor, where a call counts."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minifloat import capability
 from minifloat.formats import Format, parse
+from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import emulated, native, reference
 
@@ -121,9 +122,6 @@ class Product:
             return _finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
         left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
         return self._backend(left, right, out_dtype, bias, fast_accum, out)
-
-
-new = tuple.__new__  # a NamedTuple without a call of its Python constructor
 
 
 @lru_cache(MOST_PRODUCTS)

@@ -18,6 +18,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.formats.elements import E2M1, E4M3
 from minifloat.formats.scale_rules import FLT_MAX, fp32
+from minifloat.ops import new
 from minifloat.ops.quantize import hadamard, philox
 
 
@@ -66,11 +67,12 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         assert given is not None
         given = given.float()
         codes = fmt.encoding.encode(x.float() * given)
-        return Cast(codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1))
+        return new(Cast, (codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1)))
     source = x if fmt.transform == "none" else hadamard.prepare(x, fmt, dim)
     if given is not None and not fmt.grid:
         multiplier, scale_inv = fmt.scaling.scale(given.reshape(1), fmt, largest)
-        return Cast(fmt.encoding.encode(source.float() * multiplier), scale_inv, x.new_empty(0, dtype=torch.float32))
+        codes = fmt.encoding.encode(source.float() * multiplier)
+        return new(Cast, (codes, scale_inv, x.new_empty(0, dtype=torch.float32)))
     blocks = _blocks(source.float(), *fmt.scale_block(dim))
     if fmt.scale_rule == "two_level":
         assert given is not None
@@ -81,7 +83,8 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         codes = fmt.encoding.encode(blocks * multiplier)
         scale_inv = scale_inv[:, 0, :, 0] if fmt.grid else scale_inv.reshape(-1)
     codes = _unblock(codes, source.shape)
-    return Cast(_pack(codes, dim) if fmt.packed else codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32))
+    codes = _pack(codes, dim) if fmt.packed else codes
+    return new(Cast, (codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32)))
 
 
 def dequantize(
