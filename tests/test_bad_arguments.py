@@ -67,7 +67,7 @@ NAMES: dict[str, str] = {
         "disable_stochastic_rounding disable_2d_quantization row_scaled_activation fast_accum "
         "enable_2d_quantization use_f32_scales use_power_2_scales scales_agree use_reentrant "
         "use_split_accumulator power_2_scale random_hadamard_transform stochastic_rounding "
-        "fp4_2d_quantization"
+        "fp4_2d_quantization accumulate"
     ),
     "object": (
         "fp8_dpa fp8_mha rotary_percent model module optimizer normalization activation attention_type "
@@ -102,7 +102,7 @@ NAMES: dict[str, str] = {
         "recipe device dtype params_dtype parallel_mode parameters_split tp_group tp_mesh fused_parts "
         "activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy offload_policy "
         "ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
-        "noop_flag into amaxes scale rng rngs scales rows_per_rank"
+        "noop_flag into out amaxes scale rng rngs scales rows_per_rank"
     ),
     "mapping": "state",
     "iterable": "rules",

@@ -465,6 +465,17 @@ def test_compiled_layers_count_their_gemms() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6"])
+def test_a_layer_that_never_ran_eagerly(name: str) -> None:
+    """Its first call makes formats, quantizers and the plan, all of which the compiler traces."""
+    layer, x = Linear(IN, HIDDEN), torch.randn(4, IN)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with autocast(recipe=RECIPES[name]):
+        y = compiled(x)
+    with autocast(recipe=RECIPES[name]):
+        assert torch.equal(y, layer(x))
+
+
 CAST_IN_ONE = {"amax_and_cast": 2, "scaled_mm": 1}, {"amax_and_cast": 1, "scaled_mm": 2}
 CAST_IN_BLOCKS = {"cast": 2, "scaled_mm": 1}, {"cast": 1, "scaled_mm": 2}
 DELAYED = {"record_amax_": 1, "update_scales_": 1}

@@ -54,7 +54,8 @@ def _as_bytes(x: Tensor) -> Tensor:
     """The memory of ``x`` [rows, ...] as uint8 [rows, bytes of a row]; a copy unless ``x`` is contiguous."""
     if x.dtype == torch.uint8 and x.dim() == 2:
         return x.contiguous()
-    flat = x.contiguous().view(-1)  # a dim of size 1 may have any stride, which a view of another dtype does not take
+    x = x.contiguous()
+    flat = x.as_strided((x.numel(),), (1,))  # dims of size 1 have any stride, which a view of another dtype refuses
     return flat.view(torch.uint8).view(x.shape[0], math.prod(x.shape[1:]) * x.itemsize)
 
 

@@ -129,7 +129,9 @@ class Format(_Derived):
             "symmetric": not strips and self.transform == "none" and self.rounding != "stochastic",
         }
         # Spelled here: where shapes are dynamic, a compiler takes numbers for symbols, which cannot be spelled.
-        self.__dict__.update(derived, spec=_spell(self) if quantized else self.element)
+        for name, value in derived.items():  # one by one: torch.compile of PyTorch 2.11 does not trace dict.update
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "spec", _spell(self) if quantized else self.element)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Elements and scale rules are no part of a copy or a pickle."""

@@ -7,6 +7,7 @@ handed as a compile-time constant: ``ELEMENT.kernels.encode(x, ELEMENT)``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,9 +154,20 @@ ELEMENTS: dict[str, Element] = {}
 
 
 def define_element(element: Element) -> Element:
-    """Makes the element known by its name to ``Format``."""
+    """Makes the element known by its name to ``Format``.
+
+    Raises:
+        ValueError: the name is no identifier, or that of another element: formats that have it would not change.
+    """
+    check_name("element", element.name, ELEMENTS)
     ELEMENTS[element.name] = element
     return element
+
+
+def check_name(kind: str, name: str, known: Mapping[str, object]) -> None:
+    """Of a new element or scale rule."""
+    if not name.isidentifier() or name in known:
+        raise ValueError(f"{kind} {name!r}: its name must be an identifier, and none of {', '.join(known)}")
 
 
 E4M3 = define_element(TorchFloat("e4m3", 8, 448.0, torch.float8_e4m3fn))

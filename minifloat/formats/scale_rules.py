@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.formats.elements import E4M3
+from minifloat.formats.elements import E4M3, check_name
 
 if TYPE_CHECKING:
     from minifloat.formats import Format
@@ -135,7 +135,8 @@ SCALE_RULES: dict[str, ScaleRule] = {}
 
 
 def define_scale_rule(rule: ScaleRule) -> ScaleRule:
-    """Makes the rule known by its name to ``Format``."""
+    """Makes the rule known by its name to ``Format``; raises as :func:`define_element` does."""
+    check_name("scale rule", rule.name, SCALE_RULES)
     SCALE_RULES[rule.name] = rule
     return rule
 

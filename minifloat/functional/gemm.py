@@ -81,7 +81,7 @@ def multiply(
     if not torch.compiler.is_compiling():
         return multiply_eager(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     a_along, m, b_along, n = check_operands(gemm, a, b)
-    if out is not None:
+    if out is not None or accumulate:
         _check_out(gemm, out, (m, n), out_dtype, a.codes.device)
     if a.scale_inv is None or b.scale_inv is None:
         return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias), out, accumulate)
@@ -105,7 +105,7 @@ def multiply_eager(
 ) -> Tensor:
     """:func:`multiply` where no compiler traces it: by a product that is prepared once for each pair of formats."""
     a_along, m, b_along, n = check_operands(gemm, a, b)
-    if out is not None:
+    if out is not None or accumulate:
         _check_out(gemm, out, (m, n), out_dtype, a.codes.device)
     if a.scale_inv is None or b.scale_inv is None:
         return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias), out, accumulate)
@@ -116,7 +116,9 @@ def multiply_eager(
     )  # fmt: skip
 
 
-def _check_out(gemm: str, out: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+def _check_out(gemm: str, out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    if out is None:
+        raise ValueError(f"{gemm}: accumulate=True adds to out; give it, {dtype} {shape} on {device}")
     if out.shape != shape or out.dtype != dtype or out.device != device:
         raise ValueError(
             f"{gemm}: out is {out.dtype} {tuple(out.shape)} on {out.device}; the result is {dtype} {shape} on {device}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minifloat.comm import collectives
 from minifloat.comm.all_to_all import all_to_all, start_all_to_all
 from minifloat.comm.collectives import (
     all_gather_rows,
@@ -242,3 +243,10 @@ def refused_here(rank: int, size: int) -> None:
 
 def test_own_mistakes(worker_pool: Pools) -> None:
     worker_pool(2).run(refused_here)
+
+
+def test_bytes_of_single_elements_of_any_stride() -> None:
+    """A dim of size 1 may have any stride: PyTorch calls it contiguous, and refuses to view it as another dtype."""
+    for x in (torch.arange(6.0).view(1, 6).t()[2:3], torch.arange(6.0)[::5][:1], torch.ones(3, 0).t()):
+        back = collectives._from_bytes(collectives._as_bytes(x), x)
+        assert torch.equal(back, x)

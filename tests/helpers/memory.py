@@ -78,7 +78,13 @@ def saved_sizes(model: nn.Module, x: Tensor, recipe: Recipe | None, backward: bo
 
 def live_tensors() -> tuple[int, int]:
     """Tensors, and the bytes of their storages."""
+    _, size = live_storages()
+    return sum(isinstance(each, Tensor) and not each.is_meta for each in gc.get_objects()), size
+
+
+def live_storages() -> tuple[int, int]:
+    """Storages that tensors hold, and their bytes: views may come and go."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
-    plain = [each.untyped_storage() for each in tensors if type(each) is Tensor and each.layout == torch.strided]
-    return len(tensors), sum({storage._cdata: storage.size() for storage in plain}.values())
+    plain = [each for each in gc.get_objects() if type(each) is Tensor and each.layout == torch.strided]
+    sizes = {storage._cdata: storage.size() for storage in (x.untyped_storage() for x in plain if not x.is_meta)}
+    return len(sizes), sum(sizes.values())

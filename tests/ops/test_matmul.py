@@ -232,10 +232,11 @@ def test_reference_rounds_once_to_the_output_dtype(pair: tuple[Format, Format], 
 
 
 def _outs(like: Tensor) -> list[Tensor]:
-    """Memory for a result, NaN as yet: contiguous, transposed, and rows of a wider matrix."""
+    """Memory for a result, NaN as yet: contiguous, at odd places, transposed, and rows of a wider matrix."""
     m, n = like.shape
     nan = partial(torch.full, fill_value=torch.nan, dtype=like.dtype, device=like.device)
-    return [nan((m, n)), nan((n, m)).t(), nan((m, n + 3))[:, 1:-2]]
+    odd = nan((m * n + 1,))[1:].view(m, n)
+    return [nan((m, n)), odd, nan((n, m)).t(), nan((m, n + 3))[:, 1:-2]]
 
 
 @pytest.mark.parametrize("size", [(48, 64, 32), (17, 19, 50), (4, 5, 0), (0, 3, 8)])
@@ -279,6 +280,8 @@ def test_wrong_memory_for_a_result(wrong: dict[str, Any]) -> None:
     out = torch.zeros(**({"size": (17, 19)} | wrong))
     with pytest.raises(ValueError, match=r"wgrad: out is torch.* the result is torch.float32 \(17, 19\) on cpu"):
         wgrad(Quantized(None, a), Quantized(None, b), out_dtype=torch.float32, out=out)
+    with pytest.raises(ValueError, match="accumulate=True adds to out; give it"):
+        wgrad(Quantized(None, a), Quantized(None, b), out_dtype=torch.float32, accumulate=True)
 
 
 @FOR_EACH_CASE

@@ -29,7 +29,7 @@ from minifloat.parallel.fsdp.rows import row_unit
 from minifloat.parallel.fsdp.weight import ShardedWeight
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import Case, RecordedGathers, gathered_bytes, layers, linears, mesh_of, shard, step
-from tests.helpers.memory import live_tensors
+from tests.helpers.memory import live_storages
 
 # ---- the wire ----
 
@@ -90,9 +90,9 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
         wrong.extend(["a rank keeps what it has sent"] * any(kept) * (recipe == "current"))
 
     model.register_forward_hook(kept_to_the_end)
-    before = live_tensors()
+    before = live_storages()
     step(model, rank)
-    wrong += ["a step leaves memory behind"] * (live_tensors() != before)
+    wrong += ["a step leaves memory behind"] * (live_storages() != before)
     wrong += ["forward lacks what it reads"] * (seen != [True] * len(weights))
     for weight, unsharded, before, parameter in zip(weights, held, tensors, parameters, strict=True):
         wrong += ["a gathered weight outlives its backward"] * (unsharded.holds(ROWWISE) or unsharded.holds(COLUMNWISE))

@@ -15,7 +15,7 @@ from minifloat.parallel.fsdp import fully_shard, pytorch, sharded_weights
 from minifloat.quantizer import Quantizer, cast_all
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import MODELS, Case, RecordedGathers, lockstep, mesh_of, quantized_lockstep, shard, step
-from tests.helpers.memory import live_tensors
+from tests.helpers.memory import live_storages
 
 RECIPES = ("current", "delayed", "block", "mxfp8", "nvfp4")
 
@@ -149,10 +149,10 @@ def sent_and_held(rank: int, size: int) -> list[str]:
     model = shard(nn.Sequential(layer), Case("", "mxfp8", reshard=True), mesh_of(size))
     recorded = RecordedGathers(model)
     step(model, rank)
-    before = live_tensors()
+    before = live_storages()
     recorded.sent.clear()
     step(model, rank)
-    wrong = ["a step leaves memory behind"] * (live_tensors() != before)
+    wrong = ["a step leaves memory behind"] * (live_storages() != before)
     weight = pytorch.parameters_below(model)[0].weight
     expected = [
         sum(each.gather_bytes(weight.quantizer.format(dim), dim, 64) for each in weight.owned)

@@ -42,7 +42,8 @@ def per_tensor(
 ) -> Tensor:
     """``a`` [m, k] times ``b`` [n, k] transposed, one scale each, or [m, 1] and [1, n].
 
-    A GPU writes it to ``out``, if that is a plain contiguous tensor.
+    A GPU writes it to ``out``, if that is a plain contiguous tensor at a multiple of 256 bytes, as the allocator gives
+    memory: cuBLASLt chooses its kernel for that.
 
     On a CPU the codes are multiplied as fp64, whose sums of E4M3 products are exact: the result depends neither on the
     number of threads nor on how a product is split. ``torch._scaled_mm`` takes hundreds of times as long there, where
@@ -51,7 +52,8 @@ def per_tensor(
     if not a.is_cuda:
         product = (a.double() @ b.double().t()).float() * (a_scale * b_scale)
         return (product if bias is None else product + bias.float()).to(out_dtype)
-    out = out if type(out) is Tensor and out.is_contiguous() else None
+    if type(out) is not Tensor or not out.is_contiguous() or out.data_ptr() % 256:
+        out = None
     result: Tensor = torch._scaled_mm(
         a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, out=out
     )
