@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat import capability, casts, quantizer
-from minifloat.formats import IDENTITY, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize
 from minifloat.ops.launch import Kernel, count_launches
@@ -426,6 +426,18 @@ def test_both_phases_replay_too(case: str, device: torch.device) -> None:
         shapes = quantize.amax_and_cast.shapes(xs, rngs, *how.request)
         assert [(each.shape, each.dtype) for each in actual] == [(each.shape, each.dtype) for each in shapes]
         assert len({each.data_ptr() for each in actual}) == len(actual)
+
+
+@pytest.mark.parametrize("fmt", [MX, STRIPS, Format(block=32, tile=True, scale_rule="e8m0"), NV_ROWS, GIVEN.row_format])
+def test_amaxes_of_every_kind(fmt: Format, device: torch.device) -> None:
+    """Those of blocks are a grid."""
+    for call in range(3):
+        xs = values(device, (32, 48), (17, 33), scale=10.0**call)
+        for dim in (ROWWISE, COLUMNWISE):
+            found = pipeline.amax(xs, [fmt.spec] * 2, [dim] * 2)
+            for got, want in zip(found, quantize.amax.reference(xs, [fmt.spec] * 2, [dim] * 2), strict=True):
+                assert got.shape == want.shape
+                assert_same_bits(got, want)
 
 
 def test_any_number_of_matrices_is_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
