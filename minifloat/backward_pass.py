@@ -12,10 +12,17 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class BackwardPass:
-    """One run of the autograd engine: what its nodes leave to do at its end, and what to do if it never gets there."""
+    """One run of the autograd engine: what its nodes leave to do at its end, and what to do if it never gets there.
 
-    def __init__(self, task: int) -> None:
+    Args:
+        task: the engine's number of it.
+        outer: a backward that was running in this thread when this one began, maybe inside of one of its nodes.
+    """
+
+    def __init__(self, task: int, outer: BackwardPass | None = None) -> None:
         self.task = task
+        self.outer = outer
+        self.ended = False
         self.at_end: list[Callable[[bool], None]] = []
         self.on_failure: list[Callable[[], None]] = []
 
@@ -42,18 +49,20 @@ class _End:
         backward = self.backward
         assert backward is not None
         backward.finish()
-        self.backward, backward.on_failure = None, []
+        self.backward, backward.on_failure, backward.ended = None, [], True
 
     def __del__(self) -> None:
         if self.backward is not None:
+            self.backward.ended = True
             self.backward.fail()
 
 
 class _Local(threading.local):
-    """The latest of this thread."""
+    """The backward that began last in this thread."""
 
     def __init__(self) -> None:
         self.latest = BackwardPass(-1)
+        self.latest.ended = True
 
 
 _local = _Local()
@@ -63,9 +72,25 @@ def running() -> BackwardPass | None:
     """The backward that this node runs in; None outside of the engine. Not for code that is being compiled."""
     task = _graph_task()
     latest = _local.latest
-    if latest.task != task:
-        if task == -1:
-            return None
-        latest = _local.latest = BackwardPass(task)
-        _queue_callback(_End(latest))
-    return latest if task != -1 else None
+    if latest.task == task:
+        return latest if task != -1 else None
+    return None if task == -1 else _find_or_begin(task)
+
+
+def _find_or_begin(task: int) -> BackwardPass:
+    """The backward of this number: one that goes on after another one inside of it, or else a new one.
+
+    One object a backward: what its nodes did is undone in the reverse order.
+    """
+    newest: BackwardPass | None = _local.latest
+    while newest is not None and newest.ended:
+        newest = newest.outer
+    found = newest
+    while found is not None and found.task != task:
+        found = found.outer
+    if found is None:
+        found = newest = BackwardPass(task, newest)
+        _queue_callback(_End(found))
+    assert newest is not None
+    _local.latest = newest
+    return found

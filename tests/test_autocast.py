@@ -648,6 +648,39 @@ def test_an_exception_in_a_backward_leaves_no_trace(own: bool, uses: int) -> Non
     assert all(layer.backward_scaling.progress.pending is None for layer in layers)
 
 
+class _BackwardInside(torch.autograd.Function):
+    """The identity; its backward runs another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: Callable[[], None]) -> Tensor:
+        ctx.other = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.other()
+        return dy, None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_exception_after_a_backward_inside_of_the_backward(depth: int) -> None:
+    """A layer that ran before it and after it is as it was before both; those of inner backwards ended well."""
+    layer, inner = Linear(16, 16), [Linear(16, 16) for _ in range(depth)]
+    x, other = batch(0).requires_grad_(), lambda: None
+    for i, each in enumerate(inner):
+        with autocast(recipe=DELAYED):
+            other = each(_BackwardInside.apply(each(batch(i).requires_grad_()), other)).square().sum().backward
+    with autocast(recipe=DELAYED):
+        y = layer(_BackwardInside.apply(layer(x), other))
+    before, inner_before = _state_of(layer.backward_scaling), [_state_of(each.backward_scaling) for each in inner]
+    x.register_hook(_raise)
+    with pytest.raises(KeyError):
+        (y * 100).square().sum().backward()
+    _assert_same_state(layer.backward_scaling, before)
+    for each, (scale, _) in zip(inner, inner_before, strict=True):
+        assert not torch.equal(each.backward_scaling.scale, scale)
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_exception_in_a_backward_keeps_what_an_earlier_one_recorded(loaded: bool) -> None:
     """Of two uses in a region the second's backward ended well, and awaits the first's, which fails."""
