@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 import minifloat
-from minifloat.tools.bench import against, gate, linear, peers, plots, registry, report, run, summary
+from minifloat.tools.bench import against, gate, host, linear, peers, plots, registry, report, run, summary
 from minifloat.tools.bench.measure import COPY, MODES, Rounds, Timer, sm_clock
 from minifloat.tools.bench.registry import Call, Case, Contender, Outputs, Roofline, Row, UnavailableError
 from minifloat.tools.cli import bench as command
@@ -186,13 +186,13 @@ def test_a_roofline_is_products_and_copied_bytes() -> None:
 
 
 def test_speeds_and_goals() -> None:
-    result = known({"ratio": 1.9, "roofline": 2.6, "memory": 1.5, "microseconds": 1e6})
+    result = known({"ratio": 1.9, "roofline": 2.6, "memory": 1.5})
     own = result.entries[2]
     assert summary.rate(result, own) == (2.0, "TFLOP/s")
     result.case = replace(result.case, flops=0.0)
     assert summary.rate(result, own) == (25e-9, "GB/s")
     assert [(v.measure, v.met) for v in summary.verdicts(result, own)] == [
-        ("ratio", True), ("roofline", False), ("memory", True), ("microseconds", False)
+        ("ratio", True), ("roofline", False), ("memory", True)
     ]  # fmt: skip
     own.peak = None
     assert not summary.verdicts(result, own)[2].met  # what was not measured is not met
@@ -275,7 +275,10 @@ def test_the_peers_of_a_gpu_are_not_tried_on_a_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("suite", "only", "count"), [("linear", "8192 x 8192", 4), ("host", "compiled, forward +", 5)])
+@pytest.mark.parametrize(
+    ("suite", "only", "count"),
+    [("linear", "8192 x 8192", 4), ("host", "compiled, forward +", 6), ("host", "compiled, calling", 6)],
+)
 def test_compiled_contenders(suite: str, only: str, count: int) -> None:
     result = one(registry.choose([suite], only)[0])
     compiled = [entry for entry in result.entries if entry.name.endswith("compiled") and "torchao" not in entry.name]
@@ -298,7 +301,54 @@ def test_goals_of_middle_sizes_and_of_compiled_calls() -> None:
     for row in registry.choose(["host"], "compiled"):
         case, found = row.build(CPU, True), goals(row)
         assert case.baselines == ("torch bf16, compiled",) and found.pop("torch bf16, compiled") is None
-        assert len(found) == 4 and set(found.values()) == {1 / 1.5}
+        assert len(found) == 5 and set(found.values()) == {1 / 1.5}
+
+
+@pytest.mark.parametrize(
+    ("only", "current", "others"),
+    [("256, forward", 4, 5), ("256, forward + backward", 2.5, 3), ("256, calling thread, forward + backward", 2.5, 3)],
+)
+def test_goals_of_eager_host_time(only: str, current: float, others: float) -> None:
+    """At most so many times the time of PyTorch's Linear, which has its backward in the same thread."""
+    case = registry.choose(["host"], only)[0].build(CPU, True)
+    assert case.baselines == ("torch bf16",) and case.host
+    found = {each.name.removeprefix("minifloat "): each.goals for each in case.contenders if each.goals}
+    wanted = dict.fromkeys(("delayed", "block", "mxfp8", "nvfp4"), others) | {"current": current}
+    assert {name: dict(each) for name, each in found.items()} == {
+        name: {"ratio": pytest.approx(1 / times)} for name, times in wanted.items()
+    }
+
+
+@pytest.mark.parametrize(("only", "threads"), [("256, forward +", True), ("256, calling thread", False)])
+def test_the_thread_of_a_backward(only: str, threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every contender, the peers' too; after each call the setting is PyTorch's again, even if the call raises."""
+    seen: list[bool] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            y.register_hook(lambda _: seen.append(torch.autograd.is_multithreading_enabled()))
+            if len(seen) == 2:
+                y.register_hook(lambda _: 1 / 0)
+            return y
+
+    def watched(w: Tensor, kind: object = None) -> tuple[nn.Module, list[Tensor]]:
+        dtype = kind if isinstance(kind, torch.dtype) else torch.bfloat16
+        layer = Watched(w.shape[1], w.shape[0], bias=False, dtype=dtype)
+        return layer, [layer.weight]
+
+    for name in ("torch_linear", "our_linear", "te_linear"):
+        monkeypatch.setattr(host, name, watched)
+    (row,) = registry.choose(["host"], only)
+    for contender in row.build(CPU, True).contenders:
+        call = contender.setup()
+        seen.clear()
+        for _ in range(2):
+            call()
+            assert torch.autograd.is_multithreading_enabled()
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert torch.autograd.is_multithreading_enabled() and seen == [threads] * 3
 
 
 # ---- reports ----

@@ -18,9 +18,9 @@ from torch import Tensor
 Outputs = Sequence[Tensor]
 Call = Callable[[], Outputs]
 
-Measure = Literal["ratio", "roofline", "memory", "microseconds"]
+Measure = Literal["ratio", "roofline", "memory"]
 """What a goal is about: speed against the baseline (at least), fraction of the roofline (at least), peak memory against
-the case's memory baseline (at most), time of one call (at most)."""
+the case's memory baseline (at most)."""
 
 AT_LEAST: frozenset[Measure] = frozenset(("ratio", "roofline"))
 

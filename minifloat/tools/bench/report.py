@@ -70,7 +70,7 @@ def _number(value: float | None, form: str, factor: float = 1.0) -> str:
 
 
 def _goal(verdict: summary.Verdict) -> str:
-    form = {"ratio": ".2f", "roofline": ".0%", "memory": ".2f", "microseconds": ".0f"}[verdict.measure]
+    form = {"ratio": ".2f", "roofline": ".0%", "memory": ".2f"}[verdict.measure]
     wanted = f"{verdict.measure} {format(verdict.goal, form)}"
     if verdict.value is None:
         return f"{wanted} not measured"

@@ -80,12 +80,10 @@ def memory(result: Result, entry: Entry) -> float | None:
 
 def verdicts(result: Result, entry: Entry) -> list[Verdict]:
     """The contender's goals, on sustained figures."""
-    time = seconds(result, entry.name)
     values: dict[Measure, float | None] = {
         "ratio": ratio(result, entry.name),
         "roofline": fraction(result, entry),
         "memory": memory(result, entry),
-        "microseconds": None if time is None else time * 1e6,
     }
     return [Verdict(measure, values[measure], goal) for measure, goal in entry.goals.items()]
 
