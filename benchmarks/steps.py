@@ -1,10 +1,13 @@
 """Where the host's time goes in one small Linear: each step of its plan, in forward and in backward.
 
     python benchmarks/steps.py [current delayed ...] [--shape 64 256 256] [--device cuda] [--calls 300]
+                               [--calling-thread] [--no-wait]
 
 A row is a callable, and the microseconds that one forward and backward spend in it, those of the rows below it that are
 indented included. What no step accounts for (the module, autograd, its thread) is the difference to the total. The
-device is waited for between calls, outside of what is timed. Timing a step costs about 0.2 us.
+device is waited for between calls, outside of what is timed; after a wait the host is slow at first, so ``--no-wait``
+shows what it spends in a loop. ``--calling-thread`` runs the backward without a thread of autograd's own
+(docs/layers.md). Timing a step costs about 0.2 us.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -48,20 +51,45 @@ class Clock:
         return run
 
 
-def time_steps(recipe: str, shape: tuple[int, int, int], device: str, calls: int) -> dict[tuple[str, ...], list[float]]:
-    """By path of names: calls, and microseconds, of one forward and backward."""
+def synchronize(device: str) -> None:
+    """Waits for what has been launched."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_steps(
+    recipe: str,
+    shape: tuple[int, int, int],
+    device: str,
+    calls: int,
+    *,
+    calling_thread: bool = False,
+    wait: bool = True,
+) -> dict[tuple[str, ...], list[float]]:
+    """By path of names: calls, and microseconds, of one forward and backward.
+
+    Args:
+        calling_thread: backward runs in this thread, on a GPU too.
+        wait: for the device before each call.
+    """
+    with torch.autograd.set_multithreading_enabled(not calling_thread):
+        return _time_steps(recipe, shape, device, calls, (lambda: synchronize(device)) if wait else (lambda: None))
+
+
+def _time_steps(
+    recipe: str, shape: tuple[int, int, int], device: str, calls: int, before_call: Callable[[], None]
+) -> dict[tuple[str, ...], list[float]]:
     tokens, out, into = shape
     module: nn.Module = nn.Linear(into, out, device=device, dtype=torch.bfloat16)
     if recipe != "torch":
         module = minifloat.Linear(into, out, device=device, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(tokens, into, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(tokens, out, device=device, dtype=torch.bfloat16)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def step(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         module.zero_grad()
         x.grad = None
-        wait()
+        before_call()
         backward(forward(x))
 
     for _ in range(20):
@@ -83,6 +111,7 @@ def time_steps(recipe: str, shape: tuple[int, int, int], device: str, calls: int
         setattr(owner, name, clock.timed(f"{owner.__name__}.{name}", function))
     forward = clock.timed("forward", module)
     backward = clock.timed("backward", lambda y: y.backward(dy))
+    synchronize(device)
     for _ in range(calls):
         step(forward, backward)
     for (owner, name), function in zip(inner, before, strict=True):
@@ -90,16 +119,21 @@ def time_steps(recipe: str, shape: tuple[int, int, int], device: str, calls: int
     return {path: [count / calls, seconds / calls * 1e6] for path, (count, seconds) in clock.spent.items()}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", default=["torch", "current", "delayed", "block", "mxfp8", "nvfp4"])
     parser.add_argument("--shape", nargs=3, type=int, default=[64, 256, 256], metavar=("TOKENS", "OUT", "IN"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--calls", type=int, default=300)
-    given = parser.parse_args()
+    parser.add_argument("--calling-thread", action="store_true", help="run the backward in the calling thread")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for the device between calls")
+    given = parser.parse_args(arguments)
+    options = {"calling_thread": given.calling_thread, "wait": not given.no_wait}
+    told = ", backward in the calling thread" * given.calling_thread + ", no waits" * given.no_wait
     for recipe in given.recipes:
-        print(f"\n{recipe}, {' x '.join(map(str, given.shape))}, torch {torch.__version__}, {given.device}")
-        for path, (count, spent) in sorted(time_steps(recipe, given.shape, given.device, given.calls).items()):
+        print(f"\n{recipe}, {' x '.join(map(str, given.shape))}, torch {torch.__version__}, {given.device}{told}")
+        found = time_steps(recipe, given.shape, given.device, given.calls, **options)
+        for path, (count, spent) in sorted(found.items()):
             print(f"{'  ' * len(path) + path[-1]:40s} {count:5.1f} calls {spent:9.1f} us")
 
 
