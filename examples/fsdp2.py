@@ -65,7 +65,8 @@ def build(options: argparse.Namespace, mesh: DeviceMesh) -> tuple[Model, torch.o
 def step(model: Model, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
     """One step; the mean of the ranks' losses."""
     loss = model(tokens)
-    loss.backward()
+    with torch.autograd.set_multithreading_enabled(False):  # less host time on a GPU: docs/layers.md
+        loss.backward()
     optim.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

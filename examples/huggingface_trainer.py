@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], str]:
         report_to=[],
     )
     trainer = Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
-    trainer.train()
+    with torch.autograd.set_multithreading_enabled(False):  # less host time on a GPU: docs/layers.md
+        trainer.train()
     trainer.save_model(str(options.out / "model"))
 
     loaded = AutoModelForCausalLM.from_pretrained(options.out / "model")  # an ordinary model, which may be converted

@@ -84,7 +84,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses = []
     for step in range(options.steps):
         loss = model(draw(train, options.context, options.batch))
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # less host time on a GPU: docs/layers.md
+            loss.backward()
         optim.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

@@ -53,6 +53,21 @@ def test_gradients_are_clipped_without_the_loss_scale(scale: float, clip: float)
     torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_backward_runs_in_the_calling_thread(accumulate: int) -> None:
+    """Of each micro-batch, and the setting is PyTorch's again after it, also where a backward raises."""
+    model, config = Bigram(), TrainConfig(4, batch_size=3, dtype=torch.float32, accumulate=accumulate)
+    seen: list[bool] = []
+    model.weight.register_hook(lambda _: seen.append(torch.autograd.is_multithreading_enabled()))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    train_step(model, sgd, batch_of(3 * accumulate), 0.5, config, CPU)
+    assert seen == [False] * accumulate and torch.autograd.is_multithreading_enabled()
+    model.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_step(model, sgd, batch_of(3 * accumulate), 0.5, config, CPU)
+    assert torch.autograd.is_multithreading_enabled()
+
+
 def test_only_matrices_decay() -> None:
     model, config = micro_model(), TrainConfig(4, learning_rate=0.1, weight_decay=0.5)
     model.head.bias = nn.Parameter(torch.ones(256))

@@ -190,7 +190,9 @@ def train_step(
     losses = []
     for part in micro_batches(batch, config):
         loss = batch_loss(model, part, config, device, ranks)
-        with torch.autograd.set_multithreading_enabled(False):  # for one device another thread only costs time
+        # Autograd's own thread for a GPU would cost the host up to half of its time (docs/layers.md), and a process
+        # has one GPU. Hooks, recomputations and callbacks run in this thread too; kernels stay on their streams.
+        with torch.autograd.set_multithreading_enabled(False):
             (loss * (config.loss_scale / config.accumulate)).backward()
         losses.append(loss.detach())
     gradients = [own_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
