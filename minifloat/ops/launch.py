@@ -35,10 +35,10 @@ _counters: list[Counter[str]] = []
 
 
 class _Local(threading.local):
-    """Of this thread: where its launches are kept. Autograd has a thread for each device."""
+    """Of this thread: where its launches are logged. Autograd has a thread for each device."""
 
     def __init__(self) -> None:
-        self.launches: list[Launch] | None = None
+        self.log: Log | None = None
 
 
 _local = _Local()
@@ -115,13 +115,22 @@ def _is_long(tensors: Tensors) -> bool:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Keeps what this thread launches inside, to be launched again with other tensors."""
-    outer, _local.launches = _local.launches, []
+def recorded() -> Iterator[Log]:
+    """Logs what this thread launches inside, to be launched again with other tensors."""
+    outer, _local.log = _local.log, Log([], [])
     try:
-        yield _local.launches
+        yield _local.log
     finally:
-        _local.launches = outer
+        _local.log = outer
+
+
+def allocate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, transposed: bool = False) -> Tensor:
+    """Memory of a matrix that kernels fill, logged; ``transposed``: its columns are consecutive, not its rows."""
+    stride = (1, shape[0]) if transposed else (shape[1], 1)
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    if _local.log is not None:
+        _local.log.made.append(made)
+    return made
 
 
 class Launch(NamedTuple):
@@ -134,14 +143,14 @@ class Launch(NamedTuple):
     constants: tuple[Any, ...]
     warps: int
 
-    def prepare(self, slots: Mapping[int, int]) -> Prepared | None:
-        """The launch with places in a list in lieu of its tensors; ``slots`` gives them by identity of a tensor.
+    def prepare(self, slots: Mapping[int, int], identity: Callable[[Tensor], int] = id) -> Prepared | None:
+        """The launch with places in a list in lieu of its tensors; ``slots`` gives them by ``identity``.
 
         None if a tensor has no place, or nothing can be prepared here.
         """
         places: list[Callable[[Sequence[int]], Any]] = []
         for tensor in self.tensors:
-            found = [slots.get(id(each), -1) for each in (tensor if isinstance(tensor, tuple) else (tensor,))]
+            found = [slots.get(identity(each), -1) for each in (tensor if isinstance(tensor, tuple) else (tensor,))]
             if min(found) < 0:
                 return None
             alone = isinstance(tensor, tuple) and len(found) == 1
@@ -158,6 +167,13 @@ class Launch(NamedTuple):
         rest = (*self.integers, *self.constants)
         name, programs, numbers = self.kernel.name, self.programs, tuple(self.integers)
         return Prepared(name, *compiled, programs, device, tuple(places), rest, sizes, numbers)
+
+
+class Log(NamedTuple):
+    """What was launched, in order, and the memory that :func:`allocate` gave for it."""
+
+    launches: list[Launch]
+    made: list[Tensor]
 
 
 class Prepared(NamedTuple):
@@ -254,8 +270,8 @@ class Kernel:
             return
         for counter in _counters:
             counter[self.name] += 1
-        if _local.launches is not None:
-            _local.launches.append(Launch(self, programs, tensors, integers, constants, warps))
+        if _local.log is not None:
+            _local.log.launches.append(Launch(self, programs, tensors, integers, constants, warps))
         if _is_long(tensors):
             tensors, integers = in_table(tensors, integers)
         first = tensors[0]

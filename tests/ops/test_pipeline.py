@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,13 @@ from minifloat import capability, casts, quantizer
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize
-from minifloat.ops.launch import Kernel, count_launches
+from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, job, pipeline, reference
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import QuantizerRole, named
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits, strides
+from tests.helpers.replay_on_cpu import replay_on_cpu
 
 E4M3, E5M2 = Quantizer(Format("e4m3")), Quantizer(Format("e5m2"))
 GIVEN = Quantizer(Format("e4m3", scale_rule="given"))
@@ -55,35 +55,6 @@ CASES = {name: of_recipe(name) for name in RECIPES} | {
 }
 
 
-class Interpreted:
-    """Stands for a compiled kernel on a CPU: takes addresses, and runs the kernel on what lies there."""
-
-    def __init__(self, kernel: Kernel, tensors: Any, integers: Any, constants: tuple[Any, ...], warps: int) -> None:
-        self.kernel, self.integers, self.constants, self.warps = kernel, len(integers), constants, warps
-        self.like = [
-            tuple(each.to("meta") for each in t) if isinstance(t, tuple) else t.to("meta") for t in tensors
-        ]  # no recording may hold a tensor, so that this may not either
-
-    def run(self, programs: int, *args: Any) -> None:
-        rest = args[8:]  # the grid, the stream, and what Triton's launcher wants
-        pointers, integers = rest[: len(self.like)], rest[len(self.like) :][: self.integers]
-        assert rest[len(self.like) + self.integers :] == self.constants
-        tensors = [
-            tuple(map(self._at, like, place)) if isinstance(like, tuple) else self._at(like, place)
-            for like, place in zip(self.like, pointers, strict=True)
-        ]
-        self.kernel._through_jit(programs, tensors, integers, self.constants, self.warps)
-
-    @staticmethod
-    def _at(like: Tensor, pointer: int) -> Tensor:
-        if not like.numel():
-            return torch.empty(0, dtype=like.dtype)
-        assert pointer and (like.numel() == 1 or pointer % 16 == 0), "no address where a kernel may read"
-        extent = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
-        memory = (ctypes.c_uint8 * (extent * like.itemsize)).from_address(pointer)
-        return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
-
-
 @pytest.fixture(autouse=True)
 def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a CPU take the way of a GPU: the same layouts in memory, the same calls past the dispatcher."""
@@ -96,12 +67,7 @@ def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizer, "casts", lambda quantizers, on="": prepare(quantizers, on and "cuda"))
     monkeypatch.setattr(casts, "directly", lambda xs: not torch.is_grad_enabled())
     monkeypatch.setattr(casts, "Work", pipeline.Recorded)
-    monkeypatch.setattr(
-        launch, "empty_strided", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
-    )
-    monkeypatch.setattr(Kernel, "compiled", lambda *args: (Interpreted(*args).run, 0, (None,) * 4))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    replay_on_cpu(monkeypatch)
 
 
 def values(device: torch.device, *shapes: tuple[int, int], scale: float = 1.0) -> list[Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from minifloat.formats import Format, parse
 from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import emulated, native, reference
+from minifloat.ops.matmul.replay import RecordedProduct, Steps, cut
 
 
 class Gemm(NamedTuple):
@@ -63,6 +64,8 @@ class _Matrix(NamedTuple):
     outer: int
 
 
+_Backend = Callable[[_Matrix, _Matrix, torch.dtype, Tensor | None, bool, Tensor | None], Tensor]
+
 MOST_PRODUCTS = 1024
 """Kinds of GEMMs that are kept: recipes that change at each step must not fill the memory."""
 
@@ -74,13 +77,18 @@ class Product:
         gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
         a, b: ``Format.spec`` of the operands, the dim that each was cast along, and the dim that is contracted.
         backend: of the capability table.
+        kernels: our own run on the device.
     """
 
-    def __init__(self, gemm: str, a: tuple[str, int, int], b: tuple[str, int, int], backend: str) -> None:
+    def __init__(
+        self, gemm: str, a: tuple[str, int, int], b: tuple[str, int, int], backend: str, kernels: bool
+    ) -> None:
         self.gemm, self.a, self.b, self.backend = gemm, a, b, backend
         self._a, self._b = (parse(a[0]), *a[1:]), (parse(b[0]), *b[1:])
-        self._backend = _reference
-        if backend == "emulated":
+        self._backend: _Backend = _reference
+        if kernels and (backend == "emulated" or (backend == "native" and self._a[0].block)):
+            self._backend = by_kernels(backend, self._a[0], self._b[0])
+        elif backend == "emulated":
             self._backend = _emulated
         elif backend == "native":
             rows = self._a[0].amax_per_row or self._b[0].amax_per_row
@@ -138,7 +146,8 @@ def product(
 ) -> Product:
     """The GEMM of such operands on a device; ``backend`` "" lets the capability table choose."""
     chosen = backend or capability.backend(parse(a), parse(b), device)
-    return Product(gemm, (a, a_dim, a_along), (b, b_dim, b_along), chosen)
+    kernels = device.type == "cuda" and capability.kernels(device.index or 0)[0]
+    return Product(gemm, (a, a_dim, a_along), (b, b_dim, b_along), chosen, kernels)
 
 
 def written(result: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
@@ -166,14 +175,9 @@ def _reference(
 def _emulated(
     a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
 ) -> Tensor:
-    if a.codes.is_cuda and capability.kernels(a.codes.get_device())[0]:
-        from minifloat.ops.matmul import spread
-
-        left, right = spread.spread(*a), spread.spread(*b)
-        factors = left.factor, left.divisor, right.factor, right.divisor
-        return spread.finish(emulated.product(left, right), *factors, bias, out_dtype)
     left, right = emulated.spread(*a), emulated.spread(*b)
-    return _finish(emulated.product(left, right) * reference.tensor_factor(left, right), bias, out_dtype)
+    product = emulated.multiply((left.codes, right.codes)) * reference.tensor_factor(left, right)
+    return _finish(product, bias, out_dtype)
 
 
 def _native_per_tensor(
@@ -189,9 +193,9 @@ def _native_per_tensor(
     if bias is None or fuses:
         epilogue = None if bias is None else bias.to(out_dtype)
         product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, out_dtype, epilogue, fast_accum)
-        return _cut(product, a, b)
+        return cut(product, a.outer, b.outer)
     product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, torch.float32, None, fast_accum)
-    return _finish(_cut(product, a, b), bias, out_dtype)
+    return _finish(cut(product, a.outer, b.outer), bias, out_dtype)
 
 
 def _native_rows(
@@ -210,31 +214,29 @@ def _native_rows(
         epilogue = None if bias is None else bias.bfloat16()
         return native.per_tensor(left, scales[0], right, scales[1], out_dtype, epilogue, fast_accum)
     one = torch.ones(1, dtype=torch.float32, device=left.device)
-    product = _cut(native.per_tensor(left, one, right, one, torch.float32, None, fast_accum), a, b)
+    product = native.per_tensor(left, one, right, one, torch.float32, None, fast_accum)
+    product = cut(product, a.outer, b.outer)
     return _finish(product * (scales[0] * scales[1]), bias, out_dtype)
-
-
-def _cut(product: Tensor, a: _Matrix, b: _Matrix) -> Tensor:
-    """``product`` without the rows and columns of padding."""
-    if product.shape == (a.outer, b.outer):
-        return product.contiguous()
-    return product[: a.outer, : b.outer].contiguous()
 
 
 def _native_block(
     a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
 ) -> Tensor:
-    direct = bias is None and out_dtype != torch.float16  # else in fp32, to round once
-    left, right = (
-        (
-            native.k_major(x.codes, x.format, x.along, (16, 128)),
-            native.outer_major_scale(x.scale_inv, x.along),
-            x.format.tile,
-        )
-        for x in (a, b)
-    )
-    product = _cut(native.block128(*left, *right, out_dtype if direct else torch.float32), a, b)
+    direct = native.block128_is_direct(bias, out_dtype)
+    operands, _ = native.block128_operands(a, b)
+    product = native.block128(a.format.tile, b.format.tile, operands, out_dtype if direct else torch.float32)
+    product = cut(product, a.outer, b.outer)
     return product if direct else _finish(product, bias, out_dtype)
+
+
+def by_kernels(backend: str, a: Format, b: Format) -> RecordedProduct:
+    """The emulated product, or the native one of blocks, with kernels of our own before and after it."""
+    from minifloat.ops.matmul import spread  # which needs Triton
+
+    if backend == "emulated":
+        return RecordedProduct(Steps(spread.prepare, emulated.multiply, spread.is_direct, spread.finish))
+    multiply = partial(native.block128, a.tile, b.tile)
+    return RecordedProduct(Steps(native.block128_operands, multiply, native.block128_is_direct, spread.finish))
 
 
 @operation()

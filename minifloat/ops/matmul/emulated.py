@@ -15,6 +15,8 @@ Scales of 128-blocks that are any fp32 number do not fit bf16; such operands are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,13 +25,15 @@ from minifloat.ops.matmul.reference import Values, contracted_length
 from minifloat.ops.quantize.reference import _blocks, _unblock, decode
 
 
-def product(a: Values, b: Values) -> Tensor:
-    """fp32 [m, n]: ``a`` [m, k] times ``b`` [n, k] transposed, both bf16, summed in fp32 and not yet scaled."""
-    depth = min(a.codes.shape[1], b.codes.shape[1])  # a packed operand may end with a zero code that the other lacks
-    left, right = a.codes[:, :depth], b.codes[:, :depth].t()
+def multiply(operands: Sequence[Tensor], out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """fp32 [m, n]: the ``codes`` of two :class:`Values`, [m, k] and [n, k] in bf16, summed in fp32, not yet scaled."""
+    left, right = operands
+    if left.shape[1] != right.shape[1]:  # a packed operand may end with a zero code that the other lacks
+        depth = min(left.shape[1], right.shape[1])
+        left, right = left[:, :depth], right[:, :depth]
     if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()  # the same exact products; the CPU's bf16 product cannot give fp32
+        return torch.mm(left, right.t(), out_dtype=out_dtype)
+    return left.float() @ right.t().float()  # the same exact products; the CPU's bf16 product cannot give fp32
 
 
 def spread(

@@ -6,11 +6,20 @@ is prepared here: a byte transpose, and zero codes as padding, which add nothing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
 from minifloat import capability
 from minifloat.formats import ROWWISE, Format
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Our own kernels run where ``x`` is."""
+    return x.is_cuda and capability.kernels(x.get_device())[0]
 
 
 def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> Tensor:
@@ -19,9 +28,10 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
     pad_outer, pad_inner = -codes.shape[0] % align[0], -codes.shape[1] % align[1]
     dtype = fmt.encoding.dtype
     assert dtype is not None
-    if not pad_outer and not pad_inner and (codes.is_contiguous() or not codes.is_cuda):
+    kernels = has_kernels(codes)
+    if not pad_outer and not pad_inner and (codes.is_contiguous() or not (codes.is_cuda or kernels)):
         return codes.view(dtype)  # a CPU takes any strides
-    if codes.is_cuda and capability.kernels(codes.get_device())[0]:
+    if kernels:
         from minifloat.ops.matmul import transpose
 
         return transpose.k_major_copy(codes, False, align).view(dtype)
@@ -60,37 +70,63 @@ def per_tensor(
     return result
 
 
-def outer_major_scale(scale: Tensor, along: int) -> Tensor:
-    """The grid of block scales as [outer, contracted] in units of blocks."""
-    return scale if along == ROWWISE else scale.t()
+def block128_operands(a: Any, b: Any) -> tuple[Sequence[Tensor], Any]:
+    """Codes and scales of ``a`` and of ``b``, in blocks of 1 x 128 or 128 x 128, as the library reads them.
+
+    Codes are [outer, contracted] with both dims padded. The product is not to be scaled any more.
+    """
+    operands: list[Tensor] = []
+    for x in (a, b):
+        codes = k_major(x.codes, x.format, x.along, (16, 128))
+        scale = x.scale_inv if x.along == ROWWISE else x.scale_inv.t()  # [outer, contracted] in units of blocks
+        operands += codes, _tile_scale(scale) if x.format.tile else _strip_scale(scale, codes.shape[0])
+    return operands, (None, None, 1.0)
 
 
-def block128(
-    a: Tensor, a_scale: Tensor, a_tile: bool, b: Tensor, b_scale: Tensor, b_tile: bool, out_dtype: torch.dtype
-) -> Tensor:
-    """``a`` [m, k] times ``b`` [n, k] transposed, one fp32 scale for 1 x 128 or 128 x 128 codes."""
-    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+def block128_is_direct(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """The library gives the result; else it gives fp32, to be rounded once."""
+    return bias is None and out_dtype != torch.float16
 
+
+def block128(a_tile: bool, b_tile: bool, operands: Sequence[Tensor], out_dtype: torch.dtype) -> Tensor:
+    """``a`` [m, k] times ``b`` [n, k] transposed; ``operands``: of :func:`block128_operands`."""
+    a, a_scale, b, b_scale = operands
     if a_tile:  # the library wants the tiles on the right: a b^T = (b a^T)^T
-        return block128(b, b_scale, b_tile, a, a_scale, a_tile, out_dtype).t()
-    recipe_b = ScalingType.BlockWise128x128 if b_tile else ScalingType.BlockWise1x128
-    result: Tensor = scaled_mm(
-        a, b.t(), scale_a=_strip_scale(a_scale, a.shape[0]), scale_recipe_a=ScalingType.BlockWise1x128,
-        scale_b=_tile_scale(b_scale) if b_tile else _strip_scale(b_scale, b.shape[0]), scale_recipe_b=recipe_b,
-        swizzle_a=SwizzleType.NO_SWIZZLE, swizzle_b=SwizzleType.NO_SWIZZLE, output_dtype=out_dtype,
+        return block128(b_tile, a_tile, (b, b_scale, a, a_scale), out_dtype).t()
+    # What torch.nn.functional.scaled_mm calls, after it has made lists of integers of its enums.
+    result: Tensor = torch._scaled_mm_v2(
+        a, b.t(), [a_scale], _STRIPS, _NO_SWIZZLE, [b_scale], _TILES if b_tile else _STRIPS, _NO_SWIZZLE,
+        None, out_dtype,
     )  # fmt: skip
     return result
 
 
+_STRIPS, _TILES = [ScalingType.BlockWise1x128.value], [ScalingType.BlockWise128x128.value]
+_NO_SWIZZLE = [SwizzleType.NO_SWIZZLE.value]
+
+
 def _strip_scale(scale: Tensor, outer: int) -> Tensor:
     """[outer, blocks], outer-major in memory, rows of padding scaled by one."""
-    if scale.shape[0] < outer:
-        scale = torch.nn.functional.pad(scale, (0, 0, 0, outer - scale.shape[0]), value=1.0)
+    rows, blocks = scale.shape
+    by_block = scale.t()
+    if rows < outer or not by_block.is_contiguous():
+        by_block = _copy(by_block, blocks, outer, 1.0)
     # Strides spelled out: those of a dim of 1 are anything, and the library reads them.
-    return scale.t().contiguous().as_strided(scale.shape, (1, outer))
+    return by_block.as_strided((outer, blocks), (1, outer))
 
 
 def _tile_scale(scale: Tensor) -> Tensor:
     """[blocks, outer blocks] with the contracted dim consecutive in memory, in whole groups of four."""
-    padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
-    return padded.as_strided((padded.shape[1], padded.shape[0]), (1, padded.shape[1]))
+    rows, cols = scale.shape[0], scale.shape[1] + -scale.shape[1] % 4
+    if cols > scale.shape[1] or not scale.is_contiguous():
+        scale = _copy(scale, rows, cols, 0.0)
+    return scale.as_strided((cols, rows), (1, cols))
+
+
+def _copy(scale: Tensor, rows: int, cols: int, fill: float) -> Tensor:
+    if has_kernels(scale):
+        from minifloat.ops.matmul import transpose
+
+        return transpose.copy_scales(scale, rows, cols, fill)
+    padding = (0, cols - scale.shape[1], 0, rows - scale.shape[0])
+    return torch.nn.functional.pad(scale, padding, value=fill).contiguous()

@@ -5,13 +5,16 @@ The same values, bit for bit, as ``emulated.spread`` and the fp32 factors of ``r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
-from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul.reference import Values, contracted_length
 from minifloat.ops.quantize.decode import Factors, at_16_bytes, decode
 from minifloat.ops.quantize.device import extent
@@ -46,23 +49,25 @@ def largest_scale_kernel(
 def finish_kernel(
     product, left, right, bias, out,
     M, N,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr, ALIGNED_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr,
+    ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The product times its factors, plus a bias rounded to the dtype of the output, rounded once."""
+    """The product times its factors, if SCALED, plus a bias rounded to the dtype of the output, rounded once."""
     N = extent(N, ALIGNED_N)
     program = tl.program_id(0)
     columns = tl.cdiv(N, BLOCK_N)
     m = program // columns * BLOCK_M + tl.arange(0, BLOCK_M)
     n = program % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    a = tl.load(left + m * LEFT, mask=m < M, other=0.0)  # a factor of the whole tensor is read again and again
-    b = tl.load(right + n * RIGHT, mask=n < N, other=0.0)
-    factor = a[:, None] * b[None, :]
-    if INVERSE != 1:
-        factor = factor * INVERSE
     where = m[:, None].to(tl.int64) * N + n[None, :]
     inside = (m[:, None] < M) & (n[None, :] < N)
-    value = tl.load(product + where, mask=inside, other=0.0) * factor
+    value = tl.load(product + where, mask=inside, other=0.0)
+    if SCALED:
+        a = tl.load(left + m * LEFT, mask=m < M, other=0.0)  # a factor of the whole tensor is read again and again
+        b = tl.load(right + n * RIGHT, mask=n < N, other=0.0)
+        factor = a[:, None] * b[None, :]
+        if INVERSE != 1:
+            factor = factor * INVERSE
+        value = value * factor
     if BIAS:
         value += tl.load(bias + n, mask=n < N, other=0.0).to(out.dtype.element_ty).to(tl.float32)[None, :]
     tl.store(out + where, value.to(out.dtype.element_ty), mask=inside)
@@ -89,10 +94,7 @@ def spread(
     elif fmt.block:
         rule, level = fmt.scaling, "largest"
         factor, strides = _largest(scale_inv, fmt, dim, along, outer)
-    if codes.stride(1) == 1 or fmt.packed:
-        values = torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
-    else:
-        values = torch.empty(shape[::-1], dtype=torch.bfloat16, device=codes.device).t()
+    values = allocate(shape, torch.bfloat16, codes.device, transposed=codes.stride(1) != 1 and not fmt.packed)
     decode(codes, fmt, dim, Factors(rule, scale_inv, level, factor, strides, 1.0, 0), values)
     return Values(values if along == ROWWISE else values.t(), None, factor, divisor)
 
@@ -101,7 +103,7 @@ def _largest(scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -
     """fp32 [outer], the largest scale along the contracted dim, and the elements from one block's to the next's."""
     grid = at_16_bytes(scale_inv if along == ROWWISE else scale_inv.t())
     step = fmt.scale_block(dim)[0 if along == ROWWISE else 1]
-    largest = torch.empty(outer, dtype=torch.float32, device=grid.device)
+    largest = allocate((1, outer), torch.float32, grid.device).view(-1)
     _largest_scale(
         triton.cdiv(outer, LARGEST.rows),
         (grid, largest),
@@ -112,33 +114,45 @@ def _largest(scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -
     return largest, (step, 0) if along == ROWWISE else (0, step)
 
 
-def finish(
-    product: Tensor,
-    factor_a: Tensor,
-    divisor_a: float,
-    factor_b: Tensor,
-    divisor_b: float,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """``product * reference.tensor_factor(a, b)``, plus ``bias`` in the output's dtype, rounded once.
+class Scales(NamedTuple):
+    """What scales the whole contraction: fp32 factors, [1] or [m] and [n], None for none, and what they are over."""
 
-    Args:
-        product: fp32 [m, n].
-        factor_a, divisor_a, factor_b, divisor_b: of the two ``Values``; factors are fp32, [1] or [m] and [n].
-        bias: [n] or None.
+    left: Tensor | None
+    right: Tensor | None
+    divisor: float
+
+
+UNSCALED = Scales(None, None, 1.0)
+
+
+def prepare(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Sequence[Tensor], Scales]:
+    """The operands of the emulated product, each given as the arguments of :func:`spread`, and their scales."""
+    left, right = spread(*a), spread(*b)
+    return (left.codes, right.codes), Scales(left.factor, right.factor, left.divisor * right.divisor)
+
+
+def is_direct(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """The emulated product is always to be scaled."""
+    return False
+
+
+def finish(product: Tensor, scales: Scales, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """fp32 ``product`` [m, n] times its scales, plus ``bias`` [n] in the output's dtype, rounded once.
+
+    The factor is that of ``reference.tensor_factor``.
     """
     M, N = product.shape
-    out = torch.empty(M, N, dtype=out_dtype, device=product.device)
     product = ready(product)
-    factors = [at_16_bytes(factor.contiguous()) for factor in (factor_a, factor_b)]
+    out = allocate((M, N), out_dtype, product.device)
+    left, right, divisor = scales
+    factors = [product if factor is None else at_16_bytes(factor.contiguous()) for factor in (left, right)]
     _finish(
         triton.cdiv(M, FINISH.rows) * triton.cdiv(N, FINISH.cols),
         (product, *factors, product if bias is None else ready(bias), out),
         (M, N),
         (
-            factor_a.numel() > 1, factor_b.numel() > 1, 1.0 / (divisor_a * divisor_b), bias is not None, aligned([N]),
-            FINISH.rows, FINISH.cols,
+            left is not None, factors[0].numel() > 1, factors[1].numel() > 1, 1.0 / divisor, bias is not None,
+            aligned([N]), FINISH.rows, FINISH.cols,
         ),
         FINISH.warps,
     )  # fmt: skip

@@ -10,14 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.ops.launch import Kernel
-from minifloat.ops.quantize.decode import consecutive, load_bytes
+from minifloat.ops.launch import Kernel, allocate
+from minifloat.ops.quantize.decode import at_16_bytes, consecutive, load_bytes
 from minifloat.ops.quantize.device import extent
 from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import Tile
 
 TILE = Tile(128, 128, 8)
 """Codes of a program."""
+SCALES = Tile(32, 64, 4)
+"""Scales of a program."""
 
 
 @triton.jit
@@ -41,7 +43,25 @@ def copy_bytes_kernel(
     tl.store(where, codes, mask=(m[:, None] < rows) & (k[None, :] < cols))
 
 
+@triton.jit
+def copy_scales_kernel(
+    source, target,
+    M, K, stride_m, stride_k, rows, cols,
+    FILL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``source`` [M, K] of any strides to the beginning of ``target`` [rows, cols], row-major, and FILL to the rest."""
+    program = tl.program_id(0)
+    columns = tl.cdiv(cols, BLOCK_K)
+    m = program // columns * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = program % columns * BLOCK_K + tl.arange(0, BLOCK_K)
+    where = m[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k
+    scales = tl.load(source + where, mask=(m[:, None] < M) & (k[None, :] < K), other=FILL)
+    inside = (m[:, None] < rows) & (k[None, :] < cols)
+    tl.store(target + m[:, None].to(tl.int64) * cols + k[None, :], scales, mask=inside)
+
+
 _copy_bytes = Kernel(copy_bytes_kernel)
+_copy_scales = Kernel(copy_scales_kernel)
 
 
 def k_major_copy(codes: Tensor, transposed: bool, align: tuple[int, int]) -> Tensor:
@@ -54,7 +74,7 @@ def k_major_copy(codes: Tensor, transposed: bool, align: tuple[int, int]) -> Ten
     source = consecutive(codes.t() if transposed else codes)
     M, K = source.shape
     rows, cols = M + -M % align[0], K + -K % align[1]
-    target = torch.empty(rows, cols, dtype=torch.uint8, device=codes.device)
+    target = allocate((rows, cols), torch.uint8, codes.device)
     k_major = source.stride(1) != 1
     stride = source.stride(1 if k_major else 0)
     _copy_bytes(
@@ -67,4 +87,18 @@ def k_major_copy(codes: Tensor, transposed: bool, align: tuple[int, int]) -> Ten
         ),
         TILE.warps,
     )  # fmt: skip
+    return target
+
+
+def copy_scales(scales: Tensor, rows: int, cols: int, fill: float) -> Tensor:
+    """fp32 ``scales`` [M, K] of any strides as [rows, cols], contiguous, with ``fill`` where they have none."""
+    source = at_16_bytes(scales)
+    target = allocate((rows, cols), torch.float32, scales.device)
+    _copy_scales(
+        triton.cdiv(rows, SCALES.rows) * triton.cdiv(cols, SCALES.cols),
+        (source, target),
+        (*source.shape, *source.stride(), rows, cols),
+        (fill, SCALES.rows, SCALES.cols),
+        SCALES.warps,
+    )
     return target

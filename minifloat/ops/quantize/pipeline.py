@@ -123,7 +123,7 @@ class Recorded(Work):
             self.known.clear()
         # Objects of their own: which of the tensors are the same in this call must not matter to the next.
         xs = [as_matrix(x).detach() for x in xs]
-        with recorded() as launches:
+        with recorded() as log:
             outputs, amaxes = self._step_by_step(xs, given, rngs, noop)
         self.known[key] = None
         plain = all(x.is_contiguous() and x.numel() for x in xs) and all(
@@ -131,11 +131,11 @@ class Recorded(Work):
         )
         if (
             plain
-            and launches
+            and log.launches
             and all(gpu.casts(parse(spec)) for spec in (*self.request.formats, *self.request.amax_formats))
         ):
             arguments = [*xs, *[other for other in (*given, *rngs, noop) if other is not None]]
-            self.known[key] = Recording.of(self.request, self.separate, launches, arguments, outputs, amaxes)
+            self.known[key] = Recording.of(self.request, self.separate, log.launches, arguments, outputs, amaxes)
         return outputs, amaxes
 
 

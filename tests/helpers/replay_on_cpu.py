@@ -1,0 +1,54 @@
+"""Lets recorded launches be replayed on a CPU: each runs its kernel in Triton's interpreter, on addresses alone."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minifloat.ops import launch
+from minifloat.ops.launch import Kernel
+from tests.helpers import triton_interpreter  # noqa: F401
+
+
+class Interpreted:
+    """Stands for a compiled kernel on a CPU: takes addresses, and runs the kernel on what lies there."""
+
+    def __init__(self, kernel: Kernel, tensors: Any, integers: Any, constants: tuple[Any, ...], warps: int) -> None:
+        self.kernel, self.integers, self.constants, self.warps = kernel, len(integers), constants, warps
+        self.like = [
+            tuple(each.to("meta") for each in t) if isinstance(t, tuple) else t.to("meta") for t in tensors
+        ]  # no recording may hold a tensor, so that this may not either
+
+    def run(self, programs: int, *args: Any) -> None:
+        rest = args[8:]  # the grid, the stream, and what Triton's launcher wants
+        pointers, integers = rest[: len(self.like)], rest[len(self.like) :][: self.integers]
+        assert rest[len(self.like) + self.integers :] == self.constants
+        tensors = [
+            tuple(map(self._at, like, place)) if isinstance(like, tuple) else self._at(like, place)
+            for like, place in zip(self.like, pointers, strict=True)
+        ]
+        self.kernel._through_jit(programs, tensors, integers, self.constants, self.warps)
+
+    @staticmethod
+    def _at(like: Tensor, pointer: int) -> Tensor:
+        if not like.numel():
+            return torch.empty(0, dtype=like.dtype)
+        assert pointer and (like.numel() == 1 or pointer % 16 == 0), "no address where a kernel may read"
+        extent = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+        memory = (ctypes.c_uint8 * (extent * like.itemsize)).from_address(pointer)
+        return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches on a CPU can be prepared, and what a replay allocates is on the CPU."""
+    monkeypatch.setattr(
+        launch, "empty_strided", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+    )
+    monkeypatch.setattr(Kernel, "compiled", lambda *args: (Interpreted(*args).run, 0, (None,) * 4))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # as get_device() of a CPU's tensor
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -1,0 +1,169 @@
+"""Products replayed from a recording give what PyTorch alone gives: compiled on a GPU, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from minifloat import capability
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.operand import Operand
+from minifloat.ops import matmul
+from minifloat.ops.launch import count_launches
+from minifloat.ops.matmul import _Matrix, emulated, native, replay
+from minifloat.ops.matmul.replay import RecordedProduct, cut
+from minifloat.quantizer import Quantizer
+from tests.helpers import triton_interpreter  # noqa: F401
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.replay_on_cpu import replay_on_cpu
+
+STRIP, TILE = Format(block=128, scale_rule="pow2"), Format(block=128, tile=True, scale_rule="pow2")
+MX, MX_TILE, MX4 = (
+    Format(e, 32, tile=t, scale_rule="e8m0") for e, t in (("e4m3", False), ("e4m3", True), ("e2m1", False))
+)
+NV, NV_TILE = (Format("e2m1", 16, tile=tile, scale_rule="two_level") for tile in (False, True))
+NV_ROWS = Format("e2m1", 16, scale_rule="two_level", amax_per_row=True)
+E4 = Format("e4m3")
+PAIRS = {
+    "MXFP8": (MX, MX), "MXFP8 tiles": (MX, MX_TILE), "MXFP4": (MX4, MX4), "NVFP4": (NV, NV_TILE),
+    "NVFP4 by rows": (NV_ROWS, NV), "FP8 by MXFP8": (E4, MX), "block": (STRIP, TILE), "blocks": (STRIP, STRIP),
+    "tiles on the left": (TILE, STRIP),
+}  # fmt: skip
+GEMMS = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
+SIZES = {"whole": (32, 48, 256), "ragged": (17, 19, 150), "small": (16, 16, 16)}
+OUTPUTS = [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False), (torch.float16, True)]
+"""dtype, and whether there is a bias."""
+
+
+def multiply_strided(a_tile: bool, b_tile: bool, operands: Any, out_dtype: torch.dtype) -> Tensor:
+    """What cuBLASLt computes, from the operands and scales as they lie in memory."""
+    values = []
+    for codes, scale, tile in zip(operands[::2], operands[1::2], (a_tile, b_tile), strict=True):
+        assert codes.is_contiguous() or not native.has_kernels(codes)
+        assert not codes.shape[0] % 16 and not codes.shape[1] % 128
+        if tile:  # [blocks, outer blocks], blocks consecutive and in fours
+            assert scale.stride() == (1, scale.shape[0]) and scale.shape[0] % 4 == 0
+            scale = scale.t().repeat_interleave(128, 0)[: codes.shape[0]]
+        else:  # [outer, blocks], outer consecutive
+            assert scale.stride() == (1, scale.shape[0]) and scale.shape[0] == codes.shape[0]
+        spread = scale.repeat_interleave(128, 1)[:, : codes.shape[1]].double()
+        values.append(codes.float().double() * spread.nan_to_num(0.0))
+    return (values[0] @ values[1].t()).to(out_dtype)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a CPU take the way of a GPU."""
+    if device.type == "cuda":
+        return
+    if torch.cuda.is_available():
+        pytest.skip("the compiled kernels are tested here, not the interpreted ones")
+    replay_on_cpu(monkeypatch)
+    monkeypatch.setattr(native, "has_kernels", lambda x: True)
+    monkeypatch.setattr(native, "block128", multiply_strided)
+
+
+def matrices(gemm: str, pair: tuple[Format, Format], size: tuple[int, int, int], device: torch.device) -> list[_Matrix]:
+    """Operands of a product of ``size`` (m, n, depth), as a GPU lays them out."""
+    made = []
+    for fmt, outer, along in zip(pair, size[:2], GEMMS[gemm], strict=True):
+        shape = (outer, size[2]) if along == ROWWISE else (size[2], outer)
+        x = (torch.randn(shape) * torch.exp(torch.randn(shape))).to(device)
+        operand: Operand = Quantizer(fmt).with_usage(rowwise=along == ROWWISE, columnwise=along != ROWWISE)(x).any
+        assert operand.scale_inv is not None
+        made.append(_Matrix(operand.codes, operand.scale_inv, operand.amax, fmt, operand.dim, along, outer))
+    return made
+
+
+def backend_of(pair: tuple[Format, Format]) -> str:
+    return "native" if pair[0].block == 128 else "emulated"
+
+
+def expected(pair: tuple[Format, Format], a: _Matrix, b: _Matrix, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """The same product with nothing but PyTorch before and after it."""
+    if backend_of(pair) == "emulated":
+        return matmul._emulated(a, b, dtype, bias, False, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "has_kernels", lambda x: False)
+        return matmul._native_block(a, b, dtype, bias, False, None)
+
+
+def runs_here(pair: tuple[Format, Format], device: torch.device) -> bool:
+    return device.type == "cpu" or capability.backend(*pair, device) == backend_of(pair)
+
+
+def nothing_else(patch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> Any:
+        raise AssertionError("a recording should have been replayed")
+
+    patch.setattr(RecordedProduct, "_step_by_step", never)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_replays(name: str, gemm: str, size: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call gives what PyTorch alone gives for its operands; of whole blocks the second one is a replay."""
+    pair = PAIRS[name]
+    if not runs_here(pair, device):
+        pytest.skip("another backend multiplies these here")
+    torch.manual_seed(0)
+    product = matmul.by_kernels(backend_of(pair), *pair)
+    for dtype, biased in OUTPUTS:
+        bias = torch.randn(SIZES[size][1], device=device).to(dtype) if biased else None
+        counts = []
+        for call in range(2):
+            a, b = matrices(gemm, pair, SIZES[size], device)
+            want = expected(pair, a, b, dtype, bias)
+            with pytest.MonkeyPatch.context() as patch, count_launches() as launches:
+                if call and size != "ragged" and name != "tiles on the left":
+                    nothing_else(patch)
+                got = product(a, b, dtype, bias, False, None)
+            assert_same_bits(got, want)
+            assert got.is_contiguous()
+            counts.append(launches)
+        assert counts[0] == counts[1]
+
+
+def test_operands_that_kernels_read_copies_of(device: torch.device) -> None:
+    """At odd addresses, or not consecutive at all, each call goes step by step."""
+    product = matmul.by_kernels("emulated", MX, MX)
+    for _ in range(2):
+        a, b = matrices("fprop", (MX, MX), SIZES["whole"], device)
+        want = matmul._emulated(a, b, torch.float32, None, False, None)
+        moved = torch.empty(a.codes.numel() + 1, dtype=torch.uint8, device=device)[1:].view(a.codes.shape)
+        apart = torch.empty(*b.codes.shape, 3, dtype=torch.uint8, device=device)[..., 1]
+        left, right = a._replace(codes=moved.copy_(a.codes)), b._replace(codes=apart.copy_(b.codes))
+        for x, y in ((left, b), (a, right), (a, b)):
+            assert_same_bits(product(x, y, torch.float32, None, False, None), want)
+
+
+def test_one_tensor_as_both_operands(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tensors of a call are the same must not be recorded."""
+    product = matmul.by_kernels("emulated", MX, MX)
+    a, b = matrices("fprop", (MX, MX), (32, 32, 64), device)
+    for x, y in ((a, a), (a, b), (b, b), (a, b), (b, a)):
+        want = matmul._emulated(x, y, torch.bfloat16, None, False, None)
+        assert_same_bits(product(x, y, torch.bfloat16, None, False, None), want)
+
+
+def test_recordings_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_SHAPES", 3)
+    product = matmul.by_kernels("emulated", MX, MX)
+    for rows in range(1, 9):
+        a, b = matrices("fprop", (MX, MX), (rows, 16, 32), device)
+        want = emulated.multiply([x.codes for x in (emulated.spread(*a), emulated.spread(*b))])
+        got = product(a, b, torch.float32, None, False, None)
+        assert got.shape == want.shape and len(product.known) <= 3
+
+
+def test_cut_is_contiguous() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    assert cut(whole, 3, 4) is whole
+    assert torch.equal(cut(whole, 2, 3), whole[:2, :3]) and cut(whole, 2, 3).is_contiguous()
+    assert cut(whole.t(), 4, 3).is_contiguous()
