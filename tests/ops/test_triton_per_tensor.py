@@ -15,6 +15,7 @@ from minifloat.ops.quantize import empty_cast, per_tensor, pipeline, reference
 from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter  # noqa: F401
+from tests.helpers.replay_on_cpu import replay_on_cpu
 
 FORMATS = [
     Format("e4m3"),
@@ -167,11 +168,28 @@ def test_large(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("shape", [(4, 3), (16, 2), (1024, 3), (1, 3)], ids=str)
-def test_delayed_bookkeeping(shape: tuple[int, int], algorithm: str, device: torch.device) -> None:
+def test_delayed_bookkeeping(
+    shape: tuple[int, int], algorithm: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one call, and of the next ones, which launch by addresses alone."""
     from minifloat.ops import delayed as definition
     from minifloat.ops.delayed import gpu
 
-    rule = f"e4m3/margin=1/{algorithm}"
+    monkeypatch.setattr(gpu, "_prepared", {})
+    if device.type == "cpu":
+        replay_on_cpu(monkeypatch)
+    for _ in range(3):
+        check_bookkeeping(shape, f"e4m3/margin=1/{algorithm}", device)
+    assert len(gpu._prepared) == 2
+    assert all(gpu._prepared.values())
+    assert delayed.FLT_MAX == definition.FLT_MAX
+
+
+def check_bookkeeping(shape: tuple[int, int], rule: str, device: torch.device) -> None:
+    """One step of three layers gives what the references give."""
+    from minifloat.ops import delayed as definition
+    from minifloat.ops.delayed import gpu
+
     histories = [torch.rand(shape, device=device) for _ in range(3)]
     histories[1][0] = torch.tensor([0.0, torch.inf, torch.nan][: shape[1]], device=device)
     histories[0][0, 1] = torch.inf
@@ -189,4 +207,3 @@ def test_delayed_bookkeeping(shape: tuple[int, int], algorithm: str, device: tor
     for history, scale, (wanted, wanted_scale) in zip(histories, scales, expected, strict=True):
         torch.testing.assert_close(history, wanted, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(scale, wanted_scale)
-    assert delayed.FLT_MAX == definition.FLT_MAX

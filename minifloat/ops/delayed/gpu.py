@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minifloat.ops.delayed import Rule
-from minifloat.ops.launch import Kernel
+from minifloat.ops.launch import Kernel, Prepared, recorded
 from minifloat.ops.quantize.device import FLT_MAX
 
 _LAYERS = 32
@@ -58,9 +61,37 @@ _record = Kernel(record_kernel, wide=False)
 _update = Kernel(update_kernel, wide=False)
 
 
+MOST_PREPARED = 1024
+"""Launches that are kept: the number of layers that are updated together may change at each step."""
+_prepared: dict[Any, Prepared | None] = {}
+"""None: what cannot be launched by addresses."""
+
+
+def _launch(key: Any, tensors: Sequence[Tensor], launch: Callable[[], None]) -> None:
+    """Does ``launch``, one launch on ``tensors``: from the second time on by addresses, which are all that differs.
+
+    Args:
+        key: what decides everything else.
+    """
+    key = key, tensors[0].get_device()
+    known = _prepared.get(key)
+    if known is not None and key[1] == torch._C._cuda_getDevice():
+        known.run([tensor.data_ptr() for tensor in tensors])
+        return
+    with recorded() as log:
+        launch()
+    slots = {id(tensor): slot for slot, tensor in enumerate(tensors)}
+    if key not in _prepared and len(slots) == len(tensors):  # which are the same must not be recorded
+        if len(_prepared) >= MOST_PREPARED:
+            _prepared.clear()
+        _prepared[key] = log.launches[0].prepare(slots)
+
+
 def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
     """The operation ``record_amax_``."""
-    _record(1, (history, tuple(amaxes)), (tuple(slots),), (len(slots),), 1)
+    places = tuple(slots)
+    tensors = history, tuple(amaxes)
+    _launch(places, [history, *amaxes], lambda: _record(1, tensors, (places,), (len(places),), 1))
 
 
 def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
@@ -70,7 +101,9 @@ def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequenc
         alike.setdefault((history.device, history.shape, rule), []).append((history, scale))
     for (*_, rule), layers in alike.items():
         for first in range(0, len(layers), _LAYERS):
-            _update_alike(layers[first : first + _LAYERS], Rule.parse(rule))
+            some = layers[first : first + _LAYERS]
+            key = rule, layers[0][0].shape, len(some)
+            _launch(key, [each for layer in some for each in layer], partial(_update_alike, some, Rule.parse(rule)))
 
 
 def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> None:
