@@ -43,6 +43,16 @@ CASES: list[tuple[str, Wanted]] = [
     ("e2m1/1x32/e8m0", (True, True, False)),  # of packed codes no GEMM asks for another order
 ]
 FOR_EACH_CASE = pytest.mark.parametrize(("spec", "wanted"), CASES)
+FOR_EACH_PACKED_FORMAT = pytest.mark.parametrize(
+    "spec", ["e2m1/1x32/e8m0", "e2m1/32x32/e8m0", "e2m1/1x128/fp32", "e2m1/16x16/pow2"]
+)
+PACKED_ORIENTATIONS: list[Wanted] = [(True, False, False), (False, True, False), (True, True, False)]
+NEGATIVE_LIMIT = Activation.of("clamped_swiglu", {"limit": -1.5})
+NEGATIVE_OFFSET = Activation.of("clamped_swiglu", {"glu_linear_offset": -1.0})
+
+
+def activation_id(act: Activation) -> str:
+    return f"{act.name}{list(act.parameters) or ''}"
 
 
 def assert_cast(got: Sequence[Tensor], value: Tensor, spec: str, wanted: Wanted) -> None:
@@ -109,15 +119,21 @@ def test_gradient(spec: str, wanted: Wanted, device: torch.device) -> None:
         assert got[5].shape == (0,)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "glu", "clamped_swiglu", "qgelu", "sreglu"])
-def test_what_lies_outside(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "act",
+    [*map(Activation.of, ("sigmoid", "glu", "clamped_swiglu", "qgelu", "sreglu")), NEGATIVE_LIMIT, NEGATIVE_OFFSET],
+    ids=activation_id,
+)
+def test_what_lies_outside(act: Activation, device: torch.device) -> None:
     """What lies outside of the matrix, whatever a function makes of it, is in no amax: all values here are tiny."""
-    act = Activation.of(name)
     dy, x = backward_inputs(act, (33, 64), BF16, device)
     x = torch.cat([x[:, :32] * 0.01 - 20, x[:, 32:] * 1e-4], 1)
     x, dy = x[:, : 64 if act.gated else 48].contiguous(), dy[:, : 32 if act.gated else 48].contiguous()
     assert_cast(forward(x, act, MX, BOTH), value(x, act), MX, BOTH)
     assert_cast(backward(dy, x, act, MX, BOTH), gradient(dy, x, act)[0], MX, BOTH)
+    scale = torch.ones(1, device=device)
+    amax = kernels.cast(x, act.name, act.parameters, scale, "e4m3/tensor/given", *BOTH)[4]
+    assert torch.equal(amax, kernels.forward(x, act.name, act.parameters, FP32, False)[0].abs().amax().reshape(1))
 
 
 @pytest.mark.parametrize("spec", [STRIPS, TILES, MX])

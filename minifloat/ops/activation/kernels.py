@@ -77,8 +77,9 @@ def activation_kernel(
         values = gated_value(a, b, NAME, SLOPE, LIMIT, OFFSET)
     else:
         values, _ = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
-        if NAME == "sigmoid":  # which makes 0.5 of the 0 outside
-            values = tl.where((m[:, None] < M) & (n[None, :] < N), values, 0.0)
+    # Of the 0 outside a sigmoid makes 0.5, and a limit below 0 that limit.
+    if (NAME == "sigmoid" and not GATED) or (LIMIT is not None and LIMIT < 0):
+        values = tl.where((m[:, None] < M) & (n[None, :] < N), values, 0.0)
     values = rounded(values, x, row_codes, ELEMENT, ROUND)
     if AMAX:
         record_amax(amax, tl.abs(values))
