@@ -25,6 +25,7 @@ import triton.language as tl
 from minifloat.formats import device as device_functions
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import blocks
+from minifloat.ops.quantize import device as device_code
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 POW2 = Format("e4m3", 128, scale_rule="pow2")
@@ -175,6 +176,34 @@ def test_given_amaxes_of_any_value(fmt: Format, dtype: torch.dtype, device: torc
     level = ((torch.arange(256)[:, None] << 23) + mantissas).int().view(torch.float32).reshape(-1, 1)
     x = torch.randn(level.numel(), 3).to(dtype).to(device)
     _cast(Job(x, None, _target(x, fmt, ROWWISE, False, level.to(device)), None), Tile(512, 128, 4))
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.packed], ids=lambda fmt: fmt.spec)
+def test_odd_end_of_packed_codes_with_amaxes_of_nan(fmt: Format, device: torch.device) -> None:
+    """The 0 outside of the matrix times a scale of NaN is NaN, and what follows the last code is 0 all the same."""
+    for shape, orientation in (((8, 13), ROW), ((33, 80), COLUMN), ((35, 67), BOTH), ((1, 1), BOTH)):
+        job = _job(torch.randn(shape, device=device), fmt, orientation, levels=True)
+        for target in job.targets:
+            assert target.level is not None
+            target.level.view(-1)[::2] = torch.nan
+        _cast(job)
+
+
+@triton.jit
+def _pack_kernel(target, M, K, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
+    first_m, first_k = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
+    codes = tl.full((BLOCK, BLOCK), 0xF, tl.uint8)
+    device_code.store_packed(target, codes, first_m, first_k, M, K, COLUMN)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 12), (12, 7), (16, 16), (17, 16), (16, 17), (31, 33), (20, 20)], ids=str)
+def test_packed_codes_are_followed_by_zero(shape: tuple[int, int], device: torch.device) -> None:
+    """Whatever lies outside: also where a 0 is encoded as another code, as an element of the user's may do."""
+    for dim in (ROWWISE, COLUMNWISE):
+        want = reference._pack(torch.full(shape, 0xF, dtype=torch.uint8), dim).to(device)
+        target = _empty(tuple(want.shape), torch.uint8, device, False).zero_()
+        _pack_kernel[tuple(triton.cdiv(size, 16) for size in shape)](target, *shape, dim == COLUMNWISE, 16)
+        assert torch.equal(target, want)
 
 
 def test_orientations_that_differ(device: torch.device) -> None:

@@ -27,8 +27,8 @@ from minifloat.ops.quantize import fused_cast
 from minifloat.ops.quantize.fused import cast_constants, fused_tile
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
-from tests.helpers.activation_model import activation_inputs, backward_inputs
-from tests.helpers.norm_model import NORMS, norm_inputs
+from tests.helpers.activation_model import ACTIVATIONS, activation_inputs, backward_inputs
+from tests.helpers.norm_model import FOR_EACH_NORM, NORMS, norm_inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STRIPS, TILES, MX, MX_TILES = "e4m3/1x128/pow2", "e4m3/128x128/fp32/eps=0.001", "e4m3/1x32/e8m0", "e5m2/32x32/e8m0"
@@ -258,6 +258,35 @@ def test_norm_of_long_rows_and_other_tiles(device: torch.device) -> None:
     for choice in (Tile(16, 32, 1), Tile(64, 64, 4)):
         got = norm_cast(norm, x, gamma, beta, MX, BOTH, choice=choice)
         assert_norm(got, norm_of(norm, x, gamma, beta), MX, BOTH)
+
+
+# ---- what follows an odd end of packed codes: 0, though a kernel has -0 or NaN outside of the matrix ----
+
+
+@FOR_EACH_PACKED_FORMAT
+@FOR_EACH_NORM
+def test_odd_end_of_a_packed_norm(norm: Norm, spec: str, device: torch.device) -> None:
+    """All that gamma multiplies is 0 below the last row; right of the last column an rsigma of NaN multiplies 0."""
+    for shape in ((1, 1), (7, 12), (8, 13), (33, 80), (35, 67)):
+        x, gamma, beta = norm_inputs(norm, shape, BF16, device)
+        gamma = -gamma.abs() - 2  # 1 + gamma is negative, too
+        for wanted in PACKED_ORIENTATIONS:
+            assert_norm(norm_cast(norm, x, gamma, beta, spec, wanted), norm_of(norm, x, gamma, beta), spec, wanted)
+        x[::3, 0], gamma[::4], gamma[1::4] = torch.nan, torch.inf, -torch.inf
+        got = norm_cast(norm, x, gamma, beta, spec, (True, True, False))
+        assert_norm(got, norm_of(norm, x, gamma, beta), spec, (True, True, False))
+
+
+@FOR_EACH_PACKED_FORMAT
+@pytest.mark.parametrize("act", [*ACTIVATIONS, NEGATIVE_LIMIT, NEGATIVE_OFFSET], ids=activation_id)
+def test_odd_end_of_a_packed_activation(act: Activation, spec: str, device: torch.device) -> None:
+    """Odd columns cast along the rows, odd rows along the columns, and both; of a gated gradient rows alone are odd."""
+    block = parse(spec).block
+    for (rows, columns), wanted in zip(((8, 13), (13, 8), (33, 41)), PACKED_ORIENTATIONS, strict=True):
+        x = activation_inputs((rows, 2 * columns if act.gated else columns), BF16, device)
+        assert_cast(forward(x, act, spec, wanted), value(x, act), spec, wanted)
+        dy, x = backward_inputs(act, (rows, 2 * block if act.gated else columns), BF16, device)
+        assert_cast(backward(dy, x, act, spec, wanted), gradient(dy, x, act)[0], spec, wanted)
 
 
 # ---- compiled, and on a GPU ----

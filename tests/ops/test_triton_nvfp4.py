@@ -138,6 +138,14 @@ def test_cast_of_every_shape(
     check([inputs("mixed", shape, torch.bfloat16, device)], row, column)
 
 
+@FOR_EACH_CAST
+def test_odd_end_of_packed_codes(row: Format | None, column: Format | None, device: torch.device) -> None:
+    """What follows an odd last row or column is code 0, whatever sign, infinity or NaN is in its block."""
+    for shape in ((1, 1), (7, 13), (17, 81)):
+        x = -inputs("special", shape, torch.bfloat16, device).abs()
+        check([x], row, column)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 def test_cast_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
     for kind in KINDS:

@@ -92,9 +92,10 @@ def store_block_cast(
     BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Casts a tile of fp32 ``values``, 0 outside of the matrix [M, K], that begins at whole blocks.
+    """Casts a tile of fp32 ``values`` that begins at whole blocks of the matrix [M, K].
 
-    Whatever made the values: a load, or a norm or activation of what was loaded. ``..._levels`` are read if ``GIVEN``.
+    Whatever made the values: a load, or a norm or activation of what was loaded. Outside of the matrix they are 0, -0
+    or NaN, which no amax counts. ``..._levels`` are read if ``GIVEN``.
     """
     SHORT: tl.constexpr = BLOCK if TILE else 1
     BLOCK_M: tl.constexpr = values.shape[0]

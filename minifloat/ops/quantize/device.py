@@ -113,17 +113,23 @@ def store_codes(target, codes, m, k, M, K, K_MAJOR: tl.constexpr):
 
 @triton.jit
 def store_packed(target, codes, first_m, first_k, M, K, COLUMN: tl.constexpr):
-    """Stores a tile of [M, K] codes of 4 bits, which begins at even places, two neighbours along K, or M, in a byte."""
+    """Stores a tile of [M, K] codes of 4 bits, which begins at even places, two neighbours along K, or M, in a byte.
+
+    What follows an odd last code is 0, whatever code the tile has there. It need not be that of +0: a norm multiplies
+    the 0 that it loaded by gamma, which makes -0 or NaN of it, and an element of the user's may have another 0.
+    """
     BLOCK_M: tl.constexpr = codes.shape[0]
     BLOCK_K: tl.constexpr = codes.shape[1]
     if COLUMN:
         even, odd = tl.split(tl.permute(tl.reshape(codes, (BLOCK_M // 2, 2, BLOCK_K)), (0, 2, 1)))
         m, k = first_m // 2 + tl.arange(0, BLOCK_M // 2), first_k + tl.arange(0, BLOCK_K)
-        store_codes(target, even | (odd << 4), m, k, (M + 1) // 2, K, False)
+        high = tl.where(2 * m[:, None] + 1 < M, odd << 4, 0).to(tl.uint8)
+        store_codes(target, even | high, m, k, (M + 1) // 2, K, False)
     else:
         even, odd = tl.split(tl.reshape(codes, (BLOCK_M, BLOCK_K // 2, 2)))
         m, k = first_m + tl.arange(0, BLOCK_M), first_k // 2 + tl.arange(0, BLOCK_K // 2)
-        store_codes(target, even | (odd << 4), m, k, M, (K + 1) // 2, False)
+        high = tl.where(2 * k[None, :] + 1 < K, odd << 4, 0).to(tl.uint8)
+        store_codes(target, even | high, m, k, M, (K + 1) // 2, False)
 
 
 @triton.jit

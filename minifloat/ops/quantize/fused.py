@@ -28,7 +28,7 @@ def store_result(
 
     It is a tile of the N columns that begin at ``first`` of a matrix that is ``width`` wide. Without an ``ELEMENT`` the
     values are stored to ``row_codes``; with a ``BLOCK`` of 0 the scale is given. Else the tile holds whole
-    blocks, and 0 outside of the matrix.
+    blocks, and outside of the matrix what no amax counts: 0, -0 or NaN.
     """
     m = first_m + tl.arange(0, values.shape[0])
     n = first_n + tl.arange(0, values.shape[1])
