@@ -130,7 +130,7 @@ class Casts:
                     request.k_major.append(k_major and capability.k_major(fmt))
                     request.own_level.append(numbers[twin])
         self._nothing: list[Tensor | None] = [None] * len(self._sources)
-        self._takes_scales = any(takes for _, _, takes in self._sources)
+        self.takes_scales = any(takes for _, _, takes in self._sources)
 
     def __call__(
         self,
@@ -141,11 +141,11 @@ class Casts:
         scales: Sequence[Tensor | None] | None = None,
         noop_flag: Tensor | None = None,
     ) -> list[Quantized]:
-        """Quantizes ``xs``; arguments as of :func:`cast_all`."""
+        """Quantizes ``xs``; arguments as of :func:`cast_all`, which checks ``scales``: those of a history are right."""
         given = self._nothing
         if torch.compiler.is_dynamo_compiling() or not directly(xs):
             return self._by_operations(xs, amaxes, rngs, scales, noop_flag)
-        if amaxes is not None or self._takes_scales:
+        if amaxes is not None or self.takes_scales:
             given = self._given(amaxes, scales)
         drawn = self._drawn(xs, rngs) if self._stochastic else self._nothing
         outputs: Iterator[Output] = iter(())
@@ -204,13 +204,16 @@ class Casts:
             levels = None if amaxes is None else amaxes[i]
             level = None if levels is None else levels[place]
             if takes_scale:
-                level = level if scales is None or scales[i] is None else scales[i]
-                if level is None:
+                scale = None if scales is None else scales[i]
+                if scale is not None:
+                    level = scale
+                elif level is None:
                     raise ValueError(
                         "delayed scaling casts with a scale from its history; give Quantizer.cast amaxes=(scale,), or "
                         "cast_all scales=[scale]"
                     )
-                check_scale(level)
+                else:
+                    check_scale(level)
             given.append(level)
         return given
 
@@ -242,7 +245,7 @@ class Casts:
     ) -> list[Quantized]:
         """The same where a compiler, autograd or a dispatch mode sees each operation."""
         matrices = [as_matrix(x) for x in xs]
-        both = amaxes is None and noop_flag is None and not self._takes_scales
+        both = amaxes is None and noop_flag is None and not self.takes_scales
         if both and self.request.amax_of and self._sources and torch.compiler.is_dynamo_compiling():
             return self._by_one_operation(matrices, self._drawn(matrices, rngs))
         if amaxes is None:

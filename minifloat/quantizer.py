@@ -17,7 +17,7 @@ from torch import Tensor
 from minifloat import capability
 from minifloat.arguments import checked
 from minifloat.casts import Amaxes as Amaxes
-from minifloat.casts import Arrangement, Casts, Wanted
+from minifloat.casts import Arrangement, Casts, Wanted, check_scale
 from minifloat.casts import Layouts as Layouts
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
@@ -223,6 +223,9 @@ def cast_all(
     if not xs:
         return []
     prepared = casts(quantizers, xs[0].device.type if gemm_ready else "")
+    for scale in scales if scales is not None and prepared.takes_scales else ():
+        if scale is not None:
+            check_scale(scale)
     return prepared(xs, amaxes, rngs, scales=scales, noop_flag=noop_flag)
 
 
