@@ -21,6 +21,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from minifloat import capability
 
@@ -107,6 +108,20 @@ class Operation(Generic[R]):
         """Declares what gives the outputs' shapes, dtypes and strides; without it the reference does, on fakes."""
         self.shapes = function
         return function
+
+    def traced(self, function: Callable[..., R | None]) -> None:
+        """Declares what compilers see in lieu of the operation: what ``function`` calls, or if it gives None the same.
+
+        A graph that calls PyTorch's own operations runs without Python. Dynamo does not look inside, and guards nothing
+        for it: AOTAutograd, export and ``make_fx`` call ``function`` with fake tensors, where dispatch modes see it.
+        """
+
+        def rule(mode: ProxyTorchDispatchMode, overload: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+            with mode:
+                result = function(*self.read(args))
+            return mode.__torch_dispatch__(overload, types, args, kwargs) if result is None else result
+
+        torch.library.register_torch_dispatch(self.overload, ProxyTorchDispatchMode, rule, lib=_LIBRARY)
 
     def for_recompute(self) -> Operation[R]:
         """The same operation under another name, for a backward that recomputes what its forward computed.

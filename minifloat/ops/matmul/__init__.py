@@ -36,7 +36,8 @@ def count_gemms() -> Iterator[Counter[Gemm]]:
     """Counts the GEMMs executed inside, by kind, operand formats and backend.
 
     A captured CUDA graph runs without Python and is counted once, at its capture. A product that a layer leaves in
-    high precision is counted where the layer calls it, which a compiled graph does not.
+    high precision is counted where the layer calls it, which a compiled graph does not; nor does it count products that
+    it calls of PyTorch directly: on a GPU those with one scale a tensor, or a row, of sizes that need no padding.
     """
     counter: Counter[Gemm] = Counter()
     _counters.append(counter)
@@ -130,6 +131,19 @@ class Product:
             return _finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
         left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
         return self._backend(left, right, out_dtype, bias, fast_accum, out)
+
+    def traced(
+        self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
+        b: Tensor, b_scale: Tensor, b_amax: Tensor | None, n: int,
+        out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """What :meth:`run` gives, for a graph, if PyTorch's operations alone compute it to the same bits; else None."""
+        left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
+        if not a.is_cuda or out_dtype not in _TRACED.get(self._backend, ()):
+            return None
+        if not all(native.takes_as_stored(x.codes, x.along, x.outer) for x in (left, right)):
+            return None
+        return self._backend(left, right, out_dtype, bias, fast_accum, None)
 
 
 @lru_cache(MOST_PRODUCTS)
@@ -239,6 +253,13 @@ def by_kernels(backend: str, a: Format, b: Format) -> RecordedProduct:
     return RecordedProduct(Steps(native.block128_operands, multiply, native.block128_is_direct, spread.finish))
 
 
+_TRACED: dict[_Backend, tuple[torch.dtype, ...]] = {
+    _native_per_tensor: (torch.bfloat16, torch.float16, torch.float32),
+    _native_rows: (torch.bfloat16,),  # others multiply and add after the product, which a compiler may fuse to one FMA
+}
+"""Backends that call PyTorch's operations alone on a GPU, for operands that need no copy, and for which outputs."""
+
+
 @operation()
 def scaled_mm(
     gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_format: str, a_dim: int, a_along: int, m: SymInt,
@@ -254,3 +275,14 @@ def scaled_mm(
 def _(gemm: str, a: Tensor, *rest: Any) -> Tensor:
     m, n, out_dtype = rest[5], rest[12], rest[13]
     return a.new_empty((m, n), dtype=out_dtype)
+
+
+@scaled_mm.traced
+def _(
+    gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_format: str, a_dim: int, a_along: int, m: int,
+    b: Tensor, b_scale: Tensor, b_amax: Tensor | None, b_format: str, b_dim: int, b_along: int, n: int,
+    out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, backend: str,
+) -> Tensor | None:  # fmt: skip
+    """``torch._scaled_mm`` where that is the product: a graph calls it without Python, and Inductor needs no copy."""
+    prepared = product(gemm, a_format, a_dim, a_along, b_format, b_dim, b_along, a.device, backend)
+    return prepared.traced(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum)
