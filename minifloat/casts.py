@@ -14,7 +14,7 @@ from minifloat.arguments import shown
 from minifloat.formats import Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new, quantize
-from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
+from minifloat.ops.quantize.work import Output, Request, Work, as_matrix, read_amaxes
 
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :attr:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
@@ -231,8 +231,9 @@ class Casts:
     def _by_one_operation(self, matrices: Sequence[Tensor], drawn: Sequence[Tensor | None]) -> list[Quantized]:
         """Both phases at once in compiled code, where the dispatcher costs more than a phase."""
         made = quantize.amax_and_cast(matrices, drawn, *self.request)
-        count = len(self.request.amax_of)
-        levels = [None if own < 0 else made[own] for own in self.request.own_level]
+        read = read_amaxes(self.request.formats, self.request.own_level)
+        count = len(read)
+        levels = [made[read.index(own)] if own in read else None for own in self.request.own_level]
         return self._operands(matrices, made[count::2], made[count + 1 :: 2], self._nothing, levels)
 
     def _by_operations(

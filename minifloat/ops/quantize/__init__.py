@@ -12,6 +12,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.quantize import hadamard, reference
+from minifloat.ops.quantize.work import read_amaxes
 
 
 def _kernels() -> ModuleType:
@@ -101,22 +102,25 @@ def amax_and_cast(
     k_major: Sequence[bool],
     own_level: Sequence[int],
 ) -> list[Tensor]:
-    """The amaxes, then codes and scales of each cast with them: both phases where no rank is asked between them.
+    """Both phases where no rank is asked between them: ``work.read_amaxes``, then codes and scales of each cast.
 
     The lists are those of :class:`~minifloat.ops.quantize.work.Request`.
     """
     amaxes = _amax([xs[i] for i in amax_of], amax_formats, amax_dims)
     given = [None if own < 0 else amaxes[own] for own in own_level]
-    return amaxes + _codes_and_scales(_cast([xs[i] for i in cast_of], given, rngs, formats, dims, k_major, None))
+    made = _codes_and_scales(_cast([xs[i] for i in cast_of], given, rngs, formats, dims, k_major, None))
+    return [amaxes[own] for own in read_amaxes(formats, own_level)] + made
 
 
 @amax_and_cast.fake
 def _(
     xs: Sequence[Tensor], rngs: Any, amax_of: Sequence[int], amax_formats: Sequence[str], amax_dims: Sequence[int],
-    cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool], _own_level: Any,
+    cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
+    own_level: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
     amaxes = amax.shapes([xs[i] for i in amax_of], amax_formats, amax_dims)
-    return amaxes + _codes_and_scales(cast.shapes([xs[i] for i in cast_of], (), rngs, formats, dims, k_major, None))
+    read = [amaxes[own] for own in read_amaxes(formats, own_level)]
+    return read + _codes_and_scales(cast.shapes([xs[i] for i in cast_of], (), rngs, formats, dims, k_major, None))
 
 
 def _codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:

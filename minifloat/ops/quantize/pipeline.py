@@ -19,7 +19,7 @@ from minifloat.formats import parse
 from minifloat.ops import launch
 from minifloat.ops.launch import Prepared, recorded
 from minifloat.ops.quantize import gpu
-from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
+from minifloat.ops.quantize.work import Output, Request, Work, as_matrix, read_amaxes
 
 MOST_SHAPES = 256
 """Recordings that a request keeps: a program whose token counts never repeat must not fill the memory."""
@@ -61,6 +61,8 @@ class Recorded(Work):
     def __init__(self, request: Request, separate: bool = False) -> None:
         super().__init__(request)
         self.separate = separate
+        read = read_amaxes(request.formats, request.own_level)
+        self.readers = [request.own_level.index(own) for own in read]  # of each the first cast that takes it
         self.known: dict[Any, Recording | None] = {}  # None: cannot be replayed
 
     def __call__(
@@ -186,8 +188,9 @@ def _amax_and_cast(*lists: tuple[Any, ...]) -> Recorded:
 def amax_and_cast(xs: Sequence[Tensor], rngs: Sequence[Tensor | None], *lists: Sequence[Any]) -> list[Tensor]:
     """As the operation."""
     work = _amax_and_cast(*map(tuple, lists))
-    outputs, amaxes = work(xs, [None] * len(rngs), rngs, None)
-    return [*amaxes, *[part for output in outputs for part in output[:2]]]
+    outputs, _ = work(xs, [None] * len(rngs), rngs, None)
+    read: list[Any] = [outputs[j][3] for j in work.readers]
+    return [*read, *[part for output in outputs for part in output[:2]]]
 
 
 def _flat(outputs: Sequence[Output]) -> list[Tensor]:
@@ -223,13 +226,15 @@ class Recording(NamedTuple):
 
     Args:
         zeros: elements of each amax that is raised; ``shown`` of them are the result, ``shows``: some are part of it.
-        places: their addresses after the first one; ``room`` elements are needed for all.
+        alone: those of ``separate`` that are part of it, each with memory of its own.
+        places: addresses of the others after the first one; ``room`` elements are needed for all.
         separate: as of :class:`Recorded`.
     """
 
     launches: list[Prepared]
     casts: list[_Cast]
     zeros: list[int]
+    alone: list[bool]
     places: list[int]
     room: int
     shown: int
@@ -270,13 +275,15 @@ class Recording(NamedTuple):
         prepared = [each for each in (one.prepare(slots) for one in launches) if each is not None]
         if len(prepared) < len(launches):
             return None
-        shown = len(amaxes) if separate or not outputs else 0
+        shown = 0 if outputs else len(amaxes)
         shows = shown > 0 or any(each.measured >= 0 or each.level >= 0 for each in casts)
         sizes = [amax.numel() for amax in zeros]
         unit = 1 if max(sizes, default=1) == 1 else 4  # kernels read 16 bytes at a time of what is no single element
-        rooms = [size + -size % unit for size in sizes]
+        part = {place for each in casts for place in (each.measured, each.level)}
+        alone = [separate and (place < shown or place in part) for place in range(len(zeros))]
+        rooms = [0 if own else size + -size % unit for size, own in zip(sizes, alone, strict=True)]
         *starts, room = accumulate(rooms, initial=0)
-        return cls(prepared, casts, sizes, [4 * start for start in starts], room, shown, separate, shows)
+        return cls(prepared, casts, sizes, alone, [4 * start for start in starts], room, shown, separate, shows)
 
     def replay(
         self, pointers: list[int], given: Sequence[Tensor | None], device: torch.device
@@ -286,15 +293,14 @@ class Recording(NamedTuple):
         outputs: list[Output] = []
         zeros: Any = ()
         scale_inv: Any = None
-        if self.separate:
-            zeros = [torch.zeros(size, dtype=torch.float32, device=device) for size in self.zeros]
-            pointers.extend([zero.data_ptr() for zero in zeros])
-        elif self.zeros:
-            whole, taken = _zeros.take(self.room, device)
+        if self.room:
+            whole, taken = _zeros.take(self.room, device)  # held until the launches have been made
             first = whole.data_ptr() + 4 * taken
             pointers.extend([first + place for place in self.places])
-            if self.shows:
+            if self.shows and not self.separate:
                 zeros = self._parts(whole[taken : taken + self.room])
+        if self.separate and self.zeros:
+            zeros = self._alone(pointers, device)
         for j, ((shape, stride), scales, shares, measured, level) in enumerate(self.casts):
             codes = empty(shape, stride, byte)
             scale_inv = scale_inv if shares else empty(*scales)
@@ -305,6 +311,17 @@ class Recording(NamedTuple):
         for each in self.launches:
             each.run(pointers)
         return outputs, list(zeros[: self.shown])
+
+    def _alone(self, pointers: list[int], device: torch.device) -> Sequence[Any]:
+        """Zeros for each amax that is part of the result, whose addresses become those of ``pointers``."""
+        if not self.room:
+            pointers.extend(self.places)
+        made = []
+        for place, (size, own) in enumerate(zip(self.zeros, self.alone, strict=True), len(pointers) - len(self.zeros)):
+            made.append(torch.zeros(size, dtype=torch.float32, device=device) if own else None)
+            if made[-1] is not None:
+                pointers[place] = made[-1].data_ptr()
+        return made
 
     def _parts(self, zeros: Tensor) -> Sequence[Tensor]:
         """Each amax, with a version counter of its own: autograd need not know that they were filled together."""

@@ -37,6 +37,12 @@ class Request(NamedTuple):
     own_level: list[int]
 
 
+def read_amaxes(formats: Sequence[str], own_level: Sequence[int]) -> list[int]:
+    """Which amaxes operands keep, as two-level scales do; a cast alone reads the others."""
+    two_level = [parse(spec).scale_rule == "two_level" for spec in formats]
+    return sorted({own for own, read in zip(own_level, two_level, strict=True) if read and own >= 0})
+
+
 class Work:
     """Does what is requested, by the reference; :class:`pipeline.Recorded` does the same by kernels."""
 
