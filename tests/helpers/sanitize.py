@@ -37,7 +37,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.activation import NAMES, kernels, out_columns, parameters_of
 from minifloat.ops.delayed import gpu as delayed
 from minifloat.ops.launch import Kernel, count_launches
-from minifloat.ops.matmul.spread import finish, spread
+from minifloat.ops.matmul.spread import Scales, finish, spread
 from minifloat.ops.matmul.transpose import k_major_copy
 from minifloat.ops.norm import NORMALIZATIONS, backward, cast, forward
 from minifloat.ops.quantize import amax_shape, decode, empty_cast, gpu, pipeline
@@ -174,7 +174,7 @@ def spread_out(device: torch.device) -> None:
     for (m, n), rows, dtype in (((129, 272), True, BF16), (ODD, False, FP32)):
         left, right = (ones((size if rows else 1,), device) for size in (m, n))
         for bias in (None, matrix((n,), BF16, device)):
-            finish(matrix((m, n), FP32, device), left, 1.0, right, 2688.0, bias, dtype)
+            finish(matrix((m, n), FP32, device), Scales(left, right, 2688.0), bias, dtype)
 
 
 def transposes(device: torch.device) -> None:

@@ -14,9 +14,9 @@ from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import emulated, native
 from minifloat.ops.matmul.reference import Values, tensor_factor
-from minifloat.ops.matmul.spread import finish, finish_kernel, largest_scale_kernel, spread
+from minifloat.ops.matmul.spread import UNSCALED, Scales, finish, finish_kernel, largest_scale_kernel, spread
 from minifloat.ops.matmul.transpose import TILE as COPY_TILE
-from minifloat.ops.matmul.transpose import copy_bytes_kernel, k_major_copy
+from minifloat.ops.matmul.transpose import copy_bytes_kernel, copy_scales, k_major_copy
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
 from minifloat.ops.quantize.decode import TILE, decode_kernel, dequantize
 from tests.helpers.compare import assert_same_bits_or_nan
@@ -251,19 +251,36 @@ def test_finish(per_row: tuple[bool, bool], out_dtype: torch.dtype, device: torc
             a, b = (factor.to(device) for factor in factors)
             with count_launches() as launches:
                 given = None if bias is None else bias.to(device)
-                actual = finish(product.to(device), a, divisors[0], b, divisors[1], given, out_dtype)
+                scales = Scales(a, b, divisors[0] * divisors[1])
+                actual = finish(product.to(device), scales, given, out_dtype)
             assert launches == {"finish_kernel": 1} and actual.is_contiguous()
             assert_same_bits_or_nan(actual, expected)
+            unscaled = (product if bias is None else product + bias.to(out_dtype).float()).to(out_dtype)
+            assert_same_bits_or_nan(finish(product.to(device), UNSCALED, given, out_dtype), unscaled)
 
 
 def test_finish_nothing(device: torch.device) -> None:
     one = torch.ones(1, device=device)
     for shape in EMPTY:
-        actual = finish(torch.empty(shape, device=device), one, 1.0, one, 1.0, None, torch.bfloat16)
+        actual = finish(torch.empty(shape, device=device), Scales(one, one, 1.0), None, torch.bfloat16)
         assert actual.shape == shape and actual.dtype == torch.bfloat16
 
 
-# ---- bytes ----
+# ---- bytes and scales ----
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0])
+def test_copy_scales(fill: float, device: torch.device) -> None:
+    """Of any strides, to the beginning of a larger grid; NaN and infinity too."""
+    for M, K in ((1, 1), (3, 5), (33, 70), (64, 4)):
+        scales = torch.randn(M, K).exp()
+        scales.view(-1)[::7] = torch.inf
+        for source in (scales.to(device), scales.to(device).t(), scales.to(device)[:, ::2]):
+            rows, cols = source.shape[0] + 3, source.shape[1] + 2
+            want = torch.full((rows, cols), fill)
+            want[: source.shape[0], : source.shape[1]] = source.cpu()
+            got = copy_scales(source, rows, cols, fill)
+            assert got.is_contiguous() and torch.equal(got.cpu(), want)
 
 
 @pytest.mark.parametrize("align", [(1, 1), (16, 16), (16, 128)], ids=str)
@@ -330,7 +347,7 @@ def test_copies_of_bytes_compile_to_wide_accesses(k_major: bool) -> None:
 def test_epilogue_compiles_without_contraction() -> None:
     compiled = compile_for(
         finish_kernel, torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, 7, 7,
-        True, True, 1 / 2688, True, True, 16, 256, num_warps=4, enable_fp_fusion=False,
+        True, True, True, 1 / 2688, True, True, 16, 256, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert compiled.spills == 0 and not any(inexact in compiled.ptx for inexact in (".ftz", "fma."))
