@@ -109,11 +109,6 @@ def _table(
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def _is_long(tensors: Tensors) -> bool:
-    first = tensors[0]
-    return isinstance(first, tuple) and len(first) > MOST_BY_VALUE
-
-
 @contextmanager
 def recorded() -> Iterator[Log]:
     """Logs what this thread launches inside, to be launched again with other tensors."""
@@ -156,7 +151,7 @@ class Launch(NamedTuple):
             alone = isinstance(tensor, tuple) and len(found) == 1
             places.append(itemgetter(slice(found[0], found[0] + 1)) if alone else itemgetter(*found))
         tensors, integers, sizes = self.tensors, self.integers, None
-        if _is_long(tensors):
+        if self.kernel.by_table(tensors):
             sizes = tuple([t[0].element_size() if isinstance(t, tuple) else 0 for t in tensors])
             tensors, integers = in_table(tensors, integers)
         compiled = self.kernel.compiled(tensors, integers, self.constants, self.warps)
@@ -253,11 +248,12 @@ class Kernel:
         function: the ``triton.jit`` function.
         contract: let the compiler contract ``a * b + c`` to one rounding. Off where results are defined to the bit.
         wide: it reads 16 bytes at a time, so that matrices (anything but single elements) must begin at such places.
+        table: of more matrices than MOST_BY_VALUE it takes a table, see :func:`in_table`; else tuples of any length.
     """
 
-    def __init__(self, function: Any, *, contract: bool = False, wide: bool = True) -> None:
+    def __init__(self, function: Any, *, contract: bool = False, wide: bool = True, table: bool = True) -> None:
         self.function = function
-        self.wide = wide
+        self.wide, self.table = wide, table
         self.name: str = function.__name__
         self.options = {"enable_fp_fusion": contract}
         self._compiled: dict[Any, _Compiled] = {}
@@ -272,7 +268,7 @@ class Kernel:
             counter[self.name] += 1
         if _local.log is not None:
             _local.log.launches.append(Launch(self, programs, tensors, integers, constants, warps))
-        if _is_long(tensors):
+        if self.by_table(tensors):
             tensors, integers = in_table(tensors, integers)
         first = tensors[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
@@ -283,6 +279,11 @@ class Kernel:
         else:
             with torch.cuda.device(device):
                 self._launch(device, programs, tensors, integers, constants, warps)
+
+    def by_table(self, tensors: Tensors) -> bool:
+        """A launch on these takes its arguments from a table."""
+        first = tensors[0]
+        return self.table and isinstance(first, tuple) and len(first) > MOST_BY_VALUE
 
     def _launch(
         self, device: int, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int

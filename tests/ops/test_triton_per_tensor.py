@@ -185,6 +185,27 @@ def test_delayed_bookkeeping(
     assert delayed.FLT_MAX == definition.FLT_MAX
 
 
+@pytest.mark.parametrize("layers", [1, 2, 8, 9, 33])
+def test_update_of_many_layers(layers: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch for 32 of them, of one model and of the next."""
+    from minifloat.ops import delayed as definition
+    from minifloat.ops.delayed import gpu
+
+    monkeypatch.setattr(gpu, "_prepared", {})
+    if device.type == "cpu":
+        replay_on_cpu(monkeypatch)
+    rules = ["e4m3/margin=0/max"] * layers
+    for _ in range(2):
+        histories = [torch.rand(4, 3, device=device) for _ in range(layers)]
+        scales = [torch.rand(3, device=device) for _ in range(layers)]
+        expected = [each.clone() for each in (*histories, *scales)]
+        definition.update_scales_.reference(expected[:layers], expected[layers:], rules)
+        with count_launches() as launches:
+            gpu.update(histories, scales, rules)
+        assert launches == {"update_kernel": 1 + layers // 33}
+        assert all(torch.equal(got, want) for got, want in zip((*histories, *scales), expected, strict=True))
+
+
 def check_bookkeeping(shape: tuple[int, int], rule: str, device: torch.device) -> None:
     """One step of three layers gives what the references give."""
     from minifloat.ops import delayed as definition

@@ -57,8 +57,8 @@ def update_kernel(
     tl.store(scale + slot, tl.where(seen & (amax > 0), fresh, old), mask=slot < slots)
 
 
-_record = Kernel(record_kernel, wide=False)
-_update = Kernel(update_kernel, wide=False)
+_record = Kernel(record_kernel, wide=False, table=False)
+_update = Kernel(update_kernel, wide=False, table=False)
 
 
 MOST_PREPARED = 1024

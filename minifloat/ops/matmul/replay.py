@@ -20,6 +20,9 @@ MOST_SHAPES = 256
 """Recordings that a product keeps: a program whose token counts never repeat must not fill the memory."""
 
 
+_UNKNOWN = object()
+
+
 class Steps(NamedTuple):
     """A product in three steps; the first and the last launch kernels, or do nothing to tensors.
 
@@ -41,7 +44,7 @@ class RecordedProduct:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.known: dict[Any, _Recording | None] = {}  # None: cannot be replayed
+        self.known: dict[Any, Any] = {}  # a _Recording, or None: cannot be replayed
 
     def __call__(
         self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
@@ -62,12 +65,13 @@ class RecordedProduct:
         if bits & 15 or device != torch._C._cuda_getDevice():  # kernels would read copies
             return self._step_by_step(a, b, out_dtype, bias, direct)[-1]
         shapes = (device, *key)
-        if shapes not in self.known:
+        recording = self.known.get(shapes, _UNKNOWN)  # once: another thread may clear them
+        if recording is _UNKNOWN:
             return self._record(shapes, a, b, out_dtype, bias, direct, arguments)
-        recording = self.known[shapes]
         if recording is None:
             return self._step_by_step(a, b, out_dtype, bias, direct)[-1]
-        return recording.replay(self.steps, arguments, pointers, out_dtype, a.outer, b.outer)
+        result: Tensor = recording.replay(self.steps, arguments, pointers, out_dtype, a.outer, b.outer)
+        return result
 
     def _step_by_step(
         self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, direct: bool, log: Log | None = None

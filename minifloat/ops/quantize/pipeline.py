@@ -25,6 +25,8 @@ MOST_SHAPES = 256
 """Recordings that a request keeps: a program whose token counts never repeat must not fill the memory."""
 
 
+_UNKNOWN = object()
+
 MOST_ZEROS = 1024
 """Of one fill."""
 
@@ -63,7 +65,7 @@ class Recorded(Work):
         self.separate = separate
         read = read_amaxes(request.formats, request.own_level)
         self.readers = [request.own_level.index(own) for own in read]  # of each the first cast that takes it
-        self.known: dict[Any, Recording | None] = {}  # None: cannot be replayed
+        self.known: dict[Any, Any] = {}  # a Recording, or None: cannot be replayed
 
     def __call__(
         self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
@@ -92,12 +94,13 @@ class Recorded(Work):
         if bits & 15 or (device >= 0 and device != torch._C._cuda_getDevice()):  # kernels would read copies
             return self._step_by_step([as_matrix(x) for x in xs], given, rngs, noop)
         shapes = tuple(key)
-        if shapes not in self.known:
+        recording = self.known.get(shapes, _UNKNOWN)  # once: another thread may clear them
+        if recording is _UNKNOWN:
             return self._record(shapes, xs, given, rngs, noop)
-        recording = self.known[shapes]
         if recording is None:
             return self._step_by_step([as_matrix(x) for x in xs], given, rngs, noop)
-        return recording.replay(pointers, given, xs[0].device)
+        result: tuple[Sequence[Output], Sequence[Tensor]] = recording.replay(pointers, given, xs[0].device)
+        return result
 
     def _step_by_step(
         self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
