@@ -53,14 +53,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         found.append((tuple(result.shape), args[6]))
         return result
 
-    def block(
-        a: Tensor, b: Tensor, *, output_dtype: torch.dtype, use_fast_accum: bool = False, **kwargs: Any
-    ) -> Tensor:
-        found.append(((a.shape[0], b.shape[1]), use_fast_accum))
-        return torch.zeros(a.shape[0], b.shape[1], dtype=output_dtype)
+    def block(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        out_dtype, fast = rest[7], rest[9:]  # after scales, recipes and swizzles of both, and the bias
+        found.append(((a.shape[0], b.shape[1]), bool(fast) and fast[-1]))
+        return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
 
     monkeypatch.setattr(native, "per_tensor", per_tensor)
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", block)
+    monkeypatch.setattr(torch, "_scaled_mm_v2", block)
     return found
 
 

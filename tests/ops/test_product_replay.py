@@ -16,7 +16,8 @@ from minifloat.operand import Operand
 from minifloat.ops import matmul
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import _Matrix, emulated, native, replay
-from minifloat.ops.matmul.replay import RecordedProduct, cut
+from minifloat.ops.matmul.native import cut
+from minifloat.ops.matmul.replay import RecordedProduct
 from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits
@@ -159,6 +160,7 @@ def test_recordings_are_bounded(device: torch.device, monkeypatch: pytest.Monkey
         a, b = matrices("fprop", (MX, MX), (rows, 16, 32), device)
         want = emulated.multiply([x.codes for x in (emulated.spread(*a), emulated.spread(*b))])
         got = product(a, b, torch.float32, None, False, None)
+        assert isinstance(product, RecordedProduct)
         assert got.shape == want.shape and len(product.known) <= 3
 
 

@@ -16,7 +16,7 @@ from minifloat.formats import Format, parse
 from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import emulated, native, reference
-from minifloat.ops.matmul.replay import RecordedProduct, Steps, cut
+from minifloat.ops.matmul.native import cut
 
 
 class Gemm(NamedTuple):
@@ -243,9 +243,10 @@ def _native_block(
     return product if direct else _finish(product, bias, out_dtype)
 
 
-def by_kernels(backend: str, a: Format, b: Format) -> RecordedProduct:
+def by_kernels(backend: str, a: Format, b: Format) -> _Backend:
     """The emulated product, or the native one of blocks, with kernels of our own before and after it."""
     from minifloat.ops.matmul import spread  # which needs Triton
+    from minifloat.ops.matmul.replay import RecordedProduct, Steps
 
     if backend == "emulated":
         return RecordedProduct(Steps(spread.prepare, emulated.multiply, spread.is_direct, spread.finish))

@@ -53,6 +53,11 @@ def takes_as_stored(codes: Tensor, along: int, outer: int) -> bool:
     return all(statically_known_true(fit) for fit in fits)
 
 
+def cut(product: Tensor, m: int, n: int) -> Tensor:
+    """``product`` without the rows and columns of padding, contiguous."""
+    return product.contiguous() if product.shape == (m, n) else product[:m, :n].contiguous()
+
+
 def per_tensor(
     a: Tensor,
     a_scale: Tensor,

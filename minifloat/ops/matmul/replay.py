@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minifloat.ops import launch
 from minifloat.ops.launch import Log, Prepared, recorded
+from minifloat.ops.matmul.native import cut
 
 MOST_SHAPES = 256
 """Recordings that a product keeps: a program whose token counts never repeat must not fill the memory."""
@@ -179,8 +180,3 @@ def _as(x: Tensor, layout: _Layout) -> Tensor:
     shape, stride, dtype = layout
     x = x if x.dtype == dtype else x.view(dtype)
     return x if x.shape == shape and x.stride() == stride else x.as_strided(shape, stride)
-
-
-def cut(product: Tensor, m: int, n: int) -> Tensor:
-    """``product`` without the rows and columns of padding, contiguous."""
-    return product.contiguous() if product.shape == (m, n) else product[:m, :n].contiguous()
