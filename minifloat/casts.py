@@ -141,7 +141,10 @@ class Casts:
         scales: Sequence[Tensor | None] | None = None,
         noop_flag: Tensor | None = None,
     ) -> list[Quantized]:
-        """Quantizes ``xs``; arguments as of :func:`cast_all`, which checks ``scales``: those of a history are right."""
+        """Quantizes ``xs``; arguments as of :func:`cast_all`.
+
+        ``scales`` are not checked here: ``cast_all`` does that for the user's, and those of a history are right.
+        """
         given = self._nothing
         if torch.compiler.is_dynamo_compiling() or not directly(xs):
             return self._by_operations(xs, amaxes, rngs, scales, noop_flag)

@@ -282,6 +282,8 @@ class AmaxHistory(nn.Module):
         self.progress.incomplete = True  # it may have been saved between two backward passes of a step
         for name in _VALID:
             buffer, saved = getattr(self, name), state_dict.get(prefix + name)
+            if isinstance(saved, Tensor) and saved.is_floating_point():
+                saved = state_dict[prefix + name] = saved.float()  # or assign=True would take another dtype
             if saved is None:
                 state_dict[prefix + name] = buffer
             elif name == "amax_history" and history_length(saved) and saved.shape[1:] == buffer.shape[1:]:

@@ -1256,3 +1256,16 @@ def test_scales_that_data_is_assigned_to() -> None:
     twin.load_state_dict({k: v for k, v in layer.state_dict().items() if "scaling" not in k})
     twin.forward_scaling.scale.fill_(0.25)
     assert torch.equal(y, twin(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("assign", [False, True])
+def test_histories_stay_fp32_whatever_a_state_dict_has(assign: bool, dtype: torch.dtype) -> None:
+    layer, other = (Linear(16, 16, recipe=DelayedScaling(amax_history_len=3)) for _ in range(2))
+    layer(torch.randn(4, 16)).sum().backward()
+    saved = {name: value.to(dtype) for name, value in layer.state_dict().items() if "scaling" in name}
+    weights = {name: value for name, value in layer.state_dict().items() if "scaling" not in name}
+    other.load_state_dict(weights | saved, assign=assign)
+    for name, buffer in other.named_buffers():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, saved[name].float()), name
+    other(torch.randn(4, 16)).sum().backward()

@@ -20,7 +20,7 @@ class Interpreted:
     def __init__(self, kernel: Kernel, tensors: Any, integers: Any, constants: tuple[Any, ...], warps: int) -> None:
         self.kernel, self.integers, self.constants, self.warps = kernel, len(integers), constants, warps
         self.like = [
-            tuple(each.to("meta") for each in t) if isinstance(t, tuple) else t.to("meta") for t in tensors
+            tuple(map(self._like, t)) if isinstance(t, tuple) else self._like(t) for t in tensors
         ]  # no recording may hold a tensor, so that this may not either
 
     def run(self, programs: int, *args: Any) -> None:
@@ -32,6 +32,10 @@ class Interpreted:
             for like, place in zip(self.like, pointers, strict=True)
         ]
         self.kernel._through_jit(programs, tensors, integers, self.constants, self.warps)
+
+    @staticmethod
+    def _like(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")  # .to() drops gaps between rows
 
     @staticmethod
     def _at(like: Tensor, pointer: int) -> Tensor:

@@ -195,6 +195,22 @@ def test_zeros_in_a_graph_are_its_own(device: torch.device, monkeypatch: pytest.
     assert before and pipeline._zeros.filled == before
 
 
+@pytest.mark.parametrize("stream", [0, 7])
+def test_fills_of_operations(stream: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor warms graphs up on a stream of its own, in the graph's memory, of which nothing may be left."""
+    if device.type == "cuda":
+        pytest.skip("another stream is only pretended here")
+    monkeypatch.setattr(pipeline, "_zeros", pipeline._Zeros())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
+    how = quantizer.casts(CASES["current"][:2], "cuda")
+    for call in range(3):
+        xs = values(device, (32, 48), (17, 33), scale=10.0**call)
+        got = pipeline.amax_and_cast(xs, [None] * len(how.request.formats), *map(tuple, how.request))
+        want = quantize.amax_and_cast.reference(xs, [None] * len(how.request.formats), *how.request)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert bool(pipeline._zeros.filled) == (stream == 0)
+
+
 def test_a_recording_keeps_no_tensor(device: torch.device) -> None:
     xs = values(device, (32, 48), (17, 33))
     result = replayed(xs, [E4M3, E5M2])

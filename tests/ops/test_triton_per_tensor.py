@@ -206,6 +206,21 @@ def test_update_of_many_layers(layers: int, device: torch.device, monkeypatch: p
         assert all(torch.equal(got, want) for got, want in zip((*histories, *scales), expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_launches_by_address_are_of_one_dtype(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minifloat.ops.delayed import gpu
+
+    monkeypatch.setattr(gpu, "_prepared", {})
+    if device.type == "cpu":
+        replay_on_cpu(monkeypatch)
+    for each in (torch.float32, dtype, torch.float32):
+        history = torch.zeros(4, 3, dtype=each, device=device)
+        gpu.record(history, [0, 2], [torch.tensor([3.0], device=device), torch.tensor([4.0], device=device)])
+        assert history[0].tolist() == [3.0, 0.0, 4.0] and not history[1:].any()
+
+
 def check_bookkeeping(shape: tuple[int, int], rule: str, device: torch.device) -> None:
     """One step of three layers gives what the references give."""
     from minifloat.ops import delayed as definition

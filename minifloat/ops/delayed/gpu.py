@@ -64,7 +64,7 @@ _update = Kernel(update_kernel, wide=False, table=False)
 MOST_PREPARED = 1024
 """Launches that are kept: the number of layers that are updated together may change at each step."""
 _prepared: dict[Any, Prepared | None] = {}
-"""None: what cannot be launched by addresses."""
+"""Launches, by what decides them; None where one cannot be made by addresses alone."""
 
 
 def _launch(key: Any, tensors: Sequence[Tensor], launch: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ def _launch(key: Any, tensors: Sequence[Tensor], launch: Callable[[], None]) -> 
     Args:
         key: what decides everything else.
     """
-    key = key, tensors[0].get_device()
+    key = key, tensors[0].get_device(), *[tensor.dtype for tensor in tensors]
     known = _prepared.get(key)
     if known is not None and key[1] == torch._C._cuda_getDevice():
         known.run([tensor.data_ptr() for tensor in tensors])
@@ -81,7 +81,7 @@ def _launch(key: Any, tensors: Sequence[Tensor], launch: Callable[[], None]) -> 
     with recorded() as log:
         launch()
     slots = {id(tensor): slot for slot, tensor in enumerate(tensors)}
-    if key not in _prepared and len(slots) == len(tensors):  # which are the same must not be recorded
+    if key not in _prepared and len(slots) == len(tensors):  # that two of them are one must not be recorded
         if len(_prepared) >= MOST_PREPARED:
             _prepared.clear()
         _prepared[key] = log.launches[0].prepare(slots)

@@ -30,8 +30,8 @@ class Steps(NamedTuple):
     Args:
         prepare: (a, b) -> the tensors that the library reads, and what ``finish`` needs of the operands.
         multiply: (those tensors, dtype) -> the library's product.
-        direct: (bias, dtype) -> the product in that dtype is the result.
-        finish: (product, what ``prepare`` left, bias, dtype) -> the result, where it is not; of an fp32 product.
+        direct: (bias, dtype) -> whether the library's product in that dtype is the result already.
+        finish: (fp32 product, what ``prepare`` left, bias, dtype) -> the result, where it is not.
     """
 
     prepare: Callable[[Any, Any], tuple[Sequence[Tensor], Any]]

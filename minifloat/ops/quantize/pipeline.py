@@ -31,6 +31,10 @@ MOST_ZEROS = 1024
 """Of one fill."""
 
 
+def _filled(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.float32, device=device)
+
+
 class _Zeros(threading.local):
     """Zeros that kernels raise to amaxes, of this thread: one fill serves the calls of many layers."""
 
@@ -40,12 +44,12 @@ class _Zeros(threading.local):
     def take(self, count: int, device: torch.device) -> tuple[Tensor, int]:
         """fp32 zeros, and where in them, at a multiple of 16 bytes, the next ``count`` are nobody else's."""
         if torch.cuda.is_current_stream_capturing() or count > MOST_ZEROS:
-            return torch.zeros(count, dtype=torch.float32, device=device), 0  # replays of a graph fill again
+            return _filled(count, device), 0  # replays of a graph fill again
         key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
         whole, taken = self.filled.get(key, (None, MOST_ZEROS))
         if whole is None or taken + count > MOST_ZEROS:
             with torch.inference_mode(False):  # autograd may save some of them
-                whole, taken = torch.zeros(MOST_ZEROS, dtype=torch.float32, device=device), 0
+                whole, taken = _filled(MOST_ZEROS, device), 0
         self.filled[key] = whole, taken + count + -count % 4
         return whole, taken
 
@@ -229,7 +233,7 @@ class Recording(NamedTuple):
 
     Args:
         zeros: elements of each amax that is raised; ``shown`` of them are the result, ``shows``: some are part of it.
-        alone: those of ``separate`` that are part of it, each with memory of its own.
+        alone: which amaxes an operation returns, so that each has memory of its own.
         places: addresses of the others after the first one; ``room`` elements are needed for all.
         separate: as of :class:`Recorded`.
     """
@@ -297,7 +301,10 @@ class Recording(NamedTuple):
         zeros: Any = ()
         scale_inv: Any = None
         if self.room:
-            whole, taken = _zeros.take(self.room, device)  # held until the launches have been made
+            # Held until the launches have been made. Inductor runs a graph that it is about to capture on a stream and
+            # in a pool of its own, where nothing may be left: there an operation has a fill of its own, too.
+            alone = self.separate and torch._C._cuda_getCurrentRawStream(device.index) != 0
+            whole, taken = (_filled(self.room, device), 0) if alone else _zeros.take(self.room, device)
             first = whole.data_ptr() + 4 * taken
             pointers.extend([first + place for place in self.places])
             if self.shows and not self.separate:
@@ -321,7 +328,7 @@ class Recording(NamedTuple):
             pointers.extend(self.places)
         made = []
         for place, (size, own) in enumerate(zip(self.zeros, self.alone, strict=True), len(pointers) - len(self.zeros)):
-            made.append(torch.zeros(size, dtype=torch.float32, device=device) if own else None)
+            made.append(_filled(size, device) if own else None)
             if made[-1] is not None:
                 pointers[place] = made[-1].data_ptr()
         return made
