@@ -142,8 +142,12 @@ def _start_all_gather(
             gather_one(target, send, group=process_group, async_op=True)
     elif targets:
         options = _gather_options(overlapped)
-        work = process_group.allgather_into_tensor_coalesced(targets, list(sends), options)
-        return Pending([] if work is None else [work], lambda: targets)
+        if targets[0].is_cpu:  # gloo's of several at once ends the process now and then (PyTorch's issue 65231)
+            each = zip(targets, sends, strict=True)
+            works = [process_group._allgather_base(target, send, options) for target, send in each]
+        else:
+            works = [process_group.allgather_into_tensor_coalesced(targets, list(sends), options)]
+        return Pending([work for work in works if work is not None], lambda: targets)
     return Pending([], lambda: targets)
 
 
