@@ -14,7 +14,7 @@ from minifloat.arguments import shown
 from minifloat.formats import Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new, quantize
-from minifloat.ops.quantize.work import Output, Request, Work, as_matrix, read_amaxes
+from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
 
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :attr:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
@@ -107,6 +107,7 @@ class Casts:
         self.request = request = Request([], [], [], [], [], [], [], [])
         self._needs_amax: list[list[bool]] = []  # for each cast of each tensor
         self._sources: list[tuple[int, int, bool]] = []  # of each cast: tensor, place among its amaxes, takes a scale
+        self._read: list[int] = []  # ``read_amaxes`` of the request, found without the parsing that no compiler traces
         self._stochastic: list[int] = []  # casts that need random bits
         self._works: dict[tuple[bool, Any], Work] = {}  # by what is asked for, on a GPU or not
         for i, (own, each) in enumerate(wanted):
@@ -129,6 +130,8 @@ class Casts:
                     request.dims.append(dim)
                     request.k_major.append(k_major and capability.k_major(fmt))
                     request.own_level.append(numbers[twin])
+                    if fmt.scale_rule == "two_level" and numbers[twin] not in self._read:
+                        self._read.append(numbers[twin])
         self._nothing: list[Tensor | None] = [None] * len(self._sources)
         self.takes_scales = any(takes for _, _, takes in self._sources)
 
@@ -234,8 +237,7 @@ class Casts:
     def _by_one_operation(self, matrices: Sequence[Tensor], drawn: Sequence[Tensor | None]) -> list[Quantized]:
         """Both phases at once in compiled code, where the dispatcher costs more than a phase."""
         made = quantize.amax_and_cast(matrices, drawn, *self.request)
-        read = read_amaxes(self.request.formats, self.request.own_level)
-        count = len(read)
+        read, count = self._read, len(self._read)
         levels = [made[read.index(own)] if own in read else None for own in self.request.own_level]
         return self._operands(matrices, made[count::2], made[count + 1 :: 2], self._nothing, levels)
 

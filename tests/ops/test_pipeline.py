@@ -21,6 +21,7 @@ from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, job, pipeline, reference
+from minifloat.ops.quantize.work import read_amaxes
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import QuantizerRole, named
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -410,6 +411,7 @@ def test_both_phases_replay_too(case: str, device: torch.device) -> None:
         assert len({each.untyped_storage().data_ptr() for each in actual}) == len(actual)
         kept = sum("two_level" in spec for spec in how.request.amax_formats)  # operands have no other amax
         assert len(actual) == kept + 2 * len(how.request.formats)
+        assert how._read == read_amaxes(how.request.formats, how.request.own_level) and len(how._read) == kept
 
 
 @pytest.mark.parametrize("fmt", [MX, STRIPS, Format(block=32, tile=True, scale_rule="e8m0"), NV_ROWS, GIVEN.row_format])
