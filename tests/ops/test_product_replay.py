@@ -108,7 +108,7 @@ def nothing_else(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", PAIRS)
-def test_replays(name: str, gemm: str, size: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays(name: str, gemm: str, size: str, device: torch.device) -> None:
     """Each call gives what PyTorch alone gives for its operands; of whole blocks the second one is a replay."""
     pair = PAIRS[name]
     if not runs_here(pair, device):
@@ -144,7 +144,7 @@ def test_operands_that_kernels_read_copies_of(device: torch.device) -> None:
             assert_same_bits(product(x, y, torch.float32, None, False, None), want)
 
 
-def test_one_tensor_as_both_operands(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tensor_as_both_operands(device: torch.device) -> None:
     """Which tensors of a call are the same must not be recorded."""
     product = matmul.by_kernels("emulated", MX, MX)
     a, b = matrices("fprop", (MX, MX), (32, 32, 64), device)
