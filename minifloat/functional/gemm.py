@@ -59,10 +59,6 @@ def wgrad(
     return multiply("wgrad", dy.along(COLUMNWISE), x.along(COLUMNWISE), out_dtype, None, fast_accum, out, accumulate)
 
 
-_CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
-"""The dims of the left and of the right operand that a GEMM contracts."""
-
-
 def multiply(
     gemm: str,
     a: Operand,
@@ -127,7 +123,7 @@ def _check_out(gemm: str, out: Tensor | None, shape: tuple[int, int], dtype: tor
 
 def check_operands(gemm: str, a: Operand, b: Operand) -> tuple[int, int, int, int]:
     """For each operand the dim that is contracted and the size of the other one."""
-    a_along, b_along = _CONTRACTED[gemm]
+    a_along, b_along = matmul.CONTRACTED[gemm]
     for operand, along in ((a, a_along), (b, b_along)):
         if operand.dim != along and not operand.format.symmetric:
             Quantized(operand, None).along(along)  # raises

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from minifloat import capability
-from minifloat.formats import Format, parse
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import emulated, native, reference
 from minifloat.ops.matmul.native import cut
+
+CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
+"""The dims of the left and of the right operand that a GEMM contracts."""
 
 
 class Gemm(NamedTuple):

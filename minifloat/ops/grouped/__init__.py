@@ -1,0 +1,238 @@
+"""Amax, cast and product of groups of rows of one matrix, whose sizes only the device knows: one launch a phase.
+
+Each group is quantized as a matrix of its own, and multiplied so: what these operations give is, bit for bit, what
+:mod:`minifloat.ops.quantize` gives of each group alone. ``layout.py`` has the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.ops import matmul
+from minifloat.ops.grouped import layout
+from minifloat.ops.library import SymInt, operation
+from minifloat.ops.quantize import reference
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Number, first row and rows of each group; waits for the device."""
+    known = offsets.tolist()
+    for group, (first, end) in enumerate(pairwise(known)):
+        yield group, first, end - first
+
+
+@operation()
+def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    """Of each group of rows of ``x`` [M, K] what ``reference.amax`` gives, for each format along its dim.
+
+    ``offsets``: int32 [G + 1]: the first row of each group, and the end of the last one, at most M; not descending.
+    The amaxes of formats that find their own are empty, [0].
+    """
+    amaxes = []
+    for spec, dim in zip(formats, dims, strict=True):
+        fmt = parse(spec)
+        shape = layout.amax_shape(fmt, dim, x.shape[0], x.shape[1], offsets.numel() - 1) if fmt.needs_amax else (0,)
+        amax = x.new_zeros(shape, dtype=torch.float32)
+        for group, first, rows in _groups(offsets) if fmt.needs_amax else ():
+            place = layout.amax_rows(fmt, dim, first, rows, group)
+            amax[place] = reference.amax(x[first : first + rows], fmt, dim).view_as(amax[place])
+        amaxes.append(amax)
+    return amaxes
+
+
+@grouped_amax.fake
+def _(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    shapes = [
+        layout.amax_shape(fmt, dim, x.shape[0], x.shape[1], offsets.shape[0] - 1) if fmt.needs_amax else (0,)
+        for fmt, dim in zip(map(parse, formats), dims, strict=True)
+    ]
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+@operation()
+def grouped_cast(
+    x: Tensor,
+    offsets: Tensor,
+    given: Sequence[Tensor | None],
+    rng: Tensor | None,
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+) -> list[Tensor]:
+    """Of each cast of ``x`` [M, K] codes, scales and amaxes, in the shapes of ``layout.py``.
+
+    Args:
+        offsets: as of :data:`grouped_amax`.
+        given: of each cast the amaxes as :data:`grouped_amax` gives them; for the rule ``"given"`` the scales, fp32
+            [G]; None where blocks find their own.
+        rng: int64 [G, 2], seed and offset of each group for stochastic rounding.
+        k_major: columnwise codes lie in memory with rows consecutive.
+
+    Returns:
+        The third is the groups' own amaxes, fp32 [G], where scales were given, else empty.
+    """
+    outputs: list[Tensor] = []
+    for level, spec, dim, transposed in zip(given, formats, dims, k_major, strict=True):
+        fmt = parse(spec)
+        codes, scales, amax = _empty_cast(x, offsets.numel() - 1, fmt, dim, transposed)
+        for tensor in (codes, scales, amax):
+            tensor.zero_()
+        for group, first, rows in _groups(offsets):
+            own = None if level is None else level[layout.amax_rows(fmt, dim, first, rows, group)]
+            own = own.reshape(-1) if own is not None else None
+            made = reference.cast(x[first : first + rows], own, None if rng is None else rng[group], fmt, dim)
+            codes[layout.code_rows(fmt, dim, first, rows, group)] = made.codes
+            place = layout.scale_rows(fmt, dim, first, rows, group)
+            scales[place] = made.scale_inv.view_as(scales[place])
+            if amax.numel():
+                amax[group] = made.amax[0]
+        outputs += codes, scales, amax
+    return outputs
+
+
+@grouped_cast.fake
+def _(
+    x: Tensor, offsets: Tensor, _given: Any, _rng: Any, formats: Sequence[str], dims: Sequence[int],
+    k_major: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    outputs: list[Tensor] = []
+    for spec, dim, transposed in zip(formats, dims, k_major, strict=True):
+        outputs += _empty_cast(x, offsets.shape[0] - 1, parse(spec), dim, transposed)
+    return outputs
+
+
+def _empty_cast(x: Tensor, groups: int, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory of a cast: codes, scales, and the amaxes that a cast with given scales measures."""
+    shape = layout.code_shape(fmt, dim, x.shape[0], x.shape[1], groups)
+    if k_major and dim == COLUMNWISE:
+        codes = x.new_empty(shape[::-1], dtype=torch.uint8).t()
+    else:
+        codes = x.new_empty(shape, dtype=torch.uint8)
+    scales = x.new_empty(layout.scale_shape(fmt, dim, x.shape[0], x.shape[1], groups), dtype=fmt.scale_dtype)
+    return codes, scales, x.new_empty(groups if fmt.scale_rule == "given" else 0, dtype=torch.float32)
+
+
+@operation()
+def grouped_mm(
+    gemm: str,
+    a: Tensor, a_scale: Tensor | None, a_amax: Tensor | None, a_format: str, a_dim: int, a_offsets: Tensor,
+    b: Tensor, b_scale: Tensor | None, b_amax: Tensor | None, b_format: str, b_dim: int, b_offsets: Tensor,
+    rows: SymInt, cols: SymInt, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    """The GEMM of each group: fprop, dgrad or wgrad as of ``functional/gemm.py``.
+
+    ======  =================  ==============  ===================  =========================
+    gemm    a                  b               result               rows, cols
+    ======  =================  ==============  ===================  =========================
+    fprop   X [M, K]           W [G N, K]      Y [M, N]             M, N
+    dgrad   dY [M, N]          W [G N, K]      dX [M, K]            M, K
+    wgrad   dY [M, N]          X [M, K]        dW [G, N, K]         N, K
+    ======  =================  ==============  ===================  =========================
+
+    Operands are casts as :data:`grouped_cast` gives them, with the offsets of their rows; those of the format identity
+    are values [M, K]. ``bias`` [G, N] is added in fp32. Rows of Y and dX that are no group's are zero.
+    """
+    groups, wgrad = a_offsets.numel() - 1, gemm == "wgrad"
+    left = _Side(a, a_scale, a_amax, parse(a_format), a_dim)
+    right = _Side(b, b_scale, b_amax, parse(b_format), b_dim)
+    out = a.new_zeros((groups, rows, cols) if wgrad else (rows, cols), dtype=out_dtype)
+    for (group, first, own), (_, b_first, b_own) in zip(_groups(a_offsets), _groups(b_offsets), strict=True):
+        place = group if wgrad else slice(first, first + own)
+        sides = left.of(group, first, own), right.of(group, b_first, b_own)
+        addend = None if bias is None else bias[group]
+        out[place] = _product(gemm, *sides, rows if wgrad else own, cols, out_dtype, addend, fast_accum)
+    return out
+
+
+class _Side(NamedTuple):
+    """An operand of a product: of all groups, or of one with its number of rows."""
+
+    codes: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    format: Format
+    dim: int
+    rows: int = 0
+
+    def of(self, group: int, first: int, rows: int) -> _Side:
+        """That of one group."""
+        codes, scale_inv, amax, fmt, dim, _ = self
+        if not fmt.quantized:
+            return self._replace(codes=codes[first : first + rows], rows=rows)
+        assert scale_inv is not None
+        level = None if amax is None else amax[layout.amax_rows(fmt, dim, first, rows, group)].reshape(-1)
+        scales = scale_inv[layout.scale_rows(fmt, dim, first, rows, group)]
+        scales = scales if fmt.block else scales.reshape(-1)
+        return _Side(codes[layout.code_rows(fmt, dim, first, rows, group)], scales, level, fmt, dim, rows)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What it stands for."""
+        if self.scale_inv is None:
+            return self.codes.to(dtype)
+        cols = self.codes.shape[1] * (2 if self.format.packed and self.dim == ROWWISE else 1)
+        found = reference.dequantize(self.codes, self.scale_inv, self.amax, self.format, self.dim, self.rows, cols)
+        return found.to(dtype)
+
+
+def _product(
+    gemm: str, a: _Side, b: _Side, m: int, n: int, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> Tensor:
+    """The GEMM of one group."""
+    a_along, b_along = matmul.CONTRACTED[gemm]
+    if a.scale_inv is None or b.scale_inv is None:
+        left, right = a.values(out_dtype), b.values(out_dtype)
+        left, right = left if a_along == ROWWISE else left.t(), right.t() if b_along == ROWWISE else right
+        depth = min(left.shape[1], right.shape[0])  # a packed operand may end with a zero code
+        product = left[:, :depth] @ right[:depth]
+        return product if bias is None else product + bias.to(out_dtype)
+    prepared = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
+    return prepared.run(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum)
+
+
+@grouped_mm.fake
+def _(gemm: str, a: Tensor, *rest: Any) -> Tensor:
+    offsets, rows, cols, out_dtype = rest[4], rest[11], rest[12], rest[13]
+    return a.new_empty((offsets.shape[0] - 1, rows, cols) if gemm == "wgrad" else (rows, cols), dtype=out_dtype)
+
+
+@operation()
+def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """The sum of each group's rows of ``x`` [M, N]: [G, N], in the dtype of ``x``."""
+    sums = [x[first : first + rows].sum(0) for _, first, rows in _groups(offsets)]
+    return torch.stack(sums) if sums else x.new_zeros(0, x.shape[1])
+
+
+@grouped_sum.fake
+def _(x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0] - 1, x.shape[1])
+
+
+@operation()
+def grouped_dequantize(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, offsets: Tensor, format: str, dim: int, rows: SymInt,
+    cols: SymInt, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The values [M, K] that a cast of groups stands for; 0 in rows that are no group's."""
+    whole = _Side(codes, scale_inv, amax, parse(format), dim)
+    values = codes.new_zeros(rows, cols, dtype=dtype)
+    for group, first, own in _groups(offsets):
+        values[first : first + own] = whole.of(group, first, own).values(dtype)[:, :cols]
+    return values
+
+
+@grouped_dequantize.fake
+def _(codes: Tensor, *rest: Any) -> Tensor:
+    *_, rows, cols, dtype = rest
+    return codes.new_empty((rows, cols), dtype=dtype)
+
+
+@operation(random=True)
+def draw_seeds(offsets: Tensor) -> Tensor:
+    """Seed and offset of stochastic rounding for each group, int64 [G, 2], from PyTorch's generator."""
+    return torch.randint(2**62, (offsets.shape[0] - 1, 2), dtype=torch.int64, device=offsets.device)
