@@ -17,6 +17,7 @@ from minifloat.formats import Format
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.nn import (
     DotProductAttention,
+    GroupedLinear,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
@@ -66,6 +67,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -58,6 +58,7 @@ FITS: dict[str, set[str]] = {
 # What the parameters of a name are everywhere; "?" after it: None too.
 NAMES: dict[str, str] = {
     "bool": (
+        "single_grouped_weight single_grouped_bias "
         "bias fuse_wgrad_accumulation delay_wgrad_compute save_original_input return_bias sequence_parallel "
         "check_finite return_layernorm_output zero_centered_gamma recompute_norm recompute_activation checkpoint "
         "set_parallel_mode input_layernorm fuse_qkv_params rotary_pos_interleaved qk_norm_before_rope "
@@ -82,7 +83,7 @@ NAMES: dict[str, str] = {
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
         "hidden_size ffn_hidden_size num_attention_heads num_embeddings embedding_dim tp_size dim "
-        "normalized_shape amax_history_len"
+        "normalized_shape amax_history_len num_gemms"
     ),
     "size?": "kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes",
     "count": "in_features out_features block smallest max_seq_len offset",
@@ -154,6 +155,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "CustomRecipe": {"qfactory": lambda role: q},
         "DefaultFilter": of_model,
         "DotProductAttention": {"num_attention_heads": 2, "kv_channels": 4},
+        "GroupedLinear": {"num_gemms": 2, "in_features": 4, "out_features": 4},
         "Linear": {"in_features": 4, "out_features": 4},
         "LayerNorm": {"normalized_shape": 4},
         "RMSNorm": {"normalized_shape": 4},

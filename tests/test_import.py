@@ -26,6 +26,7 @@ PUBLIC = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -48,7 +48,7 @@ class LinearFunction(torch.autograd.Function):
         if call.shares_x:
             call.x = own_x
         y = plan.fprop(x_operands, w_operands, bias)
-        ctx.plan, ctx.delayed_call, ctx.x_shape = plan, call.delayed_call, x.shape
+        ctx.plan, ctx.delayed_call, ctx.x_shape, ctx.groups = plan, call.delayed_call, x.shape, call.groups
         ctx.weight = weight if plan.writes_to_weight else None
         tensors, ctx.layouts = pack(plan.save_x(x, own_x), plan.save_w(weight, w_operands))
         ctx.save_for_backward(*tensors, x_scale)
@@ -60,8 +60,9 @@ class LinearFunction(torch.autograd.Function):
         plan: LinearPlan = ctx.plan
         *tensors, x_scale = ctx.saved_tensors
         x, w = unpack(ctx.layouts, tensors)
-        db = plan.bias_gradient(dy)
-        dx, dw = gradients(plan, plan.quantize_dy(dy, ctx.delayed_call), x, w, x_scale, ctx.weight)
+        db = plan.bias_gradient(dy, ctx.groups)
+        dy = plan.quantize_dy(dy, ctx.delayed_call, None, ctx.groups)
+        dx, dw = gradients(plan, dy, x, w, x_scale, ctx.weight)
         if dx is not None:
             dx = plan.grad_input(dx, ctx.x_shape, ctx.delayed_call)
         if ctx.delayed_call is not None:
@@ -89,29 +90,31 @@ def gradients(
 
 
 def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:
-    """The tensors of operands, for ``save_for_backward``, where autograd's hooks see them, and their layouts."""
+    """The tensors of operands, for ``save_for_backward``, where autograd's hooks see them, and how to put them back."""
     tensors: list[Tensor | None] = []
     layouts: list[Any] = []
     for operand in operands:
         if operand is None:
             tensors += None, None, None
-            layouts.append(None)
+            layouts.append((None, 3, ()))
         else:
-            tensors += operand.tensors
-            layouts.append(operand[3:])  # its layout, without a call
+            own = operand.tensors
+            tensors += own
+            layouts.append((type(operand), len(own), operand[len(own) :]))  # its layout, without a call
     return tensors, layouts
 
 
-def unpack(layouts: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Operand | None]:
+def unpack(layouts: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Any]:
     """The operands that :func:`pack` was given."""
-    operands: list[Operand | None] = []
-    compiling = torch.compiler.is_compiling()
-    for i, layout in enumerate(layouts):
-        codes, scale_inv, amax = tensors[3 * i : 3 * i + 3]
-        if layout is None or codes is None:
+    operands: list[Any] = []
+    compiling, first = torch.compiler.is_compiling(), 0
+    for kind, count, layout in layouts:
+        codes = tensors[first]
+        if kind is None or codes is None:
             operands.append(None)
-            continue
-        if not compiling:  # a read of memory that FSDP2 has freed would end the process
-            assert not codes.numel() or codes.untyped_storage().nbytes(), "saved codes were freed before backward"
-        operands.append(new(Operand, (codes, scale_inv, amax, *layout)))
+        else:
+            if not compiling:  # a read of memory that FSDP2 has freed would end the process
+                assert not codes.numel() or codes.untyped_storage().nbytes(), "saved codes were freed before backward"
+            operands.append(new(kind, (*tensors[first : first + count], *layout)))
+        first += count
     return operands

@@ -43,12 +43,12 @@ class LinearPlan:
         fprop: (X, W, b) -> Y [M, N], summed over the ranks.
         save_x, save_w: (value, operands) -> the operand that backward reads.
         output: (Y, shape of X, delayed call) -> what forward returns; ``grad_input`` of dX what backward returns.
-        quantize_dy: (dY, delayed call, amaxes if known) -> its operands, gathered where ranks split its rows.
+        quantize_dy: (dY, delayed call, amaxes if known, groups) -> its operands, gathered where ranks split its rows.
         load_x: (operand, delayed scale) -> what wgrad reads of X, gathered likewise.
         dgrad: (dY, W) -> dX [M, K]; ``reduce_dx`` ends its sum over the ranks, which goes on during wgrad.
         wgrad: (dY, X, dtype, out, accumulate) -> dW [N, K], where to and how as of ``gemm.wgrad``.
         accumulate_dw: (weight, a function that computes dW) -> what autograd gets.
-        bias_gradient: dY -> db [N]; ``reduce_db`` likewise.
+        bias_gradient: (dY, groups) -> db [N]; ``reduce_db`` likewise.
     """
 
     config: LinearConfig
@@ -73,7 +73,7 @@ class LinearPlan:
     wgrad: Callable[..., Tensor]
     accumulate_dw: Sink
     grad_input: Callable[[Tensor, torch.Size, DelayedCall | None], Tensor]
-    bias_gradient: Callable[[Tensor], Any]
+    bias_gradient: Callable[..., Any]
     reduce_db: Callable[[Any], Tensor | None]
 
 

@@ -19,6 +19,7 @@ from minifloat.functional import shared_cast
 from minifloat.functional.autograd import guarded
 from minifloat.functional.gathered import Gathered
 from minifloat.functional.gemm import WeightGemm
+from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.linear_config import LinearOptions
 from minifloat.functional.quantize import RoleCasts, delayed_scale, quantize, quantize_part, reuse
 from minifloat.functional.tensor_parallel import TensorParallel
@@ -37,13 +38,15 @@ class Call:
         x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
         eager: no compiler traces it.
         shares_x: forward leaves the operands of X here, for siblings to come.
+        groups: which rows of X are of which group, of a grouped linear.
     """
 
-    __slots__ = ("delayed_call", "eager", "shares_x", "w", "x")
+    __slots__ = ("delayed_call", "eager", "groups", "shares_x", "w", "x")
 
     def __init__(self, delayed_call: DelayedCall | None, x: Quantized | None, w: Quantized | None, eager: bool) -> None:
         self.delayed_call, self.x, self.w, self.eager = delayed_call, x, w, eager
         self.shares_x = False
+        self.groups: GroupLayout | None = None
 
 
 # ---- what backward saves ----
@@ -213,7 +216,12 @@ def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, delayed_call
 
 
 def quantize_dy(
-    casts: RoleCasts, quantizer: Quantizer, dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None
+    casts: RoleCasts,
+    quantizer: Quantizer,
+    dy: Tensor,
+    delayed_call: DelayedCall | None,
+    amaxes: Amaxes | None = None,
+    groups: None = None,
 ) -> Quantized:
     """dY in the orientations that dgrad and wgrad read; its own operands where it comes quantized alike."""
     if isinstance(dy, QuantizedTensor):
@@ -224,13 +232,20 @@ def quantize_dy(
     return casts((dy,), delayed_call, None, None if amaxes is None else (amaxes,))[0]
 
 
-def unquantized_dy(dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None) -> Quantized:
+def unquantized_dy(
+    dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None, groups: None = None
+) -> Quantized:
     """dY in high precision, under a ``backward_override``."""
     return Quantized(unquantized(dy), None)
 
 
 def gather_dy(
-    options: LinearOptions, quantizer: Quantizer | None, dy: Tensor, delayed_call: DelayedCall | None
+    options: LinearOptions,
+    quantizer: Quantizer | None,
+    dy: Tensor,
+    delayed_call: DelayedCall | None,
+    amaxes: None = None,
+    groups: None = None,
 ) -> Gathered:
     """This rank's rows of dY quantized, and all rows gathered; in high precision without a quantizer."""
     parallel = options.parallel
@@ -297,11 +312,11 @@ def wgrad_of_gathered(along: int, wgrad: Callable[..., Tensor], dy: Operand, x: 
     return wgrad(dy, x.along(along), *into)
 
 
-def column_sum(dy: Tensor) -> Tensor:
+def column_sum(dy: Tensor, groups: None = None) -> Tensor:
     """The gradient of a bias, [N]: dY summed over its rows."""
     return as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
 
 
-def reduced_column_sum(parallel: TensorParallel, dy: Tensor) -> Pending[Tensor | None]:
+def reduced_column_sum(parallel: TensorParallel, dy: Tensor, groups: None = None) -> Pending[Tensor | None]:
     """The same, summed over the ranks where each has rows of its own."""
     return parallel.start_reduce_bias_gradient(column_sum(dy))

@@ -87,22 +87,23 @@ def cast_with(
     return cast_all([x], [quantizer], known, scales=[scale], gemm_ready=gemm_ready)[0]
 
 
-_SLOTS = {
-    kind: (direction, slot)
-    for direction, kinds in enumerate((FORWARD_SLOTS, BACKWARD_SLOTS))
-    for slot, kind in enumerate(kinds)
-}
+_KINDS = FORWARD_SLOTS, BACKWARD_SLOTS
+_SLOTS = {kind: (direction, slot) for direction, kinds in enumerate(_KINDS) for slot, kind in enumerate(kinds)}
 """Direction (0 forward, 1 backward) and index in its histories."""
 
 
 def delayed_scale(delayed_call: DelayedCall | None, kind: str, keep: bool = False) -> Tensor | None:
-    """The layer's scale for ``kind``, fp32 [1]; with ``keep`` one that the next update leaves as it is."""
+    """The layer's scales for ``kind``, fp32, one for each group; with ``keep`` some that the next update leaves."""
     if delayed_call is None:
         return None
     direction, slot = _SLOTS[kind]
     if direction:
         delayed_call.backward_begins()
     history = delayed_call.histories[direction]
+    groups = history.scale.shape[0] // len(_KINDS[direction])
+    if groups != 1:
+        scales = history.scale[slot * groups : (slot + 1) * groups]
+        return scales.clone() if keep else scales
     if keep:
         return delayed.read_scale(history.scale, slot)
     return history.slots[slot] if history.slots else history.scale[slot : slot + 1]
@@ -125,6 +126,17 @@ def record_all(delayed_call: DelayedCall, kinds: Sequence[str], results: Sequenc
                 break
     if slots:
         delayed.record_amax_(delayed_call.histories[direction].amax_history, slots, amaxes)
+
+
+def record_groups(delayed_call: DelayedCall, kind: str, amaxes: Sequence[Tensor]) -> None:
+    """Records the amaxes of groups, fp32 [G] each, that a delayed cast measured of ``kind``, but infinity and NaN."""
+    direction, slot = _SLOTS[kind]
+    newest = delayed_call.histories[direction].amax_history[0]
+    groups = newest.shape[0] // len(_KINDS[direction])
+    for amax in amaxes if delayed_call.records[direction] else ():
+        own = newest[slot * groups : (slot + 1) * groups]
+        with torch.no_grad():
+            own.copy_(torch.maximum(own, amax.nan_to_num(0.0, 0.0, 0.0)))
 
 
 def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], delayed_call: DelayedCall) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minifloat.backward_pass import running
+from minifloat.ops import matmul
 
 Product = Callable[..., Tensor]
 """``(dtype, out=None, accumulate=False)``: computes dW, written to ``out`` if that is given, or added to it."""
@@ -28,6 +30,13 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
         The gradient to hand to autograd: None, or zeros where ``weight.zero_out_wgrad`` asks for one so that hooks on
         the parameter run.
     """
+    parameters = parameters_of(weight)
+    if len(parameters) > 1:
+        whole = product(parameters[0].main_grad.dtype).unbind()
+        given = [
+            into_main_grad(overwrite, own, partial(_computed, dw)) for own, dw in zip(parameters, whole, strict=True)
+        ]
+        return None if all(dw is None for dw in given) else torch.zeros_like(weight)
     # A weight may be used several times in a microbatch: only the first dW replaces what the previous step left.
     old = overwrite and getattr(weight, "main_grad_is_old", True)
     old = old or getattr(weight, "overwrite_main_grad", False)
@@ -38,14 +47,25 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else None
 
 
+def _computed(dw: Tensor, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+    return matmul.written(dw.to(dtype), out, accumulate)
+
+
+def parameters_of(weight: Tensor) -> Sequence[Any]:
+    """The parameters that a weight is made up of: itself, or those of experts."""
+    return getattr(weight, "experts", None) or (weight,)
+
+
 def left_for_later(tasks: list[Callable[[], None]], sink: Sink, weight: Tensor | None, product: Product) -> None:
     """Appends to ``tasks`` what computes dW and gives it to ``sink``; autograd gets nothing."""
 
     def later() -> None:
         dw = sink(weight, product)
         if dw is not None and weight is not None:
-            dw = dw.to(weight.dtype)
-            weight.grad = dw if weight.grad is None else weight.grad + dw
+            parameters = parameters_of(weight)
+            for parameter, own in zip(parameters, dw.unbind() if len(parameters) > 1 else [dw], strict=True):
+                own = own.to(parameter.dtype)
+                parameter.grad = own if parameter.grad is None else parameter.grad + own
 
     tasks.append(later)
     backward = None if torch.compiler.is_compiling() else running()

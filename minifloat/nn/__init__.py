@@ -2,6 +2,7 @@
 
 from minifloat.nn.attention import DotProductAttention
 from minifloat.nn.embedding import VocabParallelEmbedding
+from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
@@ -14,6 +15,7 @@ from minifloat.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

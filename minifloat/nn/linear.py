@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from minifloat.functional.quantize import reuse
 from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
+from minifloat.nn.linear_parameters import LinearParameters
 from minifloat.nn.parameters import InitMethod, one_dtype, parameter_init
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recipe import Recipe, RecipeLike
@@ -26,7 +27,7 @@ from minifloat.recompute import parallel_of
 from minifloat.tensor import QuantizedTensor
 
 
-class Linear(LinearCalls):
+class Linear(LinearCalls, LinearParameters):
     """Y = X W^T + b as ``nn.Linear`` computes it, through quantized operands where a recipe is in force.
 
     Args:
@@ -189,25 +190,6 @@ class Linear(LinearCalls):
                 f"{group.size} ranks; make a new layer with tp_group"
             )
         self._parallel = self._parallel.over(group)
-
-    def backward_dw(self) -> None:
-        """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.
-
-        Raises:
-            ValueError: there is none, or the layer does not delay them.
-        """
-        if not self.delay_wgrad_compute:
-            raise ValueError(f"{self._label}: backward_dw needs delay_wgrad_compute=True")
-        if not self._wgrad_tasks:
-            raise ValueError(f"{self._label}: no weight gradient is waiting; run backward before backward_dw")
-        self._wgrad_tasks.pop(0)()
-        for hook in self._wgrad_hooks:
-            hook()
-
-    @checked
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Calls ``hook`` after each :meth:`backward_dw`."""
-        self._wgrad_hooks.append(hook)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat import finite, recompute
+from minifloat.arguments import checked
 from minifloat.autocast import checks_finite, current
 from minifloat.comm.ddp import check_reduced
 from minifloat.delayed import check_same_scale
@@ -74,7 +76,7 @@ class LinearCalls(LinearState):
             self._check_own_gradients(weight, main_grad)
         if self.fuse_wgrad_accumulation and is_first_microbatch and torch._C._current_graph_task_id() == -1:
             # Not inside of backward: a checkpoint's recomputation is no other microbatch.
-            weight.main_grad_is_old = True  # type: ignore[attr-defined]
+            self._mark_main_grad_old(weight)
         options = (
             weight.device.type, dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x,
             fp8_output, fp8_grad, main_grad, is_first_microbatch is True,
@@ -103,7 +105,14 @@ class LinearCalls(LinearState):
             raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
         if len(self._plans) >= _MOST_PLANS and not torch.compiler.is_compiling():
             self._plans.clear()
-        return make_plan(config, LinearOptions(*options))
+        return self._make_plan(config, LinearOptions(*options))
+
+    def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
+        return make_plan(config, options)
+
+    def _mark_main_grad_old(self, weight: Any) -> None:
+        """The next dW replaces what is in main_grad."""
+        weight.main_grad_is_old = True
 
     def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
         """Raises where backward is to write the gradient of the weight by itself and cannot."""
@@ -157,7 +166,7 @@ class LinearCalls(LinearState):
 
     def _check_on_meta(self) -> None:
         """Raises if delayed scaling's buffers have no memory and the weight has."""
-        device = getattr(self, self._weight_names[0]).device
+        device = self._weight(self._weight_names[0]).device
         if self.forward_scaling.scale.is_meta and device.type != "meta":
             raise ValueError(
                 f"{self._label}: the buffers of delayed scaling are on meta and the weight is on {device}; call "
@@ -184,7 +193,7 @@ class LinearCalls(LinearState):
         return (y, bias) if self.return_bias else y
 
     def _check_dtype(self, x: Tensor) -> None:
-        weight = getattr(self, self._weight_names[0])
+        weight = self._weight(self._weight_names[0])
         if x.dtype != weight.dtype and not autocast_enabled(x):
             raise ValueError(
                 f"{self._label}: {x.dtype} input and {weight.dtype} weight, and no recipe that would compute with "
@@ -228,3 +237,22 @@ class LinearCalls(LinearState):
             )
         if finite.active:
             self._check_finite(x)
+
+    def backward_dw(self) -> None:
+        """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.
+
+        Raises:
+            ValueError: there is none, or the layer does not delay them.
+        """
+        if not self.delay_wgrad_compute:
+            raise ValueError(f"{self._label}: backward_dw needs delay_wgrad_compute=True")
+        if not self._wgrad_tasks:
+            raise ValueError(f"{self._label}: no weight gradient is waiting; run backward before backward_dw")
+        self._wgrad_tasks.pop(0)()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    @checked
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Calls ``hook`` after each :meth:`backward_dw`."""
+        self._wgrad_hooks.append(hook)

@@ -16,9 +16,11 @@ from minifloat.nn.tensor_parallel import Partition, mark, partitions
 from minifloat.tensor import QuantizedTensor
 
 
-class LinearParameters(nn.Linear):
-    """The weight and bias of a :class:`~minifloat.Linear`: how they are kept, split and shared out over ranks."""
+class Weights(nn.Module):
+    """What the state and the calls of a linear ask of its parameters, however a class keeps them."""
 
+    in_features: int
+    out_features: int
     name: str
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
@@ -29,6 +31,51 @@ class LinearParameters(nn.Linear):
     sequence_parallel: bool
     _parallel: TensorParallel
     _partitions: dict[str, Partition]
+
+    @property
+    def _label(self) -> str:
+        """What errors call the layer."""
+        raise NotImplementedError
+
+    @property
+    def _weight_names(self) -> tuple[str, ...]:
+        """The names of the parameters that make up the weight."""
+        raise NotImplementedError
+
+    def _weight(self, name: str) -> nn.Parameter:
+        """That of a name."""
+        return getattr(self, name)
+
+    def _weight_matrix(self) -> Tensor:
+        """W, this rank's, in the shape that the autograd function takes."""
+        raise NotImplementedError
+
+    def _bias_vector(self) -> Tensor | None:
+        """b, likewise."""
+        raise NotImplementedError
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """W, and b where forward adds it."""
+        raise NotImplementedError
+
+    def _gathered_weight(self) -> QuantizedTensor | None:
+        """W where FSDP2 has gathered it as one, of several parameters."""
+        return None
+
+    def _mark_parameters(self) -> None:
+        """Notes on the parameters of a sharded layer how they are."""
+
+    def reset_parameters(self) -> None:
+        """Initial values."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def _write(self, parameter: Tensor, values: Tensor) -> None:
+        own_rows(parameter).copy_(own_part(values, parameter))
+
+
+class LinearParameters(Weights, nn.Linear):
+    """The weight and bias of a :class:`~minifloat.Linear`: how they are kept, split and shared out over ranks."""
 
     @property
     def _label(self) -> str:
@@ -112,10 +159,6 @@ class LinearParameters(nn.Linear):
             own = whole if partition is None else partition.cut(whole)
             for part, values in zip(parts, own.split(rows), strict=True):
                 self._write(part, values)
-
-    @torch.no_grad()
-    def _write(self, parameter: Tensor, values: Tensor) -> None:
-        own_rows(parameter).copy_(own_part(values, parameter))
 
     def _named_split(self, split: Mapping[str, int] | Sequence[str] | None) -> Mapping[str, int] | None:
         """``parameters_split`` with the rows of each; names alone share all rows out equally.

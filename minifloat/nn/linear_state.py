@@ -19,7 +19,7 @@ from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED
 from minifloat.nn import parameters
-from minifloat.nn.linear_parameters import LinearParameters
+from minifloat.nn.linear_parameters import Weights
 from minifloat.nn.parameters import CachedWeight, ParameterInit
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
@@ -30,8 +30,10 @@ _HISTORIES = ("forward_scaling", "backward_scaling")
 _CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
-class LinearState(LinearParameters):
-    """The state of a :class:`~minifloat.Linear`, beside what ``nn.Linear`` has."""
+class LinearState(Weights):
+    """The state of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it."""
+
+    _groups = 1
 
     forward_scaling: AmaxHistory
     backward_scaling: AmaxHistory
@@ -202,7 +204,7 @@ class LinearState(LinearParameters):
 
     def _quantized_rows(self) -> dict[str, QuantizedTensor]:
         """By name the weights that are kept quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
-        weights = {name: getattr(self, name) for name in self._weight_names}
+        weights = {name: self._weight(name) for name in self._weight_names}
         rows = {name: own_rows(weight) for name, weight in weights.items()}
         return {name: own for name, own in rows.items() if isinstance(own, QuantizedTensor)}
 
@@ -228,13 +230,16 @@ class LinearState(LinearParameters):
                 return ready
         if is_first_microbatch is None or not self._keeps_weight:
             return None
-        sources = tuple(getattr(self, name) for name in self._weight_names)
+        sources = tuple(self._weight(name) for name in self._weight_names)
         cached = self._weight_cache
         if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
             return cached.operands
-        operands = quantize(weight.detach(), quantizer, "weight", delayed_call)
+        operands = self._quantize_weight(weight.detach(), quantizer, delayed_call)
         self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
         return operands
+
+    def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
+        return quantize(weight, quantizer, "weight", delayed_call)
 
     def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
         """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
@@ -255,8 +260,8 @@ class LinearState(LinearParameters):
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             if name not in self._modules:
                 with torch.inference_mode(False):  # or training could not write to them later
-                    device = getattr(self, self._weight_names[0]).device
-                    self.add_module(name, AmaxHistory(len(slots), recipe.amax_history_len, device))
+                    device = self._weight(self._weight_names[0]).device
+                    self.add_module(name, AmaxHistory(len(slots) * self._groups, recipe.amax_history_len, device))
 
     # ---- copies, moves and checkpoints ----
 
@@ -302,18 +307,19 @@ class LinearState(LinearParameters):
         weight, or is memory that nothing was written to.
         """
         weight = next(iter(self._fitting_weights(state_dict, prefix).values()), None)
-        device = getattr(self, self._weight_names[0]).device
+        device = self._weight(self._weight_names[0]).device
         for name, slots in zip(_HISTORIES, (FORWARD_SLOTS, BACKWARD_SLOTS), strict=True):
             saved = state_dict.get(f"{prefix}{name}.amax_history")
             if saved is not None and name not in self._modules:
-                self.add_module(name, AmaxHistory(len(slots), max(history_length(saved), 1), device))
+                slots_of_all = len(slots) * self._groups
+                self.add_module(name, AmaxHistory(slots_of_all, max(history_length(saved), 1), device))
             elif weight is not None and name in self._modules:
                 getattr(self, name).reset_missing(state_dict, f"{prefix}{name}.", weight.device if assign else device)
 
     def _fitting_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
         """By name the weights that a state dict brings, but those of another shape, which PyTorch refuses."""
         brought = {name: state_dict.get(prefix + name) for name in self._weight_names}
-        return {n: w for n, w in brought.items() if isinstance(w, Tensor) and w.shape == getattr(self, n).shape}
+        return {n: w for n, w in brought.items() if isinstance(w, Tensor) and w.shape == self._weight(n).shape}
 
     def _load_scale(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Sets delayed scaling's scale to that of the weight which a state dict brings, where it brings none itself.

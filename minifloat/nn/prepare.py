@@ -6,7 +6,7 @@ from torch import nn
 
 from minifloat.arguments import checked
 from minifloat.autocast import first_equal
-from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import LinearState
 from minifloat.recipe import RecipeLike, as_recipe
 
 
@@ -23,6 +23,6 @@ def prepare(model: nn.Module, recipe: RecipeLike) -> nn.Module:
     """
     chosen = first_equal(as_recipe(recipe))  # the object that autocast gives
     for module in model.modules():
-        if isinstance(module, Linear) and module.recipe is None:
+        if isinstance(module, LinearState) and module.recipe is None:
             module._config(chosen)
     return model

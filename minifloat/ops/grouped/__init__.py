@@ -189,8 +189,8 @@ def _product(
         left, right = a.values(out_dtype), b.values(out_dtype)
         left, right = left if a_along == ROWWISE else left.t(), right.t() if b_along == ROWWISE else right
         depth = min(left.shape[1], right.shape[0])  # a packed operand may end with a zero code
-        product = left[:, :depth] @ right[:depth]
-        return product if bias is None else product + bias.to(out_dtype)
+        left, right = left[:, :depth], right[:depth]
+        return left @ right if bias is None else torch.addmm(bias.to(out_dtype), left, right)
     prepared = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
     return prepared.run(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum)
 

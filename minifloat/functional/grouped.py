@@ -1,0 +1,251 @@
+"""Groups of rows of one matrix, quantized and multiplied as matrices of their own: operands, casts and GEMMs.
+
+The rows of X [M, K] that belong to expert g are ``offsets[g]`` to ``offsets[g + 1]``; how many those are only the
+device knows. A weight is [G, N, K]. No scale, block or byte is shared between groups, so that each is quantized and
+multiplied as by a linear of its own, in one launch for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat import capability
+from minifloat.delayed_call import DelayedCall
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from minifloat.functional.quantize import delayed_scale, record_groups
+from minifloat.operand import Quantized
+from minifloat.ops import grouped, matmul, new
+from minifloat.quantizer import Quantizer, as_matrix
+
+
+class GroupLayout(NamedTuple):
+    """Which rows are of which group; one value serves every layer that a routing leads through.
+
+    Args:
+        offsets: int32 [G + 1] on the device: the first row of each group, and the end of the last one.
+        rows: of the matrix, M: a bound that the host knows.
+    """
+
+    offsets: Tensor
+    rows: int
+
+    @classmethod
+    def of(cls, counts: Tensor | Sequence[int], rows: int, device: torch.device, label: str, wait: bool) -> GroupLayout:
+        """The layout of ``counts`` [G], in order of the groups; rows beyond their sum are no group's.
+
+        Counts that the device has are not waited for, unless ``wait``: negative ones are taken for 0 there, and groups
+        end with the last row.
+
+        Raises:
+            TypeError: counts that are no integers.
+            ValueError: negative ones, or more than there are rows, where the host knows them.
+        """
+        if not isinstance(counts, Tensor):
+            counts = torch.tensor(list(counts))
+        if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
+            raise TypeError(f"{label}: m_splits is {counts.dtype}; integers are needed, the rows of each group")
+        if counts.dim() != 1:
+            raise ValueError(f"{label}: m_splits has shape {tuple(counts.shape)}; one number for each group is needed")
+        known = counts.device.type == "cpu" and not torch.compiler.is_compiling() and type(counts) is Tensor
+        if wait or known:
+            found = counts.tolist()
+            if min(found, default=0) < 0 or sum(found) > rows:
+                raise ValueError(
+                    f"{label}: m_splits {found} must not be negative and adds up to {sum(found)}, with {rows} rows of "
+                    "input; give the rows of each expert"
+                )
+        ends = counts.to(device, non_blocking=True).clamp(min=0).cumsum(0).clamp(max=rows)
+        return cls(torch.nn.functional.pad(ends, (1, 0)).int(), rows)
+
+    @classmethod
+    def uniform(cls, groups: int, rows: int, device: torch.device) -> GroupLayout:
+        """``groups`` of ``rows`` rows each, as of weights."""
+        return cls(torch.arange(groups + 1, dtype=torch.int32, device=device) * rows, groups * rows)
+
+
+class GroupedOperand(NamedTuple):
+    """One orientation of a matrix [M, K] that is quantized group by group; see :class:`~minifloat.operand.Operand`.
+
+    ``codes``, ``scale_inv`` and ``amax`` have the shapes of ``ops/grouped/layout.py``; ``shape`` is (M, K).
+    """
+
+    codes: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    offsets: Tensor
+    format: Format
+    dim: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Those that a backward saves."""
+        return self.codes, self.scale_inv, self.amax if self.format.scale_rule == "two_level" else None, self.offsets
+
+    @property
+    def groups(self) -> int:
+        """Their number."""
+        return self.offsets.shape[0] - 1
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The [M, K] values it stands for; rows that are no group's are 0."""
+        dtype = dtype or self.dtype
+        if self.scale_inv is None:
+            return self.codes.to(dtype)
+        return grouped.grouped_dequantize(
+            self.codes, self.scale_inv, self.amax, self.offsets, self.format.spec, self.dim, *self.shape, dtype
+        )
+
+    def serves(self, dim: int) -> bool:
+        """A GEMM may contract it along ``dim``."""
+        return self.dim == dim or self.format.symmetric
+
+
+def values(x: Tensor, offsets: Tensor) -> GroupedOperand:
+    """``x`` [..., K] in high precision."""
+    matrix = as_matrix(x)
+    return GroupedOperand(matrix, None, None, offsets, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), x.dtype)
+
+
+class GroupedCasts:
+    """Casts what a layer knows as ``kind`` group by group, for GEMMs on a type of device; "" for none in particular."""
+
+    def __init__(self, quantizer: Quantizer, kind: str, gemm_ready_on: str) -> None:
+        self.kind = kind
+        own, each = quantizer.casts, quantizer.layouts(gemm_ready_on)
+        self.arrangement = quantizer.arrangement(each)
+        self.second = None
+        if quantizer.chained:
+            column = Quantizer(quantizer.format(COLUMNWISE), rowwise=False)
+            self.second = GroupedCasts(column, kind, gemm_ready_on)
+        self.casts = [(fmt, dim) for fmt, dim in each if fmt.quantized]
+        self.levels = [(fmt, dim) for fmt, dim in own if fmt.needs_amax]
+        numbers: list[int] = []
+        self.level_of: list[int] = []
+        for fmt, _ in own:
+            numbers.append(sum(number >= 0 for number in numbers) if fmt.needs_amax else -1)
+        for place, (fmt, _) in enumerate(each):
+            if fmt.quantized:  # a transposed copy takes the amax of its twin
+                self.level_of.append(numbers[min(place, len(own) - 1)])
+        self.k_major = [gemm_ready_on == "cuda" and capability.k_major(fmt) for fmt, _ in self.casts]
+        self.stochastic = any(fmt.rounding == "stochastic" for fmt, _ in self.casts)
+
+    def __call__(
+        self, x: Tensor, offsets: Tensor, delayed_call: DelayedCall | None = None, scales: Tensor | None = None
+    ) -> Quantized:
+        """The operands of ``x`` [..., K]; ``scales``: fp32 [G] of delayed scaling, if not those of its history."""
+        x = as_matrix(x)
+        if scales is None and delayed_call is not None:
+            scales = delayed_scale(delayed_call, self.kind)
+        amaxes = []
+        if self.levels:
+            specs, dims = [fmt.spec for fmt, _ in self.levels], [dim for _, dim in self.levels]
+            amaxes = grouped.grouped_amax(x, offsets, specs, dims)
+        given = [
+            scales if fmt.scale_rule == "given" else None if own < 0 else amaxes[own]
+            for (fmt, _), own in zip(self.casts, self.level_of, strict=True)
+        ]
+        made: list[Tensor] = []
+        if self.casts:
+            rng = grouped.draw_seeds(offsets) if self.stochastic else None
+            specs, dims = [fmt.spec for fmt, _ in self.casts], [dim for _, dim in self.casts]
+            made = grouped.grouped_cast(x, offsets, given, rng, specs, dims, self.k_major)
+        outputs = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
+        operands: list[Any] = [self._operand(x, offsets, fmt, dim, outputs) for fmt, dim in self.arrangement.layouts]
+        row, column = (operands[i] if i >= 0 else None for i in (self.arrangement.row, self.arrangement.column))
+        if self.second is not None:
+            column = self.second(operands[0].dequantize(), offsets).columnwise
+        if delayed_call is not None:
+            measured = [o.amax for o in operands if o.format.scale_rule == "given" and o.amax is not None]
+            record_groups(delayed_call, self.kind, measured[:1])
+        return new(Quantized, (row, column))
+
+    def _operand(self, x: Tensor, offsets: Tensor, fmt: Format, dim: int, outputs: Any) -> GroupedOperand:
+        if not fmt.quantized:
+            return values(x, offsets)
+        codes, scale_inv, measured, level = next(outputs)
+        amax = measured if fmt.scale_rule == "given" else level if fmt.scale_rule == "two_level" else None
+        return GroupedOperand(codes, scale_inv, amax, offsets, fmt, dim, (x.shape[0], x.shape[1]), x.dtype)
+
+
+def quantize(x: Tensor, layout: GroupLayout, quantizer: Quantizer, *, gemm_ready: bool = False) -> Quantized:
+    """Each group of rows of ``x`` [M, K] as ``quantizer`` casts it alone.
+
+    Args:
+        gemm_ready: lay codes out in memory as this device's GEMMs read them.
+
+    Returns:
+        A :class:`Quantized` of :class:`GroupedOperand`.
+    """
+    return GroupedCasts(quantizer, "input", x.device.type if gemm_ready else "")(x, layout.offsets)
+
+
+def multiply(
+    gemm: str,
+    a: GroupedOperand,
+    b: GroupedOperand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """The GEMM of each group, see :data:`~minifloat.ops.grouped.grouped_mm`; other arguments as of ``gemm.multiply``.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    weight_rows = b.shape[0] // max(b.groups, 1)
+    if gemm == "wgrad":
+        rows, cols, depths = a.shape[1], b.shape[1], (a.shape[0], b.shape[0])
+    elif gemm == "dgrad":
+        rows, cols, depths = a.shape[0], b.shape[1], (a.shape[1], weight_rows)
+    else:
+        rows, cols, depths = a.shape[0], weight_rows, (a.shape[1], b.shape[1])
+    if depths[0] != depths[1] or a.groups != b.groups:
+        raise ValueError(
+            f"grouped {gemm} contracts {depths[0]} elements with {depths[1]}, of {a.groups} and {b.groups} groups"
+        )
+    result = grouped.grouped_mm(
+        gemm, a.codes, a.scale_inv, a.tensors[2], a.format.spec, a.dim, a.offsets,
+        b.codes, b.scale_inv, b.tensors[2], b.format.spec, b.dim, b.offsets,
+        rows, cols, out_dtype, bias, fast_accum,
+    )  # fmt: skip
+    return matmul.written(result, out, accumulate)
+
+
+def fprop(
+    x: Quantized, w: Quantized, bias: Tensor | None = None, *, out_dtype: torch.dtype, fast_accum: bool = False
+) -> Tensor:
+    """Y [M, N]: of each group X W^T + b; bias [G, N]. Rows that are no group's are 0."""
+    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), out_dtype, bias, fast_accum)  # type: ignore[arg-type]
+
+
+def dgrad(dy: Quantized, w: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """dX [M, K]: of each group dY W. Rows that are no group's are 0."""
+    return multiply("dgrad", dy.along(ROWWISE), w.along(COLUMNWISE), out_dtype, None, fast_accum)  # type: ignore[arg-type]
+
+
+def wgrad(
+    dy: Quantized,
+    x: Quantized,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """dW [G, N, K]: of each group dY^T X, written to ``out``, or added to it; 0 of a group without rows."""
+    a: Any = dy.along(COLUMNWISE)
+    b: Any = x.along(COLUMNWISE)
+    return multiply("wgrad", a, b, out_dtype, None, fast_accum, out, accumulate)
+
+
+def bias_gradient(dy: Tensor, layout: GroupLayout) -> Tensor:
+    """db [G, N]: the sum of each group's rows of dY [M, N]."""
+    return grouped.grouped_sum(as_matrix(dy), layout.offsets)

@@ -1,0 +1,345 @@
+"""``GroupedLinear``: the linears of many experts as one, on rows whose numbers only the device knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from minifloat import finite
+from minifloat.arguments import Count, Device, FloatDtype, Size, checked
+from minifloat.autocast import checks_finite, current
+from minifloat.comm.ddp import check_reduced
+from minifloat.comm.dtensor import is_dtensor
+from minifloat.delayed_call import DelayedCall
+from minifloat.formats import Format
+from minifloat.functional.autograd import apply_eager
+from minifloat.functional.grouped import GroupedCasts, GroupLayout
+from minifloat.functional.grouped_plan import make_grouped_plan, quantize_weight
+from minifloat.functional.linear import LinearFunction
+from minifloat.functional.linear_config import LinearConfig, LinearOptions
+from minifloat.functional.linear_plan import LinearPlan
+from minifloat.functional.quantize import record_groups
+from minifloat.nn import parameters
+from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
+from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.operand import Quantized
+from minifloat.ops.grouped import grouped_amax
+from minifloat.quantizer import Quantizer, as_matrix
+from minifloat.recipe import Recipe, RecipeLike
+
+
+class Expert(nn.Module):
+    """The parameters of one expert: ``weight`` [out_features, in_features] and ``bias`` [out_features], or None."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+
+class GroupedLinear(LinearCalls):
+    """Y_g = X_g W_g^T + b_g for the rows X_g of each expert g, quantized as a linear of each would, in one launch.
+
+    ======  ================  ==================  ===============================
+    tensor  shape             contracted over     quantized along, in each group
+    ======  ================  ==================  ===============================
+    X       [M, K]            K (M_g in wgrad)    rowwise (columnwise)
+    W       [G, N, K]         K (N in dgrad)      rowwise (columnwise)
+    dY      [M, N]            N (M_g in wgrad)    rowwise (columnwise)
+    ======  ================  ==================  ===============================
+
+    fprop Y_g = X_g W_g^T + b_g; dgrad dX_g = dY_g W_g; wgrad dW_g = dY_g^T X_g; db_g = the sum of the rows of dY_g.
+    No scale and no block spans two experts: codes and scales are those of one :class:`~minifloat.Linear` for each.
+
+    Args:
+        num_gemms: the number of experts, G.
+        in_features, out_features, bias, device, dtype, params_dtype, init_method: of each, as of ``Linear``.
+        recipe, name: as of ``Linear``.
+        single_grouped_weight: keep all weights as one parameter ``weight`` [G, N, K], in lieu of one for each expert,
+            ``0.weight`` and so on; a checkpoint of either loads.
+        single_grouped_bias: the same of biases, ``bias`` [G, N].
+        fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input, return_bias: as of ``Linear``; ``main_grad``
+            is that of each parameter.
+
+    Separate weights that start in one piece of memory are multiplied there; once they are not neighbours any more (as
+    where something assigns ``.data``) they are copied together in each forward. Under delayed scaling each expert has
+    scales of its own, in ``forward_scaling`` and ``backward_scaling``: those of all inputs, then of all weights.
+    ``quantized_model_init`` leaves the weights in high precision.
+
+    Raises:
+        TypeError, ValueError: as of ``Linear``.
+    """
+
+    @checked
+    def __init__(
+        self,
+        num_gemms: Size,
+        in_features: Count,
+        out_features: Count,
+        bias: bool = True,
+        device: Device | None = None,
+        dtype: FloatDtype | None = None,
+        *,
+        recipe: RecipeLike | None = None,
+        name: str | None = None,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        return_bias: bool = False,
+        init_method: InitMethod | None = None,
+        params_dtype: FloatDtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._init_state(recipe, name or "")
+        dtype = one_dtype("GroupedLinear", dtype, params_dtype)
+        self.num_gemms = self._groups = num_gemms
+        self.in_features, self.out_features = in_features, out_features
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self.return_bias = return_bias
+        self.init_method = init_method
+        weights = torch.empty(num_gemms, out_features, in_features, device=device, dtype=dtype)
+        biases = torch.empty(num_gemms, out_features, device=device, dtype=dtype) if bias else None
+        self.register_parameter("weight", nn.Parameter(weights) if single_grouped_weight else None)
+        together = biases is not None and single_grouped_bias
+        self.register_parameter("bias", nn.Parameter(biases) if biases is not None and together else None)
+        if not single_grouped_weight or (bias and not single_grouped_bias):
+            for i in range(num_gemms):
+                own = None if biases is None or together else biases[i]
+                self.add_module(str(i), Expert(None if single_grouped_weight else weights[i], own))
+        self.reset_parameters()
+        if self.recipe is not None:
+            self._config(self.recipe if isinstance(self.recipe, Recipe) else UNQUANTIZED)
+
+    # ---- parameters ----
+
+    @property
+    def _label(self) -> str:
+        if self.name or torch.compiler.is_compiling():
+            return f"GroupedLinear {self.name!r}"
+        return f"GroupedLinear({self.num_gemms}, {self.in_features}, {self.out_features})"
+
+    @property
+    def _weight_names(self) -> tuple[str, ...]:
+        return ("weight",) if self.single_grouped_weight else tuple(f"{i}.weight" for i in range(self.num_gemms))
+
+    def _weight(self, name: str) -> nn.Parameter:
+        return self.get_parameter(name)
+
+    def _each(self, kind: str) -> list[Any]:
+        """The parameters of the experts, if each has its own."""
+        return [getattr(self._modules[str(i)], kind) for i in range(self.num_gemms)]
+
+    def _weight_matrix(self) -> Tensor:
+        """W [G, N, K]."""
+        if self.single_grouped_weight:
+            return self.get_parameter("weight")
+        experts = self._each("weight")
+        whole = _stacked(experts)
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            whole.experts = experts  # type: ignore[attr-defined]
+        return whole
+
+    def _bias_vector(self) -> Tensor | None:
+        """b [G, N]."""
+        together = self._parameters.get("bias")
+        if together is not None or self.single_grouped_bias or "0" not in self._modules:
+            return together
+        biases = self._each("bias")
+        return None if biases[0] is None else torch.stack(biases)
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        return self._weight_matrix(), None if self.return_bias else self._bias_vector()
+
+    def reset_parameters(self) -> None:
+        """Initial values: those of one ``Linear`` after the other from the same seed."""
+        for name in ("forward_scaling", "backward_scaling"):
+            if name in self._modules:
+                getattr(self, name).reset_parameters()
+        weights = self.get_parameter("weight") if self.single_grouped_weight else self._each("weight")
+        together = self._parameters.get("bias")
+        biases: Any = together if together is not None else self._each("bias") if "0" in self._modules else [None]
+        bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
+        for i in range(self.num_gemms):
+            with torch.no_grad():
+                parameters.initialize(weights[i], self.init_method)
+                if biases[0] is not None:
+                    nn.init.uniform_(biases[i], -bound, bound)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if not self.single_grouped_weight:
+            _join(self._each("weight"))
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        for kind, together in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
+            whole, each = f"{prefix}{kind}", [f"{prefix}{i}.{kind}" for i in range(self.num_gemms)]
+            if together and whole not in state_dict and all(name in state_dict for name in each):
+                state_dict[whole] = torch.stack([state_dict.pop(name) for name in each])
+            saved = state_dict.get(whole)
+            if not together and isinstance(saved, Tensor) and saved.dim() and len(saved) == self.num_gemms:
+                del state_dict[whole]
+                state_dict.update(zip(each, saved.unbind(), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+    # ---- calls ----
+
+    def forward(
+        self, x: Tensor, m_splits: Tensor | Sequence[int] | GroupLayout, is_first_microbatch: bool | None = None
+    ) -> Any:
+        """X [M, in_features], rows sorted by expert, to Y [M, out_features], and the biases if ``return_bias``.
+
+        Args:
+            m_splits: rows of each expert, integers [G], on the device or not, or a :class:`GroupLayout`, which layers
+                with the same routing may share. Rows of X beyond their sum are not read; those of Y and dX are 0.
+                Counts on the device are not waited for: negative ones are taken for 0, and more rows than there are for
+                all that there are, but under ``autocast(check_finite=True)``, which waits, they raise.
+            is_first_microbatch: as of ``Linear``.
+
+        Raises:
+            TypeError: ``m_splits`` are no integers.
+            ValueError: another number of them than there are experts; negative ones, or more than there are rows, where
+                the host knows them.
+        """
+        self._check_input(x)
+        layout = self._layout(x, m_splits)
+        recipe = self._recipe_in_force()
+        if recipe is None:
+            self._check_dtype(x)
+            self._calibrate_groups(x, layout)
+            recipe = UNQUANTIZED
+        dtype = self._compute_dtype(x)
+        plan, call, weight, bias = self._prepare(recipe, dtype, x.requires_grad, is_first_microbatch)
+        call.groups = layout
+        x = x.to(dtype)
+        weight = weight if weight.dtype == dtype or plan.config.weight.quantized else weight.to(dtype)
+        if call.eager:
+            y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
+        else:
+            y = LinearFunction.apply(plan, call, x, weight, bias)  # type: ignore[no-untyped-call]
+        if call.delayed_call is not None:
+            call.delayed_call.forward_finished()
+        if finite.active:
+            self._check_groups_finite(x, y, layout)
+        return (y, self._bias_vector()) if self.return_bias else y
+
+    def _layout(self, x: Tensor, m_splits: Any) -> GroupLayout:
+        rows = x.numel() // self.in_features if self.in_features else x.shape[:-1].numel()
+        wait = finite.active and checks_finite()
+        layout = m_splits
+        if not isinstance(layout, GroupLayout):
+            layout = GroupLayout.of(m_splits, rows, x.device, self._label, wait)
+        if layout.offsets.shape[0] != self.num_gemms + 1:
+            raise ValueError(
+                f"{self._label}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the "
+                f"{self.num_gemms} experts"
+            )
+        if layout.rows != rows:
+            raise ValueError(f"{self._label}: the layout is for {layout.rows} rows, and the input has {rows}")
+        return layout
+
+    def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
+        return make_grouped_plan(config, options)
+
+    def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
+        return quantize_weight(GroupedCasts(quantizer, "weight", weight.device.type), weight, delayed_call)
+
+    def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
+        for parameter in getattr(weight, "experts", [weight]):
+            super()._check_own_gradients(parameter, main_grad)
+        check_reduced(self._label, weight)
+
+    def _mark_main_grad_old(self, weight: Any) -> None:
+        for parameter in getattr(weight, "experts", [weight]):
+            super()._mark_main_grad_old(parameter)
+
+    def _calibrate_groups(self, x: Tensor, layout: GroupLayout) -> None:
+        """Where ``autocast`` calibrates delayed scaling: records what is about to be computed in high precision."""
+        context = current()
+        if context is None or not context.calibrating or self.recipe is not None:
+            return
+        config = self._config(context.recipe)
+        if config.delayed is None:
+            return
+        call = DelayedCall((self.forward_scaling, self.backward_scaling), config.delayed, True, False, context)
+        weight = self._weight_matrix().detach()
+        uniform = GroupLayout.uniform(self.num_gemms, self.out_features, x.device)
+        of_groups = ("input", as_matrix(x.detach()), layout), ("weight", weight.flatten(0, 1), uniform)
+        for kind, matrix, groups in of_groups:
+            record_groups(call, kind, grouped_amax(matrix, groups.offsets, [Format().spec], [-1]))
+
+    def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
+        """Not before it is known which rows are some expert's."""
+
+    def _check_groups_finite(self, x: Tensor, y: Tensor, layout: GroupLayout) -> None:
+        """Of the rows that are some expert's."""
+        if not checks_finite():
+            return
+        total = int(layout.offsets[-1])
+        finite.check(self._label, "input", as_matrix(x)[:total])
+        finite.check(self._label, "weight", self._weight_matrix())
+        finite.watch_gradient(self._label, y)
+
+    def extra_repr(self) -> str:
+        sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self._bias_vector() is not None}"
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """``parts``, all of one shape, as one tensor: without a copy where they are neighbours in memory."""
+    if torch.compiler.is_compiling() or any(type(part) is not nn.Parameter for part in parts):
+        return torch.stack(list(parts))
+    first, step = parts[0].data_ptr(), parts[0].numel() * parts[0].element_size()
+    neighbours = all(
+        part.data_ptr() == first + i * step and part.is_contiguous() and part.dtype == parts[0].dtype
+        for i, part in enumerate(parts)
+    )
+    same = neighbours and parts[0].untyped_storage().data_ptr() == parts[-1].untyped_storage().data_ptr()
+    if not same:
+        return torch.stack(list(parts))
+    whole: Tensor = apply_eager(_Neighbours, *parts)
+    return whole
+
+
+class _Neighbours(torch.autograd.Function):
+    """Tensors that lie one after the other in memory, as one."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # where dW goes to main_grad there is none
+        first = parts[0].detach()
+        shape, strides = (len(parts), *first.shape), (first.numel(), *first.stride())
+        return first.as_strided(shape, strides)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad
+        if grad is None:
+            return (None,) * len(wanted)
+        return tuple(own if need else None for own, need in zip(grad.unbind(), wanted, strict=True))
+
+
+@torch.no_grad()
+def _join(weights: Sequence[nn.Parameter]) -> None:
+    """Makes weights neighbours in memory, after something has moved each by itself."""
+    if any(weight.is_meta or is_dtensor(weight) for weight in weights):
+        return
+    whole = torch.stack([weight.detach() for weight in weights])
+    for weight, own in zip(weights, whole.unbind(), strict=True):
+        weight.data = own
+
+
+__all__ = ["GroupedLinear"]

@@ -1,0 +1,341 @@
+"""``GroupedLinear`` against one ``Linear`` for each expert: numbers, gradients, options, state, bad input."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import minifloat
+from minifloat.autocast import autocast
+from minifloat.functional.grouped import GroupLayout
+from minifloat.nn import GroupedLinear, Linear, prepare
+from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BF16 = torch.bfloat16
+K, N = 40, 24
+COUNTS = [(7, 0, 23, 15), (0, 0, 45), (45, 0), (1,), (0, 0), (130, 1, 3)]
+RECIPES: dict[str, Any] = {
+    "none": "none",
+    **{name: name for name in ("current", "delayed", "block", "mxfp8", "rowwise", "mxfp4", "mxfp6")},
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "high precision backward": Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized backward": Float8CurrentScaling(backward_override="dequantized"),
+}
+STORAGE = {
+    "separate": (False, False),
+    "single": (True, True),
+    "single weight": (True, False),
+    "single bias": (False, True),
+}
+
+
+def layers(counts: Sequence[int], **options: Any) -> tuple[GroupedLinear, list[Linear]]:
+    """A grouped linear and one linear for each expert, with the same parameters; named options of both."""
+    storage = {name: options.pop(name, False) for name in ("single_grouped_weight", "single_grouped_bias")}
+    torch.manual_seed(0)
+    grouped = GroupedLinear(len(counts), K, N, dtype=BF16, **storage, **options)
+    torch.manual_seed(0)
+    return grouped, [Linear(K, N, dtype=BF16, **options) for _ in counts]
+
+
+def parameters(grouped: GroupedLinear, kind: str) -> list[Any]:
+    """Those of each expert, or slices of what is single."""
+    single = grouped.single_grouped_weight if kind == "weight" else grouped.single_grouped_bias
+    if single:
+        return list(grouped.get_parameter(kind))
+    return [grouped.get_parameter(f"{i}.{kind}") for i in range(grouped.num_gemms)]
+
+
+def gradients(grouped: GroupedLinear, kind: str) -> list[Any]:
+    """Likewise."""
+    single = grouped.single_grouped_weight if kind == "weight" else grouped.single_grouped_bias
+    if single:
+        return list(grouped.get_parameter(kind).grad)  # type: ignore[arg-type]
+    return [parameter.grad for parameter in parameters(grouped, kind)]
+
+
+def one_by_one(linears: Sequence[Linear], x: Tensor, counts: Sequence[int], **call: Any) -> Tensor:
+    """Y [M, N] of the linears, 0 beyond the last expert's rows."""
+    rows = [*counts, x.shape[0] - sum(counts)]
+    *own, rest = x.split(rows)
+    made = [linear(part, **call) for linear, part in zip(linears, own, strict=True)]
+    return torch.cat([*made, rest.new_zeros(rows[-1], N)])
+
+
+def batch(counts: Sequence[int], extra: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """X twice and dY, with NaN in the rows that are no expert's."""
+    total = sum(counts)
+    x, dy = torch.randn(total + extra, K).to(BF16), torch.randn(total + extra, N).to(BF16)
+    x[total:], dy[total:] = torch.nan, torch.nan
+    return x.requires_grad_(), x.detach().clone().requires_grad_(), dy
+
+
+def assert_step_alike(grouped: GroupedLinear, linears: Sequence[Linear], counts: Sequence[int], **call: Any) -> None:
+    """Forward and backward give the same bits."""
+    x, own_x, dy = batch(counts)
+    y, expected = grouped(x, torch.tensor(counts), **call), one_by_one(linears, own_x, counts, **call)
+    assert torch.equal(y, expected)
+    y.backward(dy)
+    expected[: sum(counts)].backward(dy[: sum(counts)])
+    assert x.grad is not None and own_x.grad is not None
+    assert torch.equal(x.grad[: sum(counts)], own_x.grad[: sum(counts)]) and not x.grad[sum(counts) :].any()
+    if not grouped.fuse_wgrad_accumulation and not grouped.delay_wgrad_compute:
+        for own, linear in zip(gradients(grouped, "weight"), linears, strict=True):
+            assert torch.equal(own, linear.weight.grad)
+    for own, linear in zip(gradients(grouped, "bias"), linears, strict=True):
+        assert torch.equal(own, linear.bias.grad)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_as_one_linear_for_each_expert(recipe: str, counts: tuple[int, ...]) -> None:
+    """Three steps, whose gradients add up; delayed scaling's scales move."""
+    grouped, linears = layers(counts, recipe=RECIPES[recipe])
+    for _ in range(3):
+        assert_step_alike(grouped, linears, counts)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "nvfp4"])
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("delay, fuse, save", list(product((False, True), repeat=3)))
+def test_options(recipe: str, storage: str, delay: bool, fuse: bool, save: bool) -> None:
+    """Every combination, two microbatches: each gradient arrives once."""
+    counts = (7, 0, 23)
+    single_weight, single_bias = STORAGE[storage]
+    grouped, linears = layers(
+        counts, recipe=RECIPES[recipe], single_grouped_weight=single_weight, single_grouped_bias=single_bias,
+        delay_wgrad_compute=delay, fuse_wgrad_accumulation=fuse, save_original_input=save,
+    )  # fmt: skip
+    weights = [grouped.get_parameter("weight")] if single_weight else parameters(grouped, "weight")
+    for weight in (*weights, *[linear.weight for linear in linears]) if fuse else ():
+        weight.main_grad = torch.full(weight.shape, 7.0)
+    for first in (True, False):
+        assert_step_alike(grouped, linears, counts, is_first_microbatch=first)
+        for layer in (grouped, *linears) if delay else ():
+            layer.backward_dw()
+    if fuse:
+        mine = list(weights[0].main_grad) if single_weight else [weight.main_grad for weight in weights]
+        assert all(weight.grad is None for weight in weights)
+    else:
+        mine = gradients(grouped, "weight")
+    for own, linear in zip(mine, linears, strict=True):
+        assert torch.equal(own, linear.weight.main_grad if fuse else linear.weight.grad)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from(["current", "block", "mxfp8"]))
+def test_any_counts(counts: list[int], recipe: str) -> None:
+    grouped, linears = layers(counts, recipe=recipe)
+    assert_step_alike(grouped, linears, counts)
+
+
+def test_weights_that_are_no_neighbours_any_more() -> None:
+    counts = (3, 9)
+    grouped, linears = layers(counts, recipe="current")
+    for parameter, linear in zip(parameters(grouped, "weight"), linears, strict=True):
+        parameter.data = linear.weight.data = torch.randn(N, K).to(BF16)
+    assert_step_alike(grouped, linears, counts)
+    grouped.double().to(BF16)  # which makes them neighbours again
+    first, second = parameters(grouped, "weight")
+    assert second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()
+    assert_step_alike(grouped, linears, counts)
+
+
+def test_frozen_experts_and_inputs() -> None:
+    counts = (3, 9)
+    grouped, _ = layers(counts, recipe="current")
+    grouped.get_parameter("0.weight").requires_grad_(False)
+    x, _, dy = batch(counts)
+    grouped(x.detach(), counts).backward(dy)
+    assert grouped.get_parameter("0.weight").grad is None and grouped.get_parameter("1.weight").grad is not None
+
+
+def test_cached_weights_follow_their_parameters() -> None:
+    counts = (3, 9)
+    grouped, linears = layers(counts, recipe="block")
+    for first in (True, False):
+        assert_step_alike(grouped, linears, counts, is_first_microbatch=first)
+    with torch.no_grad():
+        for layer in (*parameters(grouped, "weight"), *[linear.weight for linear in linears]):
+            layer.mul_(3)
+    assert_step_alike(grouped, linears, counts, is_first_microbatch=False)
+
+
+def test_delayed_scaling_under_autocast() -> None:
+    """Histories of experts without tokens wait; the others are those of linears of their own."""
+    counts = (7, 0, 23)
+    grouped, linears = layers(counts)
+    recipe = DelayedScaling(amax_history_len=4)
+    for step in range(4):
+        x, own_x, dy = batch(counts)
+        with autocast(recipe=recipe):
+            y, expected = grouped(x * 2**step, counts), one_by_one(linears, own_x * 2**step, counts)
+        assert torch.equal(y, expected)
+        y.backward(dy), expected[: sum(counts)].backward(dy[: sum(counts)])
+        for name in ("forward_scaling", "backward_scaling"):
+            own = getattr(grouped, name).scale.view(-1, len(counts))
+            assert torch.equal(own, torch.stack([getattr(linear, name).scale for linear in linears], 1))
+    prepare(GroupedLinear(2, K, N), recipe)
+
+
+@pytest.mark.parametrize(
+    "recipe, reentrant",
+    [("delayed", None), *product(("current", "mxfp8", "none"), (None, True, False))],
+)
+def test_checkpoint(recipe: str, reentrant: bool | None) -> None:
+    counts = (7, 0, 23)
+    grouped, linears = layers(counts, recipe=recipe)
+    for _ in range(2):
+        x, own_x, dy = batch(counts)
+        if reentrant is None:
+            y = minifloat.checkpoint(grouped, x, counts)
+        else:
+            y = torch_checkpoint(grouped, x, counts, use_reentrant=reentrant)
+        expected = one_by_one(linears, own_x, counts)
+        assert torch.equal(y, expected)
+        y.backward(dy), expected[: sum(counts)].backward(dy[: sum(counts)])
+        assert x.grad is not None and own_x.grad is not None
+        assert torch.equal(x.grad[: sum(counts)], own_x.grad[: sum(counts)])
+        for own, linear in zip(gradients(grouped, "weight"), linears, strict=True):
+            assert torch.equal(own, linear.weight.grad)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "nvfp4", "none"])
+@pytest.mark.parametrize("single", [False, True])
+def test_compiled(recipe: str, single: bool) -> None:
+    """One graph for all counts."""
+    torch._dynamo.reset()
+    grouped, _ = layers((0, 0, 0), recipe=RECIPES[recipe], single_grouped_weight=single, single_grouped_bias=single)
+    compiled = torch.compile(copy.deepcopy(grouped), backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for counts in ((7, 0, 23), (30, 0, 0), (0, 1, 2)):
+            x, own_x, dy = torch.randn(30, K).to(BF16).requires_grad_(), None, torch.randn(30, N).to(BF16)
+            own_x = x.detach().clone().requires_grad_()
+            y, expected = compiled(own_x, torch.tensor(counts)), grouped(x, torch.tensor(counts))
+            assert torch.equal(y, expected)
+            y.backward(dy), expected.backward(dy)
+            assert torch.equal(x.grad, own_x.grad)  # type: ignore[arg-type]
+    for name, parameter in compiled._orig_mod.named_parameters():
+        assert torch.equal(parameter.grad, grouped.get_parameter(name).grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "nvfp4", "none"])
+def test_traced_with_counts_of_a_device(recipe: str) -> None:
+    """Nothing asks for the values of the counts."""
+    with FakeTensorMode():
+        grouped = GroupedLinear(3, K, N, dtype=BF16, recipe=RECIPES[recipe])
+        x = torch.randn(30, K, dtype=BF16, requires_grad=True)
+        y = grouped(x, torch.tensor([7, 0, 23]))
+        y.backward(torch.randn_like(y))
+        assert y.shape == (30, N) and x.grad is not None and x.grad.shape == x.shape
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in grouped.parameters())
+
+
+def test_a_layout_serves_several_layers() -> None:
+    counts = (7, 0, 23)
+    grouped, _ = layers(counts, recipe="current")
+    x = torch.randn(30, K).to(BF16)
+    layout = GroupLayout.of(torch.tensor(counts), 30, x.device, "here", False)
+    assert torch.equal(grouped(x, layout), grouped(x, counts))
+    with pytest.raises(ValueError, match="the layout is for 30 rows, and the input has 29"):
+        grouped(x[:29], layout)
+
+
+# ---- State ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one, other", list(product(STORAGE, repeat=2)))
+def test_state_dicts_of_either_storage(one: str, other: str) -> None:
+    torch.manual_seed(1)
+    saved = GroupedLinear(
+        3, K, N, recipe="delayed", single_grouped_weight=STORAGE[one][0], single_grouped_bias=STORAGE[one][1]
+    )
+    loaded = GroupedLinear(
+        3, K, N, recipe="delayed", single_grouped_weight=STORAGE[other][0], single_grouped_bias=STORAGE[other][1]
+    )
+    loaded.load_state_dict(saved.state_dict())
+    for kind in ("weight", "bias"):
+        assert all(map(torch.equal, parameters(saved, kind), parameters(loaded, kind)))
+
+
+def test_state_dict_keys_are_those_of_a_list_of_linears() -> None:
+    linears = nn.ModuleList([Linear(K, N) for _ in range(3)])
+    grouped = GroupedLinear(3, K, N)
+    assert list(grouped.state_dict()) == list(linears.state_dict())
+    grouped.load_state_dict(linears.state_dict())
+    x = torch.randn(30, K)
+    assert torch.equal(grouped(x, [7, 0, 23]), one_by_one(list(linears), x, (7, 0, 23)))  # type: ignore[arg-type]
+
+
+def test_copies_and_meta() -> None:
+    grouped, _ = layers((7, 0, 23), recipe="current")
+    x = torch.randn(30, K).to(BF16)
+    expected = grouped(x, (7, 0, 23))
+    assert torch.equal(copy.deepcopy(grouped)(x, (7, 0, 23)), expected)
+    empty = GroupedLinear(3, K, N, dtype=BF16, device="meta", recipe="current")
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(grouped.state_dict())
+    assert torch.equal(empty(x, (7, 0, 23)), expected)
+
+
+# ---- Bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "counts, error, message",
+    [
+        ((7, 0), ValueError, "m_splits has 2 numbers; give the rows of each of the 3 experts"),
+        ((7, -1, 2), ValueError, "must not be negative"),
+        ((7, 20, 4), ValueError, "adds up to 31, with 30 rows"),
+        (torch.tensor([1.0, 2.0, 3.0]), TypeError, "m_splits is torch.float32; integers are needed"),
+        (torch.tensor([True, True, False]), TypeError, "integers are needed"),
+        (torch.tensor([[1, 2, 3]]), ValueError, "one number for each group"),
+    ],
+)
+def test_wrong_counts(counts: Any, error: type[Exception], message: str) -> None:
+    grouped = GroupedLinear(3, K, N, recipe="current", name="experts")
+    with pytest.raises(error, match=message) as caught:
+        grouped(torch.randn(30, K), counts)
+    assert "experts" in str(caught.value)
+
+
+def test_counts_that_nobody_waits_for_stay_inside() -> None:
+    """As on a GPU: what adds up to more rows than there are ends with the last row, and negative ones are 0."""
+    counts = torch.tensor([7, -5, 100])
+    ends = counts.clamp(min=0).cumsum(0).clamp(max=30)
+    with FakeTensorMode() as mode:
+        fake = GroupLayout.of(mode.from_tensor(counts), 30, torch.device("cpu"), "here", False)
+        assert fake.offsets.shape == (4,) and fake.offsets.dtype == torch.int32
+    assert ends.tolist() == [7, 7, 30]
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_dtypes(recipe: Any) -> None:
+    grouped = GroupedLinear(2, K, N, recipe=recipe)
+    x = torch.randn(9, K)
+    with torch.autocast("cpu", dtype=BF16):
+        assert grouped(x, [4, 5]).dtype == BF16
+    if recipe is None:
+        with pytest.raises(ValueError, match="input and torch.float32 weight".replace(".", r"\.")):
+            grouped(x.to(BF16), [4, 5])
+
+
+def test_not_finite() -> None:
+    grouped = GroupedLinear(2, K, N, name="experts")
+    x, _, _ = batch((4, 5))
+    with autocast(recipe="current", check_finite=True):
+        grouped(x.detach().float(), (4, 5))  # rows that are no expert's do not count
+        with pytest.raises(FloatingPointError, match="experts"):
+            grouped(x.detach().float(), (4, 6))
