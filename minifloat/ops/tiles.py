@@ -21,6 +21,19 @@ class Tile(NamedTuple):
     warps: int
 
 
+class GemmTile(NamedTuple):
+    """Rows and columns of a program's part of a product, elements of the contracted dim that it loads at a time, warps.
+
+    ``stages``: loads that are in flight.
+    """
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+
+
 SM_90: dict[str, Tile] = {
     "amax": Tile(1, 16384, 8),
     "cast_tensor": Tile(64, 128, 4),
@@ -47,11 +60,27 @@ SM_90: dict[str, Tile] = {
     "norm_mx": Tile(32, 64, 1),
     "amax_nvfp4": Tile(16, 512, 4),
     "amax_nvfp4_lines": Tile(128, 64, 4),
+    "grouped_sum": Tile(64, 64, 8),  # the order of sums is that of its rows
 }
 """Those of casts were measured on an H200 (``benchmarks/results/``); other devices use the same until measured too.
 
 Kernels that are alone of their kind, or whose tile depends on the width (the norms), have theirs beside them.
 """
+
+GEMM_SM_90: dict[str, GemmTile] = {
+    "grouped_fp8": GemmTile(128, 128, 128, 8, 4),  # sums leave the tensor core after 128 elements
+    "grouped_fp8_fast": GemmTile(128, 256, 128, 8, 3),
+    "grouped_block": GemmTile(128, 128, 128, 8, 4),
+    "grouped_half": GemmTile(128, 256, 64, 8, 3),  # bf16 and fp16
+    "grouped_float": GemmTile(64, 64, 32, 4, 2),  # fp32, without tensor cores
+}
+"""Of products, chosen by what fits registers and shared memory. The order of sums follows from rows and depth alone."""
+
+
+@cache
+def gemm_tile(kernel: str, device: torch.device) -> GemmTile:
+    """The tile of a product on a device."""
+    return GEMM_SM_90[kernel]
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,19 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import matmul
 from minifloat.ops.grouped import layout
 from minifloat.ops.library import SymInt, operation
-from minifloat.ops.quantize import reference
+from minifloat.ops.quantize import reference, scale_shape
+
+
+def _products() -> ModuleType:
+    from minifloat.ops.grouped import products  # which needs Triton
+
+    return products
+
+
+def _sums() -> ModuleType:
+    from minifloat.ops.grouped import sums  # which needs Triton
+
+    return sums
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -118,7 +131,7 @@ def _empty_cast(x: Tensor, groups: int, fmt: Format, dim: int, k_major: bool) ->
     return codes, scales, x.new_empty(groups if fmt.scale_rule == "given" else 0, dtype=torch.float32)
 
 
-@operation()
+@operation(lambda: _products().multiply)
 def grouped_mm(
     gemm: str,
     a: Tensor, a_scale: Tensor | None, a_amax: Tensor | None, a_format: str, a_dim: int, a_offsets: Tensor,
@@ -176,7 +189,8 @@ class _Side(NamedTuple):
         if self.scale_inv is None:
             return self.codes.to(dtype)
         cols = self.codes.shape[1] * (2 if self.format.packed and self.dim == ROWWISE else 1)
-        found = reference.dequantize(self.codes, self.scale_inv, self.amax, self.format, self.dim, self.rows, cols)
+        grid = self.scale_inv.reshape(scale_shape(self.format, self.dim, self.rows, cols))
+        found = reference.dequantize(self.codes, grid, self.amax, self.format, self.dim, self.rows, cols)
         return found.to(dtype)
 
 
@@ -201,7 +215,7 @@ def _(gemm: str, a: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((offsets.shape[0] - 1, rows, cols) if gemm == "wgrad" else (rows, cols), dtype=out_dtype)
 
 
-@operation()
+@operation(lambda: _sums().add_rows)
 def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """The sum of each group's rows of ``x`` [M, N]: [G, N], in the dtype of ``x``."""
     sums = [x[first : first + rows].sum(0) for _, first, rows in _groups(offsets)]

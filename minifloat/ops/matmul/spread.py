@@ -28,21 +28,31 @@ FINISH = Tile(16, 256, 4)
 
 
 @triton.jit
-def largest_scale_kernel(
-    scales, largest, outer, blocks, outer_stride, block_stride,
-    RULE: tl.constexpr, OUTER_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+def largest_scale(
+    scales, m, outer, blocks, outer_stride, block_stride,
+    RULE: tl.constexpr, OUTER_BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The largest scale of each row (or column), for each of the elements that share it; scales are not negative."""
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Of each of the rows (or columns) ``m`` the largest scale; scales are not negative."""
     row = scales + (m // OUTER_BLOCK)[:, None].to(tl.int64) * outer_stride
-    found = tl.zeros((ROWS, COLS), tl.int32)
+    found = tl.zeros((m.shape[0], COLS), tl.int32)
     for first in range(0, blocks, COLS):
         k = first + tl.arange(0, COLS)
         inside = (m[:, None] < outer) & (k[None, :] < blocks)
         scale = RULE.kernels.value(tl.load(row + k[None, :].to(tl.int64) * block_stride, mask=inside, other=0))
         # Bits of floats of at least 0 are in the order of the floats, and NaN is above infinity.
         found = tl.maximum(found, tl.where(scale == scale, scale.to(tl.int32, bitcast=True), 0x7FC00000))
-    tl.store(largest + m, tl.max(found, axis=1).to(tl.float32, bitcast=True), mask=m < outer)
+    return tl.max(found, axis=1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_scale_kernel(
+    scales, largest, outer, blocks, outer_stride, block_stride,
+    RULE: tl.constexpr, OUTER_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The largest scale of each row (or column), for each of the elements that share it."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    found = largest_scale(scales, m, outer, blocks, outer_stride, block_stride, RULE, OUTER_BLOCK, COLS)
+    tl.store(largest + m, found, mask=m < outer)
 
 
 @triton.jit

@@ -1,0 +1,234 @@
+"""The products of groups in Triton: one launch for all groups, each program a tile of one group's result.
+
+Programs find their group on the device: the grid depends on the sizes of the matrices alone. A result does not depend
+on the other groups: tiles and the order of sums are those of a group alone. Sums are fp32, added in order of the
+contracted dim; FP8 tensor cores keep fewer bits inside of 128 elements, and of all of them under ``fast_accum``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from minifloat.ops.grouped.device import begin, grid_row, group_of, rows_of
+from minifloat.ops.launch import Kernel
+from minifloat.ops.quantize.device import extent
+
+BLOCK = tl.constexpr(128)
+"""Elements of the contracted dim under one scale, of formats whose scales are applied to partial sums."""
+
+
+@triton.jit
+def swept(program, tiles_m, tiles_n, SWEEP: tl.constexpr):
+    """Row and column of tile ``program``: SWEEP rows of tiles at a time, so that L2 holds what neighbours read."""
+    band = program // (SWEEP * tiles_n)
+    height = tl.minimum(tiles_m - band * SWEEP, SWEEP)
+    within = program % (SWEEP * tiles_n)
+    return band * SWEEP + within % height, within // height
+
+
+@triton.jit
+def load_a(at, near, m, M, A_K: tl.constexpr):
+    """A [BLOCK_M, BLOCK_K] tile of the left operand; ``near``: which of its columns are there, None for all."""
+    if A_K:  # rows beyond M repeat the last one
+        return tl.load(at) if near is None else tl.load(at, mask=near[None, :], other=0.0)
+    inside = (m < M)[:, None]
+    return tl.load(at, mask=inside if near is None else inside & near[None, :], other=0.0)
+
+
+@triton.jit
+def load_b(at, near, n, N, B_K: tl.constexpr):
+    """A [BLOCK_K, BLOCK_N] tile of the right one."""
+    if B_K:
+        return tl.load(at) if near is None else tl.load(at, mask=near[:, None], other=0.0)
+    inside = (n < N)[None, :]
+    return tl.load(at, mask=inside if near is None else inside & near[:, None], other=0.0)
+
+
+@triton.jit
+def add_product(
+    total, x, y, a_scale, b_scale, IMPRECISE: tl.constexpr, SCALED: tl.constexpr, B_TILE: tl.constexpr
+):  # fmt: skip
+    """``total`` plus the product of two tiles, with the scales of a segment as ``reference.scaled_product``."""
+    if SCALED:
+        a = tl.load(a_scale)
+        b = tl.load(b_scale)
+        scale = (a * b)[:, None] if B_TILE else a[:, None] * b[None, :]
+        return total + tl.dot(x, y) * scale
+    return tl.dot(x, y, total, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
+
+
+@triton.jit
+def multiply_tile(
+    a, b, a_scale, b_scale, m, n, M, N, depth, a_stride, b_stride, a_outer, a_segment, b_outer, b_segment,
+    A_K: tl.constexpr, B_K: tl.constexpr, A_ROOM: tl.constexpr, B_ROOM: tl.constexpr, IMPRECISE: tl.constexpr,
+    SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_M, BLOCK_N]: rows ``m`` of [M, depth] times rows ``n`` of [N, depth].
+
+    *_K: the contracted dim is consecutive in memory. *_ROOM: it may be read, not used, up to a multiple of 16.
+    """
+    k = tl.arange(0, BLOCK_K)
+    last_m, last_n = tl.minimum(m, M - 1), tl.minimum(n, N - 1)
+    if A_K:
+        a_at = a + last_m[:, None].to(tl.int64) * a_stride + k[None, :]
+    else:
+        a_at = a + k[None, :].to(tl.int64) * a_stride + m[:, None]
+    if B_K:
+        b_at = b + last_n[None, :].to(tl.int64) * b_stride + k[:, None]
+    else:
+        b_at = b + k[:, None].to(tl.int64) * b_stride + n[None, :]
+    a_step = BLOCK_K if A_K else BLOCK_K * a_stride
+    b_step = BLOCK_K if B_K else BLOCK_K * b_stride
+    a_scale += (last_m // BLOCK if A_TILE else last_m).to(tl.int64) * a_outer
+    # A tile of the result has the columns of one tile of scales.
+    b_scale += ((tl.min(n) // BLOCK) if B_TILE else last_n).to(tl.int64) * b_outer
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    whole = depth // BLOCK_K
+    for i in tl.range(0, whole, num_stages=STAGES):
+        x = load_a(a_at, None, m, M, A_K)
+        y = load_b(b_at, None, n, N, B_K)
+        total = add_product(total, x, y, a_scale + i * a_segment, b_scale + i * b_segment, IMPRECISE, SCALED, B_TILE)
+        a_at += a_step
+        b_at += b_step
+    rest = depth - whole * BLOCK_K
+    if rest > 0:
+        x = load_a(a_at, k < ((rest + 15) // 16 * 16 if A_ROOM else rest), m, M, A_K)
+        y = load_b(b_at, k < ((rest + 15) // 16 * 16 if B_ROOM else rest), n, N, B_K)
+        if A_ROOM:
+            x = tl.where((k < rest)[None, :], x, tl.zeros_like(x))
+        if B_ROOM:
+            y = tl.where((k < rest)[:, None], y, tl.zeros_like(y))
+        a_scale += whole * a_segment
+        b_scale += whole * b_segment
+        total = add_product(total, x, y, a_scale, b_scale, IMPRECISE, SCALED, B_TILE)
+    return total
+
+
+@triton.jit
+def finished(
+    total, a_factor, b_factor, bias, m, n, M, N, depth, DTYPE: tl.constexpr,
+    FACTORS: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """``total`` times its factors plus a bias, as ``finish_kernel`` of ``matmul/spread.py``, in DTYPE."""
+    if FACTORS:
+        # Those of a group without rows may be undefined.
+        a = tl.load(a_factor + m * A_STEP, mask=m < tl.where(depth > 0, M, 0), other=0.0)
+        b = tl.load(b_factor + n * B_STEP, mask=n < tl.where(depth > 0, N, 0), other=0.0)
+        factor = a[:, None] * b[None, :]
+        if INVERSE != 1:
+            factor = factor * INVERSE
+        total = total * factor
+    if BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(DTYPE).to(tl.float32)[None, :]
+    return total.to(DTYPE)
+
+
+@triton.jit
+def grouped_rows_kernel(
+    a, b, a_scale, b_scale, bias, out, a_offsets, b_offsets,
+    M, N, depth, groups, a_stride, b_stride,
+    a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
+    ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr, ALIGNED_N: tl.constexpr, ALIGNED_DEPTH: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr,
+    B_ROWS: tl.constexpr, IMPRECISE: tl.constexpr,
+    SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
+    FACTORS: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr,
+    SEARCH: tl.constexpr, SWEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: the rows of each group times the group's own matrix; zeros in rows that are no group's.
+
+    B_ROWS: the rows of the right operand are contracted, as many of them as a group has if ``depth`` is more.
+    """
+    N = extent(N, ALIGNED_N)
+    depth = extent(depth, ALIGNED_DEPTH)
+    a_stride = extent(a_stride, ALIGNED_A)
+    b_stride = extent(b_stride, ALIGNED_B)
+    tile, column = swept(tl.program_id(0), M // BLOCK_M + groups + 1, tl.cdiv(N, BLOCK_N), SWEEP)
+    group = group_of(a_offsets, tile, groups, BLOCK_M, SEARCH)
+    first, end = rows_of(a_offsets, group, groups, M)
+    done = (tile - first // BLOCK_M - group) * BLOCK_M
+    rows = end - first
+    if done >= rows:
+        return
+    m = done + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_at = out + (first + m)[:, None].to(tl.int64) * N + n[None, :]
+    inside = (m < rows)[:, None] & (n < N)[None, :]
+    if group == groups:
+        tl.store(out_at, tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty), mask=inside)
+        return
+    b_first = tl.load(b_offsets + group)
+    if B_ROWS and not ALIGNED_DEPTH:
+        depth = tl.minimum(depth, tl.load(b_offsets + group + 1) - b_first)
+    B_ROOM: tl.constexpr = B_ROWS and B_K and B_UNIT > 0 and not ALIGNED_DEPTH
+    a_row = begin(first, group, A_UNIT).to(tl.int64)
+    b_row = begin(b_first, group, B_UNIT).to(tl.int64)
+    a_grid = grid_row(first, group, A_UNIT, BLOCK, A_TILE)
+    b_grid = grid_row(b_first, group, B_UNIT, BLOCK, B_TILE)
+    total = multiply_tile(
+        a + a_row * (a_stride if A_K else 1), b + b_row * (1 if B_K == B_ROWS else b_stride),
+        a_scale + a_grid.to(tl.int64) * a_scale_row, b_scale + b_grid.to(tl.int64) * b_scale_row,
+        m, n, rows, N, depth, a_stride, b_stride, a_scale_outer, a_scale_segment, b_scale_outer, b_scale_segment,
+        A_K, B_K, False, B_ROOM, IMPRECISE, SCALED, A_TILE, B_TILE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    a_factor = a_scale + (first if A_STEP else group)
+    b_factor = b_scale + group * (N if B_STEP else 1)
+    result = finished(
+        total, a_factor, b_factor, bias + group * N, m, n, rows, N, depth, out.dtype.element_ty,
+        FACTORS, A_STEP, B_STEP, INVERSE, BIAS,
+    )  # fmt: skip
+    tl.store(out_at, result, mask=inside)
+
+
+@triton.jit
+def grouped_depth_kernel(
+    a, b, a_scale, b_scale, out, a_offsets, b_offsets,
+    M, N, a_stride, b_stride,
+    a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
+    ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr,
+    ROTATED: tl.constexpr, IMPRECISE: tl.constexpr, SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
+    FACTORS: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, INVERSE: tl.constexpr, SWEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[G, M, N]: of each group the sum over its rows of the products of columns.
+
+    ROTATED: codes of a group go on to a multiple of 16 rows.
+    """
+    M = extent(M, ALIGNED_M)
+    N = extent(N, ALIGNED_N)
+    a_stride = extent(a_stride, ALIGNED_A)
+    b_stride = extent(b_stride, ALIGNED_B)
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (tiles_m * tiles_n)
+    row, column = swept(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, SWEEP)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    a_first, b_first = tl.load(a_offsets + group), tl.load(b_offsets + group)
+    depth = tl.load(a_offsets + group + 1) - a_first
+    if ROTATED:
+        depth = (depth + 15) // 16 * 16
+    a_row = begin(a_first, group, A_UNIT).to(tl.int64)
+    b_row = begin(b_first, group, B_UNIT).to(tl.int64)
+    total = multiply_tile(
+        a + a_row * (1 if A_K else a_stride), b + b_row * (1 if B_K else b_stride),
+        a_scale + grid_row(a_first, group, A_UNIT, BLOCK, A_TILE).to(tl.int64) * a_scale_row,
+        b_scale + grid_row(b_first, group, B_UNIT, BLOCK, B_TILE).to(tl.int64) * b_scale_row,
+        m, n, M, N, depth, a_stride, b_stride, a_scale_outer, a_scale_segment, b_scale_outer, b_scale_segment,
+        A_K, B_K, A_K and A_UNIT > 0, B_K and B_UNIT > 0, IMPRECISE,
+        SCALED, A_TILE, B_TILE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    a_factor = a_scale + group * (M if A_STEP else 1)
+    b_factor = b_scale + group * (N if B_STEP else 1)
+    result = finished(
+        total, a_factor, b_factor, out, m, n, M, N, depth, out.dtype.element_ty, FACTORS, A_STEP, B_STEP, INVERSE, False
+    )
+    out_at = out + group.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out_at, result, mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+multiply_rows = Kernel(grouped_rows_kernel)
+contract_rows = Kernel(grouped_depth_kernel)

@@ -1,0 +1,240 @@
+"""The products of groups on a GPU: which kernel multiplies which formats, and how its operands are laid out.
+
+======================================  ==========================================================================
+operands                                multiplied
+======================================  ==========================================================================
+FP8, one scale a group or a row         as they are, on FP8 tensor cores; scales are multiplied in last
+FP8, blocks of 128 on both sides        the same, 128 elements at a time, each partial sum scaled
+values on one side, or both             as bf16, fp16 or fp32; the other side is dequantized first
+other blocks of powers of two, NVFP4    written out as bf16, see ``spread.py``; one more factor a row or a group
+everything else                         by the reference, which waits for the device
+======================================  ==========================================================================
+
+Loads are wide where rows are multiples of 16 elements, and two bytes or fewer at a time elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.ops import grouped, matmul
+from minifloat.ops.grouped import gemm as kernels
+from minifloat.ops.grouped import layout, spread
+from minifloat.ops.launch import allocate, ready
+from minifloat.ops.quantize.decode import at_16_bytes, consecutive
+from minifloat.ops.quantize.job import aligned
+from minifloat.ops.tiles import GemmTile, gemm_tile
+
+SWEEP = 8
+"""Rows of tiles that consecutive programs work on."""
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Cast(NamedTuple):
+    """An operand as ``grouped_mm`` is given it, and the dim that is contracted."""
+
+    codes: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    format: Format
+    dim: int
+    offsets: Tensor
+    along: int
+
+    @property
+    def groups(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def unit(self) -> int:
+        """Of ``device.begin``."""
+        return layout.unit(self.format) if self.format.quantized and self.dim == COLUMNWISE else 0
+
+
+class Side(NamedTuple):
+    """An operand as a kernel reads it.
+
+    Args:
+        matrix: of FP8, bf16, fp16 or fp32, one dim consecutive in memory.
+        offsets, along, unit: of :class:`Cast`.
+        scale: factors, or the grid of blocks.
+        strides: of the grid: from one row to the next, outer block to the next and segment to the next.
+        step: a factor for each row that is not contracted (1), or one for a group (0).
+        divisor: of the factors.
+        tile: blocks are squares.
+    """
+
+    matrix: Tensor
+    offsets: Tensor
+    along: int
+    unit: int
+    scale: Tensor
+    strides: tuple[int, int, int] = (0, 0, 0)
+    step: int = 0
+    divisor: float = 1.0
+    tile: bool = False
+
+    @property
+    def consecutive(self) -> bool:
+        """The contracted dim is consecutive in memory."""
+        return (self.matrix.stride(1) == 1) == (self.along == ROWWISE)
+
+    @property
+    def stride(self) -> int:
+        """Elements between neighbours in the other dim."""
+        return self.matrix.stride(0 if self.matrix.stride(1) == 1 else 1)
+
+
+def multiply(
+    gemm: str,
+    a: Tensor, a_scale: Tensor | None, a_amax: Tensor | None, a_format: str, a_dim: int, a_offsets: Tensor,
+    b: Tensor, b_scale: Tensor | None, b_amax: Tensor | None, b_format: str, b_dim: int, b_offsets: Tensor,
+    rows: int, cols: int, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    """``grouped_mm``."""
+    a_along, b_along = matmul.CONTRACTED[gemm]
+    left = Cast(a, a_scale, a_amax, parse(a_format), a_dim, a_offsets, a_along)
+    right = Cast(b, b_scale, b_amax, parse(b_format), b_dim, b_offsets, b_along)
+    kind = _kind(left.format, right.format)
+    if kind == "reference":
+        return grouped.grouped_mm.reference(
+            gemm, a, a_scale, a_amax, a_format, a_dim, a_offsets, b, b_scale, b_amax, b_format, b_dim, b_offsets,
+            rows, cols, out_dtype, bias, fast_accum,
+        )  # fmt: skip
+    if kind == "values":
+        sides = _values(gemm, left, right, rows, cols, out_dtype)
+    else:
+        matmul.record(gemm, a_format, b_format, "emulated" if kind == "half" else "native")
+        prepare = {"fp8": _whole, "block": _blocks, "half": _written_out}[kind]
+        sides = prepare(left), prepare(right)
+    kind += "_fast" if kind == "fp8" and fast_accum else ""
+    kind = {torch.bfloat16: "half", torch.float16: "half", torch.float32: "float"}.get(sides[0].matrix.dtype, kind)
+    tile = gemm_tile(f"grouped_{kind}", a.device)
+    shape = (left.groups * rows, cols) if gemm == "wgrad" else (rows, cols)
+    out = allocate(shape, out_dtype, a.device)
+    factors = left.format.quantized and right.format.quantized and kind != "block"
+    constants = kind == "fp8", kind == "block", factors
+    if gemm == "wgrad":
+        _contract_rows(*sides, left.format.transform == "hadamard16", rows, cols, out, constants, tile)
+        return out.view(left.groups, rows, cols)
+    _multiply_rows(*sides, left.format.packed, bias, out, constants, tile)
+    return out
+
+
+def _kind(a: Format, b: Format) -> str:
+    """The line of the table above."""
+    if not (a.quantized and b.quantized):
+        return "values"
+    if a.encoding.dtype in _FP8 and b.encoding.dtype in _FP8:
+        if a.block == b.block == 0:
+            return "fp8"
+        if a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"}:
+            return "block"
+    return "half" if spread.fits(a) and spread.fits(b) else "reference"
+
+
+def _whole(cast: Cast) -> Side:
+    """FP8 codes with one scale a group, or a row."""
+    codes, scale, _, fmt, _, offsets, along = cast
+    assert scale is not None and fmt.encoding.dtype is not None
+    matrix = consecutive(codes.view(fmt.encoding.dtype))
+    return Side(matrix, offsets, along, cast.unit, at_16_bytes(scale.contiguous()), step=int(fmt.amax_per_row))
+
+
+def _blocks(cast: Cast) -> Side:
+    """FP8 codes with a scale for each strip or tile of 128."""
+    scale = cast.scale_inv
+    assert scale is not None
+    side = _whole(cast)
+    row, col = scale.stride()
+    outer, segment = (row, col) if cast.along == ROWWISE else (col, row)
+    return side._replace(scale=at_16_bytes(scale), strides=(row, outer, segment), tile=cast.format.tile)
+
+
+def _written_out(cast: Cast) -> Side:
+    """bf16, with what each row, or group, is to be multiplied by."""
+    codes, scale, amax, fmt, dim, offsets, along = cast
+    assert scale is not None
+    values, factor, step, divisor = spread.spread(codes, scale, amax, fmt, dim, offsets, along)
+    return Side(values, offsets, along, cast.unit, factor, step=step, divisor=divisor)
+
+
+def _values(gemm: str, a: Cast, b: Cast, rows: int, cols: int, out_dtype: torch.dtype) -> tuple[Side, Side]:
+    """Both operands in one dtype: their own where a wider result holds it, else that of the result."""
+    dtypes = {cast.codes.dtype for cast in (a, b) if not cast.format.quantized}
+    dtype = dtypes.pop()
+    if dtypes or dtype.itemsize >= out_dtype.itemsize or a.format.quantized != b.format.quantized:
+        dtype = out_dtype
+
+    def side(cast: Cast, shape: tuple[int, int]) -> Side:
+        codes, scale_inv, amax, fmt, dim, offsets, along = cast
+        if fmt.quantized:
+            assert scale_inv is not None
+            codes = grouped.grouped_dequantize(codes, scale_inv, amax, offsets, fmt.spec, dim, *shape, dtype)
+        codes = ready(codes.to(dtype))
+        return Side(codes, offsets, along, 0, codes)
+
+    if gemm == "wgrad":
+        tokens = b.codes.shape[0] if a.format.quantized else a.codes.shape[0]
+        return side(a, (tokens, rows)), side(b, (tokens, cols))
+    other = b if a.format.quantized else a
+    depth = other.codes.shape[1]
+    if gemm == "fprop":
+        return side(a, (rows, depth)), side(b, (b.groups * cols, depth))
+    if a.format.quantized:
+        depth = b.codes.shape[0] // max(b.groups, 1)
+    return side(a, (rows, depth)), side(b, (b.groups * depth, cols))
+
+
+def _multiply_rows(
+    a: Side, b: Side, packed: bool, bias: Tensor | None, out: Tensor, constants: tuple[bool, bool, bool], tile: GemmTile
+) -> None:
+    """fprop and dgrad; ``packed``: the left operand's codes may be one more than are contracted."""
+    precise, scaled, factors = constants
+    groups, (M, N), depth = a.offsets.numel() - 1, out.shape, a.matrix.shape[1]
+    b_rows = b.along == COLUMNWISE
+    if not b_rows:
+        depth = min(depth, b.matrix.shape[1])
+    assert not b.tile or tile.cols == kernels.BLOCK.value
+    kernels.multiply_rows(
+        (M // tile.rows + groups + 1) * triton.cdiv(N, tile.cols),
+        (
+            a.matrix, b.matrix, a.scale, b.scale, out if bias is None else ready(bias), out,
+            at_16_bytes(a.offsets), at_16_bytes(b.offsets),
+        ),
+        (M, N, depth, groups, a.stride, b.stride, *a.strides, *b.strides),
+        (
+            aligned([a.stride]), aligned([b.stride]), aligned([N]), aligned([depth]) and not (b_rows and packed),
+            a.unit, b.unit, a.consecutive, b.consecutive, b_rows, tile.depth if precise else None, scaled,
+            a.tile, b.tile, factors, a.step, b.step, 1.0 / (a.divisor * b.divisor), bias is not None,
+            triton.next_power_of_2(groups + 1), SWEEP, tile.rows, tile.cols, tile.depth, tile.stages,
+        ),
+        tile.warps,
+    )  # fmt: skip
+
+
+def _contract_rows(
+    a: Side, b: Side, rotated: bool, M: int, N: int, out: Tensor, constants: tuple[bool, bool, bool], tile: GemmTile
+) -> None:
+    """wgrad."""
+    precise, scaled, factors = constants
+    groups = a.offsets.numel() - 1
+    assert not b.tile or tile.cols == kernels.BLOCK.value
+    kernels.contract_rows(
+        groups * triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.cols),
+        (a.matrix, b.matrix, a.scale, b.scale, out, at_16_bytes(a.offsets), at_16_bytes(b.offsets)),
+        (M, N, a.stride, b.stride, *a.strides, *b.strides),
+        (
+            aligned([a.stride]), aligned([b.stride]), aligned([M]), aligned([N]),
+            a.unit, b.unit, a.consecutive, b.consecutive, rotated, tile.depth if precise else None, scaled,
+            a.tile, b.tile, factors, a.step, b.step, 1.0 / (a.divisor * b.divisor), SWEEP,
+            tile.rows, tile.cols, tile.depth, tile.stages,
+        ),
+        tile.warps,
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Operands of grouped products: casts of groups, made-up codes of small integers, and what both stand for."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, parse
+from minifloat.ops import grouped
+from minifloat.ops.grouped import layout
+from minifloat.ops.quantize import hadamard, reference, scale_shape
+
+
+class Operand(NamedTuple):
+    """The arguments of ``grouped_mm`` for one side."""
+
+    codes: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    spec: str
+    dim: int
+    offsets: Tensor
+
+    def to(self, device: torch.device) -> Operand:
+        tensors = [each.to(device) if isinstance(each, Tensor) else each for each in self]
+        return Operand(*tensors)  # type: ignore[arg-type]
+
+
+def offsets_of(counts: tuple[int, ...]) -> Tensor:
+    """int32 [G + 1]."""
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def k_major(spec: str) -> bool:
+    """Columnwise codes have rows consecutive in memory, as ``capability.k_major`` wants them."""
+    fmt = parse(spec)
+    return fmt.encoding.dtype is not None and fmt.block in (0, 128)
+
+
+def quantized(x: Tensor, offsets: Tensor, spec: str, dim: int) -> Operand:
+    """A cast of the groups of ``x`` by the reference; stochastic formats with one seed for all."""
+    fmt = parse(spec)
+    if not fmt.quantized:
+        return Operand(x.contiguous(), None, None, spec, dim, offsets)
+    level = grouped.grouped_amax.reference(x, offsets, [spec], [dim])[0] if fmt.needs_amax else None
+    if fmt.scale_rule == "given":
+        level = torch.arange(1.0, offsets.numel())
+    made = grouped.grouped_cast.reference(x, offsets, [level], None, [spec], [dim], [k_major(spec)])
+    return Operand(*made[:2], level if fmt.scale_rule == "two_level" else None, spec, dim, offsets)
+
+
+def integers(rows: int, cols: int, offsets: Tensor, spec: str, dim: int) -> Operand:
+    """Integers up to 3 under scales of random powers of two, everywhere: in rows that are no group's, too."""
+    fmt, groups = parse(spec), offsets.numel() - 1
+    if not fmt.quantized:
+        return Operand(torch.randint(-3, 4, (rows, cols)).bfloat16(), None, None, spec, dim, offsets)
+    shape = layout.code_shape(fmt, dim, rows, cols, groups)
+    values = torch.randint(-3, 4, shape).float()
+    codes = fmt.encoding.encode(values)
+    if fmt.packed:
+        codes = codes | fmt.encoding.encode(torch.randint(-3, 4, shape).float()) << 4
+        if dim == ROWWISE and cols % 2:
+            codes[:, -1] &= 0xF
+        for group, (first, end) in enumerate(pairwise(offsets.tolist() if dim == COLUMNWISE else [])):
+            place = layout.code_rows(fmt, dim, first, end - first, group)
+            if (end - first) % 2 and fmt.transform == "none":
+                codes[place.stop - 1] &= 0xF
+    if dim == COLUMNWISE and k_major(spec):
+        codes = codes.t().contiguous().t()
+    exponents = torch.randint(-2, 3, layout.scale_shape(fmt, dim, rows, cols, groups))
+    scales = torch.exp2(exponents.float())
+    if fmt.scale_rule == "e8m0":
+        scales = (exponents + 127).to(torch.uint8)
+    elif fmt.scale_rule == "two_level":
+        scales = scales.to(torch.float8_e4m3fn).view(torch.uint8)
+        return Operand(
+            codes, scales, torch.rand(layout.amax_shape(fmt, dim, rows, cols, groups)) + 1, spec, dim, offsets
+        )
+    return Operand(codes, scales, None, spec, dim, offsets)
+
+
+def values(operand: Operand, group: int, cols: int) -> Tensor:
+    """What a group's codes stand for, float64 [rows, cols]; rotated, and of whole groups of 16, where they are."""
+    codes, scale_inv, amax, spec, dim, offsets = operand
+    fmt, (first, end) = parse(spec), offsets[group : group + 2].tolist()
+    rows = end - first
+    if scale_inv is None:
+        return codes[first:end].double()
+    level = None if amax is None else amax[layout.amax_rows(fmt, dim, first, rows, group)].reshape(-1)
+    scales = scale_inv[layout.scale_rows(fmt, dim, first, rows, group)]
+    found = codes[layout.code_rows(fmt, dim, first, rows, group)]
+    if fmt.transform == "hadamard16":
+        rows, fmt = hadamard.padded(rows), parse(spec.replace("/hadamard16", ""))
+    scales = scales.reshape(scale_shape(fmt, dim, rows, cols))
+    return reference.dequantize(found, scales, level, fmt, dim, rows, cols).double()
+
+
+def poisoned(operand: Operand) -> Operand:
+    """The same with NaN, or codes and scales of all ones, in memory that is no group's."""
+    codes, scale_inv, amax, spec, dim, offsets = operand
+    fmt, known = parse(spec), offsets.tolist()
+    owned = [(first, end - first, group) for group, (first, end) in enumerate(pairwise(known))]
+
+    def poison(x: Tensor, places: list[slice]) -> Tensor:
+        free = torch.ones(x.shape[0], dtype=torch.bool)
+        for place in places:
+            free[place] = False
+        x = x.clone()  # keeps strides
+        x[free] = torch.nan if x.is_floating_point() else 0xFF
+        return x
+
+    if scale_inv is None:
+        return operand._replace(codes=poison(codes, [slice(first, first + rows) for first, rows, _ in owned]))
+    return operand._replace(
+        codes=poison(codes, [layout.code_rows(fmt, dim, *each) for each in owned]),
+        scale_inv=poison(scale_inv, [layout.scale_rows(fmt, dim, *each) for each in owned]),
+        amax=None if amax is None else poison(amax, [layout.amax_rows(fmt, dim, *each) for each in owned]),
+    )
+
+
+def alone(x: Operand, group: int, cols: int) -> Operand:
+    """A group's part as the only group of an operand."""
+    codes, scale_inv, amax, spec, dim, offsets = x
+    fmt, (first, end) = parse(spec), offsets[group : group + 2].tolist()
+    rows, own = end - first, offsets_of((end - first,))
+    if scale_inv is None:
+        return Operand(codes[first:end].contiguous(), None, None, spec, dim, own)
+
+    def place(tensor: Tensor, shape: tuple[int, ...], source: slice) -> Tensor:
+        target = tensor.new_zeros(shape)
+        if target.dim() == 2 and tensor.stride(1) != 1:
+            target = target.t().contiguous().t()
+        taken = tensor[source]
+        target[: taken.shape[0]] = taken
+        return target
+
+    of_group = fmt, dim, first, rows, group
+    whole = fmt, dim, rows, cols, 1
+    return Operand(
+        place(codes, layout.code_shape(*whole), layout.code_rows(*of_group)),
+        place(scale_inv, layout.scale_shape(*whole), layout.scale_rows(*of_group)),
+        None if amax is None else place(amax, layout.amax_shape(*whole), layout.amax_rows(*of_group)),
+        spec, dim, own,
+    )  # fmt: skip
