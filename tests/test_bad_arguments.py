@@ -78,19 +78,20 @@ NAMES: dict[str, str] = {
         "fp8_format fp4_format x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim fp8_gemm_fprop "
         "fp8_gemm_dgrad fp8_gemm_wgrad nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
         "quantization_alignment tensor_type row_format columnwise_source logits target hidden weight t freqs "
-        "quantizer shards group part x w dy out_dtype betas rows xs params"
+        "quantizer shards group part x w dy out_dtype betas rows xs params "
+        "indices routing y"
     ),
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
         "hidden_size ffn_hidden_size num_attention_heads num_embeddings embedding_dim tp_size dim "
-        "normalized_shape amax_history_len num_gemms"
+        "normalized_shape amax_history_len num_gemms num_experts"
     ),
     "size?": "kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes",
     "count": "in_features out_features block smallest max_seq_len offset",
     "count?": "layer_number",
     "int": "ignore_index",
     "small int": "margin",
-    "at least 0": "eps layernorm_epsilon qk_norm_eps amax_epsilon lr weight_decay",
+    "at least 0": ("eps layernorm_epsilon qk_norm_eps amax_epsilon lr weight_decay"),
     "above 0": "rotary_base block_scale_max",
     "above 0?": "softmax_scale softcap seq_len_interpolation_factor",
     "fraction": "attention_dropout hidden_dropout label_smoothing",
@@ -103,7 +104,7 @@ NAMES: dict[str, str] = {
         "recipe device dtype params_dtype parallel_mode parameters_split tp_group tp_mesh fused_parts "
         "activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy offload_policy "
         "ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
-        "noop_flag into out amaxes scale rng rngs scales rows_per_rank"
+        "noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities"
     ),
     "mapping": "state",
     "iterable": "rules",
@@ -137,7 +138,7 @@ EXTRA: dict[str, set[str]] = {
     "check": {"text"},  # of a collective: what errors call it
 }
 # Values that functions of ours give, which nobody makes; what goes on to another library as it is.
-VALUES_OF_OURS = {"ConversionReport", "Operand", "Quantized", "QuantizedTensor", "Recipe", "Group", "Gemm"}
+VALUES_OF_OURS = {"ConversionReport", "Operand", "Quantized", "QuantizedTensor", "Recipe", "Group", "Gemm", "Routing"}
 FREE = {"args", "kwargs", "options", "reshard_after_forward"}
 
 
@@ -148,6 +149,8 @@ def _needed() -> dict[str, dict[str, Any]]:
     q = minifloat.Quantizer(fmt)
     x, group = torch.ones(4, 8), minifloat.distributed.Group()
     operands, shards = q(x), minifloat.distributed.ShardMap((4,))
+    indices = torch.zeros(4, 2, dtype=torch.int64)
+    routing = minifloat.functional.sort_by_expert(indices, 3)
     gather = {"shards": shards, "group": group, "rowwise": True, "columnwise": True}
     of_model = {"model": model}
     adam = torch.optim.AdamW([weight])
@@ -200,6 +203,9 @@ def _needed() -> dict[str, dict[str, Any]]:
         "fprop": {"x": operands, "w": operands, "out_dtype": torch.float32},
         "dgrad": {"dy": q(x.t().contiguous()), "w": operands, "out_dtype": torch.float32},
         "wgrad": {"dy": operands, "x": operands, "out_dtype": torch.float32},
+        "sort_by_expert": {"indices": indices, "num_experts": 3},
+        "permute": {"x": x, "routing": routing},
+        "unpermute": {"y": torch.ones(8, 8), "routing": routing},
         "forward": {"max_seq_len": 4},
     }
 

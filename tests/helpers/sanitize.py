@@ -40,6 +40,7 @@ from minifloat.ops.launch import Kernel, count_launches
 from minifloat.ops.matmul.spread import Scales, finish, spread
 from minifloat.ops.matmul.transpose import k_major_copy
 from minifloat.ops.norm import NORMALIZATIONS, backward, cast, forward
+from minifloat.ops.permute import kernels as permutation
 from minifloat.ops.quantize import amax_shape, decode, empty_cast, gpu, pipeline
 from minifloat.quantizer import cast_all
 from minifloat.recipe import QuantizerRole, named
@@ -241,6 +242,22 @@ def produced_blocks(device: torch.device) -> None:
                 cast.norm_cast(x, gamma, gamma, *options, dy if dtype == BF16 else None)
 
 
+def permutations(device: torch.device) -> None:
+    """Tokens to rows and back, some of which are dropped; a row of several chunks, too."""
+    cases: list[tuple[int, int, int, torch.dtype]] = [
+        (0, 2, 16, BF16), (33, 3, 144, BF16), (37, 2, 99, FP32), (5, 1, 1040, BF16), (9, 2, 48, torch.float64)
+    ]  # fmt: skip
+    for tokens, k, columns, dtype in cases:
+        rows = torch.randperm(tokens * k, dtype=torch.int32).view(tokens, k).to(device)
+        of = rows, torch.tensor([0, tokens, max(tokens * k - 2, 0)], dtype=torch.int32).to(device)
+        x, y = matrix((tokens, columns), dtype, device), matrix((tokens * k, columns), dtype, device)
+        p = matrix((tokens, k), torch.promote_types(dtype, FP32), device)
+        for probabilities in (p, None):
+            permutation.permute(x, probabilities, *of)
+            permutation.unpermute(y, probabilities, *of)
+        permutation.unpermute_backward(x, y, p, *of)
+
+
 def replays(device: torch.device) -> None:
     """Casts of a layer's tensors, recorded, then replayed by address with others; on a CPU by the reference."""
     replay = pipeline.Recording.replay
@@ -267,6 +284,7 @@ GROUPS: dict[str, Group] = {
     **{f"norm {name}": partial(norms, name) for name in NORMALIZATIONS},
     **{f"activation {name}": partial(activations, name) for name in NAMES},
     "norm and activation in blocks": produced_blocks,
+    "permutation": permutations,
     "replay": replays,
 }
 

@@ -1,0 +1,160 @@
+"""Tokens sorted by the experts that they go to, and back: around the grouped linears of a mixture of experts.
+
+Nothing is dropped but what the indices drop, and the host waits for nothing: the number of rows is always T k, and how
+many of them each expert has is known to the device alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minifloat.arguments import Size, checked, shown
+from minifloat.functional.autograd import guarded
+from minifloat.ops.permute import permute_rows, unpermute_rows, unpermute_rows_backward
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class Routing(NamedTuple):
+    """Where the k choices (slots) of each of T tokens go: :func:`sort_by_expert` makes it. Rows are sorted by expert.
+
+    Attributes:
+        order: int32 [T k], the slot of each row, ``token * k + choice``: a permutation.
+        inverse: int32 [T, k], the row of each slot.
+        counts: int32 [E], how many rows each expert has.
+        offsets: int32 [E + 1], the first row of each expert, and then the number of rows of all experts. Later rows are
+            those of dropped slots.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    counts: Tensor
+    offsets: Tensor
+
+
+@checked
+def sort_by_expert(indices: Tensor, num_experts: Size) -> Routing:
+    """The order in which slots of one expert follow each other, tokens in their own order inside of each.
+
+    Args:
+        indices: int [T, k]: the experts of each token. What is not 0 to E - 1, such as -1, is a dropped slot: it comes
+            after all experts and is not counted, :func:`permute` gives it a row of zeros, :func:`unpermute` adds none.
+        num_experts: E.
+
+    Raises:
+        TypeError, ValueError: the arguments are no such.
+    """
+    if indices.dim() != 2 or indices.shape[1] == 0 or indices.dtype not in _INTEGERS:
+        raise ValueError(f"sort_by_expert: indices is {shown(indices)}; a tensor of signed integers [T, k] is needed")
+    flat = indices.reshape(-1)
+    flat = flat.masked_fill((flat < 0) | (flat >= num_experts), num_experts)
+    keys = flat.to(torch.int16 if num_experts < 2**15 else torch.int32)  # the fewer bits, the faster is a radix sort
+    keys, order = torch.sort(keys, stable=True)
+    rows = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
+    inverse = torch.empty_like(rows).scatter_(0, order, rows)
+    experts = torch.arange(num_experts + 1, dtype=keys.dtype, device=keys.device)
+    offsets = torch.searchsorted(keys, experts, out_int32=True)
+    return Routing(order.to(torch.int32), inverse.view(indices.shape), offsets.diff(), offsets)
+
+
+@checked
+def permute(x: Tensor, routing: Routing) -> Tensor:
+    """Tokens ``x`` [T, H] as rows [T k, H] sorted by expert; the rows after those of all experts are 0.
+
+    The gradient of a token is the sum over its k rows, in the order of its slots, in fp32, rounded once.
+
+    Raises:
+        TypeError, ValueError: ``x`` is not [T, H] of bf16, fp16, fp32 or fp64.
+    """
+    _check_rows("permute", "x", x, routing.inverse.shape[0], "T")
+    y: Tensor = PermuteFunction.apply(x, routing.inverse, routing.offsets)  # type: ignore[no-untyped-call]
+    return y
+
+
+@checked
+def unpermute(y: Tensor, routing: Routing, probabilities: Tensor | None = None) -> Tensor:
+    """Rows ``y`` [T k, H] as tokens [T, H]: the sum of the k rows of each, times their probabilities if there are any.
+
+    Products and sums are of fp32, in the order of the slots, and rounded once; so are the gradients, which are 0 for
+    dropped slots, whatever ``y`` is there. Those of probabilities are computed and returned in fp32.
+
+    Args:
+        probabilities: [T, k], any floating-point dtype; fp32 as a router gives them.
+
+    Raises:
+        TypeError, ValueError: ``y`` is not [T k, H] of bf16, fp16, fp32 or fp64, or ``probabilities`` not [T, k].
+    """
+    _check_rows("unpermute", "y", y, routing.order.shape[0], "T k")
+    if probabilities is None:
+        x: Tensor = UnpermuteFunction.apply(y, routing.inverse, routing.offsets)  # type: ignore[no-untyped-call]
+        return x
+    if probabilities.shape != routing.inverse.shape or not probabilities.is_floating_point():
+        raise ValueError(
+            f"unpermute: probabilities is {shown(probabilities)}; the routing is of {tuple(routing.inverse.shape)}, "
+            "[T, k], and needs floating-point numbers of that shape"
+        )
+    weights = probabilities.to(torch.promote_types(y.dtype, torch.float32))
+    weighted: Tensor = WeightedUnpermuteFunction.apply(  # type: ignore[no-untyped-call]
+        y, weights, routing.inverse, routing.offsets
+    )
+    return weighted
+
+
+def _check_rows(function: str, name: str, x: Tensor, rows: int, symbol: str) -> None:
+    if x.dim() != 2 or x.shape[0] != rows:
+        raise ValueError(
+            f"{function}: {name} is {shown(x)}; [{symbol}, H] is needed, and {symbol} is {rows} for this routing"
+        )
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{function}: {name} is of {x.dtype}; bf16, fp16, fp32 and fp64 are supported")
+
+
+class PermuteFunction(torch.autograd.Function):
+    """Keeps the routing alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse, offsets)
+        return permute_rows(x, None, inverse, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return unpermute_rows(dy, None, *ctx.saved_tensors), None, None
+
+
+class UnpermuteFunction(torch.autograd.Function):
+    """Keeps the routing alone."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse, offsets)
+        return unpermute_rows(y, None, inverse, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return permute_rows(dx, None, *ctx.saved_tensors), None, None
+
+
+class WeightedUnpermuteFunction(torch.autograd.Function):
+    """Keeps the routing and the probabilities, and ``y`` if these need a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, probabilities: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
+        kept = (guarded(y),) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(guarded(probabilities), inverse, offsets, *kept)
+        return unpermute_rows(y, probabilities, inverse, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, inverse, offsets, *kept = ctx.saved_tensors
+        if not kept:
+            return permute_rows(dx, probabilities, inverse, offsets), None, None, None
+        return *unpermute_rows_backward(dx, kept[0], probabilities, inverse, offsets), None, None
