@@ -68,7 +68,7 @@ NAMES: dict[str, str] = {
         "disable_stochastic_rounding disable_2d_quantization row_scaled_activation fast_accum "
         "enable_2d_quantization use_f32_scales use_power_2_scales scales_agree use_reentrant "
         "use_split_accumulator power_2_scale random_hadamard_transform stochastic_rounding "
-        "fp4_2d_quantization accumulate"
+        "fp4_2d_quantization accumulate score_before_top_k normalize_top_k"
     ),
     "object": (
         "fp8_dpa fp8_mha rotary_percent model module optimizer normalization activation attention_type "
@@ -79,20 +79,23 @@ NAMES: dict[str, str] = {
         "fp8_gemm_dgrad fp8_gemm_wgrad nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
         "quantization_alignment tensor_type row_format columnwise_source logits target hidden weight t freqs "
         "quantizer shards group part x w dy out_dtype betas rows xs params "
-        "indices routing y"
+        "indices routing y score_function"
     ),
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
         "hidden_size ffn_hidden_size num_attention_heads num_embeddings embedding_dim tp_size dim "
-        "normalized_shape amax_history_len num_gemms num_experts"
+        "normalized_shape amax_history_len num_gemms num_experts top_k"
     ),
-    "size?": "kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes",
+    "size?": "kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes num_groups group_top_k",
     "count": "in_features out_features block smallest max_seq_len offset",
     "count?": "layer_number",
     "int": "ignore_index",
     "small int": "margin",
-    "at least 0": ("eps layernorm_epsilon qk_norm_eps amax_epsilon lr weight_decay"),
-    "above 0": "rotary_base block_scale_max",
+    "at least 0": (
+        "eps layernorm_epsilon qk_norm_eps amax_epsilon lr weight_decay aux_loss_coefficient z_loss_coefficient"
+    ),
+    "at least 0?": "expert_bias_rate",
+    "above 0": "rotary_base block_scale_max scaling_factor",
     "above 0?": "softmax_scale softcap seq_len_interpolation_factor",
     "fraction": "attention_dropout hidden_dropout label_smoothing",
     "at least 0, or inf": "max_norm",
@@ -104,7 +107,7 @@ NAMES: dict[str, str] = {
         "recipe device dtype params_dtype parallel_mode parameters_split tp_group tp_mesh fused_parts "
         "activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy offload_policy "
         "ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
-        "noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities"
+        "noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
     ),
     "mapping": "state",
     "iterable": "rules",
@@ -122,6 +125,7 @@ OTHERS: dict[str, str] = {
     "fprop.bias": "object?",
     "DotProductAttention.kv_channels": "size",
     "set_tensor_parallel_group.tp_group": "object",
+    "update_expert_bias.group": "object?",
 }
 EXTRA: dict[str, set[str]] = {
     "QuantizerRole.tensor_type": NOTHING,
@@ -168,6 +172,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "TransformerLayer": {"hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2},
         "Quantizer": {"row_format": fmt},
         "RotaryPositionEmbedding": {"dim": 4},
+        "TopKRouter": {"hidden_size": 4, "num_experts": 8, "top_k": 2},
         "VocabParallelEmbedding": {"num_embeddings": 4, "embedding_dim": 4},
         "apply_rotary_pos_emb": {"t": torch.ones(2, 1, 1, 4), "freqs": torch.ones(2, 1, 1, 4)},
         "cast_all": {"xs": [x], "quantizers": [q]},
@@ -206,6 +211,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "sort_by_expert": {"indices": indices, "num_experts": 3},
         "permute": {"x": x, "routing": routing},
         "unpermute": {"y": torch.ones(8, 8), "routing": routing},
+        "update_expert_bias": {},
         "forward": {"max_seq_len": 4},
     }
 
@@ -222,6 +228,8 @@ def _public() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "QParams", minifloat.recipe.QParams
     yield "forward", minifloat.RotaryPositionEmbedding(4).forward
     yield "set_tensor_parallel_group", layer.set_tensor_parallel_group
+    router = minifloat.TopKRouter(4, 8, 2, expert_bias_rate=0.1)
+    yield "update_expert_bias", router.update_expert_bias
     yield "hooks", layer.register_wgrad_accumulation_and_reduce_hooks
 
 

@@ -44,6 +44,7 @@ PUBLIC = [
     "RMSNorm",
     "Recipe",
     "RotaryPositionEmbedding",
+    "TopKRouter",
     "TransformerLayer",
     "VocabParallelEmbedding",
     "apply_rotary_pos_emb",

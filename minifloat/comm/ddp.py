@@ -17,16 +17,20 @@ def running() -> DistributedDataParallel | None:
 
 
 def history_names(module: nn.Module) -> set[str]:
-    """What the buffers of delayed scaling below ``module`` are called, those of a first forward to come included."""
+    """What the buffers below ``module`` are called that each rank fills: delayed scaling's, and the counts of routers.
+
+    Those of a first forward to come are included.
+    """
     buffers = [f"{way}_scaling.{name}" for way in ("forward", "backward") for name in ("scale", "amax_history")]
+    buffers.append("expert_counts")
     return {f"{layer}.{buffer}".lstrip(".") for layer, _ in module.named_modules() for buffer in buffers}
 
 
 def keep_histories() -> None:
-    """Lets the wrapper leave delayed scaling's buffers alone from here on.
+    """Lets the wrapper leave the buffers of :func:`history_names` alone from here on.
 
-    It broadcasts buffers before each forward, and would put the first rank's amaxes in the place of those that the
-    others have measured and not agreed on yet.
+    It broadcasts buffers before each forward, and would put the first rank's amaxes or counts in the place of those
+    that the others have measured and not agreed on yet.
     """
     wrapper = None if torch.compiler.is_compiling() else running()
     if wrapper is not None and not hasattr(wrapper, _KEEPS):

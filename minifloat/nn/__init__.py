@@ -11,6 +11,7 @@ from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.nn.parameters import quantized_model_init
 from minifloat.nn.prepare import prepare
 from minifloat.nn.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from minifloat.nn.router import TopKRouter
 from minifloat.nn.transformer_layer import TransformerLayer
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "TopKRouter",
     "TransformerLayer",
     "VocabParallelEmbedding",
     "apply_rotary_pos_emb",

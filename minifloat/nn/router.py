@@ -1,0 +1,292 @@
+"""``TopKRouter``: which experts of a mixture each token goes to, and with which probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
+from minifloat.comm import ddp
+from minifloat.comm.collectives import all_reduce
+from minifloat.comm.group import Group
+from minifloat.functional.autograd import autocast_dtype, autocast_off
+from minifloat.functional.router import (
+    ScoreFunction,
+    Selection,
+    choose_experts,
+    count_experts,
+    load_balancing_loss,
+    z_loss,
+)
+from minifloat.nn.inputs import check_meta, check_tensor
+from minifloat.nn.parameters import InitMethod, initialize, one_dtype
+from minifloat.recompute import recomputes
+
+
+class RouterOutput(NamedTuple):
+    """What a router gives for T tokens.
+
+    Attributes:
+        probabilities: [T, k], fp32.
+        indices: int64 [T, k]: the experts of each token, the one of the largest score first; -1 for masked tokens.
+        loss: fp32, to be added to the model's: the auxiliary losses times their coefficients.
+    """
+
+    probabilities: Tensor
+    indices: Tensor
+    loss: Tensor
+
+
+class TopKRouter(nn.Module):
+    """Chooses k of E experts for each token, by a linear from H features to a logit of each expert.
+
+    =====================  ==============  ==================  ===============  ========================================
+    routers of             score_function  score_before_top_k  normalize_top_k  more
+    =====================  ==============  ==================  ===============  ========================================
+    Mixtral                softmax         True                True
+    Qwen3-MoE              softmax         True                its option
+    gpt-oss                softmax         False               False            ``bias=True, logits_dtype=None``
+    DeepSeek-V3            sigmoid         True                True             ``num_groups``, ``group_top_k``,
+                                                                                ``scaling_factor``, ``expert_bias_rate``
+    =====================  ==============  ==================  ===============  ========================================
+
+    Scores are computed in fp32. Of equal ones the first experts are chosen. Gradients flow through the probabilities
+    and the loss.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        top_k: k.
+        score_function: what makes scores of logits.
+        score_before_top_k: of the logits of all E experts, by whose scores k are chosen; False: k are chosen by their
+            logits, and the score function is of these alone.
+        normalize_top_k: the probabilities of a token are divided by their sum.
+        num_groups, group_top_k: experts are in ``num_groups`` equal groups, in their order, and are chosen within the
+            ``group_top_k`` whose two best scores have the largest sum.
+        scaling_factor: what probabilities are multiplied by at last.
+        aux_loss_coefficient: of the load balancing loss ``E sum_e f_e P_e``: f_e is the part of all choices that expert
+            e is, P_e the mean of its share in the scores of a token.
+        z_loss_coefficient: of the mean of ``logsumexp(logits)^2``.
+        expert_bias_rate: balance without a loss (DeepSeek-V3): the buffer ``expert_bias``, fp32 [E], is added to the
+            scores for the choice alone, and each :meth:`update_expert_bias` changes it by as much. None: no bias.
+        bias: the linear has a bias [E].
+        logits_dtype: in which the linear multiplies; None: the dtype of the input, or of ``torch.autocast``.
+        init_method: fills the weight [E, H] in place; default: as ``nn.Linear``. The bias starts at 0.
+        params_dtype, dtype: of weight and bias, two names of one; PyTorch's default if None.
+        device: ``"meta"`` makes no memory; ``to_empty`` and ``reset_parameters`` do later.
+
+    Raises:
+        ValueError: more experts are to be chosen than there are, groups are not equal, or arguments contradict.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    expert_bias: Tensor | None
+    expert_counts: Tensor | None
+
+    @checked
+    def __init__(
+        self,
+        hidden_size: Size,
+        num_experts: Size,
+        top_k: Size,
+        *,
+        score_function: ScoreFunction = "softmax",
+        score_before_top_k: bool = True,
+        normalize_top_k: bool = False,
+        num_groups: Size | None = None,
+        group_top_k: Size | None = None,
+        scaling_factor: PositiveFloat = 1.0,
+        aux_loss_coefficient: NonNegativeFloat = 0.0,
+        z_loss_coefficient: NonNegativeFloat = 0.0,
+        expert_bias_rate: NonNegativeFloat | None = None,
+        bias: bool = False,
+        logits_dtype: FloatDtype | None = torch.float32,
+        init_method: InitMethod | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+        self.selection = Selection(
+            top_k,
+            score_function,
+            score_before_top_k,
+            normalize_top_k,
+            num_groups or 1,
+            group_top_k or 1,
+            scaling_factor,
+        )
+        self._check(num_groups, group_top_k)
+        self.aux_loss_coefficient, self.z_loss_coefficient = aux_loss_coefficient, z_loss_coefficient
+        self.expert_bias_rate, self.logits_dtype, self.init_method = expert_bias_rate, logits_dtype, init_method
+        dtype = one_dtype(self._label, dtype, params_dtype)
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
+        has_bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", has_bias)
+        biased = expert_bias_rate is not None
+        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if biased else None
+        self.register_buffer("expert_bias", zeros)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=device) if biased else None
+        self.register_buffer("expert_counts", counts, persistent=False)
+        self.reset_parameters()
+
+    def _check(self, num_groups: int | None, group_top_k: int | None) -> None:
+        """Arguments that depend on each other."""
+        how, experts = self.selection, self.num_experts
+        if how.top_k > experts:
+            raise ValueError(f"{self._label}: top_k is {how.top_k}, and there are {experts} experts to choose from")
+        if (num_groups is None) != (group_top_k is None):
+            raise ValueError(
+                f"{self._label}: num_groups is {num_groups} and group_top_k {group_top_k}; give both or neither"
+            )
+        if experts % how.num_groups or how.group_top_k > how.num_groups:
+            raise ValueError(
+                f"{self._label}: num_groups is {how.num_groups} and group_top_k {how.group_top_k}; groups of {experts} "
+                "experts must be equal, and group_top_k at most their number"
+            )
+        if how.top_k > (among := experts // how.num_groups * how.group_top_k):
+            raise ValueError(
+                f"{self._label}: top_k is {how.top_k}, and the {how.group_top_k} of {how.num_groups} groups that "
+                f"group_top_k and num_groups choose have {among} experts; choose more groups"
+            )
+        if how.normalize_top_k and how.score_function == "softmax" and not how.score_before_top_k:
+            raise ValueError(
+                f"{self._label}: normalize_top_k is True, and the softmax after the choice sums up to 1 already; leave "
+                "it out, or use score_before_top_k=True"
+            )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the weight anew, and sets the bias, the bias of the choice and its counts to 0."""
+        initialize(self.weight, self.init_method)
+        for each in (self.bias, self.expert_bias, self.expert_counts):
+            if each is not None:
+                each.zero_()
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> RouterOutput:
+        """The experts of the T tokens of ``x`` [..., H], in their order.
+
+        While it trains, a router with a bias of the choice counts how often each expert is chosen.
+
+        Args:
+            token_mask: bool [...], False for tokens, such as padding, that go nowhere: their indices are -1, their
+                probabilities 0, and neither counts nor the loss know of them.
+
+        Raises:
+            TypeError, ValueError: ``x`` or ``token_mask`` is no such tensor.
+        """
+        check_tensor(x, self)
+        check_meta(x, self, self._parameters.get("weight"))
+        mask = self._checked_mask(x, token_mask)
+        dtype = autocast_dtype(x) if self.logits_dtype is None else self.logits_dtype
+        with autocast_off(x):
+            logits = self._logits(x, dtype)
+            probabilities, indices, scores = choose_experts(logits, self.selection, self.expert_bias)
+            if mask is not None:
+                indices = indices.masked_fill(~mask[:, None], -1)
+                probabilities = torch.where(mask[:, None], probabilities, 0.0)
+            counting = self._counting()
+            loss = logits.new_zeros(())
+            if counting or self.aux_loss_coefficient or self.z_loss_coefficient:
+                counts = count_experts(indices, self.num_experts)
+            if self.aux_loss_coefficient:
+                balance = load_balancing_loss(scores, counts, self.selection, mask)
+                loss = loss + self.aux_loss_coefficient * balance
+            if self.z_loss_coefficient:
+                loss = loss + self.z_loss_coefficient * z_loss(logits, counts, self.selection, mask)
+            if counting and self.expert_counts is not None:
+                self.expert_counts.add_(counts)
+        return RouterOutput(probabilities, indices, loss)
+
+    def _checked_mask(self, x: Tensor, token_mask: Tensor | None) -> Tensor | None:
+        """The mask as [T]; raises unless it and ``x`` fit."""
+        if x.dim() == 0 or x.shape[-1] != self.hidden_size or not x.is_floating_point():
+            raise ValueError(
+                f"{self._label}: input is {shown(x)}; floating-point numbers [..., {self.hidden_size}] are needed"
+            )
+        if token_mask is None:
+            return None
+        check_tensor(token_mask, self, "token_mask")
+        if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{self._label}: token_mask is {shown(token_mask)}; bools of shape {tuple(x.shape[:-1])} are needed, "
+                "True for each token that goes to experts"
+            )
+        return token_mask.reshape(-1)
+
+    def _logits(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, E], multiplied in ``dtype``, in fp32 or fp64."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(x.reshape(-1, self.hidden_size).to(dtype), self.weight.to(dtype), bias)
+        return logits.to(torch.promote_types(dtype, torch.float32))
+
+    def _counting(self) -> bool:
+        """Whether this forward's choices are counted: a recomputation's were, by the forward that it repeats."""
+        if self.expert_counts is None or not self.training or recomputes():
+            return False
+        ddp.keep_histories()
+        return True
+
+    @checked
+    @torch.no_grad()
+    def update_expert_bias(self, group: Group | ProcessGroup | DeviceMesh | None = None) -> None:
+        """Ends a step: raises the bias of experts that were chosen less often than the mean, and lowers that of others.
+
+        By ``expert_bias_rate``; those at the mean keep theirs. What was counted since the last call is forgotten.
+
+        Args:
+            group: counts are summed over its ranks, all of which must call this.
+
+        Raises:
+            ValueError: there is no bias.
+        """
+        if self.expert_bias is None or self.expert_counts is None:
+            raise ValueError(f"{self._label}: there is no expert_bias to update; make it with expert_bias_rate")
+        assert self.expert_bias_rate is not None
+        counts = all_reduce(self.expert_counts, Group.of(group))
+        missing = counts.sum() - self.num_experts * counts  # of integers, exact
+        self.expert_bias.add_(missing.sign().to(torch.float32), alpha=self.expert_bias_rate)
+        self.expert_counts.zero_()
+
+    # ---- buffers that keep their dtypes ----
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before, device = self.expert_bias, self.weight.device
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = before.to(self.expert_bias.device)
+        if device.type == "meta" and not self.weight.is_meta:
+            for each in (self.expert_bias, self.expert_counts):
+                if each is not None:
+                    each.zero_()  # to_empty has given it memory that nothing was written to
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        saved = state_dict.get(f"{prefix}expert_bias")
+        if isinstance(saved, Tensor) and saved.is_floating_point():
+            state_dict[f"{prefix}expert_bias"] = saved.float()  # or assign=True would take another dtype
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        bias, counts = self.expert_bias, self.expert_counts
+        if bias is not None and counts is not None and counts.is_meta and not bias.is_meta:
+            self.expert_counts = torch.zeros_like(counts, device=bias.device)
+
+    @property
+    def _label(self) -> str:
+        """What errors call the layer."""
+        return f"TopKRouter({self.hidden_size}, {self.num_experts}, {self.top_k})"
+
+    def extra_repr(self) -> str:
+        how = self.selection
+        parts = [f"{self.hidden_size}, {self.num_experts}, top_k={how.top_k}, score_function={how.score_function!r}"]
+        parts += ["score_before_top_k=False"] * (not how.score_before_top_k)
+        parts += ["normalize_top_k=True"] * how.normalize_top_k
+        parts += [f"num_groups={how.num_groups}, group_top_k={how.group_top_k}"] * (how.num_groups > 1)
+        return ", ".join(parts)

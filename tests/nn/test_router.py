@@ -1,0 +1,521 @@
+"""TopKRouter: against a loop over Python's numbers and the routers of transformers; losses, balance, state, ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import minifloat
+from minifloat.functional import sort_by_expert
+from minifloat.nn import TopKRouter
+from minifloat.parallel.ddp import data_parallel
+from tests.helpers.distributed_pool import Pools, process_group
+
+H = 12
+LOSSES: dict[str, Any] = {"aux_loss_coefficient": 0.25, "z_loss_coefficient": 0.125}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax, normalized": {"normalize_top_k": True},
+    "softmax of the chosen": {"score_before_top_k": False, "bias": True},
+    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 2.5},
+    "sigmoid, normalized": {"score_function": "sigmoid", "normalize_top_k": True, "expert_bias_rate": 0.5},
+    "sigmoid of the chosen": {"score_function": "sigmoid", "score_before_top_k": False},
+    "groups": {"num_groups": 4, "group_top_k": 2, "expert_bias_rate": 0.5},
+    "groups, sigmoid": {
+        "num_groups": 2, "group_top_k": 1, "score_function": "sigmoid", "normalize_top_k": True, "scaling_factor": 1.5
+    },
+}  # fmt: skip
+FOR_EACH_OPTION = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
+
+
+def made(experts: int = 8, k: int = 2, device: torch.device | str = "cpu", **options: Any) -> TopKRouter:
+    """A router whose parameters and buffers are nowhere 0."""
+    router = TopKRouter(H, experts, k, **options)
+    with torch.no_grad():
+        for each in (router.weight, router.bias, router.expert_bias):
+            if each is not None:
+                each.normal_()
+    return router.to(device)
+
+
+# ---- a router of Python's numbers ----
+
+
+def softmax(values: list[float]) -> list[float]:
+    exps = [math.exp(value - max(values)) for value in values]
+    return [each / sum(exps) for each in exps]
+
+
+def sigmoid(values: list[float]) -> list[float]:
+    return [1 / (1 + math.exp(-value)) for value in values]
+
+
+def best(values: list[float], k: int, among: list[int]) -> list[int]:
+    return sorted(among, key=lambda i: (-values[i], i))[:k]
+
+
+def route_one(logits: list[float], router: TopKRouter) -> tuple[list[int], list[float], list[float]]:
+    """Experts, probabilities and shares of a token, from its logits."""
+    how, experts = router.selection, list(range(router.num_experts))
+    function = softmax if how.score_function == "softmax" else sigmoid
+    scores = function(logits) if how.score_before_top_k else logits
+    bias = [0.0] * len(logits) if router.expert_bias is None else router.expert_bias.tolist()
+    biased = [a + b for a, b in zip(scores, bias, strict=True)]
+    size = len(experts) // how.num_groups
+    groups = [experts[first : first + size] for first in experts[::size]]
+    sums = [sum(sorted((biased[e] for e in group), reverse=True)[:2]) for group in groups]
+    chosen_groups = best(sums, how.group_top_k, list(range(len(groups))))
+    chosen = best(biased, how.top_k, [e for g in chosen_groups for e in groups[g]])
+    values = [scores[e] for e in chosen]
+    values = values if how.score_before_top_k else function(values)
+    if how.normalize_top_k:
+        values = [value / sum(values) for value in values]
+    of_all = function(logits)
+    return chosen, [value * how.scaling_factor for value in values], [each / sum(of_all) for each in of_all]
+
+
+def losses(logits: list[list[float]], router: TopKRouter) -> tuple[float, float]:
+    """Load balancing, z."""
+    routed = [route_one(each, router) for each in logits]
+    balance = 0.0
+    for expert in range(router.num_experts):
+        used = sum(chosen.count(expert) for chosen, _, _ in routed) / (len(logits) * router.top_k)
+        share = sum(shares[expert] for _, _, shares in routed) / len(logits)
+        balance += router.num_experts * used * share
+    z = sum(math.log(sum(map(math.exp, each))) ** 2 for each in logits) / len(logits)
+    return balance, z
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@FOR_EACH_OPTION
+def test_against_a_loop(options: dict[str, Any], k: int, device: torch.device) -> None:
+    router = made(8, k, device, **options, **LOSSES)
+    x = torch.randn(3, 7, H, device=device)
+    got = router(x)
+    assert got.probabilities.shape == got.indices.shape == (21, k)
+    assert got.probabilities.dtype == got.loss.dtype == torch.float32 and got.loss.shape == ()
+    assert not got.indices.is_floating_point()
+    bias = 0 if router.bias is None else router.bias.double()
+    logits = (x.flatten(0, 1).double() @ router.weight.double().t() + bias).tolist()
+    wanted = [route_one(each, router) for each in logits]
+    assert got.indices.tolist() == [chosen for chosen, _, _ in wanted]
+    expected = torch.tensor([values for _, values, _ in wanted], device=device)
+    torch.testing.assert_close(got.probabilities, expected, rtol=1e-5, atol=1e-6)
+    balance, z = losses(logits, router)
+    assert got.loss.item() == pytest.approx(0.25 * balance + 0.125 * z, rel=1e-5)
+
+
+@FOR_EACH_OPTION
+def test_gradcheck(options: dict[str, Any]) -> None:
+    """Of everything that has gradients, in float64."""
+    router = made(8, 2, dtype=torch.float64, logits_dtype=torch.float64, **options, **LOSSES)
+    mask = torch.tensor([True, False, True, True])
+
+    def outputs(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        tensors = {"weight": weight} | ({} if bias is None else {"bias": bias})
+        probabilities, _, loss = torch.func.functional_call(router, tensors, (x, mask))
+        return probabilities, loss
+
+    inputs = [torch.randn(4, H, dtype=torch.float64), *router.parameters()]
+    assert torch.autograd.gradcheck(outputs, [each.detach().requires_grad_() for each in inputs])
+
+
+# ---- transformers ----
+
+
+def models() -> Iterator[Any]:
+    """Routers of transformers, the options of ours, and the name of the bias of the choice."""
+    from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    sizes = {"hidden_size": H, "num_local_experts": 8, "num_experts_per_tok": 3}
+    yield MixtralTopKRouter(MixtralConfig(**sizes)), {"normalize_top_k": True}
+    for normalize in (True, False):
+        config = Qwen3MoeConfig(**sizes, norm_topk_prob=normalize)
+        yield Qwen3MoeTopKRouter(config), {"normalize_top_k": normalize}
+    yield GptOssTopKRouter(GptOssConfig(**sizes)), {"score_before_top_k": False, "bias": True, "logits_dtype": None}
+    for normalize in (True, False):
+        groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": normalize}
+        deepseek = {"hidden_size": H, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        yield (
+            DeepseekV3TopkRouter(DeepseekV3Config(**deepseek, **groups)),
+            {
+                "score_function": "sigmoid", "normalize_top_k": normalize, "num_groups": 4, "group_top_k": 2,
+                "scaling_factor": 2.5, "expert_bias_rate": 0.0,
+            },
+        )  # fmt: skip
+
+
+def by_expert(probabilities: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """In the order of experts: DeepSeek-V3's are not sorted."""
+    indices, order = indices.sort(dim=-1)
+    return probabilities.gather(1, order), indices
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_against_transformers() -> None:
+    """Weights, indices, and gradients; state dicts load, but for the name of DeepSeek-V3's bias."""
+    for theirs, options in models():
+        for each in theirs.state_dict().values():
+            nn.init.normal_(each)
+        ours = TopKRouter(H, 8, 3, **options)
+        ours.load_state_dict({k.replace("e_score_correction", "expert"): v for k, v in theirs.state_dict().items()})
+        x, dp = torch.randn(50, H, requires_grad=True), torch.randn(50, 8)
+        probabilities, indices, _ = ours(x)
+        _, their_probabilities, their_indices = theirs(x)
+        got, want = by_expert(probabilities, indices), by_expert(their_probabilities, their_indices)
+        assert torch.equal(got[1], want[1]), type(theirs)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=0)
+        gradients = [
+            torch.autograd.grad((values * dp.gather(1, experts)).sum(), [x, *module.parameters()])
+            for module, (values, experts) in ((ours, got), (theirs, want))
+        ]
+        for mine, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_loss_is_that_of_transformers_by_k() -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    for k in (1, 3):
+        router, x = made(8, k, aux_loss_coefficient=1.0, normalize_top_k=True), torch.randn(50, H)
+        logits = nn.functional.linear(x, router.weight)
+        mask = (torch.rand(50) < 0.7).view(5, 10)
+        for token_mask in (None, mask):
+            theirs = load_balancing_loss_func((logits,), 8, k, token_mask)
+            ours = router(x.view(5, 10, H), token_mask).loss
+            torch.testing.assert_close(k * ours, theirs)
+            want = torch.autograd.grad(theirs, router.weight, retain_graph=True)[0]
+            torch.testing.assert_close(k * torch.autograd.grad(ours, router.weight)[0], want)
+
+
+# ---- losses ----
+
+
+def test_loss_of_balance_and_of_collapse() -> None:
+    """1 and E / k, for any function of scores that is sure of itself."""
+    x = torch.eye(8)
+    for options in ({}, {"score_function": "sigmoid"}):
+        router = TopKRouter(8, 8, 1, aux_loss_coefficient=1.0, **options)  # type: ignore[arg-type]
+        with torch.no_grad():
+            router.weight.copy_(80 * torch.eye(8) - 40)
+        assert router(x).loss.item() == pytest.approx(1)
+        assert router(x[:1].expand(8, 8)).loss.item() == pytest.approx(8)
+
+
+@pytest.mark.parametrize("options", [{}, {"token_mask": torch.zeros(0, dtype=torch.bool)}])
+def test_no_tokens(options: dict[str, Any]) -> None:
+    router = made(expert_bias_rate=0.5, **LOSSES)
+    x = torch.zeros(0, H, requires_grad=True)
+    probabilities, indices, loss = router(x, **options)
+    assert probabilities.shape == indices.shape == (0, 2) and loss.item() == 0
+    (probabilities.sum() + loss).backward()
+    assert router.weight.grad is not None and not router.weight.grad.any()
+    router.update_expert_bias()
+
+
+# ---- the choice ----
+
+
+def test_ties_go_to_the_first_experts(device: torch.device) -> None:
+    for options in OPTIONS.values():
+        router = TopKRouter(H, 64, 4, **options).to(device)
+        with torch.no_grad():
+            router.weight.zero_()
+        assert router(torch.randn(300, H, device=device)).indices.eq(torch.arange(4, device=device)).all()
+
+
+def test_all_experts_are_chosen() -> None:
+    router = made(5, 5)
+    probabilities, indices, _ = router(torch.randn(9, H))
+    assert indices.sort().values.eq(torch.arange(5)).all()
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(9))
+    assert (probabilities.diff() <= 0).all()
+
+
+def test_groups_bound_the_choice() -> None:
+    """The best expert is alone in its group, which two others beat together."""
+    router = TopKRouter(6, 6, 2, num_groups=3, group_top_k=1, score_function="sigmoid", score_before_top_k=False)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(6))
+    logits = torch.tensor([[5.0, -9.0, 3.0, 2.0, 0.0, 0.0]])
+    assert router(logits).indices.tolist() == [[2, 3]]
+    groups_of_one = TopKRouter(6, 6, 2, num_groups=6, group_top_k=2)
+    groups_of_one.load_state_dict(router.state_dict())
+    assert groups_of_one(logits).indices.tolist() == [[0, 2]]
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS["groups, sigmoid"], OPTIONS["softmax of the chosen"]])
+def test_a_token_that_is_not_finite_stays_alone(options: dict[str, Any], device: torch.device) -> None:
+    """Its experts exist, its probabilities are NaN, and so is the loss."""
+    router = made(device=device, **options, **LOSSES)
+    x = torch.randn(4, H, device=device)
+    want = router(x)
+    x[1] = torch.nan
+    got = router(x)
+    others = [0, 2, 3]
+    assert torch.equal(got.indices[others], want.indices[others])
+    assert torch.equal(got.probabilities[others], want.probabilities[others])
+    assert got.probabilities[1].isnan().all() and got.loss.isnan()
+    assert ((got.indices >= 0) & (got.indices < 8)).all() and len(set(got.indices[1].tolist())) == 2
+
+
+def test_masked_tokens_go_nowhere(device: torch.device) -> None:
+    """As if they were not there, but for their place."""
+    router = made(device=device, expert_bias_rate=0.5, **LOSSES)
+    x = torch.randn(2, 5, H, device=device)
+    mask = torch.tensor([[True] * 5, [True, False, False, True, False]], device=device)
+    got, want = router(x, mask), router(x[mask])
+    keep = mask.flatten()
+    torch.testing.assert_close(got.loss, want.loss)
+    assert torch.equal(got.indices[keep], want.indices) and torch.equal(got.probabilities[keep], want.probabilities)
+    assert got.indices[~keep].eq(-1).all() and not got.probabilities[~keep].any()
+    assert router.expert_counts is not None and router.expert_counts.sum() == 2 * 7 * 2
+    assert sort_by_expert(got.indices, 8).counts.sum() == 14
+    leaf = x.clone().requires_grad_()
+    probabilities, _, loss = router(leaf, mask)
+    (probabilities.square().sum() + loss).backward()
+    assert leaf.grad is not None and leaf.grad[mask].any(-1).all() and not leaf.grad[~mask].any()
+
+
+# ---- dtypes ----
+
+
+def test_logits_are_of_fp32_or_of_the_input(device: torch.device) -> None:
+    x = torch.randn(20, H, device=device).bfloat16()
+    exact, rounded = made(device=device), made(device=device, logits_dtype=None)
+    rounded.load_state_dict(exact.state_dict())
+    want = torch.softmax(nn.functional.linear(x.float(), exact.weight), -1).topk(2)
+    torch.testing.assert_close(exact(x).probabilities, want.values)
+    logits = nn.functional.linear(x, exact.weight.bfloat16())
+    assert torch.equal(rounded(x).probabilities, torch.softmax(logits.float(), -1).topk(2).values)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(exact(x.float()).probabilities, exact(x).probabilities)
+        assert torch.equal(rounded(x.float()).probabilities, rounded(x).probabilities)
+    leaf = x.clone().requires_grad_()
+    exact(leaf).probabilities.sum().backward()
+    assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16 and exact.weight.grad.dtype == torch.float32
+
+
+def test_the_bias_of_the_choice_stays_fp32() -> None:
+    router = made(expert_bias_rate=0.001)
+    assert router.expert_bias is not None
+    before = router.expert_bias.clone()
+    for other in (router.bfloat16(), router.half(), router.double(), copy.deepcopy(router).to(torch.float16)):
+        assert other.expert_bias.dtype == torch.float32 and torch.equal(other.expert_bias, before)
+    assert router.expert_counts is not None and router.expert_counts.dtype == torch.int64
+    saved = {name: each.bfloat16() for name, each in router.state_dict().items()}
+    assert set(saved) == {"weight", "expert_bias"}
+    router.load_state_dict(saved, assign=True)
+    assert router.expert_bias.dtype == torch.float32
+
+
+def test_meta_and_later_memory() -> None:
+    router = made(expert_bias_rate=0.5, bias=True)
+    on_meta = TopKRouter(H, 8, 2, expert_bias_rate=0.5, bias=True, device="meta")
+    assert on_meta(torch.empty(3, H, device="meta")).indices.shape == (3, 2)
+    with pytest.raises(ValueError, match=r"TopKRouter\(12, 8, 2\): the parameters are on the meta device"):
+        on_meta(torch.zeros(3, H))
+    x = torch.randn(5, H)
+    for way in ("assign", "to_empty", "reset"):
+        later = TopKRouter(H, 8, 2, expert_bias_rate=0.5, bias=True, device="meta")
+        if way != "assign":
+            later = later.to_empty(device="cpu")
+        if way == "reset":
+            later.reset_parameters()
+            assert later.expert_bias is not None and not later.expert_bias.any() and later.weight.any()
+        later.load_state_dict(router.state_dict(), assign=way == "assign")
+        assert torch.equal(later(x).indices, router(x).indices)
+        assert later.expert_counts is not None and later.expert_counts.sum() == 10
+
+
+# ---- balance without a loss ----
+
+
+def test_the_bias_changes_the_choice_alone() -> None:
+    router = made(expert_bias_rate=0.5, score_function="sigmoid")
+    plain = made(score_function="sigmoid")
+    plain.load_state_dict({"weight": router.weight})
+    assert router.expert_bias is not None
+    with torch.no_grad():
+        router.expert_bias.copy_(torch.tensor([0.0, 0, 0, 9, 0, 0, 9, 0]))
+    x = torch.randn(9, H)
+    probabilities, indices, _ = router(x)
+    assert indices.sort().values.tolist() == [[3, 6]] * 9
+    scores = torch.sigmoid(nn.functional.linear(x, router.weight))
+    torch.testing.assert_close(probabilities, scores.gather(1, indices))
+    assert not torch.equal(plain(x).indices, indices)
+
+
+def test_update() -> None:
+    """By the sign of what is missing to the mean: of 8 choices of 4 experts 2 each."""
+    router = TopKRouter(4, 4, 1, expert_bias_rate=0.25)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+    x = torch.eye(4)[[0, 0, 0, 0, 0, 1, 1, 2]]
+    router(x[:3])  # in microbatches
+    router(x[3:])
+    assert router.expert_bias is not None and router.expert_counts is not None
+    assert router.expert_counts.tolist() == [5, 2, 1, 0]
+    router.update_expert_bias()
+    assert router.expert_bias.tolist() == [-0.25, 0, 0.25, 0.25] and not router.expert_counts.any()
+    router.eval()
+    router(x)
+    assert not router.expert_counts.any()
+    router.update_expert_bias()
+    assert router.expert_bias.tolist() == [-0.25, 0, 0.25, 0.25]
+
+
+def test_updates_balance() -> None:
+    router = made(8, 2, expert_bias_rate=0.02, score_function="sigmoid")
+    router.expert_bias.zero_()  # type: ignore[union-attr]
+    x = torch.randn(512, H) + 1
+    loads = []
+    for _ in range(60):
+        router(x)
+        assert router.expert_counts is not None
+        loads.append(int(router.expert_counts.max()))
+        router.update_expert_bias()
+    assert loads[0] > 220 and loads[-1] < 160  # 128 each
+
+
+@pytest.mark.parametrize("reentrant", [True, False, None])
+def test_a_recomputation_is_not_counted(reentrant: bool | None) -> None:
+    """None: minifloat's checkpoint."""
+    router = made(expert_bias_rate=0.5)
+    x = torch.randn(6, H, requires_grad=True)
+    if reentrant is None:
+        loss = minifloat.checkpoint(router, x).probabilities.sum()
+    else:
+        loss = torch_checkpoint(lambda x: router(x).probabilities.sum(), x, use_reentrant=reentrant)
+    loss.backward()
+    assert router.weight.grad is not None and router.expert_counts is not None and router.expert_counts.sum() == 12
+
+
+def balanced_on_ranks(rank: int, size: int, wrap: str) -> list[Tensor]:
+    """Counts after two microbatches that both reduce gradients, and the bias after the update over all ranks."""
+    torch.manual_seed(0)
+    router = TopKRouter(H, 8, 2, expert_bias_rate=0.25)
+    model = {"none": lambda x: x, "ddp": DistributedDataParallel, "data_parallel": data_parallel}[wrap](router)
+    torch.manual_seed(1 + rank)
+    for rows in (5, 6):
+        model(torch.randn(rows, H)).probabilities.sum().backward()
+    assert router.expert_counts is not None and router.expert_bias is not None
+    counts = router.expert_counts.clone()
+    router.update_expert_bias(process_group())
+    return [counts, router.expert_bias]
+
+
+@pytest.mark.parametrize("wrap", ["none", "ddp", "data_parallel"])
+def test_ranks_sum_their_counts(worker_pool: Pools, wrap: str) -> None:
+    """Each rank counts its own, in a wrapper that broadcasts buffers, too."""
+    (counts, bias), (other_counts, other_bias) = worker_pool(2).run(balanced_on_ranks, wrap)
+    assert counts.sum() == other_counts.sum() == 22 and not torch.equal(counts, other_counts)
+    want = 0.25 * (44 - 8 * (counts + other_counts)).sign().float()
+    assert torch.equal(bias, want) and torch.equal(other_bias, want)
+
+
+# ---- compiled; nothing read by the host ----
+
+
+@FOR_EACH_OPTION
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled(options: dict[str, Any]) -> None:
+    """In one graph for any number of tokens, counts included."""
+    router = made(**options, **LOSSES)
+    compiled = torch.compile(router, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (4, 7):
+        x = torch.randn(tokens, H, requires_grad=True)
+        mask = torch.arange(tokens) != 2
+        results = []
+        for call in (router, compiled):
+            if router.expert_counts is not None:
+                router.expert_counts.zero_()
+            got = call(x, mask)
+            gradients = torch.autograd.grad(got.probabilities.square().sum() + got.loss, [x, *router.parameters()])
+            counts = [] if router.expert_counts is None else [router.expert_counts.clone()]
+            results.append([*got, *gradients, *counts])
+        for eager, traced in zip(*results, strict=True):
+            torch.testing.assert_close(traced, eager)
+
+
+@FOR_EACH_OPTION
+def test_no_value_is_read_by_the_host(options: dict[str, Any]) -> None:
+    """Fake tensors have none; the number of tokens is a symbol."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        router = TopKRouter(H, 8, 2, **options, **LOSSES)
+        x = mode.from_tensor(torch.ones(6, H), static_shapes=False).requires_grad_()
+        probabilities, indices, loss = router(x, mode.from_tensor(torch.ones(6, dtype=torch.bool)))
+        (probabilities.sum() + loss).backward()
+        if router.expert_bias is not None:
+            router.update_expert_bias()
+    assert probabilities.shape == indices.shape == (6, 2) and router.weight.grad is not None
+
+
+@pytest.mark.gpu
+@FOR_EACH_OPTION
+def test_no_synchronization_on_a_gpu(options: dict[str, Any]) -> None:
+    """And runs repeat to the bit."""
+    router = made(256, 8, "cuda", **options, **LOSSES)
+    x, mask = torch.randn(500, H, device="cuda", requires_grad=True), torch.ones(500, dtype=torch.bool, device="cuda")
+    router(x, mask).loss.backward()
+    runs = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            got = router(x, mask)
+            gradients = torch.autograd.grad(got.probabilities.sum() + got.loss, [x, *router.parameters()])
+            runs.append([*got, *gradients])
+            if router.expert_bias is not None and len(runs) == 2:
+                router.update_expert_bias()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: TopKRouter(H, 8, 9), r"TopKRouter\(12, 8, 9\): top_k is 9, and there are 8 experts"),
+        (lambda: TopKRouter(H, 8, 2, num_groups=2), "num_groups is 2 and group_top_k None; give both"),
+        (lambda: TopKRouter(H, 8, 2, group_top_k=1), "give both"),
+        (lambda: TopKRouter(H, 8, 2, num_groups=3, group_top_k=1), "groups of 8 experts must be equal"),
+        (lambda: TopKRouter(H, 8, 2, num_groups=2, group_top_k=3), "at most their number"),
+        (lambda: TopKRouter(H, 8, 3, num_groups=4, group_top_k=1), "1 of 4 groups .* have 2 experts"),
+        (lambda: TopKRouter(H, 8, 2, normalize_top_k=True, score_before_top_k=False), "sums up to 1 already"),
+        (lambda: TopKRouter(H, 8, 2, dtype=torch.float16, params_dtype=torch.float32), "give one of them"),
+        (lambda: TopKRouter(H, 8, 2).update_expert_bias(), "there is no expert_bias to update.*expert_bias_rate"),
+        (lambda: made()(torch.ones(3, 5)), r"input is .*\(3, 5\); floating-point numbers \[\.\.\., 12\]"),
+        (lambda: made()(torch.ones(3, H).int()), "floating-point"),
+        (lambda: made()(torch.tensor(1.0)), "input is"),
+        (lambda: made()(torch.ones(3, H), torch.ones(3)), r"token_mask is .*float32.*; bools of shape \(3,\)"),
+        (lambda: made()(torch.ones(3, H), torch.ones(3, 1).bool()), "token_mask is"),
+    ],
+)
+def test_mistakes(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_print_shows_what_is_set() -> None:
+    assert repr(TopKRouter(H, 8, 2)) == "TopKRouter(12, 8, top_k=2, score_function='softmax')"
+    shown = repr(TopKRouter(H, 8, 2, num_groups=4, group_top_k=2, normalize_top_k=True, score_function="sigmoid"))
+    assert "normalize_top_k=True, num_groups=4, group_top_k=2" in shown
