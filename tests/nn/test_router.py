@@ -303,9 +303,10 @@ def test_logits_are_of_fp32_or_of_the_input(device: torch.device) -> None:
     torch.testing.assert_close(exact(x).probabilities, want.values)
     logits = nn.functional.linear(x, exact.weight.bfloat16())
     assert torch.equal(rounded(x).probabilities, torch.softmax(logits.float(), -1).topk(2).values)
+    wanted = exact(x).probabilities, rounded(x).probabilities
     with torch.autocast(device.type, torch.bfloat16):
-        assert torch.equal(exact(x.float()).probabilities, exact(x).probabilities)
-        assert torch.equal(rounded(x.float()).probabilities, rounded(x).probabilities)
+        assert torch.equal(exact(x.float()).probabilities, wanted[0])
+        assert torch.equal(rounded(x.float()).probabilities, wanted[1])
     leaf = x.clone().requires_grad_()
     exact(leaf).probabilities.sum().backward()
     assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16 and exact.weight.grad.dtype == torch.float32
@@ -407,24 +408,28 @@ def test_a_recomputation_is_not_counted(reentrant: bool | None) -> None:
 
 
 def balanced_on_ranks(rank: int, size: int, wrap: str) -> list[Tensor]:
-    """Counts after two microbatches that both reduce gradients, and the bias after the update over all ranks."""
+    """Of two microbatches that both reduce gradients: choices, counts, and the bias after the update over all ranks."""
     torch.manual_seed(0)
     router = TopKRouter(H, 8, 2, expert_bias_rate=0.25)
     model = {"none": lambda x: x, "ddp": DistributedDataParallel, "data_parallel": data_parallel}[wrap](router)
     torch.manual_seed(1 + rank)
+    chosen = torch.zeros(8, dtype=torch.int64)
     for rows in (5, 6):
-        model(torch.randn(rows, H)).probabilities.sum().backward()
+        got = model(torch.randn(rows, H))
+        got.probabilities.sum().backward()
+        chosen += got.indices.flatten().bincount(minlength=8)
     assert router.expert_counts is not None and router.expert_bias is not None
     counts = router.expert_counts.clone()
     router.update_expert_bias(process_group())
-    return [counts, router.expert_bias]
+    return [chosen, counts, router.expert_bias]
 
 
 @pytest.mark.parametrize("wrap", ["none", "ddp", "data_parallel"])
 def test_ranks_sum_their_counts(worker_pool: Pools, wrap: str) -> None:
     """Each rank counts its own, in a wrapper that broadcasts buffers, too."""
-    (counts, bias), (other_counts, other_bias) = worker_pool(2).run(balanced_on_ranks, wrap)
-    assert counts.sum() == other_counts.sum() == 22 and not torch.equal(counts, other_counts)
+    (chosen, counts, bias), (other_chosen, other_counts, other_bias) = worker_pool(2).run(balanced_on_ranks, wrap)
+    assert torch.equal(counts, chosen) and torch.equal(other_counts, other_chosen)
+    assert not torch.equal(counts, other_counts)
     want = 0.25 * (44 - 8 * (counts + other_counts)).sign().float()
     assert torch.equal(bias, want) and torch.equal(other_bias, want)
 
