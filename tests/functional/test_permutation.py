@@ -271,15 +271,17 @@ def test_no_value_is_read_by_the_host() -> None:
 
 @pytest.mark.gpu
 def test_no_synchronization_on_a_gpu() -> None:
-    x = torch.randn(64, 32, device="cuda", requires_grad=True)
-    indices = some_indices(Case(64, 3, 32, 5)).cuda()
-    probabilities = torch.rand(64, 3, device="cuda", requires_grad=True)
-    whole(x, indices, probabilities)  # which compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        whole(x, indices, probabilities).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    """With few slots and with many, which PyTorch sorts otherwise."""
+    for tokens in (64, 5000):
+        x = torch.randn(tokens, 32, device="cuda", requires_grad=True)
+        indices = some_indices(Case(tokens, 3, 32, 5)).cuda()
+        probabilities = torch.rand(tokens, 3, device="cuda", requires_grad=True)
+        whole(x, indices, probabilities).sum().backward()  # which compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            whole(x, indices, probabilities).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- mistakes ----
