@@ -203,11 +203,11 @@ def norms(normalization: str, device: torch.device) -> None:
         beta = gamma if normalization == "LayerNorm" and i > 1 else None
         of = gamma, beta, normalization, 1e-5, zero_centered
         other = residual if i % 2 or shape == WIDE else None
-        saved = forward.norm_forward(x, *of, dtype, True, other)
+        _, mean, rsigma, *_ = forward.norm_forward(x, *of, dtype, True, other)
         for wanted in ((True, True), (True, False), (False, True))[: 3 if shape == ODD else 1]:
             cast.norm_cast(x, *of, ones((1,), device), GIVEN.spec, *wanted, True, other)
         for dresidual in (residual, None)[: 2 if shape == ODD else 1]:
-            backward.norm_backward(dy, x, gamma, saved.mean, saved.rsigma, normalization, zero_centered, dresidual)
+            backward.norm_backward(dy, x, gamma, mean, rsigma, normalization, zero_centered, dresidual)
 
 
 def activations(name: str, device: torch.device) -> None:
