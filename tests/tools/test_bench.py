@@ -218,7 +218,7 @@ def test_rows_are_the_table() -> None:
     assert len(set(titles)) == len(titles)
     assert {row.suite for row in registry.rows()} == set(registry.SUITES)
     assert [row.name for row in registry.choose(only="swiglu mlp")] == ["RMSNorm + SwiGLU MLP"]
-    with pytest.raises(ValueError, match="choose from linear, tokens, fused, casts, host"):
+    with pytest.raises(ValueError, match="choose from linear, tokens, fused, casts, grouped, host"):
         registry.choose(["speed"])
     with pytest.raises(ValueError, match="matches no row"):
         registry.choose(["host"], "nothing")
@@ -228,6 +228,7 @@ def marked(row: Row) -> Any:
     """Rows that differ from others in their sizes only are for the larger set of tests."""
     large = (row.name != "8192 x 8192 x 8192" and row.suite == "linear") or row.name.endswith("transformer layers")
     large |= row.suite == "tokens" and not row.name.startswith("512 ")
+    large |= row.suite == "grouped" and not row.name.endswith("4096 x 7168, 32 groups")
     return pytest.param(row, marks=[pytest.mark.slow] * large, id=registry.title(row))
 
 

@@ -92,7 +92,9 @@ class Row:
     build: Callable[[torch.device, bool], Case]
 
 
-SUITES = {"linear": "linear", "tokens": "linear", "fused": "fused", "casts": "casts", "host": "host"}
+SUITES = {
+    "linear": "linear", "tokens": "linear", "fused": "fused", "casts": "casts", "grouped": "grouped", "host": "host"
+}  # fmt: skip
 """The module in which a suite's rows are, in the order of the report."""
 
 
