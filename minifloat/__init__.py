@@ -18,10 +18,12 @@ from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entro
 from minifloat.nn import (
     DotProductAttention,
     GroupedLinear,
+    GroupedMLP,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    MoE,
     MultiheadAttention,
     RMSNorm,
     RotaryPositionEmbedding,
@@ -31,6 +33,7 @@ from minifloat.nn import (
     apply_rotary_pos_emb,
     prepare,
     quantized_model_init,
+    router_losses,
 )
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
@@ -69,6 +72,7 @@ __all__ = [
     "Float8RowwiseScaling",
     "Format",
     "GroupedLinear",
+    "GroupedMLP",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -76,6 +80,7 @@ __all__ = [
     "MXFP4BlockScaling",
     "MXFP6BlockScaling",
     "MXFP8BlockScaling",
+    "MoE",
     "MultiheadAttention",
     "NVFP4BlockScaling",
     "Operand",
@@ -103,4 +108,5 @@ __all__ = [
     "prepare",
     "quantized_model_init",
     "revert",
+    "router_losses",
 ]

@@ -86,7 +86,10 @@ NAMES: dict[str, str] = {
         "hidden_size ffn_hidden_size num_attention_heads num_embeddings embedding_dim tp_size dim "
         "normalized_shape amax_history_len num_gemms num_experts top_k"
     ),
-    "size?": "kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes num_groups group_top_k",
+    "size?": (
+        "shared_ffn_hidden_size kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes "
+        "num_groups group_top_k"
+    ),
     "count": "in_features out_features block smallest max_seq_len offset",
     "count?": "layer_number",
     "int": "ignore_index",
@@ -107,7 +110,7 @@ NAMES: dict[str, str] = {
         "recipe device dtype params_dtype parallel_mode parameters_split tp_group tp_mesh fused_parts "
         "activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy offload_policy "
         "ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
-        "noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
+        "moe router noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
     ),
     "mapping": "state",
     "iterable": "rules",
@@ -138,6 +141,7 @@ EXTRA: dict[str, set[str]] = {
     "rows_per_rank": {"list"},
     "reshard_after_forward": {"True", "None", "-1", "0", "10**18"},
     "activation_params": NOTHING,
+    "moe": NOTHING,
     "plan": NOTHING,
     "check": {"text"},  # of a collective: what errors call it
 }
@@ -161,7 +165,10 @@ def _needed() -> dict[str, dict[str, Any]]:
     return {
         "CustomRecipe": {"qfactory": lambda role: q},
         "DefaultFilter": of_model,
+        "router_losses": of_model,
         "DotProductAttention": {"num_attention_heads": 2, "kv_channels": 4},
+        "GroupedMLP": {"num_experts": 2, "hidden_size": 4, "ffn_hidden_size": 4},
+        "MoE": {"hidden_size": 4, "ffn_hidden_size": 4, "num_experts": 2},
         "GroupedLinear": {"num_gemms": 2, "in_features": 4, "out_features": 4},
         "Linear": {"in_features": 4, "out_features": 4},
         "LayerNorm": {"normalized_shape": 4},

@@ -27,6 +27,7 @@ PUBLIC = [
     "Float8RowwiseScaling",
     "Format",
     "GroupedLinear",
+    "GroupedMLP",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -34,6 +35,7 @@ PUBLIC = [
     "MXFP4BlockScaling",
     "MXFP6BlockScaling",
     "MXFP8BlockScaling",
+    "MoE",
     "MultiheadAttention",
     "NVFP4BlockScaling",
     "Operand",
@@ -61,6 +63,7 @@ PUBLIC = [
     "prepare",
     "quantized_model_init",
     "revert",
+    "router_losses",
 ]
 """A name may be added here; one that is taken away or renamed breaks somebody's program."""
 

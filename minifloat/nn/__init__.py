@@ -6,6 +6,7 @@ from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
+from minifloat.nn.moe import GroupedMLP, MoE, router_losses
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.nn.parameters import quantized_model_init
@@ -17,10 +18,12 @@ from minifloat.nn.transformer_layer import TransformerLayer
 __all__ = [
     "DotProductAttention",
     "GroupedLinear",
+    "GroupedMLP",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MoE",
     "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",
@@ -30,4 +33,5 @@ __all__ = [
     "apply_rotary_pos_emb",
     "prepare",
     "quantized_model_init",
+    "router_losses",
 ]

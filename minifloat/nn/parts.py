@@ -17,6 +17,7 @@ from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import LinearState
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
 from minifloat.tensor import QuantizedTensor
@@ -70,8 +71,8 @@ class LayerOfLinears(nn.Module):
         if isinstance(getattr(self, "_parallel", None), TensorParallel):
             self._parallel: TensorParallel = self._parallel.over(Group.of(tp_group))
 
-    def _linears(self) -> dict[str, Linear]:
-        return {name: module for name, module in self.named_modules() if isinstance(module, Linear)}
+    def _linears(self) -> dict[str, LinearState]:
+        return {name: module for name, module in self.named_modules() if isinstance(module, LinearState)}
 
 
 def outputs(y: Any, *others: tuple[bool, Any]) -> Any:

@@ -25,11 +25,15 @@ from minifloat.comm.random_state import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import LayerOfLinears, Normalization, call_on_stream, part_name
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
+
+_OF_DENSE = ("recompute_norm", "set_parallel_mode", "sequence_parallel", "tp_group", "tp_size", "tp_mesh")
+"""What parts are given that experts do not take."""
 
 
 class TransformerLayer(LayerOfLinears):
@@ -46,6 +50,8 @@ class TransformerLayer(LayerOfLinears):
             its ``checkpoint``.
         layernorm_epsilon, normalization, zero_centered_gamma, bias, init_method, output_layer_init_method,
             params_dtype, dtype, device, recipe, fuse_wgrad_accumulation: of all parts.
+        moe: a mixture of experts takes the place of the MLP, with these arguments of :class:`~minifloat.MoE`, as
+            ``{"num_experts": 8, "top_k": 2}``; each expert is ``ffn_hidden_size`` wide. Not with tensor parallelism.
         save_memory: backward recomputes what linears read, from what norms, attention and activation save anyway:
             ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
@@ -61,7 +67,8 @@ class TransformerLayer(LayerOfLinears):
             positions, and ranks draw different numbers for ``hidden_dropout``, else the same.
 
     Raises:
-        ValueError: an unknown layer type, parallel attention and MLP in a decoder, and as of the parts.
+        ValueError: an unknown layer type, parallel attention and MLP in a decoder, experts under tensor parallelism,
+            and as of the parts.
     """
 
     @checked
@@ -97,6 +104,7 @@ class TransformerLayer(LayerOfLinears):
         zero_centered_gamma: bool = False,
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,
+        moe: Mapping[str, Any] | None = None,
         checkpoint_mlp: bool = False,
         save_memory: bool = False,
         bias: bool = True,
@@ -177,17 +185,24 @@ class TransformerLayer(LayerOfLinears):
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 name=part_name(name, "inter_attention"),
             )
-        self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            layernorm_epsilon,
-            activation=activation,
-            activation_params=activation_params,
-            checkpoint=checkpoint_mlp,
-            recompute_activation=save_memory,
-            name=part_name(name, "layernorm_mlp"),
-            **of_all,
-        )
+        of_mlp: dict[str, Any] = {
+            "activation": activation,
+            "activation_params": activation_params,
+            "checkpoint": checkpoint_mlp,
+            "name": part_name(name, "layernorm_mlp"),
+        }
+        self.layernorm_mlp: LayerNormMLP | LayerNormMoE
+        if moe is None:
+            self.layernorm_mlp = LayerNormMLP(
+                hidden_size, ffn_hidden_size, layernorm_epsilon, recompute_activation=save_memory, **of_mlp, **of_all
+            )
+        elif set_parallel_mode or tp_group is not None or tp_size > 1 or tp_mesh is not None:
+            raise ValueError("TransformerLayer: experts are not tensor-parallel; use moe without tp_group and tp_mesh")
+        else:
+            of_experts = {name: option for name, option in of_all.items() if name not in _OF_DENSE}
+            self.layernorm_mlp = LayerNormMoE(
+                hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **of_mlp, **of_experts, **moe
+            )
         self.dropout = nn.Dropout(hidden_dropout)
         self._parallel = self.self_attention._parallel
 

@@ -23,6 +23,7 @@ from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
+from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.multihead_parts import check_parallel
 from minifloat.nn.tensor_parallel import Partition, partitions
@@ -185,6 +186,8 @@ def _plan_layer(name: str, module: nn.Module, parallel: TensorParallel) -> list[
         parts = (module.fc1.out_features // halves,) * halves
         first = _plan_linear(f"{name}.fc1", module.fc1, "column", parallel, parts)
         return [first, _plan_linear(f"{name}.fc2", module.fc2, "row", parallel)]
+    if isinstance(getattr(module, "layernorm_mlp", None), LayerNormMoE):
+        raise ValueError(f"parallelize: {name} has a mixture of experts, which is not tensor-parallel; use fully_shard")
     return [Sharding(module, {}, partial(setattr, module, "_parallel", parallel))]
 
 

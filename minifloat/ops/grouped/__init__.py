@@ -152,6 +152,11 @@ def grouped_mm(
     are values [M, K]. ``bias`` [G, N] is added in fp32. Rows of Y and dX that are no group's are zero.
     """
     groups, wgrad = a_offsets.numel() - 1, gemm == "wgrad"
+    backend = "torch"
+    if a_scale is not None and b_scale is not None:
+        along = matmul.CONTRACTED[gemm]
+        backend = matmul.product(gemm, a_format, a_dim, along[0], b_format, b_dim, along[1], a.device).backend
+    matmul.record(gemm, a_format, b_format, backend)
     left = _Side(a, a_scale, a_amax, parse(a_format), a_dim)
     right = _Side(b, b_scale, b_amax, parse(b_format), b_dim)
     out = a.new_zeros((groups, rows, cols) if wgrad else (rows, cols), dtype=out_dtype)
@@ -206,7 +211,9 @@ def _product(
         left, right = left[:, :depth], right[:depth]
         return left @ right if bias is None else torch.addmm(bias.to(out_dtype), left, right)
     prepared = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
-    return prepared.run(a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum)
+    return prepared.run(
+        a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum, counted=False
+    )
 
 
 @grouped_mm.fake

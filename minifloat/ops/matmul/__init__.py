@@ -123,12 +123,14 @@ class Product:
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
         b: Tensor, b_scale: Tensor, b_amax: Tensor | None, n: int,
         out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False, out: Tensor | None = None,
+        counted: bool = True,
     ) -> Tensor:  # fmt: skip
         """The same past the dispatcher, where no graph, autocast or dispatch mode is active.
 
-        ``out``: [m, n] of ``out_dtype``, returned where the backend wrote to it; most do not.
+        ``out``: [m, n] of ``out_dtype``, returned where the backend wrote to it; most do not. ``counted``: by
+        :func:`count_gemms`, of which a part of another one is not.
         """
-        if _counters:
+        if counted and _counters:
             record(self.gemm, self.a[0], self.b[0], self.backend)
         if not a.numel() or not b.numel():
             return _finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)

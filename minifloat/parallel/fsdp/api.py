@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from minifloat.arguments import checked
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import LinearState
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
 from minifloat.parallel.fsdp.rows import row_unit, rows_of
@@ -113,7 +114,7 @@ def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
             stacklevel=4,  # past ``checked``
         )
     for layer in module.modules():
-        if not isinstance(layer, Linear):
+        if not isinstance(layer, LinearState):
             continue
         for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             if getattr(layer, option):

@@ -1,0 +1,311 @@
+"""``MoE``: a mixture of experts in the place of an MLP, whose tokens never leave the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
+from minifloat.functional.activation import Activation, activate
+from minifloat.functional.grouped import GroupLayout
+from minifloat.functional.permutation import permute, sort_by_expert, unpermute
+from minifloat.nn import parts
+from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.inputs import check_tensor
+from minifloat.nn.linear import Linear
+from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.router import TopKRouter
+from minifloat.recipe import RecipeLike
+from minifloat.recompute import checkpoint as run_checkpointed
+
+
+class GroupedMLP(parts.LayerOfLinears):
+    """The MLPs of all experts: fc2(activation(fc1(X))) on rows that are sorted by expert.
+
+    ======  ==========================  =============================
+    tensor  shape                       what
+    ======  ==========================  =============================
+    X, Y    [M, hidden_size]            rows of all experts
+    W1      [E, ffn_hidden_size, H]     ``fc1``, twice as many rows if the activation is gated
+    W2      [E, H, ffn_hidden_size]     ``fc2``
+    ======  ==========================  =============================
+
+    Args:
+        num_experts: E.
+        hidden_size, ffn_hidden_size, bias, activation, activation_params, init_method, output_layer_init_method,
+            params_dtype, dtype, device, recipe, name: of each, as of :class:`~minifloat.LayerNormMLP`.
+        single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: as of :class:`~minifloat.GroupedLinear`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        num_experts: Size,
+        hidden_size: Size,
+        ffn_hidden_size: Size,
+        *,
+        bias: bool = False,
+        activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
+        single_grouped_weight: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+        recipe: RecipeLike | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = Activation.of(activation, activation_params)
+        linear = partial(
+            GroupedLinear,
+            num_experts,
+            bias=bias,
+            device=device,
+            dtype=one_dtype(type(self).__name__, dtype, params_dtype),
+            recipe=recipe,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_weight,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        width = ffn_hidden_size * (2 if self.activation.gated else 1)
+        self.fc1 = linear(
+            in_features=hidden_size, out_features=width, init_method=init_method, name=parts.part_name(name, "fc1")
+        )
+        self.fc2 = linear(
+            in_features=ffn_hidden_size,
+            out_features=hidden_size,
+            init_method=output_layer_init_method or init_method,
+            name=parts.part_name(name, "fc2"),
+        )
+
+    def forward(self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
+        """X [M, hidden_size] to Y of the same shape; arguments as of :meth:`GroupedLinear.forward`."""
+        check_tensor(x, self)
+        layout = self.fc1._layout(x, m_splits)
+        h = activate(self.fc1(x, layout, is_first_microbatch), self.activation)
+        y: Tensor = self.fc2(h, layout, is_first_microbatch)
+        return y
+
+    def reset_parameters(self) -> None:
+        """Initial values of both linears."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def backward_dw(self) -> None:
+        """As :meth:`Linear.backward_dw`, of fc2 and then of fc1."""
+        self.fc2.backward_dw()
+        self.fc1.backward_dw()
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation.name}"
+
+
+class MoE(parts.LayerOfLinears):
+    """Y = the sum over the k experts of a token of p_e MLP_e(X), and that of an MLP for all tokens if there is one.
+
+    The router chooses experts, tokens are sorted by expert (k rows for each), :class:`GroupedMLP` computes, and the
+    rows of each token are added up with their probabilities. No token is dropped, and the host waits for nothing.
+
+    Args:
+        hidden_size, ffn_hidden_size: widths of X and Y, and of each expert.
+        num_experts, top_k: E and k.
+        bias, activation, activation_params, init_method, output_layer_init_method, params_dtype, dtype, device, recipe,
+            name, single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: as of :class:`GroupedMLP`.
+        shared_ffn_hidden_size: width of the MLP that every token goes through; None: there is none.
+        router: what gives probabilities, experts and a loss of tokens, in place of a
+            ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below.
+        aux_loss_coefficient: of the router's load balancing loss.
+
+    Attributes:
+        router_loss: of the latest forward; add :func:`router_losses` of the model to its loss.
+        expert_counts: int32 [E], how many choices each expert was in the latest forward.
+
+    Raises:
+        TypeError, ValueError: as of the parts.
+    """
+
+    @checked
+    def __init__(
+        self,
+        hidden_size: Size,
+        ffn_hidden_size: Size,
+        num_experts: Size,
+        top_k: Size = 2,
+        *,
+        bias: bool = False,
+        activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
+        shared_ffn_hidden_size: Size | None = None,
+        router: nn.Module | None = None,
+        aux_loss_coefficient: NonNegativeFloat = 0.0,
+        single_grouped_weight: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+        recipe: RecipeLike | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = one_dtype(type(self).__name__, dtype, params_dtype)
+        of_all: dict[str, Any] = {
+            "bias": bias,
+            "dtype": dtype,
+            "device": device,
+            "recipe": recipe,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+        }
+        self.hidden_size, self.num_experts = hidden_size, num_experts
+        self.router = router or TopKRouter(
+            hidden_size,
+            num_experts,
+            top_k,
+            normalize_top_k=True,
+            aux_loss_coefficient=aux_loss_coefficient,
+            dtype=dtype,
+            device=device,
+        )
+        self.experts = GroupedMLP(
+            num_experts,
+            hidden_size,
+            ffn_hidden_size,
+            activation=activation,
+            activation_params=activation_params,
+            single_grouped_weight=single_grouped_weight,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            name=parts.part_name(name, "experts"),
+            **of_all,
+        )
+        self.shared_fc1 = self.shared_fc2 = None
+        if shared_ffn_hidden_size is not None:
+            width = shared_ffn_hidden_size * (2 if self.experts.activation.gated else 1)
+            self.shared_fc1 = Linear(
+                hidden_size, width, init_method=init_method, name=parts.part_name(name, "shared_fc1"), **of_all
+            )
+            self.shared_fc2 = Linear(
+                shared_ffn_hidden_size,
+                hidden_size,
+                init_method=output_layer_init_method or init_method,
+                name=parts.part_name(name, "shared_fc2"),
+                **of_all,
+            )
+        self.router_loss: Tensor | None = None
+        self.expert_counts: Tensor | None = None
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None, token_mask: Tensor | None = None) -> Tensor:
+        """X [..., hidden_size] to Y of the same shape.
+
+        Args:
+            is_first_microbatch: as of :class:`~minifloat.Linear`.
+            token_mask: bool [...]; tokens where it is False go to no expert.
+        """
+        check_tensor(x, self)
+        tokens = x.reshape(-1, x.shape[-1])
+        options = {} if token_mask is None else {"token_mask": token_mask.reshape(-1)}
+        probabilities, indices, loss = self.router(tokens, **options)
+        routing = sort_by_expert(indices, self.num_experts)
+        layout = GroupLayout(routing.offsets, routing.order.shape[0])
+        rows = self.experts(permute(tokens, routing), layout, is_first_microbatch)
+        y = unpermute(rows, routing, probabilities)
+        if self.shared_fc1 is not None and self.shared_fc2 is not None:
+            h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
+            y = y + self.shared_fc2(h, is_first_microbatch)
+        self.router_loss, self.expert_counts = loss, routing.counts
+        return y.reshape(x.shape)
+
+    def reset_parameters(self) -> None:
+        """Initial values of all parts."""
+        for part in (self.router, self.experts, self.shared_fc1, self.shared_fc2):
+            if part is not None:
+                part.reset_parameters()  # type: ignore[operator]
+
+    def backward_dw(self) -> None:
+        """As :meth:`Linear.backward_dw`, of all linears, the last ones first."""
+        for part in (self.shared_fc2, self.shared_fc1, self.experts):
+            if part is not None:
+                part.backward_dw()
+
+
+class LayerNormMoE(parts.LayerOfLinears):
+    """A norm and a mixture of experts, Y = MoE(norm(X)): what a :class:`~minifloat.TransformerLayer` has for an MLP.
+
+    Args:
+        hidden_size, ffn_hidden_size, eps, normalization, zero_centered_gamma, return_layernorm_output, checkpoint: as
+            of :class:`~minifloat.LayerNormMLP`; ``ffn_hidden_size`` is the width of each expert.
+        num_experts, top_k and the others: as of :class:`MoE`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        hidden_size: Size,
+        ffn_hidden_size: Size,
+        num_experts: Size,
+        top_k: Size = 2,
+        eps: NonNegativeFloat = 1e-5,
+        *,
+        normalization: parts.Normalization = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        checkpoint: bool = False,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+        name: str | None = None,
+        **of_experts: Any,
+    ) -> None:
+        super().__init__()
+        dtype = one_dtype(type(self).__name__, dtype, params_dtype)
+        self.return_layernorm_output, self.checkpoint = return_layernorm_output, checkpoint
+        self.norm = parts.NORMS[normalization](
+            hidden_size, eps, zero_centered_gamma=zero_centered_gamma, dtype=dtype, device=device
+        )
+        self.moe = MoE(
+            hidden_size, ffn_hidden_size, num_experts, top_k, dtype=dtype, device=device, name=name, **of_experts
+        )
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """X [..., hidden_size] to Y of the same shape, with ``return_layernorm_output`` to Y and the norm's result."""
+        check_tensor(x, self)
+        if self.checkpoint and torch.is_grad_enabled():
+            return run_checkpointed(self._run, x, is_first_microbatch)
+        return self._run(x, is_first_microbatch)
+
+    def _run(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
+        n = self.norm(x)
+        return parts.outputs(self.moe(n, is_first_microbatch), (self.return_layernorm_output, n))
+
+    def reset_parameters(self) -> None:
+        """Initial values of both parts."""
+        self.norm.reset_parameters()
+        self.moe.reset_parameters()
+
+
+@checked
+def router_losses(model: nn.Module) -> Tensor | float:
+    """The sum of the losses of all routers of ``model`` in their latest forward, to be added to the model's own loss.
+
+    Each is taken once: without another forward the next sum is 0. They have their coefficients in them.
+    """
+    total: Tensor | float = 0.0
+    for module in model.modules():
+        if isinstance(module, MoE) and module.router_loss is not None:
+            total, module.router_loss = total + module.router_loss, None
+    return total
+
+
+__all__ = ["GroupedMLP", "LayerNormMoE", "MoE", "router_losses"]

@@ -1,0 +1,187 @@
+"""``MoE`` against a loop over experts that are linears of their own; its losses, and what it stands in for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from minifloat.functional.activation import Activation, activate
+from minifloat.nn import GroupedMLP, Linear, MoE, TransformerLayer, router_losses
+from minifloat.nn.moe import LayerNormMoE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BF16 = torch.bfloat16
+H, F, E, K = 32, 48, 5, 2
+RECIPES = ["none", "current", "delayed", "block", "mxfp8"]
+
+
+def make(recipe: Any, **options: Any) -> MoE:
+    torch.manual_seed(0)
+    return MoE(H, F, E, K, dtype=BF16, recipe=recipe, **options)
+
+
+class Loop(nn.Module):
+    """The same by a loop over the experts, each of which computes its tokens in their order."""
+
+    def __init__(self, of: MoE, recipe: Any) -> None:
+        super().__init__()
+        self.router, self.shared = copy.deepcopy(of.router), copy.deepcopy(nn.ModuleList())
+        self.experts = nn.ModuleList()
+        for i in range(E):
+            fc1, fc2 = (Linear(*sizes, bias=False, dtype=BF16, recipe=recipe) for sizes in ((H, 2 * F), (F, H)))
+            fc1.load_state_dict({"weight": of.experts.fc1.get_parameter(f"{i}.weight")})
+            fc2.load_state_dict({"weight": of.experts.fc2.get_parameter(f"{i}.weight")})
+            self.experts.append(nn.ModuleList([fc1, fc2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        probabilities, indices, _ = self.router(x)
+        rows: list[list[Tensor]] = [[] for _ in x]
+        for i, pair in enumerate(self.experts):
+            fc1, fc2 = pair  # type: ignore[misc]
+            tokens, slots = (indices == i).nonzero(as_tuple=True)
+            y = fc2(activate(fc1(x[tokens]), Activation.of("swiglu")))
+            for token, slot, row in zip(tokens.tolist(), slots.tolist(), y, strict=True):
+                rows[token].append((slot, row.float() * probabilities[token, slot]))  # type: ignore[arg-type]
+        sums = []
+        for own in rows:
+            total = torch.zeros(H)
+            for _, row in sorted(own, key=lambda pair: pair[0]):
+                total = total + row
+            sums.append(total)
+        return torch.stack(sums).to(x.dtype)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_as_a_loop_over_experts(recipe: str) -> None:
+    moe = make(recipe)
+    loop = Loop(moe, recipe)
+    for _ in range(2):
+        x = torch.randn(23, H).to(BF16).requires_grad_()
+        own_x, dy = x.detach().clone().requires_grad_(), torch.randn(23, H).to(BF16)
+        y, expected = moe(x), loop(own_x)
+        assert torch.equal(y, expected)
+        y.backward(dy), expected.backward(dy)
+    for i, pair in enumerate(loop.experts):
+        for mine, linear in zip((moe.experts.fc1, moe.experts.fc2), pair, strict=True):  # type: ignore[arg-type]
+            assert torch.equal(mine.get_parameter(f"{i}.weight").grad, linear.weight.grad)  # type: ignore[arg-type]
+    assert x.grad is not None and own_x.grad is not None
+    torch.testing.assert_close(x.grad, own_x.grad)  # sums over k rows and the router are rounded in another order
+    torch.testing.assert_close(moe.router.weight.grad, loop.router.weight.grad)
+
+
+def test_shared_experts_see_every_token() -> None:
+    moe = make("current", shared_ffn_hidden_size=16)
+    without = make("current")
+    without.load_state_dict(moe.state_dict(), strict=False)
+    x = torch.randn(3, 7, H).to(BF16)
+    assert moe.shared_fc1 is not None and moe.shared_fc2 is not None
+    shared = moe.shared_fc2(activate(moe.shared_fc1(x), Activation.of("swiglu")))
+    assert torch.equal(moe(x), without(x) + shared)
+    assert moe(x).shape == x.shape
+
+
+def test_masked_tokens_go_nowhere() -> None:
+    moe = make("current")
+    x, mask = torch.randn(9, H).to(BF16), torch.arange(9) < 6
+    y = moe(torch.where(mask[:, None], x, torch.nan), token_mask=mask)
+    assert torch.equal(y[:6], moe(x[:6])) and not y[6:].any()
+    assert moe.expert_counts is not None and int(moe.expert_counts.sum()) == 6 * K
+
+
+def test_router_losses_are_taken_once() -> None:
+    model = nn.Sequential(make("current", aux_loss_coefficient=0.1), make("current", aux_loss_coefficient=0.1))
+    assert router_losses(model) == 0.0
+    y = model(torch.randn(9, H).to(BF16))
+    found = model[0].router_loss + model[1].router_loss
+    total = router_losses(model)
+    assert isinstance(total, Tensor) and torch.equal(total, found) and total > 0
+    (y.sum() * 0 + total).backward()
+    assert all(bool(moe.router.weight.grad.any()) for moe in model)  # type: ignore[union-attr]
+    assert router_losses(model) == 0.0
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "none"])
+def test_compiled(recipe: str) -> None:
+    torch._dynamo.reset()
+    moe = make(recipe, aux_loss_coefficient=0.1)
+    twin = copy.deepcopy(moe)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x = torch.randn(16, H).to(BF16).requires_grad_()
+        own_x, dy = x.detach().clone().requires_grad_(), torch.randn(16, H).to(BF16)
+        y, expected = compiled(own_x), moe(x)
+        assert torch.equal(y, expected)
+        ((y * dy).sum() + router_losses(twin)).backward()
+        ((expected * dy).sum() + router_losses(moe)).backward()
+        assert torch.equal(x.grad, own_x.grad)  # type: ignore[arg-type]
+    for mine, other in zip(moe.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_traced() -> None:
+    with FakeTensorMode():
+        moe = make("current")
+        x = torch.randn(16, H, dtype=BF16, requires_grad=True)
+        moe(x).sum().backward()
+        assert x.grad is not None and all(p.grad is not None for p in moe.parameters())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("options", [{}, {"checkpoint_mlp": True}, {"parallel_attention_mlp": True}])
+def test_transformer_layer(recipe: str, options: dict[str, Any]) -> None:
+    """With experts in the place of its MLP it is attention, norm and experts one after the other."""
+    torch.manual_seed(0)
+    layer = TransformerLayer(
+        H, F, 2, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", activation="swiglu", bias=False,
+        recipe=recipe, dtype=BF16, moe={"num_experts": E, "top_k": K, "aux_loss_coefficient": 0.1}, **options,
+    )  # fmt: skip
+    plain = copy.deepcopy(layer)
+    assert isinstance(layer.layernorm_mlp, LayerNormMoE) and layer.recipe == plain.recipe
+    x = torch.randn(6, 2, H).to(BF16).requires_grad_()
+    own_x = x.detach().clone().requires_grad_()
+    attended = plain.self_attention(own_x)
+    stream = own_x if options.get("parallel_attention_mlp") else own_x + attended
+    mlp = plain.layernorm_mlp
+    experts = mlp.moe(mlp.norm(stream))  # type: ignore[union-attr, operator]
+    expected = own_x + attended + experts if options.get("parallel_attention_mlp") else stream + experts
+    y = layer(x)
+    assert torch.equal(y, expected)
+    dy = torch.randn_like(y)
+    y.backward(dy), expected.backward(dy)
+    for (name, mine), other in zip(layer.named_parameters(), plain.parameters(), strict=True):
+        if ".moe." in name:
+            assert torch.equal(mine.grad, other.grad), name  # type: ignore[arg-type]
+        else:  # the gradients of the residual stream are added in another order
+            torch.testing.assert_close(mine.grad, other.grad, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(x.grad, own_x.grad, rtol=0.05, atol=0.05)
+
+
+def test_recipe_is_that_of_all_linears() -> None:
+    moe = make("current", shared_ffn_hidden_size=16)
+    moe.recipe = "mxfp8"
+    linears = moe.experts.fc1, moe.experts.fc2, moe.shared_fc1, moe.shared_fc2
+    assert len({id(linear.recipe) for linear in linears if linear is not None}) == 1
+    assert make("current").recipe == make("current").experts.fc2.recipe
+
+
+def test_gradients_wait_for_backward_dw() -> None:
+    mlp, twin = (GroupedMLP(E, H, F, recipe="current", delay_wgrad_compute=delay) for delay in (True, False))
+    twin.load_state_dict(mlp.state_dict())
+    x, counts = torch.randn(20, H), [4, 0, 9, 7, 0]
+    for each in (mlp, twin):
+        each(x, counts).sum().backward()
+    assert all(parameter.grad is None for parameter in mlp.parameters())
+    mlp.backward_dw()
+    for mine, other in zip(mlp.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_tensor_parallel_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="experts are not tensor-parallel"):
+        TransformerLayer(H, F, 2, moe={"num_experts": E}, set_parallel_mode=True)
