@@ -272,6 +272,17 @@ def test_the_command_is_stopped_and_goes_on(options: tuple[object, ...], tmp_pat
     assert code == 0 and text.startswith("the ")
 
 
+def test_experts_are_sharded_too(options: tuple[object, ...], tmp_path: Path) -> None:
+    """Two ranks train a mixture of experts as one does: the router's loss is the mean of theirs."""
+    out, more = tmp_path / "out", ("--recipe", "mxfp8", "--steps", 3, "--experts", 4)
+    with command(tmp_path / "a", 2, *options, *more, "--fsdp", "--out", out) as finished:
+        assert finished.wait() == [0, 0], finished.said()
+    code, text = invoke(*options, *more, "--out", tmp_path / "alone")
+    assert code == 0, text
+    losses, expected = ([record["loss"] for record in written(each)] for each in (out, tmp_path / "alone"))
+    assert len(losses) == 3 and losses == pytest.approx(expected, rel=0.01)
+
+
 def test_mistakes_end_with_a_message(options: tuple[object, ...], tmp_path: Path) -> None:
     code, said = invoke(*options, "--fsdp", "--out", tmp_path / "out")
     assert code == 2 and "start N with: torchrun --nproc-per-node N" in said.replace("\n", " ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,36 @@ def test_sizes_of_ones_own(options: tuple[object, ...], tmp_path: Path) -> None:
     assert code == 0, said
 
 
+def test_a_mixture_of_experts(options: tuple[object, ...], tmp_path: Path) -> None:
+    """Trains, goes on, generates, and says how its choices are balanced."""
+    out, own = tmp_path / "out", ("--experts", 4, "--top-k", 2, "--recipe", "current")
+    code, said = invoke(*options, *own, "--steps", 2, "--out", out)
+    assert code == 0, said
+    assert locate(out).settings["model"] == replace(MICRO, experts=4, top_k=2).settings()
+    assert all(1 <= record["imbalance"] <= 4 for record in written(out))
+    report = (out / "report.md").read_text()
+    assert "Experts of current: the busiest has" in report and "**passed**" in report
+    code, said = invoke(*options, *own, "--steps", 4, "--out", out, "--resume")
+    assert code == 0 and len(written(out)) == 4, said
+    code, said = invoke("generate", out, "--tokens", 2, "--device", "cpu")
+    assert code == 0, said
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (("--experts", -1), "--experts is -1"),
+        (("--experts", 4, "--top-k", 5), "--top-k is 5; choose a whole number from 1 to --experts 4"),
+        (("--experts", 4, "--top-k", 0), "--top-k is 0"),
+    ],
+)
+def test_experts_that_cannot_be(
+    wrong: tuple[object, ...], message: str, options: tuple[object, ...], tmp_path: Path
+) -> None:
+    code, said = invoke(*options, *wrong, "--steps", 1, "--out", tmp_path / "out")
+    assert code == 2 and message in " ".join(said.split())
+
+
 @pytest.mark.parametrize(
     "own, expected",
     [
@@ -82,7 +113,9 @@ def test_ratios_of_the_named_model_stay(own: OwnSizes, expected: ModelConfig) ->
     assert own.of(MODELS["base"]) == expected
 
 
-@pytest.mark.parametrize("sizes", [MICRO, MODELS["tiny"], ModelConfig(80, 3, 5, 1, 112, 16, vocabulary=300)])
+@pytest.mark.parametrize(
+    "sizes", [MICRO, MODELS["tiny"], ModelConfig(80, 3, 5, 1, 112, 16, vocabulary=300), replace(MICRO, experts=4)]
+)
 def test_parameters_are_counted_without_a_model(sizes: ModelConfig) -> None:
     with torch.device("meta"):
         model = sizes.make(None, 0) if sizes != MICRO else micro_model()

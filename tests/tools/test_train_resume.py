@@ -105,7 +105,12 @@ def test_all_random_numbers_of_a_run_come_from_its_seed(tmp_path: Path) -> None:
 def test_history_is_exact() -> None:
     history = [Metrics(1, 0.1, 1 / 3, 1e-3, 0.2, 7.7), Metrics(2, math.pi, 5e-324, 1e-3, 0.2, 7.7, 2 / 3)]
     assert read_history(history_tensor(history)) == history
-    assert read_history(history_tensor([])) == [] and history_tensor([]).shape == (0, 7)
+    assert read_history(history_tensor([])) == [] and history_tensor([]).shape == (0, 8)
+    experts = [Metrics(1, 0.1, 1 / 3, 1e-3, 0.2, 7.7, None, 1.25)]
+    assert read_history(history_tensor(experts)) == experts
+    assert read_history(history_tensor(history)[:, :7]) == history  # as the first checkpoints had it
+    with pytest.raises(ValueError, match="a history has 6 columns"):
+        read_history(history_tensor(history)[:, :6])
 
 
 # Numbers that are not finite

@@ -29,6 +29,8 @@ class OwnSizes:
     kv_heads: int | None = None
     mlp_hidden: int | None = None
     context: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
 
     def of(self, base: ModelConfig) -> ModelConfig:
         """The sizes of `base` with these; the MLP and the key/value heads keep their ratios unless they are given."""
@@ -37,6 +39,7 @@ class OwnSizes:
         dim = base.dim if self.hidden is None else self.hidden
         given = {
             "dim": dim, "layers": self.layers, "heads": heads, "context": self.context,
+            "experts": self.experts, "top_k": self.top_k,
             "kv_heads": kv_heads if self.kv_heads is None else self.kv_heads,
             "hidden": dim * base.hidden // base.dim if self.mlp_hidden is None else self.mlp_hidden,
         }  # fmt: skip
@@ -51,8 +54,8 @@ def sizes_of(model: str | None, own: OwnSizes, hf: Path | None = None) -> ModelC
     if hf is not None:
         if own != OwnSizes(context=own.context) or model is not None:
             raise ValueError(
-                f"--hf {hf} has sizes of its own; leave --model, --layers, --hidden, --heads, --kv-heads and "
-                "--mlp-hidden out"
+                f"--hf {hf} has sizes of its own; leave --model, --layers, --hidden, --heads, --kv-heads, "
+                "--mlp-hidden, --experts and --top-k out"
             )
         return HuggingFace.read(hf, own.context)
     model = DEFAULT if model is None else model

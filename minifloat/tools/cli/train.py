@@ -55,6 +55,8 @@ def train(
     kv_heads: Annotated[int | None, typer.Option(help="key/value heads; default: in the --model's ratio")] = None,
     mlp_hidden: Annotated[int | None, typer.Option(help="width of the MLP; default: in the --model's ratio")] = None,
     context: Annotated[int | None, typer.Option(help="tokens in a sequence")] = None,
+    experts: Annotated[int | None, typer.Option(help="a mixture of so many experts in place of each MLP")] = None,
+    top_k: Annotated[int | None, typer.Option(help="with --experts: how many of them each token goes to")] = None,
     batch_size: Annotated[int, typer.Option(help="sequences in a step, or in a micro-batch of it")] = 16,
     accumulate: Annotated[int, typer.Option(help="micro-batches in a step, whose gradients are averaged")] = 1,
     learning_rate: Annotated[float | None, typer.Option(help="the peak; default: by the model's width")] = None,
@@ -105,7 +107,7 @@ def train(
         with user_errors():
             names = check_names(recipe, against)
             check_limits(max_gap, max_gradient_gap)
-            sizes = sizes_of(model, OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context), hf)
+            sizes = sizes_of(model, OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context, experts, top_k), hf)
             rate = sizes.learning_rate if learning_rate is None else learning_rate
             config = TrainConfig(steps, batch_size, rate, seed, accumulate=accumulate)
             corpus = data.load(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +72,7 @@ def trained_config(checkpoint: Checkpoint) -> ModelConfig:
         )
     try:
         config = ModelConfig(**checkpoint.settings["model"])
-        if all(type(size) in (int, float) and size > 0 for size in astuple(config)):
+        if all(type(size) in (int, float) and size > 0 for size in config.settings().values()):
             return config
         problem = f"its sizes are {config}"
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minifloat import Linear
+from minifloat import MoE, router_losses
 from minifloat.comm.dtensor import own_rows
 from minifloat.functional import count_gemms
+from minifloat.nn.linear_state import LinearState
 from minifloat.tools.train.checkpoint import Checkpoint
 from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError, Saver, saving
 from minifloat.tools.train.data import Batches, Corpus, fixed_batches
@@ -90,7 +91,7 @@ def train(
                         saver.wait()
                     raise Interrupted(name, state.step, saved)
     parameters = sum(ranks.numel(parameter) for parameter in model.parameters())
-    linears = sum(isinstance(module, Linear) for module in model.modules())
+    linears = sum(isinstance(module, LinearState) for module in model.modules())
     return Run(name, tuple(state.history), state.gemms, peak_memory(state), parameters, linears)
 
 
@@ -116,6 +117,7 @@ def advance(
             f"{name}: step {step} has loss {loss} and gradient norm {norm}: {explain(state, batch, config)}; "
             f"{keep_last_good(state, saver)}"
         )
+    imbalance = imbalance_of(state.model)
     seconds = time.perf_counter() - start
     validation = evaluate(state.model, held_out, config, state.device, state.ranks) if config.evaluates(step) else None
     if validation is not None and not math.isfinite(validation):
@@ -123,7 +125,8 @@ def advance(
         where = locate(state, held_out[0], config)
         raise NonFiniteError(f"{name}: after step {step} the validation loss is {validation}: {where}")
     state.gemms.update(counts)
-    state.history.append(Metrics(step, loss, norm, rate, seconds, config.sequences * context / seconds, validation))
+    rates = seconds, config.sequences * context / seconds
+    state.history.append(Metrics(step, loss, norm, rate, *rates, validation, imbalance))
     return state.history[-1]
 
 
@@ -193,7 +196,7 @@ def train_step(
         # Autograd's own thread for a GPU would cost the host up to half of its time (docs/layers.md), and a process
         # has one GPU. Hooks, recomputations and callbacks run in this thread too; kernels stay on their streams.
         with torch.autograd.set_multithreading_enabled(False):
-            (loss * (config.loss_scale / config.accumulate)).backward()
+            ((loss + router_losses(model)) * (config.loss_scale / config.accumulate)).backward()
         losses.append(loss.detach())
     gradients = [own_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
@@ -203,6 +206,14 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return value, norm_value
+
+
+@torch.no_grad()
+def imbalance_of(model: nn.Module) -> float | None:
+    """The most choices of an expert over the mean, in the latest forward; the largest of all layers of this rank."""
+    layers = [each.expert_counts for each in model.modules() if isinstance(each, MoE)]
+    shares = [each.max() * each.numel() / each.sum().clamp(min=1) for each in layers if each is not None]
+    return float(torch.stack(shares).max()) if shares else None
 
 
 def micro_batches(batch: Batch, config: TrainConfig) -> list[Batch]:

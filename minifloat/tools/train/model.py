@@ -21,6 +21,8 @@ from minifloat.distributed import fully_shard, parallelize
 from minifloat.tools.train.ranks import ALONE, Ranks
 
 EPSILON = 1e-6  # of the norms
+AUX_LOSS = 0.01  # the coefficient of the load balancing loss, as in the Switch Transformer (arXiv:2101.03961)
+MOST_EXPERTS = 1024
 
 MOST = {
     "dim": 2**20, "layers": 10_000, "heads": 2**16, "kv_heads": 2**16, "hidden": 2**22, "context": 2**22,
@@ -47,12 +49,18 @@ class ModelConfig:
     context: int
     vocabulary: int = 256
     rope_base: float = 10_000.0
+    experts: int = 0
+    top_k: int = 2
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{OPTIONS[name]} is {value!r}; choose a whole number from 1 to {most:,}")
+        if type(self.experts) is not int or not 0 <= self.experts <= MOST_EXPERTS:
+            raise ValueError(f"--experts is {self.experts!r}; choose a whole number from 0 to {MOST_EXPERTS:,}")
+        if type(self.top_k) is not int or not 1 <= self.top_k <= (self.experts or MOST_EXPERTS):
+            raise ValueError(f"--top-k is {self.top_k!r}; choose a whole number from 1 to --experts {self.experts}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; change --heads or "
@@ -69,7 +77,9 @@ class ModelConfig:
             )
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises ValueError where a rank would have a part of a head."""
+        """Raises ValueError where a rank would have a part of a head, or of an expert."""
+        if self.experts and ranks > 1:
+            raise ValueError("--experts are not tensor-parallel; use --fsdp without --tp")
         most = math.gcd(self.heads, self.kv_heads)
         if most % ranks:
             raise ValueError(
@@ -90,7 +100,8 @@ class ModelConfig:
     def parameters(self) -> int:
         """How many a model of these sizes has."""
         attention = 2 * self.dim * (self.dim + self.kv_heads * self.head_dim)
-        block = attention + 3 * self.dim * self.hidden + 2 * self.dim
+        mlp = 3 * self.dim * self.hidden * (self.experts or 1) + self.dim * self.experts
+        block = attention + mlp + 2 * self.dim
         return self.layers * block + (2 * self.vocabulary + 1) * self.dim
 
     def with_vocabulary(self, size: int) -> ModelConfig:
@@ -98,8 +109,9 @@ class ModelConfig:
         return replace(self, vocabulary=size)
 
     def settings(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
-        return asdict(self)
+        """The fields as JSON has them; those of experts where there are some, which older checkpoints do not name."""
+        fields = asdict(self)
+        return fields if self.experts else {name: fields[name] for name in fields if name not in ("experts", "top_k")}
 
     def make(self, recipe: Recipe | None, seed: int, ranks: Ranks = ALONE) -> nn.Module:
         """A new model, whose linears compute in `recipe`; each rank keeps its part."""
@@ -110,7 +122,15 @@ class ModelConfig:
         return TransformerLayer(
             self.dim, self.hidden, self.heads, self.kv_heads, EPSILON, hidden_dropout=0.0, attention_dropout=0.0,
             normalization="RMSNorm", activation="swiglu", bias=False, fuse_qkv_params=True, recipe=recipe, name=name,
+            moe=self.mixture,
         )  # fmt: skip
+
+    @property
+    def mixture(self) -> dict[str, Any] | None:
+        """What a layer is told of its experts, if it has some."""
+        if not self.experts:
+            return None
+        return {"num_experts": self.experts, "top_k": self.top_k, "aux_loss_coefficient": AUX_LOSS}
 
     @property
     def linears(self) -> int:
@@ -153,7 +173,7 @@ class Transformer(nn.Module):
         depth_scale = 1 / math.sqrt(2 * self.config.layers)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
-                scale = depth_scale if name.endswith(("proj.weight", "fc2.weight")) else 1.0
+                scale = depth_scale if ".proj." in name or ".fc2." in name else 1.0
                 weight.normal_(std=scale * weight.shape[1] ** -0.5, generator=generator)
 
     def shard(self) -> Transformer:

@@ -110,6 +110,9 @@ def render(
         [_summary(run) for run in runs],
     )
     lines += ["", f"Unigram entropy of the held-out text: {entropy:.4f}", ""]
+    for run in runs:
+        if (most := run.history[-1].imbalance) is not None:
+            lines += [f"Experts of {run.name}: the busiest has {most:.2f} times the mean of choices, last step", ""]
     if comparison is not None:
         lines += [f"Gap: {describe(runs, comparison, unit)}", ""]
     lines += ["## Executed GEMMs of the linears, by operand format", ""]

@@ -89,6 +89,7 @@ class Metrics:
     seconds: float
     tokens_per_second: float
     validation_loss: float | None = None
+    imbalance: float | None = None  # the most choices of an expert over the mean, of all layers
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,12 @@ def history_tensor(history: list[Metrics]) -> Tensor:
 def read_history(rows: Tensor) -> list[Metrics]:
     """The inverse of `history_tensor`."""
     names = [each.name for each in fields(Metrics)]
-    records: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows.tolist()]
+    least = names.index("validation_loss") + 1  # what the first checkpoints had
+    if not least <= rows.shape[-1] <= len(names):
+        raise ValueError(f"a history has {rows.shape[-1]} columns; {least} to {len(names)} are known")
+    records: list[dict[str, Any]] = [dict(zip(names, row, strict=False)) for row in rows.tolist()]
     for record in records:
         record["step"] = int(record["step"])
-        record["validation_loss"] = None if math.isnan(record["validation_loss"]) else record["validation_loss"]
+        for name in ("validation_loss", "imbalance"):
+            record[name] = None if math.isnan(record.get(name, math.nan)) else record[name]
     return [Metrics(**record) for record in records]
