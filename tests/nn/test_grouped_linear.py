@@ -339,3 +339,103 @@ def test_not_finite() -> None:
         grouped(x.detach().float(), (4, 5))  # rows that are no expert's do not count
         with pytest.raises(FloatingPointError, match="experts"):
             grouped(x.detach().float(), (4, 6))
+
+
+# ---- On a GPU -------------------------------------------------------------------------------------------------------
+
+ON_GPU = {name: recipe for name, recipe in RECIPES.items() if "backward" not in name}
+
+
+def sevens(*shape: int) -> Tensor:
+    """7 and -7: every scale is a power of two times something that cancels, and every sum is exact in fp32."""
+    return (torch.randint(0, 2, shape, device="cuda") * 14 - 7).to(BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [(7, 0, 23, 15), (300, 1, 0, 200), (0, 0)])
+@pytest.mark.parametrize("recipe", ON_GPU)
+def test_gpu_computes_what_linears_do(recipe: str, counts: tuple[int, ...]) -> None:
+    """Of 7 and -7 the same bits, under NVFP4 but for the last one; of other numbers within the order of sums."""
+    inner, outer, total = 96, 64, sum(counts)
+    grouped = GroupedLinear(len(counts), inner, outer, dtype=BF16, device="cuda", recipe=ON_GPU[recipe], bias=False)
+    linears = [Linear(inner, outer, dtype=BF16, device="cuda", recipe=ON_GPU[recipe], bias=False) for _ in counts]
+    for exact in (True, False):
+        make = sevens if exact else lambda *shape: torch.randn(*shape, device="cuda").to(BF16)
+        with torch.no_grad():
+            for parameter, linear in zip(parameters(grouped, "weight"), linears, strict=True):
+                linear.weight.copy_(parameter.copy_(make(outer, inner)))
+        x, dy = make(total + 3, inner), make(total + 3, outer)
+        x[total:], dy[total:] = torch.nan, torch.nan
+        x.requires_grad_()
+        own_x = x.detach()[:total].clone().requires_grad_()
+        for layer in (grouped, *linears):
+            layer.zero_grad()
+        y = grouped(x, torch.tensor(counts, device="cuda"))
+        expected = torch.cat([linear(part) for linear, part in zip(linears, own_x.split(counts), strict=True)])
+        y.backward(dy)
+        expected.backward(dy[:total])
+        assert x.grad is not None and own_x.grad is not None
+        assert not y[total:].any() and not x.grad[total:].any()
+        pairs = [(y[:total], expected), (x.grad[:total], own_x.grad)]
+        pairs += zip(gradients(grouped, "weight"), [linear.weight.grad for linear in linears], strict=True)  # type: ignore[arg-type]
+        for mine, other in pairs:
+            if exact and recipe not in ("nvfp4", "delayed"):
+                assert torch.equal(mine, other)
+            else:
+                torch.testing.assert_close(
+                    mine, other, rtol=0.01, atol=0.01 * float(other.abs().max()) if other.numel() else 0
+                )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ON_GPU)
+def test_gpu_graph_with_other_counts(recipe: str) -> None:
+    """A captured step, on other contents and counts, is the eager one bit for bit; nothing waits for the device."""
+    torch.manual_seed(0)
+    grouped = GroupedLinear(4, 96, 64, dtype=BF16, device="cuda", recipe=ON_GPU[recipe])
+    x = torch.randn(160, 96, device="cuda").to(BF16).requires_grad_()
+    dy, counts = torch.randn(160, 64, device="cuda").to(BF16), torch.tensor([40, 40, 40, 40], device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            grouped(x, counts).backward(dy)
+    torch.cuda.current_stream().wait_stream(side)
+    grouped.zero_grad(set_to_none=True)
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            y = grouped(x, counts)
+            y.backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    twin = copy.deepcopy(grouped)
+    for own in ((160, 0, 0, 0), (1, 0, 99, 17), (40, 50, 30, 40)):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x)), dy.copy_(torch.randn_like(dy)), counts.copy_(torch.tensor(own))
+        other = x.detach().clone().requires_grad_()
+        twin.zero_grad(set_to_none=True)
+        graph.replay()
+        expected = twin(other, counts)
+        expected.backward(dy)
+        assert torch.equal(y, expected) and torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+        for mine, its in zip(grouped.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad, its.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_gpu_launches_do_not_depend_on_the_number_of_experts() -> None:
+    from minifloat.ops.launch import count_launches  # which needs Triton
+
+    def launches(experts: int) -> dict[str, int]:
+        grouped = GroupedLinear(experts, 96, 64, dtype=BF16, device="cuda", recipe="current")
+        x = torch.randn(160, 96, device="cuda").to(BF16).requires_grad_()
+        counts = torch.full((experts,), 160 // experts, device="cuda")
+        with count_launches() as counted:
+            grouped(x, counts).sum().backward()
+        return dict(counted)
+
+    assert launches(2) == launches(40)
