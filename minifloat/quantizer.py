@@ -44,6 +44,8 @@ class Quantizer:
     columnwise_source: Literal["original", "rowwise_dequantized"] = "original"
 
     def __hash__(self) -> int:
+        if not self.__dict__:  # Dynamo of PyTorch 2.11 hashes one that it traces before it has its fields
+            return 0
         columns = "" if self.column_format is None else self.column_format.spec
         return hash((self.row_format.spec, columns, self.rowwise, self.columnwise))
 

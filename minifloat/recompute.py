@@ -135,7 +135,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Compiled code, around the checkpoint or inside of it, is exact under every recipe but delayed scaling: a graph that
     is run again reads the scales after the step has updated them. A layer with delayed scaling that is compiled inside,
     or was before, raises under ``fullgraph=True``; else the compiler warns, and runs it uncompiled: exact, and slower.
-    Leave such parts uncompiled. Code that was compiled before PyTorch's own checkpoint is around it is not noticed.
+    Leave such parts uncompiled. Code that was compiled before PyTorch's own checkpoint is around it raises.
 
     Raises:
         ValueError: ``use_reentrant=True``, or a ``context_fn``, of which there can be one.
@@ -294,8 +294,10 @@ def _name(recipe: Recipe | None) -> str:
 # ---- compiled code ----
 
 
-def refuse_compiled(label: str) -> None:
+def refuse_compiled(label: str, scaled: bool = True) -> None:
     """Called by each linear with delayed scaling that is being compiled.
+
+    ``scaled``: in this call too; else it has been before, and no recipe is in force: in a recomputation, no longer.
 
     Compiled code guards ``_inside``: what was compiled before :func:`checkpoint` is around it is recompiled there.
 
@@ -303,16 +305,19 @@ def refuse_compiled(label: str) -> None:
         RuntimeError: it is inside of a checkpoint, :func:`checkpoint` or PyTorch's own. With ``fullgraph=True`` the
             caller sees it, else the compiler runs the code uncompiled.
     """
-    if _refuses(_inside):
+    if warns_of_compiled(_inside if scaled else None):
         raise RuntimeError(
             f"{label}: a compiled graph recomputes delayed scaling's casts with scales that have moved on; leave what "
             "is checkpointed uncompiled, with torch.compiler.disable, or use another recipe"
         )
 
 
-def _refuses(inside: bool) -> bool:
-    """Warns if a checkpoint is around what is being compiled; the compiler calls this, and does not trace it."""
-    if not (inside or _traces_checkpoint()):
+def warns_of_compiled(inside: bool | None) -> bool:
+    """Warns if a checkpoint is around what is being compiled; the compiler calls this, and does not trace it.
+
+    ``inside``: None: only where it is being recomputed.
+    """
+    if not (_traces_recomputation() if inside is None else inside or _traces_checkpoint()):
         return False
     _warn()
     return True
@@ -328,7 +333,12 @@ def _warn() -> None:
     )
 
 
-_refuses._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
+warns_of_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
+
+
+def _traces_recomputation() -> bool:
+    """What is traced runs inside of a backward, and has gradients."""
+    return _graph_task() != -1 and torch.is_grad_enabled()
 
 
 def _traces_checkpoint() -> bool:
@@ -339,6 +349,8 @@ def _traces_checkpoint() -> bool:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import; loaded by now
 
+    if _traces_recomputation():
+        return True
     tracer: Any = InstructionTranslator.current_tx().output.current_tracer
     while tracer is not None:
         if "checkpoint" in str(tracer.source_target):

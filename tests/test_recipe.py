@@ -159,7 +159,8 @@ OURS: dict[type, list[tuple[str, object]]] = {
 
 def surface(cls: type) -> list[tuple[str, object]]:
     """The names and defaults of a dataclass."""
-    return [(f.name, REQUIRED if f.default is MISSING else f.default) for f in fields(cls)]
+    made = {f.name: f.default_factory() for f in fields(cls) if f.default_factory is not MISSING}
+    return [(f.name, made.get(f.name, REQUIRED if f.default is MISSING else f.default)) for f in fields(cls)]
 
 
 @pytest.mark.parametrize("cls", TRANSFORMER_ENGINE)

@@ -565,6 +565,29 @@ def test_checkpoint_of_compiled_delayed_scaling_is_refused(way: Way) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_checkpoint_of_pytorch_around_what_was_compiled_before(own: bool, reentrant: bool) -> None:
+    """The graph that exists is used there, and refuses to run; with another recipe it does run."""
+    model, _ = twins(RECIPES["delayed"], own)
+    compiled = torch.compile(model[0], fullgraph=True, backend="aot_eager")
+
+    def step(checkpointed: bool, x: Tensor) -> None:
+        with contextlib.nullcontext() if own else autocast(recipe=RECIPES["delayed"]):
+            if checkpointed:
+                y = torch_checkpoint.checkpoint(compiled, x, use_reentrant=reentrant)
+            else:
+                y = compiled(x)
+        y.square().sum().backward()
+
+    for _ in range(2):
+        step(False, batch(0))
+    with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
+        step(True, batch(1))
+    step(False, batch(2))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
 def test_checkpoint_of_code_that_was_compiled_before() -> None:
     """The graph that exists is not used inside; outside it still is, however often the two alternate."""
     model, _ = twins(RECIPES["delayed"], own=True)
@@ -593,6 +616,25 @@ def test_checkpoint_of_code_that_was_compiled_before_runs_uncompiled() -> None:
             assert torch.equal(x.grad, same.grad)
     assert_same(list(expected[0].buffers()), list(model[0].buffers()))
     assert sum("delayed scaling inside of a checkpoint" in str(each.message) for each in caught) == 1
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_module_that_checkpoints_itself() -> None:
+    """Under delayed scaling it runs uncompiled, in training alone, or is refused."""
+    torch.manual_seed(0)
+    model = minifloat.LayerNormMLP(IN, IN, recipe=RECIPES["delayed"], checkpoint=True, name="mlp")
+    expected = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"mlp\.fc1.*leave what is checkpointed uncompiled"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(batch(0))
+    compiled = torch.compile(model, backend="aot_eager")
+    for number in range(3):
+        x, same = batch(number), batch(number)
+        compiled(x).square().sum().backward()
+        expected(same).square().sum().backward()
+        assert torch.equal(x.grad, same.grad)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), expected(x))
+    assert_same(list(expected.buffers()), list(model.buffers()))
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -164,9 +164,9 @@ def _spell(fmt: Format) -> str:
     parts = [fmt.element, blocks, fmt.scale_rule]
     parts += [part for part in (fmt.transform, fmt.rounding) if part not in ("none", "nearest")]
     if fmt.amax_epsilon:
-        parts.append(f"eps={float(fmt.amax_epsilon)!r}")
+        parts.append(f"eps={float(fmt.amax_epsilon)}")  # no "!r", which PyTorch 2.14 does not trace
     if fmt.block_scale_max != 448.0:
-        parts.append(f"max={float(fmt.block_scale_max)!r}")
+        parts.append(f"max={float(fmt.block_scale_max)}")
     return "/".join(parts + ["amax_per_row"] * (fmt.amax_per_row and fmt.block > 0))
 
 

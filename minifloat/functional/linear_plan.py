@@ -19,7 +19,13 @@ from minifloat.functional.autograd import as_output, as_output_eager
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.quantize import RoleCasts, cast_with
 from minifloat.functional.tensor_parallel import TensorParallel
-from minifloat.functional.weight_gradient import Sink, into_main_grad, left_for_later, to_autograd
+from minifloat.functional.weight_gradient import (
+    Sink,
+    into_main_grad,
+    into_main_grad_in_graph,
+    left_for_later,
+    to_autograd,
+)
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 
@@ -142,7 +148,7 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         else partial(steps.dgrad, multiply, load, options.dtype, config.fast_dgrad),
         reduce_dx=Pending.wait if sharded else steps.identity,
         wgrad=partial(steps.wgrad_of_gathered, along, wgrad) if gathers_x else wgrad,
-        accumulate_dw=_sink(options),
+        accumulate_dw=_sink(options, compiling),
         grad_input=grad_input,
         bias_gradient=steps.nothing
         if not options.needs_b
@@ -177,7 +183,7 @@ def _outputs(
     output: Callable[..., Tensor] = partial(steps.output, own_memory)
     if options.parallel.mode is not None:
         output = partial(steps.sharded_output, own_memory, options.parallel)
-    if options.quantize_output:
+    if options.quantize_output and not compiling:  # else by ``steps.quantized_in_graph``
         output = partial(steps.quantized, output, config.output, "output")
     grad_input: Callable[..., Tensor] = partial(steps.grad_input, own_memory)
     if options.quantize_grad_input:
@@ -185,11 +191,11 @@ def _outputs(
     return output, grad_input
 
 
-def _sink(options: LinearOptions) -> Sink:
+def _sink(options: LinearOptions, compiling: bool) -> Sink:
     """Where dW goes."""
     sink: Sink = partial(to_autograd, options.dtype)
     if options.main_grad:
-        sink = partial(into_main_grad, options.overwrite_main_grad)
+        sink = into_main_grad_in_graph if compiling else partial(into_main_grad, options.overwrite_main_grad)
     if options.wgrad_tasks is not None:
         sink = partial(left_for_later, options.wgrad_tasks, sink)
     return sink

@@ -25,7 +25,7 @@ from minifloat.functional.quantize import RoleCasts, delayed_scale, quantize, qu
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
-from minifloat.tensor import QuantizedTensor
+from minifloat.tensor import QuantizedTensor, traced
 
 Gemm = Callable[..., Tensor]
 
@@ -210,6 +210,15 @@ def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, delayed_call
     return QuantizedTensor.from_operands(
         operands, quantizer, x.shape, x.dtype, scale=None if scale is None else scale.clone()
     )
+
+
+def quantized_in_graph(y: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None, label: str) -> Tensor:
+    """The same of Y in traced code, after the autograd function of ``label``: Dynamo traces none that returns it."""
+    if not quantizer.quantized:
+        return y
+    operands = quantize(y.detach(), quantizer, "output", delayed_call, gemm_ready=False)
+    scale = delayed_scale(delayed_call, "output")
+    return traced.as_quantized_tensor(y, operands, quantizer, None if scale is None else scale.clone(), label)
 
 
 # ---- backward ----

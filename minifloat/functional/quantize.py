@@ -125,7 +125,9 @@ def record_all(delayed_call: DelayedCall, kinds: Sequence[str], results: Sequenc
                 amaxes.append(operand.amax)
                 break
     if slots:
-        delayed.record_amax_(delayed_call.histories[direction].amax_history, slots, amaxes)
+        forward_in_graph = direction == 0 and delayed_call.compiling
+        record = delayed.record_forward_amax_ if forward_in_graph else delayed.record_amax_
+        record(delayed_call.histories[direction].amax_history, slots, amaxes)
 
 
 def record_groups(delayed_call: DelayedCall, kind: str, amaxes: Sequence[Tensor]) -> None:
@@ -133,6 +135,8 @@ def record_groups(delayed_call: DelayedCall, kind: str, amaxes: Sequence[Tensor]
     direction, slot = _SLOTS[kind]
     newest = delayed_call.histories[direction].amax_history[0]
     groups = newest.shape[0] // len(_KINDS[direction])
+    if delayed_call.compiling and direction == 0 and delayed_call.records[0]:  # which looks for a checkpoint
+        delayed.record_forward_amax_(delayed_call.histories[0].amax_history, [], [])
     for amax in amaxes if delayed_call.records[direction] else ():
         own = newest[slot * groups : (slot + 1) * groups]
         with torch.no_grad():

@@ -56,6 +56,16 @@ def parameters_of(weight: Tensor) -> Sequence[Any]:
     return getattr(weight, "experts", None) or (weight,)
 
 
+def into_main_grad_in_graph(weight: Any, product: Product) -> None:
+    """The same in traced code, which sets no attribute in backward: the forward has set it."""
+    product(weight.main_grad.dtype, weight.main_grad, True)
+
+
+def asks_in_backward(weight: Tensor, overwrite: bool) -> bool:
+    """What :func:`into_main_grad` does depends on attributes that the weight has in backward."""
+    return overwrite or getattr(weight, "overwrite_main_grad", False) or getattr(weight, "zero_out_wgrad", False)
+
+
 def left_for_later(tasks: list[Callable[[], None]], sink: Sink, weight: Tensor | None, product: Product) -> None:
     """Appends to ``tasks`` what computes dW and gives it to ``sink``; autograd gets nothing."""
 

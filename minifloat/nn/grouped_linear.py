@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from minifloat import finite
+from minifloat import finite, recompute
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import checks_finite, current
 from minifloat.comm.ddp import check_reduced
@@ -25,6 +25,7 @@ from minifloat.functional.quantize import record_groups
 from minifloat.nn import parameters
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.operand import Quantized
 from minifloat.ops.grouped import grouped_amax
 from minifloat.quantizer import Quantizer, as_matrix
@@ -214,6 +215,13 @@ class GroupedLinear(LinearCalls):
             ValueError: another number of them than there are experts; negative ones, or more than there are rows, where
                 the host knows them.
         """
+        special = is_first_microbatch is False or recompute._inside
+        if (
+            (special or self.delay_wgrad_compute or self.fuse_wgrad_accumulation)
+            and torch.compiler.is_compiling()
+            and needs_eager(self, is_first_microbatch)
+        ):
+            return run_eager(GroupedLinear.forward, self, x, m_splits, is_first_microbatch)
         self._check_input(x)
         layout = self._layout(x, m_splits)
         recipe = self._recipe_in_force()

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat import recompute
 from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
+from minifloat.functional.linear_steps import quantized_in_graph
 from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn import parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
 
@@ -128,8 +132,19 @@ class LayerNormLinear(parts.LayerOfLinears):
             return_residual: forward also gives S, of the shape of X (X itself where no residual is given). Whatever
                 gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
         """
-        check_tensors(x, residual, self)
         linear = self.linear
+        special = fp8_output or is_first_microbatch is False or recompute._inside
+        if (
+            type(linear) is Linear  # which may have been replaced
+            and (special or linear.delay_wgrad_compute or linear.fuse_wgrad_accumulation)
+            and torch.compiler.is_compiling()
+            and needs_eager(linear, is_first_microbatch, fp8_output)
+        ):
+            return run_eager(
+                LayerNormLinear.forward, self, x, is_first_microbatch, fp8_output, rows_per_rank, residual,
+                return_residual,
+            )  # fmt: skip
+        check_tensors(x, residual, self)
         recipe = None if parts.needs_unfused_path(self.norm, linear) else linear._recipe_in_force()
         bias: Tensor | None
         if recipe is None:
@@ -152,6 +167,8 @@ class LayerNormLinear(parts.LayerOfLinears):
             y, *extra = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
                 norm, plan, call, x.to(dtype), residual, gamma, beta, weight, b
             )
+            if fp8_output and not call.eager:
+                y = quantized_in_graph(y, plan.config.output, call.delayed_call, linear._label)
             if call.delayed_call is not None:
                 call.delayed_call.forward_finished()
             n, found = norm.extra_outputs(extra)

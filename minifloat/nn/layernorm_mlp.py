@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifloat import recompute
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.layernorm_linear import NormCall
@@ -19,6 +20,7 @@ from minifloat.nn import parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import parallel_of
@@ -144,6 +146,17 @@ class LayerNormMLP(parts.LayerOfLinears):
         the residual stream if ``return_residual``. ``is_first_microbatch`` and ``rows_per_rank`` are those of
         :class:`~minifloat.Linear`, ``residual`` and ``return_residual`` those of :class:`~minifloat.LayerNormLinear`.
         """
+        special = is_first_microbatch is False or self.checkpoint or recompute._inside
+        for fc in (self.fc1, self.fc2):
+            if (
+                type(fc) is Linear  # which may have been replaced
+                and (special or fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation)
+                and torch.compiler.is_compiling()
+                and needs_eager(fc, is_first_microbatch, checkpointed=self.checkpoint)
+            ):
+                return run_eager(
+                    LayerNormMLP.forward, self, x, is_first_microbatch, rows_per_rank, residual, return_residual
+                )
         check_tensors(x, residual, self)
         if self.checkpoint and torch.is_grad_enabled():
             stream = parts.add_residual(x, residual, self.fc1)  # which is kept, not what it is the sum of

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat import finite
+from minifloat import finite, recompute
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
 from minifloat.functional.autograd import apply_eager
 from minifloat.functional.linear import LinearFunction
+from minifloat.functional.linear_steps import quantized_in_graph
 from minifloat.functional.quantize import reuse
 from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor
@@ -22,9 +24,10 @@ from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.linear_parameters import LinearParameters
 from minifloat.nn.parameters import InitMethod, one_dtype, parameter_init
 from minifloat.nn.tensor_parallel import tensor_parallel
+from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import parallel_of
-from minifloat.tensor import QuantizedTensor
+from minifloat.tensor import QuantizedTensor, traced
 
 
 class Linear(LinearCalls, LinearParameters):
@@ -139,6 +142,13 @@ class Linear(LinearCalls, LinearParameters):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
+        special = fp8_output or fp8_grad or is_first_microbatch is False or recompute._inside
+        if (
+            (special or self.delay_wgrad_compute or self.fuse_wgrad_accumulation)
+            and torch.compiler.is_compiling()
+            and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad)
+        ):
+            return run_eager(Linear.forward, self, x, is_first_microbatch, fp8_output, fp8_grad, rows_per_rank)
         parallel = self._parallel
         if parallel.mode is not None or rows_per_rank is not None:
             check_tensor(x, self)
@@ -160,7 +170,7 @@ class Linear(LinearCalls, LinearParameters):
         source, x, quantizer = x, x.to(dtype), plan.x_quantizer
         ranks = (parallel.group, parallel.shards) if plan.gathers_x else None
         if ranks is None and isinstance(x, QuantizedTensor):
-            call.x = reuse(x, quantizer)
+            call.x = reuse(x, quantizer) if call.eager else traced.reuse(x, quantizer)
         shares = call.eager and plan.shares_x and call.x is None
         if shares:
             call.x, call.shares_x = shared_cast.find(source, dtype, quantizer, self, ranks), True
@@ -168,6 +178,8 @@ class Linear(LinearCalls, LinearParameters):
             y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
         else:
             y = LinearFunction.apply(plan, call, x, weight, bias)  # type: ignore[no-untyped-call]
+            if fp8_output:
+                y = quantized_in_graph(y, plan.config.output, call.delayed_call, self._label)
         if shares:
             shared_cast.keep(source, dtype, quantizer, call.x, self, ranks)
         if call.delayed_call is not None:

@@ -64,7 +64,8 @@ class LinearCalls(LinearState):
         ``parallel``: the layer's, with the rows of this call; the others as of :class:`LinearOptions`.
         """
         latest, compiling = self._latest_config, torch.compiler.is_compiling()
-        config = latest[1] if latest is not None and latest[0] is recipe else self._config(recipe)
+        known = not compiling and latest is not None and latest[0] is recipe
+        config = latest[1] if known else self._config(recipe)  # type: ignore[index]
         replayed = self._replayed_scale(recipe, config, compiling)
         weight, bias = self._weight_and_bias()
         grad = torch.is_grad_enabled()
@@ -74,7 +75,10 @@ class LinearCalls(LinearState):
         main_grad = needs_w and self.fuse_wgrad_accumulation
         if needs_w and (main_grad or self.delay_wgrad_compute):
             self._check_own_gradients(weight, main_grad)
-        if self.fuse_wgrad_accumulation and is_first_microbatch and torch._C._current_graph_task_id() == -1:
+            if compiling and main_grad:  # backward sets no attribute there
+                weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        first = self.fuse_wgrad_accumulation and is_first_microbatch
+        if first and (compiling or torch._C._current_graph_task_id() == -1):
             # Not inside of backward: a checkpoint's recomputation is no other microbatch.
             self._mark_main_grad_old(weight)
         options = (
@@ -160,8 +164,8 @@ class LinearCalls(LinearState):
             self._check_on_meta()
         if not compiling:
             return recompute.replayed_scale(self, None if recipe is UNQUANTIZED else recipe, scale)
-        if scale is not None:
-            recompute.refuse_compiled(self._label)
+        if scale is not None or (recipe is None and self._recipe is None and "forward_scaling" in self._modules):
+            recompute.refuse_compiled(self._label, scale is not None)
         return None
 
     def _check_on_meta(self) -> None:

@@ -114,13 +114,34 @@ class LinearState(Weights):
 
     def _config(self, recipe: Recipe) -> LinearConfig:
         """How ``recipe`` quantizes the layer's tensors: asked at its first use, and kept."""
+        if torch.compiler.is_compiling():
+            return self._config_in_graph(recipe)
         latest = self._latest_config
         if latest is None or latest[0] is not recipe:
             make = self._custom_config if isinstance(recipe, CustomRecipe) else self._new_config
             latest = self._latest_config = recipe, make(recipe)
-            if not torch.compiler.is_compiling():
-                self._plans = {}
+            self._plans = {}
         return latest[1]
+
+    def _config_in_graph(self, recipe: Recipe) -> LinearConfig:
+        """The same in traced code: an equal recipe is the same one, or a loop that makes its recipe would recompile.
+
+        To keep what is found changes the layer, for which the graph is compiled once more. So it is kept where it is
+        asked for later: a factory is called once, and checkpoints ask how histories are reduced.
+        """
+        latest = self._latest_config
+        if latest is not None and latest[0] == recipe:
+            return latest[1]
+        custom = isinstance(recipe, CustomRecipe)
+        for known, config in self._custom_configs if custom else ():
+            if known == recipe:
+                return config
+        config = self._new_config(recipe)
+        if custom:
+            self._custom_configs = [*self._custom_configs[1 - _CONFIGS_KEPT :], (recipe, config)]
+        if custom or config.delayed is not None:
+            self._latest_config = recipe, config
+        return config
 
     def _custom_config(self, recipe: Recipe) -> LinearConfig:
         """Recipes may take turns, and a factory is asked once: the configs of the latest few are kept."""

@@ -52,6 +52,16 @@ class MMParams:
 FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
 
+def fast() -> MMParams:
+    """The default of a field, by a factory: Dynamo does not know an object that is the default of an argument."""
+    return FAST
+
+
+def split() -> MMParams:
+    """Likewise."""
+    return SPLIT
+
+
 @checked
 @dataclass(frozen=True)
 class QParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from minifloat.arguments import NonNegativeFloat, checked
@@ -10,13 +10,13 @@ from minifloat.formats import Format
 from minifloat.quantizer import Quantizer
 from minifloat.recipes.base import (
     GRADIENTS,
-    SPLIT,
     BackwardOverride,
     ElementPair,
     MMParams,
     QParams,
     QuantizerRole,
     Recipe,
+    split,
 )
 
 
@@ -33,9 +33,9 @@ class Float8BlockScaling(Recipe):
     x_block_scaling_dim: Literal[1, 2] = 1
     w_block_scaling_dim: Literal[1, 2] = 2
     grad_block_scaling_dim: Literal[1, 2] = 1
-    fp8_gemm_fprop: MMParams = SPLIT
-    fp8_gemm_dgrad: MMParams = SPLIT
-    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_gemm_fprop: MMParams = field(default_factory=split)
+    fp8_gemm_dgrad: MMParams = field(default_factory=split)
+    fp8_gemm_wgrad: MMParams = field(default_factory=split)
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minifloat.arguments import NonNegativeFloat, checked
 from minifloat.formats import Format
 from minifloat.quantizer import Quantizer
-from minifloat.recipes.base import FAST, SPLIT, BackwardOverride, ElementPair, MMParams, QParams, QuantizerRole, Recipe
+from minifloat.recipes.base import BackwardOverride, ElementPair, MMParams, QParams, QuantizerRole, Recipe, fast, split
 
 
 @checked
@@ -17,9 +17,9 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = False
     fp8_format: ElementPair = ElementPair.HYBRID
-    fp8_gemm_fprop: MMParams = FAST
-    fp8_gemm_dgrad: MMParams = SPLIT
-    fp8_gemm_wgrad: MMParams = SPLIT
+    fp8_gemm_fprop: MMParams = field(default_factory=fast)
+    fp8_gemm_dgrad: MMParams = field(default_factory=split)
+    fp8_gemm_wgrad: MMParams = field(default_factory=split)
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None

@@ -18,9 +18,10 @@ class CustomRecipe(Recipe):
     """A factory decides for each role: one layer or one operand gets another format, or none.
 
     Args:
-        qfactory: called with a :class:`QuantizerRole`, once for each role of a module and recipe object; returns a
-            ``Quantizer`` (``Quantizer.identity()`` for high precision, ``Quantizer.hybrid(...)`` for a format for each
-            orientation) or a :class:`DelayedScalingRequest`. A module-level function, if the recipe is to be pickled.
+        qfactory: called with a :class:`QuantizerRole`, once for each role of a module and recipe object (in compiled
+            code, where equal recipes are one, it is traced); returns a ``Quantizer`` (``Quantizer.identity()`` for high
+            precision, ``Quantizer.hybrid(...)`` for a format for each orientation) or a :class:`DelayedScalingRequest`.
+            A module-level function, if the recipe is to be pickled.
         fp8_format, quantization_alignment: as Transformer Engine's, and unused: the factory decides on the formats, and
             no layer pads groups of rows yet. They keep their defaults.
     """

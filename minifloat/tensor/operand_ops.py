@@ -144,22 +144,33 @@ def store(target: Quantized, source: Quantized, outside: Sequence[Tensor], noop_
 # ---- as plain data, which a compiler compares and a checkpoint keeps ----
 
 
-def describe(quantizer: Quantizer, operands: Quantized) -> tuple[Any, ...]:
-    """All but the tensors, in strings, numbers and tuples; :func:`restore` reads it."""
+def describe(quantizer: Quantizer, operands: Quantized, shape: tuple[int, int] | None = None) -> tuple[Any, ...]:
+    """All but the tensors, in strings, numbers and tuples; :func:`restore` reads it.
+
+    ``shape``: a matrix shape that is known to who reads it, and may be a symbol to a compiler; it is left out.
+    """
     column = None if quantizer.column_format is None else quantizer.column_format.spec
     usage = (quantizer.rowwise, quantizer.columnwise, quantizer.columnwise_source)
-    layouts = tuple((slot, o.format.spec, o.dim, o.shape, o.dtype) for slot, o in distinct(operands).items())
+    layouts = tuple(
+        (slot, o.format.spec, o.dim, None if o.shape == shape else o.shape, o.dtype)
+        for slot, o in distinct(operands).items()
+    )
     return (quantizer.row_format.spec, column, *usage), layouts, operands.rowwise is operands.columnwise
 
 
-def restore(description: tuple[Any, ...], buffers: Mapping[str, Tensor]) -> tuple[Quantizer, Quantized]:
-    """The inverse of :func:`describe`, given the tensors under the names ``rowwise_codes`` and so on."""
+def restore(
+    description: tuple[Any, ...], buffers: Mapping[str, Tensor], known: tuple[int, int] = (0, 0)
+) -> tuple[Quantizer, Quantized]:
+    """The inverse of :func:`describe`, given the tensors under the names ``rowwise_codes`` and so on.
+
+    ``known``: the shape that was left out.
+    """
     (row_spec, column_spec, *usage), layouts, shared = description
     column: Format | None = None if column_spec is None else parse(column_spec)
     found: dict[str, Operand | None] = dict.fromkeys(SLOTS)
     for slot, spec, dim, shape, dtype in layouts:
         codes, scale_inv, amax = (buffers.get(f"{slot}_{name}") for name in BUFFERS)
         assert codes is not None
-        found[slot] = Operand(codes, scale_inv, amax, parse(spec), dim, shape, dtype)
+        found[slot] = Operand(codes, scale_inv, amax, parse(spec), dim, known if shape is None else shape, dtype)
     rowwise, columnwise = found["rowwise"], found["columnwise"]
     return Quantizer(parse(row_spec), column, *usage), Quantized(rowwise, rowwise if shared else columnwise)

@@ -28,7 +28,7 @@ from minifloat.tensor.writing import cast, quantize_all_
 _INNER = tuple(f"{slot}_{name}" for slot in operand_ops.SLOTS for name in operand_ops.BUFFERS)
 _SHARED = ("quantizer", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
-    {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer"}
+    {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer", "made_by"}
     | {*_SHARED, "source", "first", "whole", "_loaded_amaxes"}  # of subclasses
 )
 
@@ -56,6 +56,10 @@ def quantize(
     """
     if not (quantizer.rowwise or quantizer.columnwise):
         raise ValueError("the quantizer produces no orientation; use quantizer.with_usage(rowwise=True)")
+    if torch.compiler.is_compiling():
+        from minifloat.tensor.traced import quantize_traced  # which makes QuantizedTensors
+
+        return quantize_traced(x, quantizer, scale, amax_group, amaxes)
     with torch.no_grad():
         values = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
         operands = cast([as_matrix(values)], [quantizer], [scale], [amax_group], [amaxes])[0]
@@ -82,6 +86,8 @@ class QuantizedTensor(CodedTensor):
         source_version: the version of the tensor that it was last quantized from, where that is known.
         gatherer: of a tensor that is gathered from shards, some operands of which may have no memory now; else None.
     """
+
+    made_by = ""  # in a graph that is being traced: the layer whose output it is
 
     @staticmethod
     def from_operands(
@@ -210,6 +216,8 @@ class QuantizedTensor(CodedTensor):
         out = QuantizedTensor(operands, self.quantizer, shape, operands.any.dtype, stride)
         out.scale, out._group, out.source_version = self.scale, self._group, self.source_version
         out.gatherer = self.gatherer
+        if self.made_by:
+            out.made_by = self.made_by
         return out
 
     def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
@@ -256,18 +264,48 @@ class QuantizedTensor(CodedTensor):
     # ---- torch's protocols ----
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return list(self._buffers()), (operand_ops.describe(self.quantizer, self._operands), self.dtype, self._group)
+        # Without the number of rows, which dynamic shapes change: to a compiler all this is constant.
+        description = operand_ops.describe(self.quantizer, self._operands, matrix_shape(self.shape))
+        label = (self.made_by,) if self.made_by else ()
+        return list(self._buffers()), (description, self.dtype, self._group, self.is_contiguous(), *label)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> QuantizedTensor:
-        description, dtype, group = context
-        quantizer, operands = operand_ops.restore(description, inner)
-        self = QuantizedTensor(operands, quantizer, outer_size, dtype, outer_stride)
+        description, dtype, group, contiguous, *label = context
+        quantizer, operands = operand_ops.restore(description, inner, matrix_shape(outer_size))
+        # AOTAutograd of PyTorch 2.11 gives wrong strides where they depend on a number of rows.
+        self = QuantizedTensor(operands, quantizer, outer_size, dtype, None if contiguous else outer_stride)
         self.scale = inner.get("scale")
         self._group = group
+        if label and type(operands.any.codes) is not Tensor:  # still in a graph
+            (self.made_by,) = label
         return self
+
+    @property
+    def held(self) -> tuple[tuple[Any, ...], bool]:
+        """Constants by which traced code finds the operands (``traced.py``), and whether one serves as both."""
+        operands = self._operands
+        held = [
+            (slot, o.format.spec, o.dim, tuple(name for name in operand_ops.BUFFERS if getattr(o, name) is not None))
+            for slot, o in operand_ops.distinct(operands).items()
+        ]
+        return tuple(held), operands.rowwise is operands.columnwise
+
+    def __coerce_tangent_metadata__(self) -> Any:  # AOTAutograd calls it
+        """Asked for the form of this tensor's gradient, where a graph returns it: it cannot be said to be plain."""
+        raise RuntimeError(
+            f"{self.made_by or 'a compiled function'}: returns a quantized tensor of shape {tuple(self.shape)} from a "
+            "graph, for which PyTorch then takes no gradient in high precision; compile the layer that reads it into "
+            "the same graph, return its dequantize(), or use fp8_output=False, fullgraph=False or torch.no_grad()"
+        )
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected_meta: Any, expected_type: type[Tensor] | None = None
+    ) -> Tensor | None:
+        """A gradient that comes quantized, as of ``fp8_grad``, to a compiled graph, which reads its values."""
+        return self.dequantize() if expected_type is Tensor else None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         context = operand_ops.describe(self.quantizer, self._gathered()), self.dtype, None
@@ -346,7 +384,7 @@ def _rebuild(
 
     ``torch.load(weights_only=True)`` trusts it once this module is imported.
     """
-    self = QuantizedTensor.__tensor_unflatten__(inner, context, shape, stride)
+    self = QuantizedTensor.__tensor_unflatten__(inner, (*context, False), shape, stride)
     self._set_attributes(attributes)
     self.requires_grad_(requires_grad)
     return self

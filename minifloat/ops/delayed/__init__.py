@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
@@ -44,6 +44,40 @@ def record_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]
         newest.copy_(torch.maximum(_finite(newest), _finite(amax.reshape(()))))
 
 
+def _forward_kernel() -> Callable[..., None]:
+    record = _kernels().record
+
+    def run(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
+        refuse_recomputation()
+        if amaxes:
+            record(history, slots, amaxes)
+
+    return run
+
+
+@operation(_forward_kernel, mutates=["history"])
+def record_forward_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
+    """``record_amax_`` of a compiled forward. A graph does not see that it runs in a checkpoint, so this looks for one.
+
+    Raises:
+        RuntimeError: PyTorch's checkpoint is around the graph, or this is inside of a backward.
+    """
+    refuse_recomputation()
+    record_amax_.reference(history, slots, amaxes)
+
+
+def refuse_recomputation() -> None:
+    """Raises where PyTorch's checkpoint runs a forward, or runs it again: its scales would be those of another time."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    module = None if hooks is None else getattr(hooks[0], "__module__", None)
+    if module == "torch.utils.checkpoint" or torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "a compiled layer with delayed scaling runs inside of torch.utils.checkpoint or of a backward, which does "
+            "not bring the scales of its forward back; leave what is checkpointed uncompiled, with "
+            "torch.compiler.disable, and use minifloat.checkpoint, or use another recipe"
+        )
+
+
 @operation(lambda: _kernels().update, mutates=["histories", "scales"])
 def update_scales_(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
     """Rolls each history [L, n] and computes each scale [n] anew, ``max * 2^-margin / amax``: ``docs/numerics.md``.
@@ -63,6 +97,7 @@ def update_scales_(histories: Sequence[Tensor], scales: Sequence[Tensor], rules:
 
 
 @record_amax_.fake
+@record_forward_amax_.fake
 @update_scales_.fake
 def _(*_: object) -> None: ...
 

@@ -1,0 +1,77 @@
+"""What of a call no graph can hold: an error under ``fullgraph=True``, else the layer runs uncompiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from minifloat import recompute
+from minifloat.functional.weight_gradient import asks_in_backward
+from minifloat.nn.linear_call import LinearCalls
+from minifloat.tensor import QuantizedTensor
+
+
+def needs_eager(
+    linear: LinearCalls,
+    is_first_microbatch: bool | None,
+    fp8_output: bool = False,
+    fp8_grad: bool = False,
+    checkpointed: bool = False,
+) -> bool:
+    """Some option of this call cannot be traced; asked in traced code alone. :func:`run_eager` is the way out.
+
+    ``checkpointed``: the module is about to checkpoint itself.
+
+    Raises:
+        RuntimeError: so it is, and the compiler was told ``fullgraph=True``.
+    """
+    weight, grad, whole = linear._weight(linear._weight_names[0]), torch.is_grad_enabled(), _in_one_graph()
+    own_gradient, why = grad and weight.requires_grad, ""
+    reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weight, QuantizedTensor)
+    if (checkpointed or recompute._inside) and not whole and _has_delayed_scaling(linear):  # else ``_prepare`` raises
+        return recompute.warns_of_compiled(True)
+    if own_gradient and linear.delay_wgrad_compute:
+        why = "delay_wgrad_compute=True leaves work for after backward, which no graph does; use False"
+    elif reads_cache and linear._recipe_in_force() is not None:
+        why = "is_first_microbatch=False reads a cached weight, whose version no graph knows; use None"
+    elif grad and fp8_grad:
+        why = "fp8_grad=True returns a quantized gradient, which no graph does; use False"
+    elif own_gradient and linear.fuse_wgrad_accumulation and (weight.dim() > 2 or len(linear._weight_names) > 1):
+        why = "fuse_wgrad_accumulation=True of several experts is not traced; use False"
+    elif own_gradient and linear.fuse_wgrad_accumulation and asks_in_backward(weight, is_first_microbatch is True):
+        why = (
+            "fuse_wgrad_accumulation=True with is_first_microbatch=True, weight.overwrite_main_grad or "
+            "weight.zero_out_wgrad asks in backward what to do, which no graph does; zero main_grad instead"
+        )
+    if why and whole:
+        raise RuntimeError(
+            f"{linear._label}: {why}, or fullgraph=False, or leave the layer out with torch.compiler.disable"
+        )
+    # A quantized output has a gradient if what reads it is in the same graph, which another one may not be.
+    return why != "" or (grad and fp8_output and not whole)
+
+
+def _has_delayed_scaling(linear: LinearCalls) -> bool:
+    recipe = linear._recipe_in_force()
+    return recipe is not None and linear._config(recipe).delayed is not None
+
+
+def run_eager(forward: Callable[..., Any], *args: Any) -> Any:
+    """``forward(*args)``, uncompiled with all that it calls. A call of this function breaks the graph."""
+    return torch.compiler.disable(forward)(*args)
+
+
+def _in_one_graph() -> bool:
+    """The compiler was told ``fullgraph=True``; it calls this, and does not trace it."""
+    from torch._dynamo.eval_frame import skip_code
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import; loaded by now
+
+    skip_code(run_eager.__code__)
+    tracer: Any = InstructionTranslator.current_tx()
+    return bool(tracer.one_graph or tracer.error_on_graph_break)
+
+
+_in_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
+run_eager._torchdynamo_disable = True  # type: ignore[attr-defined] # what torch.compiler.disable does

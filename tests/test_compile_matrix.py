@@ -1,0 +1,97 @@
+"""Modules, recipes and modes under torch.compile, each with each: the eager bits, in one graph.
+
+By default each pair of a module and a mode, of a recipe and a mode, and most of a module and a recipe, runs once; the
+``slow`` tests are the full product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minifloat
+from minifloat import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer, autocast
+from minifloat.recipe import DelayedScaling, Recipe, named
+from tests.helpers.compiled import Pair, graphs
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+WIDTH, HEADS, BATCH = 16, 2, 2
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "Linear": partial(Linear, WIDTH, 12),
+    "LayerNormLinear": partial(LayerNormLinear, WIDTH, 12),
+    "LayerNormMLP": partial(LayerNormMLP, WIDTH, 24),
+    "MultiheadAttention": partial(MultiheadAttention, WIDTH, HEADS, attention_dropout=0.0),
+    "TransformerLayer": partial(TransformerLayer, WIDTH, 24, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
+}
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=3),
+    **{name: named(name) for name in ("current", "rowwise", "block", "mxfp8", "nvfp4")},
+}
+MODES = ("training", "inference", "checkpoint", "dynamic")
+Case = tuple[str, str, str]
+SMALL = ("Linear", "LayerNormLinear", "LayerNormMLP")
+
+
+def under(recipe: Recipe, model: Any, x: Tensor) -> Any:
+    """The recipe is in force in the traced function alone."""
+    with autocast(recipe=recipe):
+        return model(x)
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randn(length, BATCH, WIDTH)
+
+
+def run(module: str, recipe: str, mode: str, backend: str = "aot_eager") -> None:
+    """Three steps; the third compiles nothing, nor does the second where delayed scaling's buffers are there."""
+    torch.manual_seed(0)
+    chosen, model = RECIPES[recipe], MODULES[module]()
+    call: Any = partial(under, chosen)
+    if mode == "checkpoint":  # without graph breaks, of what has a recipe of its own, and of ours under autocast
+        call = lambda model, x: under(chosen, partial(minifloat.checkpoint, model), x)  # noqa: E731
+    if mode == "inference":
+        model.eval()
+    pair = Pair(model, call, chosen, dynamic=mode == "dynamic", backend=backend)
+    if mode == "checkpoint" and recipe == "delayed":
+        with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
+            pair.run(tokens(4).requires_grad_())
+        return
+    for number, length in enumerate((4, 6, 8) if mode == "dynamic" else (4, 4, 4)):
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            pair.step(tokens(length), seed=number, training=mode != "inference")
+    assert graphs() == 1
+
+
+def pairs() -> Iterator[Case]:
+    """Each small module with each recipe, and all with each mode; so is each recipe."""
+    for i, module in enumerate(SMALL):
+        for j, recipe in enumerate(RECIPES):
+            yield module, recipe, MODES[(i + j) % 4]
+    for module, recipes in (
+        ("MultiheadAttention", ("delayed", "mxfp8", "current", "nvfp4")),
+        ("TransformerLayer", ("delayed", "nvfp4", "block", "rowwise")),
+    ):
+        yield from zip([module] * 4, recipes, MODES, strict=True)
+
+
+DEFAULT = list(pairs())
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=" ".join)
+def test_pairs(case: Case) -> None:
+    run(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case for case in product(MODULES, RECIPES, MODES) if case not in DEFAULT], ids=" ".join
+)
+def test_product(case: Case) -> None:
+    run(*case)

@@ -1,0 +1,351 @@
+"""Quantized tensors in compiled code: made and read there, going in and out; and the options that no graph holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minifloat import Float8CurrentScaling, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor, Quantizer
+from minifloat.formats import Format
+from minifloat.nn import quantized_model_init
+from minifloat.recipe import QuantizerRole, named
+from minifloat.tensor import quantize
+from tests.helpers.compiled import Pair, compiled, graphs
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+IN, HIDDEN, OUT = 32, 48, 17
+INPUT = QuantizerRole("linear", "input")
+NAMES = ["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"]
+
+
+def slow_but(*fast: str) -> list[Any]:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+def same_codes(found: Any, wanted: Any) -> bool:
+    """All that the two hold, and how they describe it."""
+    assert type(found) is type(wanted) is QuantizedTensor
+    names, description = wanted.__tensor_flatten__()
+    return (names, description) == found.__tensor_flatten__() and all(
+        torch.equal(getattr(found, name), getattr(wanted, name)) for name in names
+    )
+
+
+class TwoLinears(nn.Module):
+    """The second reads what the first returns quantized."""
+
+    def __init__(self, first: str, second: str, fused: bool = False) -> None:
+        super().__init__()
+        kind: Any = LayerNormLinear if fused else Linear
+        self.first = kind(IN, HIDDEN, recipe=first, name="first")
+        self.second = Linear(HIDDEN, OUT, recipe=second, name="second")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x, fp8_output=True))
+        return y
+
+
+# ---- made and read in one graph ----
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but("delayed", "current", "nvfp4"))
+def test_quantized_output_within_a_graph(name: str, fused: bool) -> None:
+    """The next layer takes the codes as they are, and gradients flow back through them; under all token counts."""
+    pair = Pair(TwoLinears(name, name, fused), dynamic=True)
+    for tokens in (6, 8, 10):
+        pair.step(torch.randn(tokens, IN))
+    assert graphs() == 1
+
+
+def test_quantized_output_of_another_recipe_within_a_graph() -> None:
+    """A layer whose codes are others casts the values."""
+    pair = Pair(TwoLinears("current", "mxfp8", fused=True))
+    for _ in range(2):
+        pair.step(torch.randn(6, IN))
+    assert graphs() == 1
+
+
+def test_inductor() -> None:
+    pair = Pair(TwoLinears("current", "current"), backend="inductor")
+    x = torch.randn(6, IN)
+    with torch.no_grad():
+        assert torch.equal(pair.eager(x), pair.run(x))
+    pair.run(x).sum().backward()
+    pair.eager(x).sum().backward()
+    for p, q in zip(pair.eager.parameters(), pair.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)  # of the biases, whose sums are in Inductor's order
+
+
+@pytest.mark.parametrize("name", slow_but("current", "nvfp4"))
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_quantize(name: str, dynamic: bool) -> None:
+    """``quantize`` and a quantizer's call give what they give in eager code; also of a tensor that is quantized."""
+    quantizer = named("current" if name == "delayed" else name).quantizer(INPUT)
+    run = compiled(lambda x: (quantize(x, quantizer), quantizer(x).any.codes), dynamic=dynamic)
+    for rows in (32, 48):
+        x = torch.randn(2, rows, IN)
+        found, codes = run(x)
+        wanted = quantize(x, quantizer)
+        assert same_codes(found, wanted) and found.operands.any.shape == (2 * rows, IN)
+        assert torch.equal(codes, quantizer(x).any.codes)
+    again = compiled(lambda t: quantize(t, quantizer))(wanted)
+    assert same_codes(again, quantize(wanted, quantizer))
+
+
+def test_quantize_with_a_given_scale() -> None:
+    """Delayed scaling's, which the tensor keeps; without it the error is the eager one."""
+    quantizer, scale = Quantizer(Format("e4m3", scale_rule="given")), torch.full((1,), 3.0)
+    x = torch.randn(6, IN)
+    found = compiled(lambda x, scale: quantize(x, quantizer, scale=scale))(x, scale)
+    assert same_codes(found, quantize(x, quantizer, scale=scale)) and torch.equal(found.scale, scale)
+    with pytest.raises(Exception, match="delayed scaling casts with a scale"):
+        compiled(lambda x: quantize(x, quantizer))(x)
+
+
+def test_quantizers_made_in_compiled_code() -> None:
+    x = torch.randn(6, IN)
+
+    def run(x: Tensor) -> Tensor:
+        first = Quantizer(Format("e5m2", 32, scale_rule="e8m0"))(x)
+        hybrid = Quantizer.hybrid(rowwise_quantizer=Quantizer(Format()), columnwise_quantizer=Quantizer(Format("e5m2")))
+        current = Float8CurrentScaling().quantizer(INPUT)
+        return first.dequantize() + hybrid(x).dequantize() + quantize(x, current).dequantize()
+
+    assert torch.equal(compiled(run)(x), run(x))
+
+
+# ---- going in and out ----
+
+
+@pytest.mark.parametrize("name", slow_but("delayed", "mxfp8"))
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+def test_quantized_output_without_gradients(name: str, kind: Any) -> None:
+    """What leaves the graph is the eager tensor, of the right shape under dynamic shapes too."""
+    layer = kind(IN, HIDDEN, recipe=name)
+    run = compiled(copy.deepcopy(layer), dynamic=True)
+    with torch.no_grad():
+        for tokens in (6, 8, 10):
+            x = torch.randn(2, tokens, IN)
+            found, wanted = run(x, fp8_output=True), layer(x, fp8_output=True)
+            assert same_codes(found, wanted) and found.operands.any.shape == (2 * tokens, HIDDEN)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("name", slow_but("current", "nvfp4"))
+def test_quantized_input(name: str, reads: bool) -> None:
+    """Of a layer with a recipe of its own: its codes are multiplied as they are, or its values are cast."""
+    layer = Linear(IN, OUT, recipe=name)
+    recipe = named(name if reads and name != "delayed" else "mxfp6")
+    x = quantize(torch.randn(2, 8, IN), recipe.quantizer(INPUT))
+    found, wanted = [], []
+    for results, run in ((wanted, layer), (found, compiled(layer))):
+        for value in (x, x.detach().requires_grad_()):
+            layer.zero_grad()
+            torch.manual_seed(1)
+            y = run(value)
+            y.square().sum().backward()
+            results += [y.detach(), layer.weight.grad, value.grad]
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert found[-1] is not None
+
+
+def test_quantized_inputs_of_any_rows() -> None:
+    """The number of rows is no constant of a graph."""
+    layer = Linear(IN, OUT, recipe="current")
+    run = compiled(copy.deepcopy(layer), dynamic=True)
+    for rows in (6, 8, 10):
+        x = quantize(torch.randn(rows, IN), named("current").quantizer(INPUT))
+        assert torch.equal(run(x), layer(x))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+def test_quantized_output_with_gradients_leaves_no_graph(kind: Any) -> None:
+    """PyTorch would take a quantized gradient alone: the error names the layer and the way out, before any backward."""
+    run = compiled(kind(IN, HIDDEN, recipe="current", name="fc1"))
+    with pytest.raises(RuntimeError, match=r"fc1'.* quantized tensor of shape \(6, 48\).*fullgraph=False"):
+        run(torch.randn(6, IN), fp8_output=True)
+
+
+# ---- what runs uncompiled: exact with graph breaks, an error without ----
+
+
+def with_output(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = torch.relu(model[1](torch.relu(model[0](x)), fp8_output=True))
+    return y
+
+
+def with_gradient(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = torch.relu(model[1](torch.relu(model[0](x)), fp8_grad=True))
+    return y
+
+
+def with_microbatch(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.relu(model[0](x, is_first_microbatch=True))
+    y: Tensor = torch.relu(model[1](hidden, is_first_microbatch=False))
+    return y
+
+
+def with_main_grad(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = torch.relu(model[1](torch.relu(model[0](x)), is_first_microbatch=True))
+    return y
+
+
+def plain(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = torch.relu(model[1](torch.relu(model[0](x))))
+    return y
+
+
+def two_layers(kind: Any, name: str, **options: Any) -> nn.Sequential:
+    sizes = (HIDDEN, HIDDEN)
+    return nn.Sequential(Linear(IN, HIDDEN, recipe=name), kind(*sizes, recipe=name, name="fc1", **options))
+
+
+def give_main_grads(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.main_grad = torch.ones_like(parameter)  # type: ignore[attr-defined]
+
+
+UNCOMPILED = {
+    "fp8_output": (with_output, {}),
+    "fp8_grad": (with_gradient, {}),
+    "is_first_microbatch": (with_microbatch, {}),
+    "delay_wgrad_compute": (plain, {"delay_wgrad_compute": True}),
+    "fuse_wgrad_accumulation": (with_main_grad, {"fuse_wgrad_accumulation": True}),
+}
+CASES = [
+    (Linear, option, name) for option in UNCOMPILED for name in ("current", "delayed")
+] + [
+    (kind, option, "current")
+    for kind in (LayerNormLinear, LayerNormMLP)
+    for option in UNCOMPILED
+    if option != "fp8_grad" and (kind is LayerNormLinear or option != "fp8_output")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "option", "name"), CASES)
+def test_uncompiled(kind: Any, option: str, name: str) -> None:
+    """Everything of the layer runs as in eager code, nothing of it as in traced code; the rest is compiled."""
+    call, options = UNCOMPILED[option]
+    pair = Pair(two_layers(kind, name, **options), call, fullgraph=False)
+    for model in (pair.eager, pair.model):
+        give_main_grads(model)
+    for _ in range(3):
+        pair.step(torch.randn(6, IN))
+        for model in (pair.eager, pair.model):
+            if option == "delay_wgrad_compute":
+                model[1].backward_dw()  # type: ignore[index, operator, union-attr]
+        pair.same_state()
+    assert graphs() >= 1
+
+
+@pytest.mark.parametrize(("kind", "option", "name"), [case for case in CASES if case[2] == "current"])
+def test_refused_in_one_graph(kind: Any, option: str, name: str) -> None:
+    """The error names the layer, the option and the way out."""
+    call, options = UNCOMPILED[option]
+    pair = Pair(two_layers(kind, name, **options), call)
+    for model in (pair.eager, pair.model):
+        give_main_grads(model)
+    if option == "fp8_output":  # which is read in the same graph
+        pair.step(torch.randn(6, IN))
+        return
+    with pytest.raises(RuntimeError, match=rf"fc1.*{option}.*torch\.compiler\.disable"):
+        pair.run(torch.randn(6, IN))
+
+
+@pytest.mark.parametrize("option", UNCOMPILED)
+def test_without_gradients_in_one_graph(option: str) -> None:
+    """There is no gradient to quantize, delay or accumulate; a cached weight is refused all the same."""
+    call, options = UNCOMPILED[option]
+    pair = Pair(two_layers(Linear, "current", **options), call)
+    x = torch.randn(6, IN)
+    if option == "is_first_microbatch":
+        with pytest.raises(RuntimeError, match="version"), torch.no_grad():
+            pair.run(x)
+    else:
+        pair.step(x, training=False)
+
+
+def test_quantized_gradient_into_a_compiled_layer() -> None:
+    """What an uncompiled layer returns with ``fp8_grad`` is a gradient like others to a graph: its values."""
+    pair = Pair(Linear(IN, HIDDEN, recipe="current"))
+    second = Linear(HIDDEN, OUT, recipe="current")
+    x = torch.randn(6, IN)
+    hidden = pair.eager(x).detach().requires_grad_()
+    second(hidden, fp8_grad=True).square().sum().backward()
+    assert type(hidden.grad) is QuantizedTensor
+    pair.eager(x).backward(hidden.grad.dequantize())
+    second(pair.run(x), fp8_grad=True).square().sum().backward()
+    pair.same_state()
+
+
+# ---- quantized parameters and the first microbatch ----
+
+
+@pytest.mark.parametrize("name", slow_but("delayed", "mxfp8"))
+@pytest.mark.parametrize("make", [Linear, LayerNormLinear, LayerNormMLP])
+def test_quantized_parameters(name: str, make: Callable[..., nn.Module]) -> None:
+    """Codes of the weight are what is multiplied, whatever the microbatch; and an optimizer's writes are seen."""
+    with quantized_model_init(recipe=name):
+        model = make(IN, IN, recipe=name)
+    pair = Pair(model, lambda model, x: model(x, is_first_microbatch=False))
+    for _ in range(3):
+        pair.step(torch.randn(6, IN))
+        for each in (pair.eager, pair.model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("name", slow_but("delayed", "nvfp4"))
+def test_first_microbatch_in_one_graph(name: str) -> None:
+    """Its weight is cast and kept, for the uncompiled microbatches that follow."""
+    pair = Pair(Linear(IN, OUT, recipe=name), lambda model, x: model(x, is_first_microbatch=True))
+    for _ in range(3):
+        pair.step(torch.randn(6, IN))
+    assert graphs() == 1
+    x = torch.randn(6, IN)
+    outputs = []
+    for each in (pair.eager, pair.model):
+        torch.manual_seed(0)
+        outputs.append(each(x, is_first_microbatch=False))
+    assert torch.equal(*outputs)
+
+
+# ---- main gradients ----
+
+
+@pytest.mark.parametrize("name", slow_but("delayed", "current"))
+@pytest.mark.parametrize("make", [Linear, LayerNormLinear, LayerNormMLP])
+def test_main_gradients_in_one_graph(name: str, make: Callable[..., nn.Module]) -> None:
+    """dW is added to views of one flat buffer, of a weight that is used twice both; autograd gets nothing of it."""
+
+    def twice(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model(x, is_first_microbatch=None) + model(torch.relu(x))
+        return y
+
+    pair = Pair(make(IN, IN, recipe=name, fuse_wgrad_accumulation=True), twice)
+    flat = []
+    for model in (pair.eager, pair.model):
+        parameters = list(model.parameters())
+        flat.append(torch.ones(sum(p.numel() for p in parameters)))
+        for parameter, part in zip(parameters, flat[-1].split([p.numel() for p in parameters]), strict=True):
+            parameter.main_grad = part.view_as(parameter)  # type: ignore[attr-defined]
+    for _ in range(3):
+        pair.step(torch.randn(6, IN))
+        assert torch.equal(*flat) and bool((flat[0] != 1).any())
+        for model in (pair.eager, pair.model):
+            added = [p for p in model.parameters() if getattr(p, "grad_added_to_main_grad", False)]
+            assert added and all(p.grad is None and p.dim() == 2 for p in added)
+            for p in added:
+                p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    assert graphs() == 1
