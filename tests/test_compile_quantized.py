@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifloat import Float8CurrentScaling, LayerNormLinear, LayerNormMLP, Linear, QuantizedTensor, Quantizer
+from minifloat import (
+    Float8CurrentScaling,
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    QuantizedTensor,
+    Quantizer,
+)
 from minifloat.formats import Format
 from minifloat.nn import quantized_model_init
 from minifloat.recipe import QuantizerRole, named
@@ -349,3 +357,26 @@ def test_main_gradients_in_one_graph(name: str, make: Callable[..., nn.Module]) 
             for p in added:
                 p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+def test_weight_gradients_of_several_experts_run_uncompiled(option: str) -> None:
+    """Their main gradients are not traced: as in eager code with graph breaks, an error without."""
+    splits = torch.tensor([4, 0, 2])
+    grouped = GroupedLinear(3, IN, OUT, recipe="current", name="experts", **{option: True})
+
+    def call(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model(x, splits)
+        return y
+
+    pair = Pair(grouped, call, fullgraph=False)
+    for model in (pair.eager, pair.model):
+        give_main_grads(model)
+    for _ in range(2):
+        pair.step(torch.randn(6, IN))
+        for model in (pair.eager, pair.model):
+            if option == "delay_wgrad_compute":
+                model.backward_dw()  # type: ignore[operator]
+        pair.same_state()
+    with pytest.raises(RuntimeError, match=rf"GroupedLinear 'experts'.*{option}"):
+        compiled(pair.model)(torch.randn(6, IN), splits)
