@@ -1,0 +1,97 @@
+"""Mixtures of experts under DDP and FSDP2: one process that has the data of all ranks, bit for bit; checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from minifloat.nn import MoE
+from minifloat.parallel.ddp import data_parallel
+from minifloat.parallel.fsdp.api import fully_shard
+from tests.helpers.distributed_pool import Pools
+
+WRAPPERS = {"ddp": data_parallel, "fsdp": fully_shard, "torch fsdp": torch_fully_shard}
+
+
+def make(recipe: str, single: bool, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *[MoE(32, 48, 4, 2, recipe=recipe, single_grouped_weight=single, aux_loss_coefficient=0.0) for _ in range(2)]
+    )
+
+
+def whole(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def step_alike(rank: int, size: int, wrapper: str, recipe: str, single: bool) -> str:
+    """Three steps of both; what differs first, or ""."""
+    twin = make(recipe, single)
+    model = copy.deepcopy(twin)
+    parts = [model] if wrapper == "ddp" else [*model, model]
+    for part in parts:
+        wrapped = WRAPPERS[wrapper](part)  # type: ignore[operator]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        data = [torch.randn(11, 32, generator=generator) for _ in range(size)]
+        wrapped(data[rank]).square().sum().backward()
+        gradients = []
+        for own in data:
+            gradients.append(torch.autograd.grad(twin(own).square().sum(), list(twin.parameters())))
+        for (name, mine), parameter, *each in zip(model.named_parameters(), twin.parameters(), *gradients, strict=True):
+            parameter.grad = torch.stack([gradient / size for gradient in each]).sum(0)
+            if not torch.equal(whole(mine.grad), parameter.grad):
+                return f"step {step}: the gradient of {name}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, mine), parameter in zip(model.named_parameters(), twin.parameters(), strict=True):
+            if not torch.equal(whole(mine), parameter):
+                return f"step {step}: {name}"
+    return ""
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "none"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_steps_are_those_of_one_process(worker_pool: Pools, wrapper: str, recipe: str, single: bool) -> None:
+    assert worker_pool(2).run(step_alike, wrapper, recipe, single) == [""] * 2
+
+
+def save(rank: int, size: int, folder: str, single: bool) -> None:
+    model = make("current", single, seed=1)
+    for part in (*model, model):
+        fully_shard(part)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+
+def load(rank: int, size: int, folder: str, single: bool) -> str:
+    """Into another number of ranks; what differs, or ""."""
+    model, expected = make("current", single, seed=2), make("current", single, seed=1)
+    for part in (*model, model):
+        fully_shard(part)
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+    different = [
+        name
+        for (name, mine), own in zip(model.named_parameters(), expected.parameters(), strict=True)
+        if not torch.equal(whole(mine), own)
+    ]
+    return ", ".join(different)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_checkpoints_are_resharded(worker_pool: Pools, tmp_path: Path, single: bool) -> None:
+    worker_pool(2).run(save, str(tmp_path), single)
+    assert worker_pool(3).run(load, str(tmp_path), single) == [""] * 3
