@@ -23,6 +23,7 @@ Kernels must keep to this:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -59,13 +60,25 @@ def _run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: 
     if not warmup:
         rewritten = interpreter.InterpretedFunction(self.fn).rewrite()
         _memory[:] = _spans((*args, *kwargs.values()))
-        if any(isinstance(arg, tuple) and getattr(arg[-1], "dtype", None) == torch.int64 for arg in args):
+        by_table = any(isinstance(arg, tuple) and getattr(arg[-1], "dtype", None) == torch.int64 for arg in args)
+        if by_table and not _confined:
             _memory.append((0, 2**64 - 1))  # a table says where matrices are
         with np.errstate(all="ignore"):
             interpreter.GridExecutor(rewritten, self.arg_names, grid, self.pre_run_hooks)(*args, **kwargs)
 
 
 _memory: list[tuple[int, int]] = []  # what a launch may touch: first byte and end of its tensors
+_confined: list[bool] = []
+
+
+@contextmanager
+def confined() -> Iterator[None]:
+    """Inside, launches by way of a table touch nothing but the tensors they name: each has all matrices in it."""
+    _confined.append(True)
+    try:
+        yield
+    finally:
+        _confined.pop()
 
 
 def _spans(args: Iterable[Any]) -> Iterator[tuple[int, int]]:

@@ -260,7 +260,7 @@ def test_a_level_elsewhere_is_refused_on_a_gpu() -> None:
     others = ["cpu"] + ["cuda:1"] * (torch.cuda.device_count() > 1)
     for other in others:
         with pytest.raises(ValueError, match="one device at a time"):
-            kernel(1, [(x,), (torch.zeros(1, device=other),)], integers, (1, 1024))
+            kernel(1, [(x,), (torch.zeros(1, device=other),)], integers, (1, 1024, True))
     assert not kernel._compiled
 
 

@@ -295,8 +295,8 @@ def test_compiled(rule: str) -> None:
     tensors = [(t,) for t in (torch.bfloat16, torch.float32, codes, scale, torch.float32, codes, scale)]
     constants = (1, True, True, True, False, 32 if rule == "e8m0" else 128, False)
     compiled = triton_interpreter.compile_for(
-        blocks.cast_block_kernel, *tensors, torch.float32, *[(7,)] * 7,
-        *constants, ELEMENTS["e4m3"], 448.0, SCALE_RULES[rule], 0.0, 3.3895313892515355e38, True, True, True, 128, 128,
+        blocks.cast_block_kernel, *tensors, torch.float32, *[(7,)] * 8,
+        *constants, ELEMENTS["e4m3"], 448.0, SCALE_RULES[rule], 0.0, 3.3895313892515355e38, *[True] * 4, 128, 128,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx

@@ -343,11 +343,29 @@ def test_compiled(count: int) -> None:
 
     bf16, fp32, codes = of_each(torch.bfloat16), of_each(torch.float32), of_each(torch.uint8)
     integers = [(7,) * count if count else (torch.int64,)] * 3
-    amax = triton_interpreter.compile_for(per_tensor.amax_kernel, bf16, fp32, *integers, count, 16384, num_warps=8)
-    constants = (True, True, True, False, False, E4M3.encoding, 448.0, E4M3.scaling, 0.0, False, True, True, 64, 128)
+    amax = triton_interpreter.compile_for(
+        per_tensor.amax_kernel, bf16, fp32, *integers, count, 16384, True, num_warps=8
+    )
+    constants = (
+        True,
+        True,
+        True,
+        False,
+        False,
+        E4M3.encoding,
+        448.0,
+        E4M3.scaling,
+        0.0,
+        False,
+        True,
+        True,
+        True,
+        64,
+        128,
+    )
     cast = triton_interpreter.compile_for(
-        per_tensor.cast_tensor_kernel, bf16, fp32, codes, fp32, fp32, codes, fp32, fp32, torch.float32, *integers,
-        count, *constants, num_warps=4, enable_fp_fusion=False,
+        per_tensor.cast_tensor_kernel, bf16, fp32, codes, fp32, fp32, codes, fp32, fp32, torch.float32,
+        *integers, integers[0], count, *constants, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in amax.ptx and amax.spills == 0
     assert "ld.global.v4.b32" in cast.ptx and "st.global.v4.b32" in cast.ptx and cast.spills == 0

@@ -40,7 +40,13 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
         yield group, first, end - first
 
 
-@operation()
+def _casts() -> ModuleType:
+    from minifloat.ops.grouped import casts  # which needs Triton
+
+    return casts
+
+
+@operation(lambda: _casts().amax)
 def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     """Of each group of rows of ``x`` [M, K] what ``reference.amax`` gives, for each format along its dim.
 
@@ -68,7 +74,7 @@ def _(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
-@operation()
+@operation(lambda: _casts().cast)
 def grouped_cast(
     x: Tensor,
     offsets: Tensor,
@@ -93,7 +99,7 @@ def grouped_cast(
     outputs: list[Tensor] = []
     for level, spec, dim, transposed in zip(given, formats, dims, k_major, strict=True):
         fmt = parse(spec)
-        codes, scales, amax = _empty_cast(x, offsets.numel() - 1, fmt, dim, transposed)
+        codes, scales, amax = empty_cast(x, offsets.numel() - 1, fmt, dim, transposed)
         for tensor in (codes, scales, amax):
             tensor.zero_()
         for group, first, rows in _groups(offsets):
@@ -116,11 +122,11 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     outputs: list[Tensor] = []
     for spec, dim, transposed in zip(formats, dims, k_major, strict=True):
-        outputs += _empty_cast(x, offsets.shape[0] - 1, parse(spec), dim, transposed)
+        outputs += empty_cast(x, offsets.shape[0] - 1, parse(spec), dim, transposed)
     return outputs
 
 
-def _empty_cast(x: Tensor, groups: int, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor, Tensor, Tensor]:
+def empty_cast(x: Tensor, groups: int, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Memory of a cast: codes, scales, and the amaxes that a cast with given scales measures."""
     shape = layout.code_shape(fmt, dim, x.shape[0], x.shape[1], groups)
     if k_major and dim == COLUMNWISE:

@@ -8,6 +8,7 @@ along the rows, 128 x 1 along the columns, 128 x 128 for square tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -28,7 +29,7 @@ from minifloat.ops.quantize.device import (
     store_codes,
     store_packed,
 )
-from minifloat.ops.quantize.job import Job, Programs, Target, aligned, input_max
+from minifloat.ops.quantize.job import Aligned, Job, Programs, Target, input_max
 from minifloat.ops.tiles import Tile, tile
 
 CANDIDATES = (Tile(32, 128, 1), Tile(32, 128, 2), Tile(32, 64, 1), Tile(64, 128, 4), Tile(128, 128, 8))
@@ -85,17 +86,17 @@ def grid_places(
 
 @triton.jit
 def store_block_cast(
-    values, first_m, first_k, M, K,
+    values, first_m, first_k, M, K, P,
     row_levels, row_codes, row_scales, column_levels, column_codes, column_scales,
     row_stride_m, row_stride_k, column_stride_m, column_stride_k,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, ALIGNED_P: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Casts a tile of fp32 ``values`` that begins at whole blocks of the matrix [M, K].
 
     Whatever made the values: a load, or a norm or activation of what was loaded. Outside of the matrix they are 0, -0
-    or NaN, which no amax counts. ``..._levels`` are read if ``GIVEN``.
+    or NaN, which no amax counts. ``..._levels`` are read if ``GIVEN``. ``P``, ``ALIGNED_P``: see ``store_codes``.
     """
     SHORT: tl.constexpr = BLOCK if TILE else 1
     BLOCK_M: tl.constexpr = values.shape[0]
@@ -111,7 +112,7 @@ def store_block_cast(
             if ELEMENT.packed:
                 store_packed(row_codes, codes, first_m, first_k, M, K, False)
             else:
-                store_codes(row_codes, codes, m, k, M, K, False)
+                store_codes(row_codes, codes, m, k, M, K, P, False, ALIGNED_P)
         where, inside = grid_places(
             first_m, first_k, M, K, row_stride_m, row_stride_k, SHORT, BLOCK, BLOCK_M, BLOCK_K
         )  # fmt: skip
@@ -125,7 +126,7 @@ def store_block_cast(
             if ELEMENT.packed:
                 store_packed(column_codes, codes, first_m, first_k, M, K, True)
             else:
-                store_codes(column_codes, codes, m, k, M, K, K_MAJOR)
+                store_codes(column_codes, codes, m, k, M, K, P, K_MAJOR, ALIGNED_P)
         where, inside = grid_places(
             first_m, first_k, M, K, column_stride_m, column_stride_k, BLOCK, SHORT, BLOCK_M, BLOCK_K
         )  # fmt: skip
@@ -135,34 +136,35 @@ def store_block_cast(
 @triton.jit
 def cast_block_kernel(
     xs, row_levels, row_codes, row_scales, column_levels, column_codes, column_scales, noop,
-    starts, Ms, Ks, row_strides_m, row_strides_k, column_strides_m, column_strides_k,
+    starts, Ms, Ks, Ps, row_strides_m, row_strides_k, column_strides_m, column_strides_k,
     COUNT: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    CAN_SKIP: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr,
+    CAN_SKIP: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     if skips(noop, CAN_SKIP):
         return
     program = tl.program_id(0)
     matrix = matrix_of(starts, program, COUNT)
-    x = pick_wide(xs, starts, matrix, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT, ALIGNED_K)
     M = extent(pick(Ms, starts, matrix, COUNT), ALIGNED_M)
     K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
     first_m, first_k = corner(program - first_program(starts, matrix, COUNT), K, BLOCK_M, BLOCK_K)
     values = load_tile(x, first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K), M, K)
     store_block_cast(
-        values, first_m, first_k, M, K,
-        pick(row_levels, starts, matrix, COUNT), pick_wide(row_codes, starts, matrix, COUNT),
+        values, first_m, first_k, M, K, pick(Ps, starts, matrix, COUNT),
+        pick(row_levels, starts, matrix, COUNT), pick_wide(row_codes, starts, matrix, COUNT, ALIGNED_K),
         pick(row_scales, starts, matrix, COUNT), pick(column_levels, starts, matrix, COUNT),
-        pick_wide(column_codes, starts, matrix, COUNT), pick(column_scales, starts, matrix, COUNT),
+        pick_wide(column_codes, starts, matrix, COUNT, ALIGNED_P if K_MAJOR else ALIGNED_K),
+        pick(column_scales, starts, matrix, COUNT),
         pick(row_strides_m, starts, matrix, COUNT), pick(row_strides_k, starts, matrix, COUNT),
         pick(column_strides_m, starts, matrix, COUNT), pick(column_strides_k, starts, matrix, COUNT),
-        ROW, COLUMN, K_MAJOR, GIVEN, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        ROW, COLUMN, K_MAJOR, ALIGNED_P, GIVEN, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
     )  # fmt: skip
 
 
-_cast = Kernel(cast_block_kernel)
+CAST = Kernel(cast_block_kernel)
 
 
 def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
@@ -205,14 +207,13 @@ def _kind(target: Target) -> tuple[Format, bool]:
 def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tensor | None, choice: Tile | None) -> None:
     """``scales`` names the output of a target that the grid of scales, or without a rule of amaxes, goes to."""
     first = jobs[0]
-    fmt, given = _kind(first.targets[0])
-    assert all(_kind(target) == (fmt, given) for job in jobs for target in job.targets), "not alike"
-    choice = choice or tile("cast_block" if fmt.block > 32 else "cast_mx", first.x.device)
+    kind = _kind(first.targets[0])
+    assert all(_kind(target) == kind for job in jobs for target in job.targets), "not alike"
     rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
-    block_m, block_k, warps = whole_blocks(choice, fmt, first.row is not None, first.column is not None)
-    if not aligned(rows + cols):
-        warps = max(warps, 8)  # every element has an address of its own, for which few threads have too few registers
-    programs = Programs.of([triton.cdiv(M, block_m) * triton.cdiv(K, block_k) for M, K in zip(rows, cols, strict=True)])
+    sizes = Aligned.of(rows, cols)
+    choice = choose(first, sizes.rows and sizes.cols, choice)
+    counts = [triton.cdiv(M, choice.rows) * triton.cdiv(K, choice.cols) for M, K in zip(rows, cols, strict=True)]
+    programs = Programs.of(counts)
     outputs, strides = [], []
     # What is not wanted is not written to, but needs an address.
     for targets in ([job.row or job.targets[0] for job in jobs], [job.column or job.targets[0] for job in jobs]):
@@ -221,19 +222,35 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
             programs.pad(t) for t in ([_level(target) for target in targets], [t.codes for t in targets], grids)
         ]
         strides += [programs.pad_integers([grid.stride(i) for grid in grids]) for i in (0, 1)]
-    constants = (
-        programs.variant, first.row is not None, first.column is not None,
-        first.column is not None and first.column.k_major, given, fmt.block, fmt.tile,
-        fmt.encoding, fmt.max, rule, fmt.amax_epsilon, input_max(first.x),
-        noop is not None, aligned(rows), aligned(cols), block_m, block_k,
-    )  # fmt: skip
-    _cast(
+    m, k = programs.pad_integers(rows), programs.pad_integers(cols)
+    CAST(
         programs.total,
         (programs.pad([job.x for job in jobs]), *outputs, first.x if noop is None else noop),
-        (programs.starts, programs.pad_integers(rows), programs.pad_integers(cols), *strides),
-        constants,
-        warps,
+        (programs.starts, m, k, m, *strides),
+        constants(first, programs.variant, rule, noop is not None, sizes, choice),
+        choice.warps,
     )
+
+
+def choose(job: Job, wide: bool, choice: Tile | None = None) -> Tile:
+    """The tile for jobs like this one; ``wide``: their sizes allow wide accesses."""
+    fmt = job.targets[0].format
+    choice = choice or tile("cast_block" if fmt.block > 32 else "cast_mx", job.x.device)
+    rows, cols, warps = whole_blocks(choice, fmt, job.row is not None, job.column is not None)
+    # Else every element has an address of its own, for which few threads have too few registers.
+    return Tile(rows, cols, warps if wide else max(warps, 8))
+
+
+def constants(
+    job: Job, variant: int, rule: ScaleRule | None, can_skip: bool, sizes: Aligned, choice: Tile
+) -> tuple[Any, ...]:
+    """Those of ``cast_block_kernel`` for jobs like this one; without a rule it finds amaxes."""
+    (fmt, given), column = _kind(job.targets[0]), job.column
+    return (
+        variant, job.row is not None, column is not None, column is not None and column.k_major, given, fmt.block,
+        fmt.tile, fmt.encoding, fmt.max, rule, fmt.amax_epsilon, input_max(job.x), can_skip,
+        *sizes, choice.rows, choice.cols,
+    )  # fmt: skip
 
 
 def whole_blocks(choice: Tile, fmt: Format, row: bool, column: bool) -> Tile:

@@ -53,14 +53,19 @@ def pick(values, starts, matrix, COUNT: tl.constexpr):
 
 
 @triton.jit
-def pick_wide(values, starts, matrix, COUNT: tl.constexpr):
-    """The same of addresses that are multiples of 16 bytes, which the compiler shall know."""
-    if COUNT == 0:
-        UNIT: tl.constexpr = 128 // values[0].dtype.element_ty.primitive_bitwidth
-        chosen = values[0] + tl.load(values[1] + matrix) // UNIT * UNIT
-    else:
+def pick_wide(values, starts, matrix, COUNT: tl.constexpr, WIDE: tl.constexpr = True):
+    """The same of addresses that are multiples of 16 bytes, which the compiler shall know.
+
+    A whole tensor begins at such a place, a group of its rows only if all rows do: where they need not, not ``WIDE``.
+    """
+    if not WIDE:
         chosen = pick(values, starts, matrix, COUNT)
-    return tl.multiple_of(chosen, 16)
+    elif COUNT == 0:
+        UNIT: tl.constexpr = 128 // values[0].dtype.element_ty.primitive_bitwidth
+        chosen = tl.multiple_of(values[0] + tl.load(values[1] + matrix) // UNIT * UNIT, 16)
+    else:
+        chosen = tl.multiple_of(pick(values, starts, matrix, COUNT), 16)
+    return chosen
 
 
 @triton.jit
@@ -101,13 +106,20 @@ def single_bytes(codes, size):
 
 
 @triton.jit
-def store_codes(target, codes, m, k, M, K, K_MAJOR: tl.constexpr):
-    """Stores a tile of [M, K] codes at rows ``m`` and columns ``k``; ``K_MAJOR``: with the columns outermost."""
-    inside = (m[:, None] < M) & (k[None, :] < K)
+def store_codes(target, codes, m, k, M, K, P, K_MAJOR: tl.constexpr, ALIGNED_P: tl.constexpr):
+    """Stores a tile of [M, K] codes at rows ``m`` and columns ``k``; ``K_MAJOR``: with the columns outermost, P apart.
+
+    ``ALIGNED_P``: P is a multiple of 16, and the matrix has room for as many rows as M rounded up to one: of a group
+    of rows. Whatever follows its last code is stored there too, so that 16 bytes go at a time.
+    """
     if K_MAJOR:
-        where = target + k[:, None].to(tl.int64) * M + m[None, :]
-        tl.store(where, tl.trans(codes), mask=tl.trans(inside))
+        if ALIGNED_P:
+            M = tl.cdiv(M, 16) * 16
+            P = P // 16 * 16
+        inside = (k[:, None] < K) & (m[None, :] < M)
+        tl.store(target + k[:, None].to(tl.int64) * P + m[None, :], tl.trans(codes), mask=inside)
     else:
+        inside = (m[:, None] < M) & (k[None, :] < K)
         tl.store(target + m[:, None].to(tl.int64) * K + k[None, :], codes, mask=inside)
 
 
@@ -124,20 +136,23 @@ def store_packed(target, codes, first_m, first_k, M, K, COLUMN: tl.constexpr):
         even, odd = tl.split(tl.permute(tl.reshape(codes, (BLOCK_M // 2, 2, BLOCK_K)), (0, 2, 1)))
         m, k = first_m // 2 + tl.arange(0, BLOCK_M // 2), first_k + tl.arange(0, BLOCK_K)
         high = tl.where(2 * m[:, None] + 1 < M, odd << 4, 0).to(tl.uint8)
-        store_codes(target, even | high, m, k, (M + 1) // 2, K, False)
+        store_codes(target, even | high, m, k, (M + 1) // 2, K, M, False, False)
     else:
         even, odd = tl.split(tl.reshape(codes, (BLOCK_M, BLOCK_K // 2, 2)))
         m, k = first_m + tl.arange(0, BLOCK_M), first_k // 2 + tl.arange(0, BLOCK_K // 2)
         high = tl.where(2 * k[None, :] + 1 < K, odd << 4, 0).to(tl.uint8)
-        store_codes(target, even | high, m, k, M, (K + 1) // 2, False)
+        store_codes(target, even | high, m, k, M, (K + 1) // 2, M, False, False)
 
 
 @triton.jit
 def store_scaled(
-    scaled, row_codes, column_codes, m, n, M, N, first, width,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, ELEMENT: tl.constexpr,
+    scaled, row_codes, column_codes, m, n, M, N, P, first, width,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, ALIGNED_P: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """Stores the codes of a tile of scaled values, of the N columns from ``first`` on of a matrix [M, width]."""
+    """Stores the codes of a tile of scaled values, of the N columns from ``first`` on of a matrix [M, width].
+
+    ``P`` and ``ALIGNED_P``: see :func:`store_codes`.
+    """
     codes = ELEMENT.kernels.encode(scaled, ELEMENT)
     if COLUMN:
         codes = single_bytes(codes, M)
@@ -145,7 +160,7 @@ def store_scaled(
         inside = (m[:, None] < M) & (n[None, :] < N)
         tl.store(row_codes + first + m[:, None].to(tl.int64) * width + n[None, :], codes, mask=inside)
     if COLUMN:
-        store_codes(column_codes + first.to(tl.int64) * M, codes, m, n, M, N, K_MAJOR)
+        store_codes(column_codes + first.to(tl.int64) * P, codes, m, n, M, N, P, K_MAJOR, ALIGNED_P)
 
 
 @triton.jit

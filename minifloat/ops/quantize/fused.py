@@ -38,16 +38,17 @@ def store_result(
     elif BLOCK == 0:
         multiplier, scale_inv = RULE.kernels.scale(tl.load(scale), MAX, EPSILON, LARGEST)
         store_scaled(
-            values * multiplier, row_codes, column_codes, m, n, M, N, first, width, ROW, COLUMN, K_MAJOR, ELEMENT
-        )
+            values * multiplier, row_codes, column_codes, m, n, M, N, M, first, width,
+            ROW, COLUMN, K_MAJOR, False, ELEMENT,
+        )  # fmt: skip
         if tl.program_id(0) == 0:
             tl.store(row_scales, scale_inv)
     else:
         store_block_cast(
-            values, first_m, first + first_n, M, width,
+            values, first_m, first + first_n, M, width, M,
             row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+            ROW, COLUMN, K_MAJOR, False, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
         )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
     ]
     plain: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for i, (x, fmt, dim, found) in enumerate(zip(xs, parsed, dims, results, strict=True)):
-        _check(x, None, fmt, dim)
+        check(x, None, fmt, dim)
         if fmt.transform == "hadamard16":
             before = i > 0 and x is xs[i - 1] and single[i - 1] and parsed[i - 1].transform == "none"
             if before:
@@ -83,23 +83,28 @@ def cast(
     jobs: list[Job] = []
     previous = None
     for x, level, rng, fmt, dim, transposed in zip(xs, given, rngs, parsed, dims, k_major, strict=True):
-        _check(x, level, fmt, dim)
+        check(x, level, fmt, dim)
         codes, scale_inv = empty_cast(x, fmt, dim, transposed)
         own_amax = torch.zeros(int(fmt.scale_rule == "given"), dtype=torch.float32, device=x.device)
         target = Target(fmt, dim, level, codes, scale_inv, own_amax, transposed)
         outputs += codes, scale_inv, own_amax
-        if x is previous and _one_pass(jobs[-1], target, rng):
-            jobs[-1] = jobs[-1]._replace(column=target, rng=jobs[-1].rng if rng is None else rng)
-        elif dim == ROWWISE:
-            jobs.append(Job(ready(x), rng, target, None))
-        else:
-            jobs.append(Job(ready(x), rng, None, target))
+        add(jobs, x, rng, target, x is previous)
         previous = x
     launch(jobs, noop)
     return outputs
 
 
-def _check(x: Tensor, level: Tensor | None, fmt: Format, dim: int) -> None:
+def add(jobs: list[Job], x: Tensor, rng: Tensor | None, target: Target, follows: bool) -> None:
+    """Adds a cast to the last job, which is of the same tensor if it ``follows``, where one pass does both."""
+    if follows and _one_pass(jobs[-1], target, rng):
+        jobs[-1] = jobs[-1]._replace(column=target, rng=jobs[-1].rng if rng is None else rng)
+    elif target.dim == ROWWISE:
+        jobs.append(Job(ready(x), rng, target, None))
+    else:
+        jobs.append(Job(ready(x), rng, None, target))
+
+
+def check(x: Tensor, level: Tensor | None, fmt: Format, dim: int) -> None:
     """What a kernel would not notice."""
     if level is not None and level.device != x.device:
         raise ValueError(f"an amax or scale on {level.device} for a tensor on {x.device}; move it there, as by .to()")

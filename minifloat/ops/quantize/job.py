@@ -104,6 +104,20 @@ def aligned(sizes: Sequence[int]) -> bool:
     return all(size % 16 == 0 for size in sizes)
 
 
+class Aligned(NamedTuple):
+    """Whether rows and columns are multiples of 16, and whether the memory of columnwise codes is, in rows."""
+
+    rows: bool
+    cols: bool
+    stored: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[int], cols: Sequence[int]) -> Aligned:
+        """Of whole matrices, whose codes have as many rows in memory."""
+        whole = aligned(rows)
+        return cls(whole, aligned(cols), whole)
+
+
 def input_max(x: Tensor) -> float:
     """The largest finite value of the dtype of ``x``."""
     return float(torch.finfo(x.dtype).max)

@@ -7,6 +7,7 @@ the rows so that a thread holds 16 neighbours, along the columns row by row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -101,6 +102,7 @@ def _store_rows(codes, packed, m, k, M, K, ALIGNED_K: tl.constexpr):
 
 @triton.jit
 def _store_scales(scales, found, m, k, M, K, TILE: tl.constexpr, COLUMN: tl.constexpr):
+    # `m` is outside in programs that a group of rows has room for but no rows: what follows is another group's.
     LINES: tl.constexpr = found.shape[0]
     GROUPS: tl.constexpr = LINES // GROUP
     line = tl.arange(0, LINES)
@@ -108,9 +110,10 @@ def _store_scales(scales, found, m, k, M, K, TILE: tl.constexpr, COLUMN: tl.cons
         group = k // GROUP + (line // GROUP if COLUMN else line % GROUPS)
         inside = (line % GROUP == 0) if COLUMN else (line < GROUPS)
         row, width = m // GROUP, tl.cdiv(K, GROUP)
-        tl.store(scales + row.to(tl.int64) * width + group, found, mask=inside & (group < width))
+        tl.store(scales + row.to(tl.int64) * width + group, found, mask=inside & (group < tl.where(m < M, width, 0)))
     elif COLUMN:
-        tl.store(scales + (m // GROUP).to(tl.int64) * K + k + line, found, mask=k + line < K)
+        end = tl.where(m < M, K, 0)
+        tl.store(scales + (m // GROUP).to(tl.int64) * K + k + line, found, mask=k + line < end)
     else:
         row, group = m + line // GROUPS, k // GROUP + line % GROUPS
         width = tl.cdiv(K, GROUP)
@@ -128,20 +131,21 @@ def cast_nvfp4_kernel(
         return
     program = tl.program_id(0)
     matrix = matrix_of(starts, program, COUNT)
-    x = pick_wide(xs, starts, matrix, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT, ALIGNED_K)
     rng = pick(rngs, starts, matrix, COUNT)
     M = pick(Ms, starts, matrix, COUNT)
     K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
     m, k = corner(program - first_program(starts, matrix, COUNT), K, GROUP, LINES)
     if ROW is not None:
         level = pick(row_levels, starts, matrix, COUNT)
-        codes = pick_wide(row_codes, starts, matrix, COUNT)
-        scales = pick_wide(row_scales, starts, matrix, COUNT)
+        codes = pick_wide(row_codes, starts, matrix, COUNT, ALIGNED_K)
+        scales = pick(row_scales, starts, matrix, COUNT)
         _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, ROW, False, SHARDED, ALIGNED_K, LINES)
     if COLUMN is not None:
         level = pick(column_levels, starts, matrix, COUNT)
-        codes = pick_wide(column_codes, starts, matrix, COUNT)
-        scales = pick_wide(column_scales, starts, matrix, COUNT)
+        codes = pick_wide(column_codes, starts, matrix, COUNT, ALIGNED_K)
+        strips: tl.constexpr = COLUMN_IS_COLUMNWISE and not COLUMN.tile
+        scales = pick_wide(column_scales, starts, matrix, COUNT, ALIGNED_K and strips)
         _cast_16_rows(x, rng, level, codes, scales, m, k, M, K, COLUMN, COLUMN_IS_COLUMNWISE, SHARDED, ALIGNED_K, LINES)
 
 
@@ -152,7 +156,7 @@ def rotated_amax_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     matrix = matrix_of(starts, program, COUNT)
-    x = pick_wide(xs, starts, matrix, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT, ALIGNED_K)
     M = pick(Ms, starts, matrix, COUNT)
     K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
     m, k = corner(program - first_program(starts, matrix, COUNT), K, GROUP, LINES)
@@ -169,7 +173,7 @@ def line_amax_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     matrix = matrix_of(starts, program, COUNT)
-    x = pick_wide(xs, starts, matrix, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT, ALIGNED_K)
     M = pick(Ms, starts, matrix, COUNT)
     K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
     first_m, first_k = corner(program - first_program(starts, matrix, COUNT), K, BLOCK_M, BLOCK_K)
@@ -181,9 +185,9 @@ def line_amax_kernel(
     tl.atomic_max(target, found.to(tl.int32, bitcast=True), mask=line < lines, sem="relaxed")
 
 
-_cast = Kernel(cast_nvfp4_kernel)
-_rotated_amax = Kernel(rotated_amax_kernel)
-_line_amax = Kernel(line_amax_kernel)
+CAST = Kernel(cast_nvfp4_kernel)
+ROTATED_AMAX = Kernel(rotated_amax_kernel)
+LINE_AMAX = Kernel(line_amax_kernel)
 
 
 def amax(xs: Sequence[Tensor], fmt: Format, dim: int, amaxes: Sequence[Tensor], choice: Tile | None = None) -> None:
@@ -196,9 +200,9 @@ def amax(xs: Sequence[Tensor], fmt: Format, dim: int, amaxes: Sequence[Tensor], 
     if fmt.amax_per_row:
         choice = choice or tile("amax_nvfp4_lines", xs[0].device)
         programs = _programs(xs, choice)
-        constants = (programs.variant, dim == COLUMNWISE, _aligned(xs), choice.rows, choice.cols)
+        of_lines = (programs.variant, dim == COLUMNWISE, _aligned(xs), choice.rows, choice.cols)
         tensors = programs.pad(xs), programs.pad(amaxes)
-        _line_amax(programs.total, tensors, (programs.starts, *_sizes(programs, xs)), constants, choice.warps)
+        LINE_AMAX(programs.total, tensors, (programs.starts, *_sizes(programs, xs)), of_lines, choice.warps)
     elif fmt.transform == "hadamard16":
         _amax_rotated(xs, None, amaxes, choice)
     else:
@@ -216,35 +220,40 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
     """Casts a group of jobs. A tile has 16 rows."""
     first = jobs[0]
     xs = [job.x for job in jobs]
-    choice = choice or tile(_tile_name(first, _aligned(xs)), first.x.device)
+    choice = choice or choose(first, _aligned(xs))
     programs = _programs(xs, choice)
-    row, column = first.row, first.column
     outputs = []
     for rowwise in (True, False):  # what is not wanted is not written to, but needs an address
         targets = [(job.row if rowwise else job.column) or job.targets[0] for job in jobs]
         outputs.append(programs.pad([_level(target) for target in targets]))
         outputs.append(programs.pad([target.codes for target in targets]))
         outputs.append(programs.pad([target.scale_inv for target in targets]))
-    constants = (
-        programs.variant, row and row.format, column and column.format,
-        column is not None and column.dim == COLUMNWISE, noop is not None, first.sharded, _aligned(xs), choice.cols,
-    )  # fmt: skip
     rngs = programs.pad([_level(job.targets[0]) if job.rng is None else ready(job.rng) for job in jobs])
-    _cast(
+    CAST(
         programs.total,
         (programs.pad(xs), rngs, *outputs, outputs[0][0] if noop is None else noop),
         (programs.starts, *_sizes(programs, xs)),
-        constants,
+        constants(first, programs.variant, noop is not None, _aligned(xs), choice),
         choice.warps,
     )
 
 
-def _tile_name(job: Job, aligned_k: bool) -> str:
-    """The search of 4-over-6, and random bits one by one, take too many registers for the common tile."""
+def constants(job: Job, variant: int, can_skip: bool, aligned_k: bool, choice: Tile) -> tuple[Any, ...]:
+    """Those of ``cast_nvfp4_kernel`` for jobs like this one."""
+    row, column = job.row, job.column
+    return (
+        variant, row and row.format, column and column.format, column is not None and column.dim == COLUMNWISE,
+        can_skip, job.sharded, aligned_k, choice.cols,
+    )  # fmt: skip
+
+
+def choose(job: Job, aligned_k: bool) -> Tile:
+    """The tile: the search of 4-over-6, and random bits one by one, take too many registers for the common one."""
     roundings = [target.format.rounding for target in job.targets]
     if any(rounding.startswith("four_over_six") for rounding in roundings):
-        return "cast_nvfp4_search"
-    return "cast_nvfp4_unaligned" if "stochastic" in roundings and not aligned_k else "cast_nvfp4"
+        return tile("cast_nvfp4_search", job.x.device)
+    alone = "stochastic" in roundings and not aligned_k
+    return tile("cast_nvfp4_unaligned" if alone else "cast_nvfp4", job.x.device)
 
 
 def _amax_rotated(
@@ -252,11 +261,11 @@ def _amax_rotated(
 ) -> None:
     choice = choice or tile("amax_nvfp4", xs[0].device)
     programs = _programs(xs, choice)
-    constants = (programs.variant, row_amaxes is not None, _aligned(xs), choice.cols)
+    of_rotated = (programs.variant, row_amaxes is not None, _aligned(xs), choice.cols)
     columns = programs.pad(column_amaxes)
     rows = columns if row_amaxes is None else programs.pad(row_amaxes)
     integers = (programs.starts, *_sizes(programs, xs))
-    _rotated_amax(programs.total, (programs.pad(xs), rows, columns), integers, constants, choice.warps)
+    ROTATED_AMAX(programs.total, (programs.pad(xs), rows, columns), integers, of_rotated, choice.warps)
 
 
 def _programs(xs: Sequence[Tensor], choice: Tile) -> Programs:

@@ -7,6 +7,7 @@ The amax is one reading of the tensor. The cast reads it again and writes the co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -27,15 +28,15 @@ from minifloat.ops.quantize.device import (
     skips,
     store_scaled,
 )
-from minifloat.ops.quantize.job import Job, Programs, aligned, input_max
+from minifloat.ops.quantize.job import Aligned, Job, Programs, input_max
 from minifloat.ops.tiles import Tile, tile
 
 
 @triton.jit
-def amax_kernel(xs, amaxes, starts, Ms, Ks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def amax_kernel(xs, amaxes, starts, Ms, Ks, COUNT: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # what is read last, the cast finds in the cache: its beginning
     matrix = matrix_of(starts, program, COUNT)
-    x = pick_wide(xs, starts, matrix, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT, WIDE)
     size = pick(Ms, starts, matrix, COUNT).to(tl.int64) * pick(Ks, starts, matrix, COUNT)
     first = (program - first_program(starts, matrix, COUNT)).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
@@ -50,17 +51,18 @@ def amax_kernel(xs, amaxes, starts, Ms, Ks, COUNT: tl.constexpr, BLOCK: tl.const
 @triton.jit
 def cast_tensor_kernel(
     xs, levels, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes, noop,
-    starts, Ms, Ks,
+    starts, Ms, Ks, Ps,
     COUNT: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, GIVEN: tl.constexpr,
     PER_ROW: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, CAN_SKIP: tl.constexpr,
-    ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     if skips(noop, CAN_SKIP):
         return
     program = tl.program_id(0)
     matrix = matrix_of(starts, program, COUNT)
-    x = pick_wide(xs, starts, matrix, COUNT)
+    x = pick_wide(xs, starts, matrix, COUNT, ALIGNED_K)
     M = extent(pick(Ms, starts, matrix, COUNT), ALIGNED_M)
     K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
     place = program - first_program(starts, matrix, COUNT)
@@ -77,8 +79,9 @@ def cast_tensor_kernel(
         scale, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, FLT_MAX)
         scaled = values * scale
     store_scaled(
-        scaled, pick_wide(row_codes, starts, matrix, COUNT), pick_wide(column_codes, starts, matrix, COUNT),
-        m, k, M, K, 0 * K, K, ROW, COLUMN, K_MAJOR, ELEMENT,
+        scaled, pick_wide(row_codes, starts, matrix, COUNT, ALIGNED_K),
+        pick_wide(column_codes, starts, matrix, COUNT, ALIGNED_P if K_MAJOR else ALIGNED_K),
+        m, k, M, K, pick(Ps, starts, matrix, COUNT), 0 * K, K, ROW, COLUMN, K_MAJOR, ALIGNED_P, ELEMENT,
     )  # fmt: skip
     if GIVEN:
         amax = tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), 0.0)
@@ -97,8 +100,8 @@ def cast_tensor_kernel(
             tl.store(pick(column_scales, starts, matrix, COUNT), scale_inv)
 
 
-_amax = Kernel(amax_kernel)
-_cast = Kernel(cast_tensor_kernel)
+AMAX = Kernel(amax_kernel)
+CAST = Kernel(cast_tensor_kernel)
 
 
 def amax(xs: Sequence[Tensor], amaxes: Sequence[Tensor], choice: Tile | None = None) -> None:
@@ -108,7 +111,7 @@ def amax(xs: Sequence[Tensor], amaxes: Sequence[Tensor], choice: Tile | None = N
     programs = Programs.of([triton.cdiv(x.numel(), block) for x in xs])
     sizes = [programs.pad_integers([x.shape[i] for x in xs]) for i in (0, 1)]
     tensors = programs.pad(xs), programs.pad(amaxes)
-    _amax(programs.total, tensors, (programs.starts, *sizes), (programs.variant, block), choice.warps)
+    AMAX(programs.total, tensors, (programs.starts, *sizes), (programs.variant, block, True), choice.warps)
 
 
 def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
@@ -134,19 +137,24 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
         for part in ("codes", "scale_inv", "amax"):
             outputs.append(programs.pad([getattr(target, part) for target in targets]))
     levels = programs.pad([_level(job) for job in jobs])
-    constants = (
-        programs.variant, first.row is not None, first.column is not None,
-        first.column is not None and first.column.k_major, fmt.scale_rule == "given", fmt.amax_per_row,
-        fmt.encoding, fmt.max, fmt.scaling, fmt.amax_epsilon, noop is not None,
-        aligned(rows), aligned(cols), choice.rows, choice.cols,
-    )  # fmt: skip
-    _cast(
+    m, k = programs.pad_integers(rows), programs.pad_integers(cols)
+    CAST(
         programs.total,
         (programs.pad([job.x for job in jobs]), levels, *outputs, levels[0] if noop is None else noop),
-        (programs.starts, programs.pad_integers(rows), programs.pad_integers(cols)),
-        constants,
+        (programs.starts, m, k, m),
+        constants(first, programs.variant, noop is not None, Aligned.of(rows, cols), choice),
         choice.warps,
     )
+
+
+def constants(job: Job, variant: int, can_skip: bool, sizes: Aligned, choice: Tile) -> tuple[Any, ...]:
+    """Those of ``cast_tensor_kernel`` for jobs like this one."""
+    fmt, column = job.targets[0].format, job.column
+    return (
+        variant, job.row is not None, column is not None, column is not None and column.k_major,
+        fmt.scale_rule == "given", fmt.amax_per_row, fmt.encoding, fmt.max, fmt.scaling, fmt.amax_epsilon, can_skip,
+        *sizes, choice.rows, choice.cols,
+    )  # fmt: skip
 
 
 def _level(job: Job) -> Tensor:

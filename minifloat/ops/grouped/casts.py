@@ -1,0 +1,225 @@
+"""Amax and cast of groups of rows on a GPU: the kernels of ``ops/quantize``, by a table that the device computes.
+
+The number of launches depends on formats alone: one for the amaxes of all groups, or two where a format wants one a
+row; for casts as many as lists of one matrix take; and one before each, which computes its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, Format, parse
+from minifloat.ops import grouped
+from minifloat.ops.grouped import layout, table
+from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
+from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.quantize import blocks, gpu, nvfp4, per_tensor
+from minifloat.ops.quantize.job import Aligned, Job, Target, aligned, input_max
+from minifloat.ops.tiles import Tile, tile
+
+Argument = tuple[Tensor, Place]
+"""A tensor, and where in it a group begins."""
+
+
+def amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+    """As the operation: one reading of ``x`` for all whole groups, rotated ones among them, one for amaxes a row."""
+    parsed, groups = [parse(spec) for spec in formats], offsets.numel() - 1
+    if not all(map(gpu.casts, parsed)):
+        return grouped.grouped_amax.reference(x, offsets, formats, dims)
+    x, offsets = ready(x), offsets.contiguous()
+    M, K = x.shape
+    found: list[Tensor] = []
+    plain: list[Tensor] = []
+    rotated: list[Tensor] = []
+    lines: dict[int, list[Tensor]] = {}
+    for fmt, dim in zip(parsed, dims, strict=True):
+        gpu.check(x, None, fmt, dim)
+        shape = layout.amax_shape(fmt, dim, M, K, groups) if fmt.needs_amax else (0,)
+        found.append(x.new_zeros(shape, dtype=torch.float32))
+        if fmt.amax_per_row:
+            lines.setdefault(dim, []).append(found[-1])
+        elif fmt.needs_amax:
+            (rotated if fmt.transform == "hadamard16" else plain).append(found[-1])
+    if not x.numel() or not groups:
+        return found
+    if rotated:
+        _rotated_amax(x, offsets, plain[0] if plain else None, rotated[0])
+    elif plain:
+        _amax(x, offsets, plain[0])
+    for dim, amaxes in lines.items():
+        _line_amax(x, offsets, dim, amaxes[0])
+    for first, *others in (each for each in (plain, rotated, *lines.values()) if each):
+        for other in others:  # outputs of an operation must not share memory
+            other.copy_(first)
+    return found
+
+
+def _amax(x: Tensor, offsets: Tensor, found: Tensor) -> None:
+    """Raises ``found`` [G] to the amax of each group."""
+    M, K = x.shape
+    choice = tile("amax", x.device)
+    block = choice.rows * choice.cols
+    unit = max(1, block // K)  # rows of a program; or programs of a row
+    programs = triton.cdiv(unit * K, block)
+    table.launch(
+        per_tensor.AMAX, offsets, M, unit, programs, [(x, of_rows(K)), (found, of_groups(1))], [number(K)],
+        (0, block, aligned([K])), choice.warps,
+    )  # fmt: skip
+
+
+def _rotated_amax(x: Tensor, offsets: Tensor, plain: Tensor | None, rotated: Tensor) -> None:
+    """The same of what the Hadamard transform makes of each group, and, if wanted, of the group as it is."""
+    K = x.shape[1]
+    choice = tile("amax_nvfp4", x.device)
+    amaxes = [(each, of_groups(1)) for each in (rotated if plain is None else plain, rotated)]
+    constants = 0, plain is not None, aligned([K]), choice.cols
+    _launch(nvfp4.ROTATED_AMAX, x, offsets, amaxes, [number(K)], constants, choice)
+
+
+def _line_amax(x: Tensor, offsets: Tensor, dim: int, found: Tensor) -> None:
+    """Raises ``found``, [M] or [G, K], to the amax of each row, or of each column of each group."""
+    K = x.shape[1]
+    choice = tile("amax_nvfp4_lines", x.device)
+    constants = 0, dim == COLUMNWISE, aligned([K]), choice.rows, choice.cols
+    place = of_groups(K) if dim == COLUMNWISE else of_rows(1)
+    _launch(nvfp4.LINE_AMAX, x, offsets, [(found, place)], [number(K)], constants, choice)
+
+
+def cast(
+    x: Tensor,
+    offsets: Tensor,
+    given: Sequence[Tensor | None],
+    rng: Tensor | None,
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+) -> list[Tensor]:
+    """As the operation; a rowwise cast and the columnwise one that follows it are one pass where ``gpu.cast`` is."""
+    parsed, groups = [parse(spec) for spec in formats], offsets.numel() - 1
+    if not all(map(gpu.casts, parsed)):
+        return grouped.grouped_cast.reference(x, offsets, given, rng, formats, dims, k_major)
+    x, offsets = ready(x), offsets.contiguous()
+    outputs: list[Tensor] = []
+    jobs: list[Job] = []
+    for level, fmt, dim, transposed in zip(given, parsed, dims, k_major, strict=True):
+        gpu.check(x, level, fmt, dim)
+        transposed = transposed and dim == COLUMNWISE and not fmt.packed
+        codes, scales, own_amax = grouped.empty_cast(x, groups, fmt, dim, transposed)
+        target = Target(fmt, dim, level, codes, scales, own_amax.zero_(), transposed)
+        gpu.add(jobs, x, rng if fmt.rounding == "stochastic" else None, target, bool(jobs))
+        outputs += codes, scales, own_amax
+    for job in jobs if groups else ():
+        if x.shape[1]:
+            _kernel(job.targets[0].format)(job, offsets)
+        else:
+            _scale_nothing(job)
+    for i, (fmt, dim, transposed) in enumerate(zip(parsed, dims, k_major, strict=True)):
+        if fmt.packed and transposed and dim == COLUMNWISE:  # which no kernel writes
+            outputs[3 * i] = outputs[3 * i].t().contiguous().t()
+    return outputs
+
+
+def _kernel(fmt: Format) -> Callable[[Job, Tensor], None]:
+    if fmt.scale_rule == "two_level":
+        return _cast_nvfp4
+    return _cast_blocks if fmt.block else _cast_tensor
+
+
+def _scale_nothing(job: Job) -> None:
+    """Scales of groups without columns, which no program would write: those of their amaxes, or the given ones."""
+    for target in job.targets:
+        fmt, level = target.format, target.level
+        if level is not None and not fmt.block:
+            found = (
+                level.reciprocal() if fmt.scale_rule == "given" else fmt.scaling.scale(level, fmt, input_max(job.x))[1]
+            )
+            target.scale_inv.copy_(found)
+
+
+def _cast_tensor(job: Job, offsets: Tensor) -> None:
+    """Codes of one scale a group, a row or a column of a group."""
+    choice = tile("cast_tensor", job.x.device)
+    level = _level_of(job, job.targets[0])
+    outputs: list[Argument] = []
+    for target in _both(job):
+        outputs += *_outputs(job, target), (target.amax, of_groups(1))
+    constants = per_tensor.constants(job, 0, False, _aligned(job), choice)
+    integers = [number(job.x.shape[1]), _stored(job)]
+    _launch(per_tensor.CAST, job.x, offsets, [level, *outputs, level[0]], integers, constants, choice)
+
+
+def _cast_blocks(job: Job, offsets: Tensor) -> None:
+    """Codes of one scale a block."""
+    fmt, sizes = job.targets[0].format, _aligned(job)
+    choice = blocks.choose(job, sizes.cols)
+    tensors: list[Tensor | Argument] = []
+    strides: list[Place] = []
+    for target in _both(job):
+        tensors += (target.amax, number(0)), *_outputs(job, target)  # they find their amaxes
+        strides += map(number, target.scale_inv.stride())
+    integers = [number(job.x.shape[1]), _stored(job), *strides]
+    constants = blocks.constants(job, 0, fmt.scaling, False, sizes, choice)
+    _launch(blocks.CAST, job.x, offsets, [*tensors, job.x], integers, constants, choice)
+
+
+def _cast_nvfp4(job: Job, offsets: Tensor) -> None:
+    """Codes of one scale a block of 16 below one a group, a row or a column of a group."""
+    wide = _aligned(job).cols
+    choice = nvfp4.choose(job, wide)
+    level = _level_of(job, job.targets[0])
+    seeds = level if job.rng is None else (ready(job.rng), of_groups(2))
+    outputs: list[Argument] = []
+    for target in _both(job):
+        outputs += _level_of(job, target), *_outputs(job, target)
+    constants = nvfp4.constants(job, 0, False, wide, choice)
+    integers = [number(job.x.shape[1])]
+    _launch(nvfp4.CAST, job.x, offsets, [seeds, *outputs, level[0]], integers, constants, choice)
+
+
+def _launch(
+    kernel: Kernel,
+    x: Tensor,
+    offsets: Tensor,
+    tensors: Sequence[Tensor | Argument],
+    integers: Sequence[Place],
+    constants: tuple[Any, ...],
+    choice: Tile,
+) -> None:
+    """Launches a kernel whose programs work on tiles of ``x`` [M, K], with whatever else it takes."""
+    M, K = x.shape
+    arguments = [(x, of_rows(K)), *tensors]
+    programs = triton.cdiv(K, choice.cols)
+    table.launch(kernel, offsets, M, choice.rows, programs, arguments, integers, constants, choice.warps)
+
+
+def _both(job: Job) -> tuple[Target, Target]:
+    """Rowwise, columnwise: what is not wanted is not written to, but needs an address."""
+    return job.row or job.targets[0], job.column or job.targets[0]
+
+
+def _outputs(job: Job, target: Target) -> tuple[Argument, Argument]:
+    """Codes and scales."""
+    fmt, dim, K = target.format, target.dim, job.x.shape[1]
+    return (target.codes, table.codes(fmt, dim, K, target.k_major)), (target.scale_inv, table.scales(fmt, dim, K))
+
+
+def _level_of(job: Job, target: Target) -> Argument:
+    """Amaxes or scales that are given."""
+    assert target.level is not None
+    return ready(target.level.float()), table.levels(target.format, target.dim, job.x.shape[1])
+
+
+def _aligned(job: Job) -> Aligned:
+    """Columns: all rows of ``x`` and of codes begin at multiples of 16 bytes; rows are any number."""
+    unit = 32 if job.row is not None and job.row.format.packed else 16
+    return Aligned(False, job.x.shape[1] % unit == 0, True)
+
+
+def _stored(job: Job) -> Place:
+    """Rows of the memory of columnwise codes."""
+    return number(_both(job)[1].codes.shape[0])
