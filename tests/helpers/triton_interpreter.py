@@ -81,6 +81,17 @@ def confined() -> Iterator[None]:
         _confined.pop()
 
 
+@contextmanager
+def last_first() -> Iterator[None]:
+    """Inside, the programs of a launch run in reverse order: one that writes what is another's shows in one of both."""
+    builder = interpreter.interpreter_builder
+    builder.set_grid_idx = lambda x, y, z: InterpreterBuilder.set_grid_idx(builder, builder.grid_dim[0] - 1 - x, y, z)
+    try:
+        yield
+    finally:
+        del builder.set_grid_idx
+
+
 def _spans(args: Iterable[Any]) -> Iterator[tuple[int, int]]:
     for arg in args:
         if isinstance(arg, tuple):

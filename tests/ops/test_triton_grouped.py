@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,23 +12,25 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from benchmarks.path import calls_of
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import grouped
 from minifloat.ops.grouped import casts, layout
-from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize import hadamard
+from minifloat.ops.launch import Kernel, count_launches
+from minifloat.ops.quantize import per_tensor
 from tests.helpers.compare import assert_same_bits, strides
-from tests.helpers.triton_interpreter import confined
+from tests.helpers.triton_interpreter import compile_for, confined, last_first
 
 ROTATED = "e2m1/1x16/two_level/hadamard16"
-STOCHASTIC = "e2m1/1x16/two_level/stochastic"
+STOCHASTIC, ROTATED_STOCHASTIC = "e2m1/1x16/two_level/stochastic", f"{ROTATED}/stochastic"
 FORMATS = [
     "e4m3/tensor/fp32", "e5m2/tensor/pow2", "e4m3/row/fp32", "e4m3/tensor/given", "e4m3/1x128/pow2",
     "e5m2/128x128/fp32", "e4m3/1x32/e8m0", "e2m3/1x32/e8m0", "e2m1/1x32/e8m0", "e2m1/1x16/two_level",
     "e2m1/16x16/two_level", STOCHASTIC, "e2m1/1x16/two_level/amax_per_row",
     "e2m1/1x16/two_level/four_over_six_mae/max=256.0", "e2m1/16x16/two_level/four_over_six_mse", ROTATED,
 ]  # fmt: skip
-COUNTS = [(7, 0, 23, 15), (0, 0), (1,), (0, 5, 0), (128, 1, 70, 31), (64, 64)]
+COUNTS = [(7, 0, 23, 15), (0, 0), (1,), (0, 5, 0), (16, 32)]
+WITHOUT_KERNEL = ["e4m3/1x8/e8m0", "e2m1/1x32/two_level"]
 BOTH = (ROWWISE, COLUMNWISE)
 EACH_FORMAT = pytest.mark.parametrize("spec", FORMATS)
 EACH_COUNTS = pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "-".join(map(str, counts)))
@@ -110,9 +113,9 @@ def check_cast(
 @EACH_COUNTS
 @EACH_FORMAT
 def test_amaxes_are_the_references(spec: str, counts: tuple[int, ...], device: torch.device) -> None:
-    """Also where a group follows that is no group's, and in front of the first one."""
-    for shape, first in (((sum(counts) + 3, 48), 0), ((sum(counts) + 20, 37), 17)):
-        x, offsets = values(shape, device), offsets_of(counts, device, first)
+    """Whatever lies behind the groups, and in front of the first one."""
+    for cols, first in ((48, 0), (37, 17)):
+        x, offsets = values((first + sum(counts) + 3, cols), device), offsets_of(counts, device, first)
         x[:first] = torch.inf
         x[first + sum(counts) :] = torch.inf
         check_amax(x, offsets, [spec] * len(dims_of(spec)), dims_of(spec))
@@ -121,31 +124,73 @@ def test_amaxes_are_the_references(spec: str, counts: tuple[int, ...], device: t
 @EACH_COUNTS
 @EACH_FORMAT
 def test_casts_are_the_references(spec: str, counts: tuple[int, ...], device: torch.device) -> None:
-    """Sizes at which rows begin at 16 bytes in x, in codes and in packed codes, or in none."""
-    for cols in (37, 16, 96):
-        x, offsets = values((sum(counts) + 3, cols), device), offsets_of(counts, device)
-        x[sum(counts) :] = torch.nan
+    """The same, of sizes at which all rows but those of packed codes begin at multiples of 16 bytes, or none."""
+    for cols, first in ((48, 0), (37, 17)):
+        x, offsets = values((first + sum(counts) + 3, cols), device), offsets_of(counts, device, first)
+        x[:first] = torch.nan
+        x[first + sum(counts) :] = torch.nan
         check_cast(x, offsets, [spec] * len(dims_of(spec)), dims_of(spec))
-        check_cast(x, offsets, [spec], dims_of(spec)[-1:], k_major=True)
 
 
 @EACH_FORMAT
 def test_each_orientation(spec: str, device: torch.device) -> None:
-    x, offsets = values((90, 144), device), offsets_of((7, 0, 33, 40), device)
-    for k_major in (False, True):
-        for dims in ([dim] for dim in dims_of(spec)):
-            check_cast(x, offsets, [spec], dims, k_major)
-        check_cast(x, offsets, [spec] * len(dims_of(spec)), dims_of(spec), k_major)
+    """Whichever program comes last: those behind a group's last row write nothing."""
+    x, offsets = values((41, 160), device), offsets_of((7, 0, 33, 1), device)
+    for dim in dims_of(spec):
+        with last_first():
+            check_cast(x, offsets, [spec], [dim], k_major=True)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in FORMATS if "two_level" not in spec])
+def test_groups_of_several_tiles(spec: str, device: torch.device) -> None:
+    for cols in (144, 37):
+        x, offsets = values((333, cols), device), offsets_of((128, 1, 170, 31), device)
+        check_amax(x, offsets, [spec] * 2, BOTH)
+        for k_major in (False, True):
+            check_cast(x, offsets, [spec] * 2, BOTH, k_major)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 @EACH_FORMAT
 def test_other_dtypes(spec: str, dtype: torch.dtype, device: torch.device) -> None:
-    for cols in (40, 33):
-        x, offsets = values((50, cols), device, dtype), offsets_of((7, 0, 33, 9), device)
-        dims = dims_of(spec)
-        check_amax(x, offsets, [spec] * len(dims), dims)
-        check_cast(x, offsets, [spec] * len(dims), dims, k_major=True)
+    x, offsets = values((26, 40), device, dtype), offsets_of((7, 0, 17), device)
+    dims = dims_of(spec)
+    check_amax(x, offsets, [spec] * len(dims), dims)
+    check_cast(x, offsets, [spec] * len(dims), dims, k_major=True)
+
+
+@EACH_FORMAT
+def test_nothing(spec: str, device: torch.device) -> None:
+    """No rows, no columns, no groups."""
+    for shape, counts in (((0, 32), (0, 0)), ((5, 0), (2, 3)), ((5, 32), ()), ((0, 0), (0,))):
+        x, offsets = values(shape, device), offsets_of(counts, device)
+        check_amax(x, offsets, [spec] * len(dims_of(spec)), dims_of(spec))
+        for dim in dims_of(spec):
+            check_cast(x, offsets, [spec], [dim], k_major=True)
+
+
+@pytest.mark.parametrize("spec", WITHOUT_KERNEL)
+def test_formats_without_a_kernel_are_the_references(spec: str, device: torch.device) -> None:
+    x, offsets = values((33, 48), device), offsets_of((7, 0, 23), device)
+    assert not check_amax(x, offsets, [spec, "e4m3/tensor/fp32"], BOTH)
+    assert not check_cast(x, offsets, [spec, "e4m3/tensor/fp32"], BOTH, k_major=True)
+
+
+def test_inputs_anywhere_in_memory(device: torch.device) -> None:
+    wide = values((34, 48), device)
+    for x in (wide.flatten()[3 : 3 + 16 * 32].view(16, 32), wide[:33, :16].t(), wide[::2, 1::3]):
+        offsets = offsets_of((9, 2, 5), device)
+        for each in (offsets, torch.stack([offsets, offsets], 1)[:, 1], torch.cat([offsets[:1], offsets])[1:]):
+            for spec in ("e4m3/tensor/fp32", "e4m3/1x32/e8m0", "e2m1/1x16/two_level"):
+                check_amax(x, each, [spec] * 2, BOTH)
+                check_cast(x, each, [spec], [COLUMNWISE])
+
+
+def test_many_groups(device: torch.device) -> None:
+    """More than a program of the table's kernel writes."""
+    x, offsets = values((300, 32), device), offsets_of((1,) * 270, device)
+    check_amax(x, offsets, ["e4m3/tensor/fp32"], [ROWWISE])
+    check_cast(x, offsets, ["e4m3/tensor/fp32"] * 2, BOTH)
 
 
 # ---- what is launched ----
@@ -161,48 +206,109 @@ def test_other_dtypes(spec: str, dtype: torch.dtype, device: torch.device) -> No
         (("e4m3/1x128/pow2", "e4m3/1x128/pow2"), {}, {"cast_block_kernel": 1}),
         (("e4m3/128x128/pow2", "e4m3/1x128/pow2"), {}, {"cast_block_kernel": 2}),
         (("e2m1/1x16/two_level", ROTATED), {"rotated_amax_kernel": 1}, {"cast_nvfp4_kernel": 1}),
-        ((STOCHASTIC, ROTATED + "/stochastic"), {"rotated_amax_kernel": 1}, {"cast_nvfp4_kernel": 1}),
-        (("e2m1/1x16/two_level", "e4m3/tensor/fp32"), {"amax_kernel": 1}, {"cast_nvfp4_kernel": 1, "cast_tensor_kernel": 1}),
+        ((STOCHASTIC, ROTATED_STOCHASTIC), {"rotated_amax_kernel": 1}, {"cast_nvfp4_kernel": 1}),
+        (
+            ("e2m1/1x16/two_level", "e4m3/tensor/fp32"),
+            {"amax_kernel": 1},
+            {"cast_nvfp4_kernel": 1, "cast_tensor_kernel": 1},
+        ),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, tuple) else None,
-)  # fmt: skip
-def test_launches_do_not_depend_on_the_number_of_groups(
+)
+def test_launches(
     formats: tuple[str, str], amaxes: dict[str, int], passes: dict[str, int], device: torch.device
 ) -> None:
-    """A launch of each kernel, with one that finds the groups: of 1, of more than a list has by value, of many."""
+    """One of each kernel for all groups, and one for its table; both orientations in one where lists have it so."""
+    x, offsets = values((26, 32), device), offsets_of((7, 0, 17), device)
+    for check, wanted in ((check_amax, amaxes), (check_cast, passes)):
+        launches = check(x, offsets, formats, BOTH)
+        tables = launches.pop("group_table_kernel", 0)
+        assert launches == wanted and tables == sum(wanted.values())
+
+
+@pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e4m3/row/fp32", "e4m3/1x128/pow2", "e2m1/1x16/two_level"])
+def test_work_of_the_host_does_not_depend_on_the_number_of_groups(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which kernels it launches, and what it calls for it."""
+    monkeypatch.setattr(Kernel, "_through_jit", lambda *args: None)
+    fmt, here, found = parse(spec), torch.device("cpu"), []
     for groups in (1, 9, 300):
-        x, offsets = values((groups + 40, 32), device), offsets_of((*[1] * (groups - 1), 33), device)
-        for check, wanted in ((check_amax, amaxes), (check_cast, passes)):
-            launches = check(x, offsets, formats, BOTH)
-            found = launches.pop("group_table_kernel", 0)
-            assert launches == wanted and found == sum(wanted.values())
+        x, offsets = values((400, 32), here), offsets_of((1,) * groups, here)
+        levels = [torch.ones(layout.amax_shape(fmt, dim, 400, 32, groups)) if fmt.needs_amax else None for dim in BOTH]
+        with count_launches() as launches:
+            calls, _ = calls_of(partial(casts.amax, x, offsets, [spec] * 2, BOTH))
+            more, _ = calls_of(partial(casts.cast, x, offsets, levels, None, [spec] * 2, BOTH, [True] * 2))
+        found.append((len(calls), len(more), launches))
+    assert found[0] == found[1] == found[2] and found[0][2].total() >= 2
 
 
-def test_calls_do_not_depend_on_the_number_of_groups(device: torch.device) -> None:
-    """What the host does is the same, but for sizes."""
-    made: list[list[tuple[object, ...]]] = []
-    for groups in (2, 200):
-        x, offsets = values((groups + 40, 32), device), offsets_of((1,) * groups, device)
-        seen: list[tuple[object, ...]] = []
+# ---- on a GPU ----
 
-        def profile(frame: object, event: str, _: object, seen: list[tuple[object, ...]] = seen) -> None:
-            code = frame.f_code  # type: ignore[attr-defined]
-            if event == "call" and "minifloat" in code.co_filename and "kernel" not in code.co_name:
-                seen.append((code.co_filename, code.co_name))
+LARGE = (1000, 0, 17, 2048, 1, 0, 333, *[40] * 60)
 
-        launch = casts.table.launch
-        spec = ["e4m3/tensor/fp32"] * 2
-        with pytest.MonkeyPatch.context() as patch:
-            import sys
 
-            patch.setattr("minifloat.ops.launch.Kernel._through_jit", lambda *args: None)
-            patch.setattr("minifloat.ops.launch.Kernel._launch", lambda *args: None)
-            sys.setprofile(profile)
-            try:
-                (level, _) = casts.amax(x, offsets, spec, BOTH)
-                casts.cast(x, offsets, [level] * 2, None, spec, BOTH, [True] * 2)
-            finally:
-                sys.setprofile(None)
-        assert launch is casts.table.launch
-        made.append(seen)
-    assert made[0] == made[1] and made[0]
+@pytest.mark.gpu
+@EACH_FORMAT
+def test_large(spec: str) -> None:
+    device, dims = torch.device("cuda"), dims_of(spec)
+    for cols in (1024, 1040, 1030):
+        x, offsets = values((6000, cols), device), offsets_of(LARGE, device)
+        x[sum(LARGE) :] = torch.inf
+        check_amax(x, offsets, [spec] * len(dims), dims)
+        for k_major in (False, True):
+            check_cast(x, offsets, [spec] * len(dims), dims, k_major)
+
+
+@pytest.mark.gpu
+@EACH_FORMAT
+def test_a_captured_graph_casts_the_groups_that_there_then_are(spec: str) -> None:
+    """The host waits for nothing, and reads no counts: replays follow the offsets."""
+    device, dims, fmt = torch.device("cuda"), dims_of(spec), parse(spec)
+    x, offsets = values((600, 256), device), offsets_of((100, 0, 300, 7), device)
+    scales = torch.full((4,), 0.7, device=device)
+    rng = torch.arange(8, device=device).view(4, 2) if fmt.rounding == "stochastic" else None
+
+    def run() -> list[Tensor]:
+        levels = casts.amax(x, offsets, [spec] * len(dims), dims)
+        given = [level if fmt.needs_amax else scales if fmt.scale_rule == "given" else None for level in levels]
+        return casts.cast(x, offsets, given, rng, [spec] * len(dims), dims, [True] * len(dims))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for counts in ((1, 2, 3, 4), (0, 0, 599, 1), (150, 150, 150, 150)):
+        x.copy_(values((600, 256), device))
+        offsets.copy_(offsets_of(counts, device))
+        graph.replay()
+        replayed = [each.clone() for each in captured]
+        for i, (found, wanted) in enumerate(zip(replayed, run(), strict=True)):
+            for group, (first, end) in enumerate(pairwise(offsets.tolist())):
+                rows = (layout.code_rows, layout.scale_rows)[i % 3] if i % 3 < 2 else None
+                place = slice(None) if rows is None else rows(fmt, dims[i // 3], first, end - first, group)
+                assert_same_bits(found[place].contiguous(), wanted[place].contiguous())
+
+
+# ---- compiled ----
+
+
+def test_compiled() -> None:
+    """Accesses are wide though groups have any number of rows, also those along the columns."""
+    bf16, fp32, codes = ((dtype, torch.int64) for dtype in (torch.bfloat16, torch.float32, torch.uint8))
+    number = (torch.int64,)
+    rule, element = parse("e4m3/tensor/fp32").scaling, parse("e4m3/tensor/fp32").encoding
+    for row, column in ((True, False), (False, True), (True, True)):
+        compiled = compile_for(
+            per_tensor.cast_tensor_kernel, bf16, fp32, codes, fp32, fp32, codes, fp32, fp32, torch.float32,
+            *[number] * 4, 0, row, column, column, False, False, element, 448.0, rule, 0.0,
+            False, False, True, True, 64, 128, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        assert "ld.global.v4.b32" in compiled.ptx and compiled.spills == 0
+        assert "st.global.b8" not in compiled.ptx and "st.global.v4.b32" in compiled.ptx
