@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 from benchmarks.path import calls_of
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import grouped
-from minifloat.ops.grouped import casts, layout
+from minifloat.ops.grouped import casts, decode, layout
 from minifloat.ops.launch import Kernel, count_launches
-from minifloat.ops.quantize import per_tensor
-from tests.helpers.compare import assert_same_bits, strides
+from minifloat.ops.quantize import gpu, per_tensor
+from tests.helpers.compare import assert_same_bits, assert_same_bits_or_nan, strides
 from tests.helpers.triton_interpreter import compile_for, confined, last_first
 
 ROTATED = "e2m1/1x16/two_level/hadamard16"
@@ -107,6 +107,21 @@ def check_cast(
     return dict(launches)
 
 
+def check_dequantize(x: Tensor, offsets: Tensor, spec: str, dim: int, k_major: bool, dtype: torch.dtype) -> None:
+    """The values of the reference's casts, also of codes in rows that are longer, and of fewer columns."""
+    fmt, groups = parse(spec), offsets.numel() - 1
+    level = levels_of(x, offsets, fmt, dim)
+    rng = torch.ones(groups, 2, dtype=torch.int64, device=x.device) if fmt.rounding == "stochastic" else None
+    codes, scales, _ = grouped.grouped_cast.reference(x, offsets, [level], rng, [spec], [dim], [k_major])
+    longer = torch.cat([codes, codes[:, :1]], 1)[:, :-1]
+    for each, cols in ((codes, x.shape[1]), (longer, x.shape[1]), (codes, max(x.shape[1] - 1, 0))):
+        arguments = each, scales, level, offsets, spec, dim, x.shape[0], cols, dtype
+        with confined(), count_launches() as launches:
+            actual = decode.dequantize(*arguments)
+        assert_same_bits_or_nan(actual, grouped.grouped_dequantize.reference(*arguments))
+        assert sum(launches.values()) == (2 if actual.numel() and groups and gpu.casts(fmt) else 0)
+
+
 # ---- every format ----
 
 
@@ -169,11 +184,26 @@ def test_nothing(spec: str, device: torch.device) -> None:
             check_cast(x, offsets, [spec], [dim], k_major=True)
 
 
+@EACH_FORMAT
+def test_values_are_the_references(spec: str, device: torch.device) -> None:
+    for dim in dims_of(spec):
+        for i, counts in enumerate(((7, 0, 23, 40), (0, 5, 0))):
+            for cols in (48, 37):
+                x, offsets = (
+                    values((sum(counts) + 3, cols), device).nan_to_num(5.0, 8.0, -8.0),
+                    offsets_of(counts, device),
+                )
+                check_dequantize(x, offsets, spec, dim, i == 0, (torch.bfloat16, torch.float32)[i])
+        for shape, counts in (((0, 32), (0, 0)), ((5, 0), (2, 3)), ((5, 32), ())):
+            check_dequantize(values(shape, device), offsets_of(counts, device), spec, dim, False, torch.float16)
+
+
 @pytest.mark.parametrize("spec", WITHOUT_KERNEL)
 def test_formats_without_a_kernel_are_the_references(spec: str, device: torch.device) -> None:
     x, offsets = values((33, 48), device), offsets_of((7, 0, 23), device)
     assert not check_amax(x, offsets, [spec, "e4m3/tensor/fp32"], BOTH)
     assert not check_cast(x, offsets, [spec, "e4m3/tensor/fp32"], BOTH, k_major=True)
+    check_dequantize(x, offsets, spec, ROWWISE, False, torch.float32)
 
 
 def test_inputs_anywhere_in_memory(device: torch.device) -> None:
@@ -256,6 +286,7 @@ def test_large(spec: str) -> None:
         check_amax(x, offsets, [spec] * len(dims), dims)
         for k_major in (False, True):
             check_cast(x, offsets, [spec] * len(dims), dims, k_major)
+            check_dequantize(x, offsets, spec, dims[-1], k_major, torch.bfloat16)
 
 
 @pytest.mark.gpu

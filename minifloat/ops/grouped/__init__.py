@@ -240,7 +240,13 @@ def _(x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, x.shape[1])
 
 
-@operation()
+def _decode() -> ModuleType:
+    from minifloat.ops.grouped import decode  # which needs Triton
+
+    return decode
+
+
+@operation(lambda: _decode().dequantize)
 def grouped_dequantize(
     codes: Tensor, scale_inv: Tensor, amax: Tensor | None, offsets: Tensor, format: str, dim: int, rows: SymInt,
     cols: SymInt, dtype: torch.dtype,

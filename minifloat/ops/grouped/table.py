@@ -61,7 +61,8 @@ def codes(fmt: Format, dim: int, cols: int, k_major: bool) -> Place:
     if dim == ROWWISE:
         return of_rows((cols + 1) // 2 if fmt.packed else cols)
     unit = layout.unit(fmt)
-    return of_units(unit, unit if k_major else unit // 2 * cols if fmt.packed else unit * cols)
+    rows = unit // 2 if fmt.packed else unit
+    return of_units(unit, rows if k_major else rows * cols)
 
 
 def scales(fmt: Format, dim: int, cols: int) -> Place:
@@ -113,6 +114,7 @@ def launch(
     integers: Sequence[Place],
     constants: tuple[Any, ...],
     warps: int,
+    same: Sequence[int] = (),
 ) -> None:
     """Launches a kernel on many matrices, whose first two integers are ``starts`` and ``Ms``, on the groups.
 
@@ -122,7 +124,8 @@ def launch(
         unit, programs: how many programs work on as many rows.
         tensors: those of the groups, with where each begins; others as they are.
         integers: those that follow the first two.
-        constants: of the kernel, the first of which is 0: a table has its matrices.
+        constants: of the kernel, for matrices in a table.
+        same: integers behind all others that it takes once, not for each matrix.
     """
     groups = offsets.numel() - 1
     own = [each[1] for each in tensors if isinstance(each, tuple)]
@@ -139,4 +142,4 @@ def launch(
     found = dict(zip(places[2:], rest, strict=True))
     of_groups = [(each[0], found[each[1]]) if isinstance(each, tuple) else each for each in tensors]
     arguments = [*of_groups, (starts,), (sizes,), *[(found[place],) for place in integers]]
-    kernel((rows // unit + groups) * programs, arguments, (), constants, warps)
+    kernel((rows // unit + groups) * programs, arguments, same, constants, warps)

@@ -94,23 +94,15 @@ def rotate_back(x, ROWS: tl.constexpr, COLS: tl.constexpr, NEGATIVE: tl.constexp
 
 
 @triton.jit
-def decode_kernel(
-    codes, scales, levels, out,
+def decode_tile(
+    codes, scales, levels, out, first_m, first_k,
     M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
-    K_MAJOR: tl.constexpr, OUT_K_MAJOR: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr,
+    K_MAJOR: tl.constexpr, OUT_K_MAJOR: tl.constexpr,
     ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
     RULE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, NEGATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    M = extent(M, ALIGNED_M)
-    K = extent(K, ALIGNED_K)
-    code_rows = extent(code_rows, ALIGNED_M)
-    code_cols = extent(code_cols, ALIGNED_K)
-    code_stride = extent(code_stride, ALIGNED_M if K_MAJOR else ALIGNED_K)
-    program = tl.program_id(0)
-    columns = tl.cdiv(K, BLOCK_K)
-    first_m = program // columns * BLOCK_M
-    first_k = program % columns * BLOCK_K
+    """Writes the values of a tile of [M, K] codes; see :class:`Factors`."""
     values = load_elements(
         codes, first_m, first_k, code_rows, code_cols, code_stride, K_MAJOR, ELEMENT, PACKED_M, BLOCK_M, BLOCK_K
     )
@@ -131,6 +123,30 @@ def decode_kernel(
     k = (first_k + tl.arange(0, BLOCK_K))[None, :]
     where = k.to(tl.int64) * M + m if OUT_K_MAJOR else m.to(tl.int64) * K + k
     tl.store(out + where, values.to(out.dtype.element_ty), mask=(m < M) & (k < K))
+
+
+@triton.jit
+def decode_kernel(
+    codes, scales, levels, out,
+    M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
+    K_MAJOR: tl.constexpr, OUT_K_MAJOR: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr,
+    ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
+    RULE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, NEGATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    M = extent(M, ALIGNED_M)
+    K = extent(K, ALIGNED_K)
+    code_rows = extent(code_rows, ALIGNED_M)
+    code_cols = extent(code_cols, ALIGNED_K)
+    code_stride = extent(code_stride, ALIGNED_M if K_MAJOR else ALIGNED_K)
+    program = tl.program_id(0)
+    columns = tl.cdiv(K, BLOCK_K)
+    decode_tile(
+        codes, scales, levels, out, program // columns * BLOCK_M, program % columns * BLOCK_K,
+        M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
+        K_MAJOR, OUT_K_MAJOR, ELEMENT, PACKED_M, SCALE_ROWS, SCALE_COLS, RULE, LEVEL, INVERSE, NEGATIVE,
+        BLOCK_M, BLOCK_K,
+    )  # fmt: skip
 
 
 _decode = Kernel(decode_kernel)
