@@ -168,11 +168,7 @@ def _cast_blocks(job: Job, offsets: Tensor) -> None:
 
 
 def _cast_nvfp4(job: Job, offsets: Tensor) -> None:
-    """Codes of one scale a block of 16 below one a group, a row or a column of a group.
-
-    Scales of columns and tiles are stored without a look at where the rows end: a program has the rows of a unit, and
-    behind the last one of a group are programs for what is left of its room.
-    """
+    """Codes of one scale a block of 16 below one a group, a row or a column of a group."""
     wide = _aligned(job).cols
     choice = nvfp4.choose(job, wide)
     level = _level_of(job, job.targets[0])

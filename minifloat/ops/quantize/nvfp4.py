@@ -102,6 +102,7 @@ def _store_rows(codes, packed, m, k, M, K, ALIGNED_K: tl.constexpr):
 
 @triton.jit
 def _store_scales(scales, found, m, k, M, K, TILE: tl.constexpr, COLUMN: tl.constexpr):
+    # Of a group of rows there may be programs behind the last row, where `m` is outside.
     LINES: tl.constexpr = found.shape[0]
     GROUPS: tl.constexpr = LINES // GROUP
     line = tl.arange(0, LINES)
@@ -109,9 +110,10 @@ def _store_scales(scales, found, m, k, M, K, TILE: tl.constexpr, COLUMN: tl.cons
         group = k // GROUP + (line // GROUP if COLUMN else line % GROUPS)
         inside = (line % GROUP == 0) if COLUMN else (line < GROUPS)
         row, width = m // GROUP, tl.cdiv(K, GROUP)
-        tl.store(scales + row.to(tl.int64) * width + group, found, mask=inside & (group < width))
+        tl.store(scales + row.to(tl.int64) * width + group, found, mask=inside & (group < tl.where(m < M, width, 0)))
     elif COLUMN:
-        tl.store(scales + (m // GROUP).to(tl.int64) * K + k + line, found, mask=k + line < K)
+        end = tl.where(m < M, K, 0)
+        tl.store(scales + (m // GROUP).to(tl.int64) * K + k + line, found, mask=k + line < end)
     else:
         row, group = m + line // GROUPS, k // GROUP + line % GROUPS
         width = tl.cdiv(K, GROUP)
