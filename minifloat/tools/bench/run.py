@@ -139,13 +139,15 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
 
 
 def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
     gc.collect()
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return torch.cuda.memory_allocated(device)
 
 
 def _empty(device: torch.device) -> None:
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
