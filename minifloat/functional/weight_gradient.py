@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,12 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
         the parameter run.
     """
     parameters = parameters_of(weight)
-    if len(parameters) > 1:
-        whole = product(parameters[0].main_grad.dtype).unbind()
+    if parameters[0] is not weight:
+        dtype = next(parameter.main_grad.dtype for parameter in parameters if parameter.requires_grad)
         given = [
-            into_main_grad(overwrite, own, partial(_computed, dw)) for own, dw in zip(parameters, whole, strict=True)
+            into_main_grad(overwrite, own, partial(_computed, dw))
+            for own, dw in _parts_of(product(dtype), parameters)
+            if own.requires_grad
         ]
         return None if all(dw is None for dw in given) else torch.zeros_like(weight)
     # A weight may be used several times in a microbatch: only the first dW replaces what the previous step left.
@@ -52,8 +54,13 @@ def _computed(dw: Tensor, dtype: torch.dtype, out: Tensor | None = None, accumul
 
 
 def parameters_of(weight: Tensor) -> Sequence[Any]:
-    """The parameters that a weight is made up of: itself, or those of experts."""
-    return getattr(weight, "experts", None) or (weight,)
+    """The parameters that a weight was made of: itself, one in another dtype, or those of experts."""
+    return getattr(weight, "made_of", None) or (weight,)
+
+
+def _parts_of(dw: Tensor, parameters: Sequence[Any]) -> Iterable[tuple[Any, Tensor]]:
+    """Each of a weight's parameters with its part of dW."""
+    return zip(parameters, dw.unbind() if parameters[0].dim() < dw.dim() else (dw,), strict=True)
 
 
 def into_main_grad_in_graph(weight: Any, product: Product) -> None:
@@ -72,10 +79,10 @@ def left_for_later(tasks: list[Callable[[], None]], sink: Sink, weight: Tensor |
     def later() -> None:
         dw = sink(weight, product)
         if dw is not None and weight is not None:
-            parameters = parameters_of(weight)
-            for parameter, own in zip(parameters, dw.unbind() if len(parameters) > 1 else [dw], strict=True):
-                own = own.to(parameter.dtype)
-                parameter.grad = own if parameter.grad is None else parameter.grad + own
+            for parameter, own in _parts_of(dw, parameters_of(weight)):
+                if parameter.requires_grad:
+                    own = own.to(parameter.dtype)
+                    parameter.grad = own if parameter.grad is None else parameter.grad + own
 
     tasks.append(later)
     backward = None if torch.compiler.is_compiling() else running()

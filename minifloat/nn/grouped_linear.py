@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from minifloat import finite, recompute
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import checks_finite, current
-from minifloat.comm.ddp import check_reduced
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
@@ -22,6 +21,7 @@ from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.quantize import record_groups
+from minifloat.functional.weight_gradient import parameters_of
 from minifloat.nn import parameters
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.parameters import InitMethod, one_dtype
@@ -148,7 +148,7 @@ class GroupedLinear(LinearCalls):
         experts = self._each("weight")
         whole = _stacked(experts)
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            whole.experts = experts  # type: ignore[attr-defined]
+            whole.made_of = experts  # type: ignore[attr-defined]
         return whole
 
     def _bias_vector(self) -> Tensor | None:
@@ -233,7 +233,10 @@ class GroupedLinear(LinearCalls):
         plan, call, weight, bias = self._prepare(recipe, dtype, x.requires_grad, is_first_microbatch)
         call.groups = layout
         x = x.to(dtype)
-        weight = weight if weight.dtype == dtype or plan.config.weight.quantized else weight.to(dtype)
+        if weight.dtype != dtype and not plan.config.weight.quantized:
+            of, weight = parameters_of(weight), weight.to(dtype)
+            if plan.writes_to_weight:
+                weight.made_of = of  # type: ignore[attr-defined]
         if call.eager:
             y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
         else:
@@ -266,22 +269,23 @@ class GroupedLinear(LinearCalls):
         return quantize_weight(GroupedCasts(quantizer, "weight", weight.device.type), weight, delayed_call)
 
     def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
-        for parameter in getattr(weight, "experts", [weight]):
-            super()._check_own_gradients(parameter, main_grad)
-        check_reduced(self._label, weight)
+        for parameter in parameters_of(weight):
+            if parameter.requires_grad:
+                super()._check_own_gradients(parameter, main_grad)
 
     def _mark_main_grad_old(self, weight: Any) -> None:
-        for parameter in getattr(weight, "experts", [weight]):
+        for parameter in parameters_of(weight):
             super()._mark_main_grad_old(parameter)
 
     def _calibrate_groups(self, x: Tensor, layout: GroupLayout) -> None:
         """Where ``autocast`` calibrates delayed scaling: records what is about to be computed in high precision."""
         context = current()
-        if context is None or not context.calibrating or self.recipe is not None:
+        if context is None or not context.calibrating or self.recipe is not None or recompute.recomputes():
             return
         config = self._config(context.recipe)
         if config.delayed is None:
             return
+        self._check_on_meta()
         call = DelayedCall((self.forward_scaling, self.backward_scaling), config.delayed, True, False, context)
         weight = self._weight_matrix().detach()
         uniform = GroupLayout.uniform(self.num_gemms, self.out_features, x.device)
@@ -308,18 +312,22 @@ class GroupedLinear(LinearCalls):
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """``parts``, all of one shape, as one tensor: without a copy where they are neighbours in memory."""
-    if torch.compiler.is_compiling() or any(type(part) is not nn.Parameter for part in parts):
-        return torch.stack(list(parts))
-    first, step = parts[0].data_ptr(), parts[0].numel() * parts[0].element_size()
-    neighbours = all(
-        part.data_ptr() == first + i * step and part.is_contiguous() and part.dtype == parts[0].dtype
-        for i, part in enumerate(parts)
-    )
-    same = neighbours and parts[0].untyped_storage().data_ptr() == parts[-1].untyped_storage().data_ptr()
-    if not same:
+    if torch.compiler.is_compiling() or not _neighbours(parts):
         return torch.stack(list(parts))
     whole: Tensor = apply_eager(_Neighbours, *parts)
     return whole
+
+
+def _neighbours(parts: Sequence[Tensor]) -> bool:
+    """Parameters that lie one after the other in one piece of memory."""
+    if any(type(part) is not nn.Parameter for part in parts):
+        return False
+    first, step = parts[0].data_ptr(), parts[0].numel() * parts[0].element_size()
+    adjoining = all(
+        part.data_ptr() == first + i * step and part.is_contiguous() and part.dtype == parts[0].dtype
+        for i, part in enumerate(parts)
+    )
+    return adjoining and parts[0].untyped_storage().data_ptr() == parts[-1].untyped_storage().data_ptr()
 
 
 class _Neighbours(torch.autograd.Function):
@@ -343,7 +351,9 @@ class _Neighbours(torch.autograd.Function):
 @torch.no_grad()
 def _join(weights: Sequence[nn.Parameter]) -> None:
     """Makes weights neighbours in memory, after something has moved each by itself."""
-    if any(weight.is_meta or is_dtensor(weight) for weight in weights):
+    if any(weight.is_meta or is_dtensor(weight) for weight in weights) or _neighbours(weights):
+        return
+    if any(weight.is_shared() or weight.is_pinned() for weight in weights):  # other memory would not be
         return
     whole = torch.stack([weight.detach() for weight in weights])
     for weight, own in zip(weights, whole.unbind(), strict=True):

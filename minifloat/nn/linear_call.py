@@ -232,7 +232,7 @@ class LinearCalls(LinearState):
             check_tensor(x, self)
         weight = self._parameters.get("weight")
         if weight is None or weight.is_meta:
-            check_meta(x, self, next(iter(self._parameters.values()), None))
+            check_meta(x, self, self._weight(self._weight_names[0]))
         if not x.is_floating_point():
             raise TypeError(f"{self._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
         if x.dim() == 0 or x.shape[-1] != self.in_features:

@@ -21,6 +21,7 @@ from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.router import TopKRouter
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint as run_checkpointed
+from minifloat.recompute import recomputes
 
 
 class GroupedMLP(parts.LayerOfLinears):
@@ -224,8 +225,13 @@ class MoE(parts.LayerOfLinears):
         if self.shared_fc1 is not None and self.shared_fc2 is not None:
             h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
             y = y + self.shared_fc2(h, is_first_microbatch)
-        self.router_loss, self.expert_counts = loss, routing.counts
+        if not recomputes():  # in the backward of this forward, or of one before the latest
+            self.router_loss, self.expert_counts = loss, routing.counts
         return y.reshape(x.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Those of the original's graph, which neither copies nor files can have.
+        return self.__dict__ | {"router_loss": None, "expert_counts": None}
 
     def reset_parameters(self) -> None:
         """Initial values of all parts."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import checked
 from minifloat.comm.ddp import MARK, history_names, unreduced
-from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import LinearState
 from minifloat.tensor import QuantizedTensor
 
 
@@ -39,8 +39,10 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, linear in module.named_modules():
-        late = isinstance(linear, Linear) and (linear.fuse_wgrad_accumulation or linear.delay_wgrad_compute)
-        if late and f"{name}.weight" not in ignored:  # as PyTorch asks it, with a dot also where there is no name
+        if not isinstance(linear, LinearState) or not (linear.fuse_wgrad_accumulation or linear.delay_wgrad_compute):
+            continue
+        # As PyTorch asks it, with a dot also where a module has no name.
+        if not ignored.issuperset(f"{name}.{weight}" for weight in linear._weight_names):
             raise unreduced(linear._label)
     histories = history_names(module)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored | histories)

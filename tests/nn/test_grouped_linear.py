@@ -134,6 +134,44 @@ def test_options(recipe: str, storage: str, delay: bool, fuse: bool, save: bool)
         assert torch.equal(own, linear.weight.main_grad if fuse else linear.weight.grad)
 
 
+@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
+@pytest.mark.parametrize("recipe", ["current", "none"])
+def test_gradients_find_their_parameters(recipe: str, option: str, storage: str, experts: int) -> None:
+    """Also that of one expert, and those of fp32 weights that torch.autocast has in bf16 where nothing is quantized."""
+    single_weight, single_bias = STORAGE[storage]
+    options: Any = {"recipe": recipe, "single_grouped_weight": single_weight, "single_grouped_bias": single_bias}
+    grouped = GroupedLinear(experts, K, N, **options, **{option: True})
+    twin = GroupedLinear(experts, K, N, **options)
+    twin.load_state_dict(grouped.state_dict())
+    fuse, x = option == "fuse_wgrad_accumulation", torch.randn(5 * experts, K)
+    weights = [(grouped.get_parameter(name), twin.get_parameter(name)) for name in grouped._weight_names]
+    for weight, _ in weights:
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    for layer in (grouped, twin):
+        with torch.autocast("cpu", dtype=BF16):
+            y = layer(x, [5] * experts)
+        y.sum().backward()
+    if not fuse:
+        grouped.backward_dw()
+    for mine, expected in weights:
+        found = mine.main_grad if fuse else mine.grad  # type: ignore[attr-defined]
+        assert expected.grad is not None and torch.equal(found.to(BF16), expected.grad.to(BF16)) and found.any()
+
+
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
+def test_frozen_experts_get_no_gradient_by_another_way(option: str) -> None:
+    grouped = GroupedLinear(2, K, N, recipe="current", **{option: True})  # type: ignore[arg-type]
+    frozen, other = parameters(grouped, "weight")
+    frozen.requires_grad_(False)
+    other.main_grad = torch.zeros_like(other)
+    grouped(torch.randn(9, K), [4, 5]).sum().backward()
+    if option == "delay_wgrad_compute":
+        grouped.backward_dw()
+    assert frozen.grad is None and (other.main_grad.any() or other.grad.any())
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from(["current", "block", "mxfp8"]))
 def test_any_counts(counts: list[int], recipe: str) -> None:
@@ -151,6 +189,14 @@ def test_weights_that_are_no_neighbours_any_more() -> None:
     first, second = parameters(grouped, "weight")
     assert second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()
     assert_step_alike(grouped, linears, counts)
+
+
+def test_shared_memory_stays_shared() -> None:
+    grouped = GroupedLinear(3, K, N, recipe="current").share_memory()
+    assert all(parameter.is_shared() for parameter in grouped.parameters())
+    for parameter in parameters(grouped, "weight"):  # apart
+        parameter.data = parameter.detach().clone().share_memory_()
+    assert all(parameter.is_shared() for parameter in grouped.share_memory().parameters())
 
 
 def test_frozen_experts_and_inputs() -> None:
@@ -277,6 +323,25 @@ def test_state_dict_keys_are_those_of_a_list_of_linears() -> None:
     grouped.load_state_dict(linears.state_dict())
     x = torch.randn(30, K)
     assert torch.equal(grouped(x, [7, 0, 23]), one_by_one(list(linears), x, (7, 0, 23)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_weights_without_values(storage: str) -> None:
+    single_weight, single_bias = STORAGE[storage]
+    grouped = GroupedLinear(
+        2, K, N, device="meta", single_grouped_weight=single_weight, single_grouped_bias=single_bias, name="experts"
+    )
+    with pytest.raises(ValueError, match="'experts': the parameters are on the meta device"):
+        grouped(torch.randn(9, K), (4, 5))
+
+
+def test_calibration_does_not_count_a_recomputation() -> None:
+    grouped, after, x = GroupedLinear(2, K, N), nn.Linear(N, N), torch.randn(9, K, requires_grad=True)
+    with autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
+        y = minifloat.checkpoint(lambda x: after(grouped(x, (4, 5))).exp(), x)
+    recorded = grouped.forward_scaling.amax_history.clone()
+    y.sum().backward()
+    assert recorded.any() and torch.equal(grouped.forward_scaling.amax_history, recorded)
 
 
 def test_copies_and_meta() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import minifloat
 from minifloat.functional.activation import Activation, activate
 from minifloat.nn import GroupedMLP, Linear, MoE, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
@@ -104,6 +105,27 @@ def test_router_losses_are_taken_once() -> None:
     (y.sum() * 0 + total).backward()
     assert all(bool(moe.router.weight.grad.any()) for moe in model)  # type: ignore[union-attr]
     assert router_losses(model) == 0.0
+
+
+def test_recomputed_losses_are_nobodys() -> None:
+    """That of a later forward stays, and a recomputation leaves none that would keep its activations."""
+    moe, after = make("current", aux_loss_coefficient=0.1), nn.Linear(H, H, dtype=BF16)
+    x = torch.randn(9, H).to(BF16).requires_grad_()
+    y = minifloat.checkpoint(lambda x: after(moe(x)).exp(), x)  # what is saved after the loss is recomputed after it
+    first = router_losses(moe)
+    moe(2 * x[:4])
+    loss, counts = moe.router_loss, moe.expert_counts
+    (y.sum() + first).backward()
+    assert moe.router_loss is loss is not None and moe.expert_counts is counts
+    assert bool(moe.router.weight.grad.any())  # type: ignore[union-attr]
+
+
+def test_copies_after_a_forward() -> None:
+    moe, x = make("current", aux_loss_coefficient=0.1), torch.randn(9, H).to(BF16)
+    y, own = moe(x), moe.router_loss
+    copied = copy.deepcopy(moe)
+    assert copied.router_loss is copied.expert_counts is None and moe.router_loss is own is not None
+    assert torch.equal(copied(x), y)
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "none"])
