@@ -103,9 +103,14 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Sets modules and test items apart: a full collection, which some tests and tools ask for, took a second of them."""
+    """Sets modules and test items apart: collections that some tests ask for took a second because of them."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Or libraries would report at the exit that objects of theirs are left."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
