@@ -47,21 +47,28 @@ def load_b(at, near, n, N, B_K: tl.constexpr):
 
 @triton.jit
 def add_product(
-    total, x, y, a_scale, b_scale, IMPRECISE: tl.constexpr, SCALED: tl.constexpr, B_TILE: tl.constexpr
+    total, x, y, a_scale, b_scale, PROMOTED: tl.constexpr, SCALED: tl.constexpr, B_TILE: tl.constexpr
 ):  # fmt: skip
-    """``total`` plus the product of two tiles, with the scales of a segment as ``reference.scaled_product``."""
+    """``total`` plus the product of two tiles, with the scales of a segment as ``reference.scaled_product``.
+
+    PROMOTED: the product is summed by itself, where tensor cores keep fewer bits than fp32.
+    """
     if SCALED:
         a = tl.load(a_scale)
         b = tl.load(b_scale)
         scale = (a * b)[:, None] if B_TILE else a[:, None] * b[None, :]
         return total + tl.dot(x, y) * scale
-    return tl.dot(x, y, total, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
+    if (
+        PROMOTED
+    ):  # Triton's max_num_imprecise_acc reads a sum before it waits for it: ptxas then serializes the products
+        return total + tl.dot(x, y)
+    return tl.dot(x, y, total, input_precision="ieee")
 
 
 @triton.jit
 def multiply_tile(
     a, b, a_scale, b_scale, m, n, M, N, depth, a_stride, b_stride, a_outer, a_segment, b_outer, b_segment,
-    A_K: tl.constexpr, B_K: tl.constexpr, A_ROOM: tl.constexpr, B_ROOM: tl.constexpr, IMPRECISE: tl.constexpr,
+    A_K: tl.constexpr, B_K: tl.constexpr, A_ROOM: tl.constexpr, B_ROOM: tl.constexpr, PROMOTED: tl.constexpr,
     SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +96,7 @@ def multiply_tile(
     for i in tl.range(0, whole, num_stages=STAGES):
         x = load_a(a_at, None, m, M, A_K)
         y = load_b(b_at, None, n, N, B_K)
-        total = add_product(total, x, y, a_scale + i * a_segment, b_scale + i * b_segment, IMPRECISE, SCALED, B_TILE)
+        total = add_product(total, x, y, a_scale + i * a_segment, b_scale + i * b_segment, PROMOTED, SCALED, B_TILE)
         a_at += a_step
         b_at += b_step
     rest = depth - whole * BLOCK_K
@@ -102,7 +109,7 @@ def multiply_tile(
             y = tl.where((k < rest)[:, None], y, tl.zeros_like(y))
         a_scale += whole * a_segment
         b_scale += whole * b_segment
-        total = add_product(total, x, y, a_scale, b_scale, IMPRECISE, SCALED, B_TILE)
+        total = add_product(total, x, y, a_scale, b_scale, PROMOTED, SCALED, B_TILE)
     return total
 
 
@@ -132,7 +139,7 @@ def grouped_rows_kernel(
     a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
     ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr, ALIGNED_N: tl.constexpr, ALIGNED_DEPTH: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr,
-    B_ROWS: tl.constexpr, IMPRECISE: tl.constexpr,
+    B_ROWS: tl.constexpr, PROMOTED: tl.constexpr,
     SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
     FACTORS: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr,
     SEARCH: tl.constexpr, SWEEP: tl.constexpr,
@@ -172,7 +179,7 @@ def grouped_rows_kernel(
         a + a_row * (a_stride if A_K else 1), b + b_row * (1 if B_K == B_ROWS else b_stride),
         a_scale + a_grid.to(tl.int64) * a_scale_row, b_scale + b_grid.to(tl.int64) * b_scale_row,
         m, n, rows, N, depth, a_stride, b_stride, a_scale_outer, a_scale_segment, b_scale_outer, b_scale_segment,
-        A_K, B_K, False, B_ROOM, IMPRECISE, SCALED, A_TILE, B_TILE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        A_K, B_K, False, B_ROOM, PROMOTED, SCALED, A_TILE, B_TILE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     a_factor = a_scale + (first if A_STEP else group)
     b_factor = b_scale + group * (N if B_STEP else 1)
@@ -190,7 +197,7 @@ def grouped_depth_kernel(
     a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
     ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr,
-    ROTATED: tl.constexpr, IMPRECISE: tl.constexpr, SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
+    ROTATED: tl.constexpr, PROMOTED: tl.constexpr, SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
     FACTORS: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, INVERSE: tl.constexpr, SWEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +225,7 @@ def grouped_depth_kernel(
         a_scale + grid_row(a_first, group, A_UNIT, BLOCK, A_TILE).to(tl.int64) * a_scale_row,
         b_scale + grid_row(b_first, group, B_UNIT, BLOCK, B_TILE).to(tl.int64) * b_scale_row,
         m, n, M, N, depth, a_stride, b_stride, a_scale_outer, a_scale_segment, b_scale_outer, b_scale_segment,
-        A_K, B_K, A_K and A_UNIT > 0, B_K and B_UNIT > 0, IMPRECISE,
+        A_K, B_K, A_K and A_UNIT > 0, B_K and B_UNIT > 0, PROMOTED,
         SCALED, A_TILE, B_TILE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     a_factor = a_scale + group * (M if A_STEP else 1)

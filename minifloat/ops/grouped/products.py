@@ -211,7 +211,7 @@ def _multiply_rows(
         (M, N, depth, groups, a.stride, b.stride, *a.strides, *b.strides),
         (
             aligned([a.stride]), aligned([b.stride]), aligned([N]), aligned([depth]) and not (b_rows and packed),
-            a.unit, b.unit, a.consecutive, b.consecutive, b_rows, tile.depth if precise else None, scaled,
+            a.unit, b.unit, a.consecutive, b.consecutive, b_rows, precise, scaled,
             a.tile, b.tile, factors, a.step, b.step, 1.0 / (a.divisor * b.divisor), bias is not None,
             triton.next_power_of_2(groups + 1), SWEEP, tile.rows, tile.cols, tile.depth, tile.stages,
         ),
@@ -232,7 +232,7 @@ def _contract_rows(
         (M, N, a.stride, b.stride, *a.strides, *b.strides),
         (
             aligned([a.stride]), aligned([b.stride]), aligned([M]), aligned([N]),
-            a.unit, b.unit, a.consecutive, b.consecutive, rotated, tile.depth if precise else None, scaled,
+            a.unit, b.unit, a.consecutive, b.consecutive, rotated, precise, scaled,
             a.tile, b.tile, factors, a.step, b.step, 1.0 / (a.divisor * b.divisor), SWEEP,
             tile.rows, tile.cols, tile.depth, tile.stages,
         ),
