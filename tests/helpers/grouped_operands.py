@@ -99,10 +99,10 @@ def values(operand: Operand, group: int, cols: int) -> Tensor:
 
 
 def poisoned(operand: Operand) -> Operand:
-    """The same with NaN, or codes and scales of all ones, in memory that is no group's."""
+    """The same with NaN, or codes and scales of all ones, in memory that is no group's, or that of one without rows."""
     codes, scale_inv, amax, spec, dim, offsets = operand
     fmt, known = parse(spec), offsets.tolist()
-    owned = [(first, end - first, group) for group, (first, end) in enumerate(pairwise(known))]
+    owned = [(first, end - first, group) for group, (first, end) in enumerate(pairwise(known)) if end > first]
 
     def poison(x: Tensor, places: list[slice]) -> Tensor:
         free = torch.ones(x.shape[0], dtype=torch.bool)
