@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import random
@@ -100,17 +99,6 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
-
-
-def pytest_collection_finish() -> None:
-    """Sets modules and test items apart: collections that some tests ask for took a second because of them."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """Or libraries would report at the exit that objects of theirs are left."""
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
