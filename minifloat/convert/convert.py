@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from minifloat.arguments import checked
 from minifloat.convert import weights
+from minifloat.convert.experts import ExpertLinear, attach, attached, grouped_class, identity
 from minifloat.convert.report import ConversionReport, Converted, LeftAlone
 from minifloat.convert.select import (
     DefaultFilter,
@@ -19,9 +20,9 @@ from minifloat.convert.select import (
     Named,
     Rule,
     is_conv1d,
-    is_linear,
     is_sharded_by_fsdp,
     linear_shape,
+    linears_of,
     named_modules,
     obstacle,
     other_matrices,
@@ -34,6 +35,8 @@ from minifloat.nn.parameters import ParameterInit
 from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe
 
 _BEFORE = "_before_convert"  # the attribute of a converted module that holds its ``Before``
+
+_EXPERTS = "the experts' weights are cast in each forward"
 
 Histories = dict[str, nn.Module]
 """Those of delayed scaling, by the name of the submodule."""
@@ -98,10 +101,12 @@ def convert(
     it all. A model that was converted before is reverted first; a layer that gets the recipe that it had keeps its
     histories.
 
-    Converted are ``nn.Linear`` itself and Hugging Face's ``Conv1D``. A subclass of ``nn.Linear``, a weight that is
-    computed (parametrizations, pruning) or of a dtype that cannot be quantized, and a forward that was replaced on the
-    object stay as they are; the report says so, and names modules that hold matrices without being a linear. A
-    :class:`minifloat.Linear` of the model's own gets the recipe, unless that is None or its own is ``"none"``.
+    Converted are ``nn.Linear`` itself, Hugging Face's ``Conv1D``, and experts that transformers 5 keeps as one
+    ``gate_up_proj`` and one ``down_proj``, each of which runs as a :class:`minifloat.GroupedLinear`. A subclass of
+    ``nn.Linear``, a weight that is computed (parametrizations, pruning) or of a dtype that cannot be quantized, and a
+    forward that was replaced on the object stay as they are; the report says so, and names modules that hold matrices
+    without being a linear. A :class:`minifloat.Linear` of the model's own gets the recipe, unless that is None or its
+    own is ``"none"``.
 
     Args:
         model: any module.
@@ -142,23 +147,27 @@ def convert(
     kept = _converted_histories(model)
     revert(model)
     modules = named_modules(model)
-    linears = [named for named in modules if is_linear(named.module)]
+    linears = linears_of(modules)
     wanted = DefaultFilter(model) if filter_fn is None else filter_fn
     decisions = [(named, _decide(named, chosen, wanted, read)) for named in linears]
     layers = [(named, decision.recipe) for named, decision in decisions if decision.reason is None]
-    inits = weights.formats(model, layers, quantize_weights)
+    others = list(other_matrices(modules))
+    inits = weights.formats(model, [each for each in layers if not _of_experts(each[0])], quantize_weights)
     try:
         for named, decision in decisions:
-            recipe_before, histories = kept.get(named.module, (None, {}))
+            recipe_before, histories = kept.get(identity(named.module), (None, {}))
             _apply(named, decision, histories if recipe_before == decision.recipe else {})
+        _keep_the_rest([(named.module, decision) for named, decision in decisions])
         unquantized = _quantize_weights(modules, inits)
+        if weights.wanted(quantize_weights):
+            unquantized += [_unquantized(named, _EXPERTS) for named, _ in layers if _of_experts(named)]
     except BaseException:
         revert(model)
         raise
     if not layers and any(each != "none" for each in (chosen, *[rule.recipe for rule in read])):
         reasons = [decision.reason for _, decision in decisions]
         warn(_nothing_converted(reasons), stacklevel=3)  # past the wrapper of ``checked``
-    return _report(modules, decisions, _unused_rules(read, linears) + unquantized)
+    return _report(modules, decisions, others, _unused_rules(read, linears) + unquantized)
 
 
 def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterInit]) -> list[str]:
@@ -174,11 +183,15 @@ def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterI
             _give_recipe(layer, layer.recipe, {})
         before: Before = layer.__dict__[_BEFORE]
         layer.__dict__[_BEFORE] = before._replace(quantized=weights.quantize(layer, init))
-    return [
-        f"the weight of {names[0]} stays in high precision: {obstacles[module]}"
-        for names, module in inits
-        if module in obstacles
-    ]
+    return [_unquantized(named, obstacles[named.module]) for named in inits if named.module in obstacles]
+
+
+def _unquantized(named: Named, why: str) -> str:
+    return f"the weight of {named.names[0]} stays in high precision: {why}"
+
+
+def _of_experts(named: Named) -> bool:
+    return isinstance(named.module, ExpertLinear)
 
 
 @checked
@@ -212,12 +225,12 @@ def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]
     for rule in rules:
         if rule.matches(names):
             return _Decision(rule.recipe, f"rule {rule.pattern!r}" if rule.recipe == "none" else None)
-    own = module.recipe if isinstance(module, LinearState) else None
+    own = module.recipe if isinstance(module, Linear) else None
     if isinstance(wanted, DefaultFilter):
-        if isinstance(module, LinearState):
+        if isinstance(module, Linear):
             reason = f"a minifloat.Linear with recipe={own!r}" if own == "none" or recipe is None else None
         else:
-            reason = wanted.reasons.get(module)
+            reason = wanted.reason(module)
     elif not wanted(module, names[0]):
         reason = "filter_fn"
     if reason is not None:
@@ -225,29 +238,56 @@ def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]
     return _Decision(recipe, 'recipe="none"' if recipe == "none" else None)
 
 
-def _converted_histories(model: nn.Module) -> dict[nn.Module, tuple[OwnRecipe, Histories]]:
-    """Of each converted layer: its recipe, and the histories that it got since."""
-    found: dict[nn.Module, tuple[OwnRecipe, Histories]] = {}
+def _converted_histories(model: nn.Module) -> dict[Any, tuple[OwnRecipe, Histories]]:
+    """Of each converted layer, by its identity: its recipe, and the histories that it got since."""
+    found: dict[Any, tuple[OwnRecipe, Histories]] = {}
     for module in model.modules():
         if isinstance(module, LinearState) and _BEFORE in module.__dict__:
-            found[module] = module.recipe, _added_histories(module)
+            found[module] = module.recipe, _added_submodules(module)
+        elif _BEFORE in module.__dict__:
+            for linear in attached(module):
+                found[identity(linear)] = linear.recipe, dict(linear.named_children())
     return found
 
 
-def _added_histories(module: nn.Module) -> Histories:
+def _added_submodules(module: nn.Module) -> Histories:
+    """Histories, and of experts their linears."""
     before: Before = module.__dict__[_BEFORE]
     children = module._modules.items()
-    return {k: m for k, m in children if isinstance(m, AmaxHistory) and k not in before.submodules}
+    return {k: m for k, m in children if isinstance(m, (AmaxHistory, ExpertLinear)) and k not in before.submodules}
 
 
 def _apply(named: Named, decision: _Decision, histories: Histories) -> None:
     """Converts a linear, or gives a ``Linear`` of the model's own its recipe; with histories that it had, if any."""
     names, module = named
-    if isinstance(module, LinearState):
+    if isinstance(module, ExpertLinear):
+        if decision.reason is None:
+            _attach(module, decision.recipe, histories)
+    elif isinstance(module, LinearState):
         if module.recipe != decision.recipe:
             _give_recipe(module, decision.recipe, histories)
     elif decision.reason is None:
         _change_class(module, Conv1DLinear if is_conv1d(module) else Linear, decision.recipe, names[0], histories)
+
+
+def _attach(linear: ExpertLinear, recipe: OwnRecipe, histories: Histories) -> None:
+    """Makes ``linear`` part of its experts, whose class it changes if that is not done yet."""
+    experts = linear.experts
+    if _BEFORE not in experts.__dict__:
+        before = Before(type(experts), grouped_class(experts), {}, (), tuple(experts._modules))
+        experts.__class__ = grouped_class(experts)
+        experts.__dict__[_BEFORE] = before
+    attach(linear, recipe)
+    linear._modules.update(histories)
+    if isinstance(recipe, Recipe):
+        linear._config(recipe)
+
+
+def _keep_the_rest(decisions: Iterable[tuple[nn.Module, _Decision]]) -> None:
+    """Where one projection of experts is converted, their forward calls the other one too: in high precision."""
+    for module, decision in decisions:
+        if isinstance(module, ExpertLinear) and decision.reason is not None and attached(module.experts):
+            attach(module, "none")
 
 
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
@@ -276,7 +316,7 @@ def _change_class(module: nn.Module, new: type[Linear], recipe: OwnRecipe, name:
 
 
 def _restore(module: nn.Module) -> None:
-    for name in _added_histories(module):
+    for name in _added_submodules(module):
         del module._modules[name]
     before: Before = module.__dict__.pop(_BEFORE)
     weights.dequantize(module, before.quantized)
@@ -287,21 +327,28 @@ def _restore(module: nn.Module) -> None:
     module.__dict__.update(before.values)
 
 
-def _report(modules: list[Named], decisions: list[tuple[Named, _Decision]], warnings: list[str]) -> ConversionReport:
+def _report(
+    modules: list[Named],
+    decisions: list[tuple[Named, _Decision]],
+    others: list[tuple[Named, str]],
+    warnings: list[str],
+) -> ConversionReport:
     converted, left_alone = [], []
     for (names, module), (recipe, reason) in decisions:
-        shape = linear_shape(module)
+        shape, kind, num_experts = linear_shape(module), type(module).__name__, None
+        if isinstance(module, ExpertLinear):
+            kind, num_experts = _class_before(module.experts).__name__, module.num_gemms
         if reason is None:
             assert recipe != "none"
             quantized_weight = bool(_BEFORE in module.__dict__ and module.__dict__[_BEFORE].quantized)
-            converted.append(Converted(names, shape, recipe, quantized_weight))
+            converted.append(Converted(names, shape, recipe, quantized_weight, num_experts))
         else:
-            left_alone.append(LeftAlone(names, type(module).__name__, shape, reason))
-    for (names, module), held in other_matrices(modules):
-        left_alone.append(LeftAlone(names, type(module).__name__, None, f"not a linear; holds {held}"))
+            left_alone.append(LeftAlone(names, kind, shape, reason, num_experts))
+    for (names, module), reason in others:
+        left_alone.append(LeftAlone(names, type(module).__name__, None, reason))
     quantized = [named.module for named, decision in decisions if decision.reason is None]
-    everything = _count_elements(named.module for named in modules)
-    fraction = _count_elements(quantized) / everything if everything else 0.0
+    everything = _count_elements(_own_parameters(named.module) for named in modules)
+    fraction = _count_elements(map(_own_parameters, quantized)) / everything if everything else 0.0
     warnings = warnings + _fast_paths(modules, quantized)
     return ConversionReport(tuple(converted), tuple(left_alone), tuple(warnings), fraction)
 
@@ -317,10 +364,24 @@ def _fast_paths(modules: list[Named], quantized: list[nn.Module]) -> list[str]:
     ]
 
 
-def _count_elements(modules: Iterable[nn.Module]) -> int:
-    """How many elements the modules' own parameters have, shared ones counted once."""
-    parameters = {id(p): p for module in modules for p in module.parameters(recurse=False) if not is_lazy(p)}
-    return sum(parameter.numel() for parameter in parameters.values())
+def _class_before(module: nn.Module) -> type[nn.Module]:
+    """What it was before it was converted, if it is."""
+    before: Before | None = module.__dict__.get(_BEFORE)
+    return type(module) if before is None else before.old_class
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those of the module itself; of a projection of experts its weight and bias."""
+    if not isinstance(module, ExpertLinear):
+        return list(module.parameters(recurse=False))
+    held = module.experts._parameters
+    return [p for p in (held.get(module.parameter), held.get(f"{module.parameter}_bias")) if p is not None]
+
+
+def _count_elements(parameters: Iterable[Iterable[nn.Parameter]]) -> int:
+    """How many elements parameters have, shared ones counted once."""
+    each = {id(p): p for own in parameters for p in own if not is_lazy(p)}
+    return sum(parameter.numel() for parameter in each.values())
 
 
 def _nothing_converted(reasons: Sequence[str | None]) -> str:

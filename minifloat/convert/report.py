@@ -18,12 +18,14 @@ class Converted:
         shape: (out_features, in_features).
         recipe: its own recipe; None: it takes that of ``autocast``.
         quantized_weight: its weight was replaced by a quantized parameter.
+        num_experts: how many experts it is a projection of, each of that shape; None: it is one linear.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, int]
     recipe: Recipe | None
     quantized_weight: bool = False
+    num_experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,21 @@ class LeftAlone:
         kind: the name of its class.
         shape: (out_features, in_features); None if it is not a linear.
         reason: why, in words.
+        num_experts: as of :class:`Converted`.
     """
 
     names: tuple[str, ...]
     kind: str
     shape: tuple[int, int] | None
     reason: str
+    num_experts: int | None = None
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What became of each linear of a model; ``print`` shows it as a table, layers of equal blocks in one line.
+    """What became of each linear of a model and each projection of its experts.
+
+    ``print`` shows it as a table, layers of equal blocks in one line.
 
     Attributes:
         converted, left_alone: the layers, in the order of the model.
@@ -65,13 +71,10 @@ class ConversionReport:
             f"converted {len(self.converted)} of {linears} linear layers, "
             f"with {100 * self.fraction:.1f} % of the model's parameters"
         ]
-        lines += _table((_place(layer.names), _size(layer.shape), _recipe_name(layer)) for layer in self.converted)
+        lines += _table((_place(layer.names), _size(layer), _recipe_name(layer)) for layer in self.converted)
         if self.left_alone:
             lines.append("left alone")
-            lines += _table(
-                (_place(layer.names), layer.kind if layer.shape is None else _size(layer.shape), layer.reason)
-                for layer in self.left_alone
-            )
+            lines += _table((_place(layer.names), _size(layer), layer.reason) for layer in self.left_alone)
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
@@ -80,8 +83,11 @@ def _recipe_name(layer: Converted) -> str:
     return name + ", quantized weight" * layer.quantized_weight
 
 
-def _size(shape: tuple[int, int]) -> str:
-    return f"{shape[0]} x {shape[1]}"
+def _size(layer: Converted | LeftAlone) -> str:
+    """The shape, or the class of what is not a linear."""
+    if layer.shape is None:
+        return layer.kind if isinstance(layer, LeftAlone) else ""
+    return " x ".join(str(size) for size in (layer.num_experts, *layer.shape) if size is not None)
 
 
 def _place(names: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -13,12 +13,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifloat.arguments import Count, checked
+from minifloat.convert.experts import ExpertLinear, are_experts, expert_linears, experts_obstacle, identity
 from minifloat.nn.linear_state import LinearState
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
-"""Says whether a linear is converted, from the module and its dotted name."""
+"""Says whether a linear is converted, from the module and its dotted name.
+
+Of experts each projection is a grouped linear, with ``in_features`` and ``out_features`` of one expert, and a name that
+ends in that of the parameter, as ``experts.down_proj``.
+"""
 
 # Modules that a wrapper puts between a layer and its parent; users leave them out of names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -79,6 +84,17 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def linears_of(modules: Iterable[Named]) -> list[Named]:
+    """What can be converted or stay as it is: linears, and the projections of experts that can be."""
+    found = []
+    for named in modules:
+        if is_linear(named.module):
+            found.append(named)
+        elif are_experts(named.module) and experts_obstacle(named.module) is None:
+            found += [Named(*each) for each in expert_linears(named.module, named.names)]
+    return found
+
+
 def is_sharded_by_fsdp(module: nn.Module) -> bool:
     """It was given to ``fully_shard``."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)  # whose class is slow to import
@@ -117,15 +133,20 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def other_matrices(model: Iterable[Named]) -> Iterator[tuple[Named, str]]:
-    """Modules that are no linears and hold parameters of two or more dims, and which; look-up tables are none."""
+    """Modules that are not converted and hold parameters of two or more dims, and why; look-up tables are none."""
     for named in model:
-        module = named.module
+        module, reason = named.module, "not a linear"
         if is_linear(module) or isinstance(module, (nn.Embedding, nn.EmbeddingBag, ParametrizationList)):
             continue
+        if are_experts(module):
+            obstacle = experts_obstacle(module)
+            if obstacle is None:
+                continue
+            reason = f"experts that cannot be converted: {obstacle}"
         held = ((name, p) for name, p in module.named_parameters(recurse=False) if not is_lazy(p) and p.dim() > 1)
         shapes = [f"{name} {list(parameter.shape)}" for name, parameter in held]
         if shapes:
-            yield named, ", ".join(shapes)
+            yield named, f"{reason}; holds {', '.join(shapes)}"
 
 
 class DefaultFilter:
@@ -145,19 +166,27 @@ class DefaultFilter:
     @checked
     def __init__(self, model: nn.Module, smallest: Count = 256) -> None:
         modules = named_modules(model)
-        linears = [named.module for named in modules if is_linear(named.module)]
-        self.reasons = _outside_of_stacks(linears, _in_stacks(model)) | _small(linears, smallest) | _tied(modules)
+        linears = [named.module for named in linears_of(modules)]
+        self._reasons = _outside_of_stacks(linears, _in_stacks(model)) | _small(linears, smallest) | _tied(modules)
 
     def __call__(self, module: nn.Module, name: str) -> bool:
-        return module not in self.reasons
+        return self.reason(module) is None
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Why ``module`` is left alone; None if it is converted."""
+        return self._reasons.get(identity(module))
 
 
-def _small(linears: Iterable[nn.Module], smallest: int) -> dict[nn.Module, str]:
+Reasons = dict[Any, str]
+"""Why linears are left alone, by their identity."""
+
+
+def _small(linears: Iterable[nn.Module], smallest: int) -> Reasons:
     reason = f"a side below {smallest} is too small to gain"
-    return {linear: reason for linear in linears if min(linear_shape(linear)) < smallest}
+    return {identity(linear): reason for linear in linears if min(linear_shape(linear)) < smallest}
 
 
-def _tied(modules: Iterable[Named]) -> dict[nn.Module, str]:
+def _tied(modules: Iterable[Named]) -> Reasons:
     owners = {
         id(parameter): f"{named.names[0]} ({type(named.module).__name__})"
         for named in modules
@@ -182,9 +211,11 @@ def _in_stacks(model: nn.Module) -> set[nn.Module]:
     return inside
 
 
-def _outside_of_stacks(linears: list[nn.Module], in_stacks: set[nn.Module]) -> dict[nn.Module, str]:
-    places = [i for i, module in enumerate(linears) if module in in_stacks]
+def _outside_of_stacks(linears: list[nn.Module], in_stacks: set[nn.Module]) -> Reasons:
+    holders = [module.experts if isinstance(module, ExpertLinear) else module for module in linears]
+    places = [i for i, module in enumerate(holders) if module in in_stacks]
+    keys = [identity(module) for module in linears]
     if not places:
-        return {linears[-1]: "the model's last linear", linears[0]: "the model's first linear"} if linears else {}
-    before = {module: "before the first block of the model" for module in linears[: places[0]]}
-    return before | {module: "after the last block of the model" for module in linears[places[-1] + 1 :]}
+        return {keys[-1]: "the model's last linear", keys[0]: "the model's first linear"} if keys else {}
+    before = {key: "before the first block of the model" for key in keys[: places[0]]}
+    return before | {key: "after the last block of the model" for key in keys[places[-1] + 1 :]}

@@ -17,6 +17,11 @@ from minifloat.recipe import OwnRecipe, Recipe
 from minifloat.tensor import QuantizedTensor
 
 
+def wanted(quantize_weights: bool | None) -> bool:
+    """Weights are to be quantized; None: as those of modules that are made now."""
+    return parameter_init() is not None if quantize_weights is None else quantize_weights
+
+
 def formats(
     model: nn.Module, layers: Iterable[tuple[Named, OwnRecipe]], quantize_weights: bool | None
 ) -> dict[Named, ParameterInit]:
@@ -28,7 +33,7 @@ def formats(
         ValueError: a layer has no recipe whose format could be kept; something holds on to the parameters already.
     """
     init = parameter_init()
-    if not (init is not None if quantize_weights is None else quantize_weights):
+    if not wanted(quantize_weights):
         return {}
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(

@@ -1,0 +1,227 @@
+"""Experts that are kept as one tensor for each projection, as transformers 5 does, through grouped linears.
+
+No class of transformers is imported: experts are known by their parameters ``gate_up_proj`` and ``down_proj`` and by
+the attributes that ``transformers.integrations.use_experts_implementation`` sets on them.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from minifloat.autocast import current
+from minifloat.functional.grouped import GroupLayout
+from minifloat.functional.permutation import permute, sort_by_expert, unpermute
+from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.quantizer import DTYPES
+from minifloat.recipe import RecipeLike
+from minifloat.tensor import QuantizedTensor
+
+_PROJECTIONS = {"gate_up_proj": "gate_up_linear", "down_proj": "down_linear"}
+"""The parameters of experts, and the submodules that multiply by them."""
+_FLAGS = ("is_transposed", "has_bias", "has_gate")
+
+
+class ExpertLinear(GroupedLinear):
+    """One projection of all experts: a grouped linear whose weight is a parameter of another module.
+
+    Args:
+        experts: the module that holds the parameters; it is not made a submodule.
+        parameter: the name of the weight, [E, N, K], or [E, K, N] if ``experts.is_transposed``.
+        name: what recipes and errors call the layer.
+    """
+
+    experts: nn.Module
+    parameter: str
+
+    def __init__(self, experts: nn.Module, parameter: str, name: str) -> None:
+        nn.Module.__init__(self)
+        self._init_state(None, name)
+        self.__dict__.update(experts=experts, parameter=parameter)  # not a submodule: it holds this one
+        self.transposed, self.biased = bool(experts.is_transposed), bool(experts.has_bias)
+        groups, *sizes = experts._parameters[parameter].shape  # type: ignore[union-attr]
+        self.num_gemms = self._groups = groups
+        self.in_features, self.out_features = sizes if self.transposed else reversed(sizes)
+        self.single_grouped_weight = self.single_grouped_bias = True
+
+    @property
+    def _label(self) -> str:
+        return f"experts {self.name!r}"
+
+    @property
+    def _weight_names(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def _weight(self, name: str) -> Any:
+        return getattr(self.experts, name)
+
+    def _quantized_rows(self) -> dict[str, QuantizedTensor]:
+        return {}  # asked while a copy is made too, when the experts have no parameters yet
+
+    def _weight_matrix(self) -> Tensor:
+        """W [E, N, K]; the cast copies it if it is a transposed view."""
+        weight: Tensor = getattr(self.experts, self.parameter)
+        return weight.transpose(1, 2) if self.transposed else weight
+
+    def _bias_vector(self) -> Tensor | None:
+        """b [E, N]."""
+        return getattr(self.experts, f"{self.parameter}_bias") if self.biased else None
+
+    def reset_parameters(self) -> None:
+        """Delayed scaling's state as new; the parameters are those of another module."""
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
+
+    def _fitting_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+        return super()._fitting_weights(state_dict, prefix.removesuffix(f"{_PROJECTIONS[self.parameter]}."))
+
+
+class _GroupedExperts(nn.Module):
+    """The forward of experts whose projections are grouped linears; a base of the class that converted ones get."""
+
+    gate_up_linear: ExpertLinear
+    down_linear: ExpertLinear
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Y [T, H]: of each token of X [T, H] the sum of its k experts' results, times their weights [T, k].
+
+        Where neither projection has a recipe in force it is the forward that the experts had before.
+        """
+        linears = self.gate_up_linear, self.down_linear
+        if not any(_computes(linear) for linear in linears):
+            for linear in linears:  # checkpoints note under which recipe a layer runs
+                linear._replayed_scale(None, None, torch.compiler.is_compiling())
+            before: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return before
+        routing = sort_by_expert(top_k_index, self.gate_up_linear.num_gemms)
+        layout = GroupLayout(routing.offsets, routing.order.shape[0])
+        gate_up = self.gate_up_linear(permute(hidden_states, routing), layout)
+        rows = self.down_linear(self._apply_gate(gate_up), layout)  # type: ignore[operator]
+        return unpermute(rows, routing, top_k_weights).to(hidden_states.dtype)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for child in _PROJECTIONS.values():  # which are shown their own part of the state dict only, without weights
+            getattr(self, child)._load_histories(state_dict, f"{prefix}{child}.", assign)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+
+def _computes(linear: ExpertLinear) -> bool:
+    """A recipe is in force, or ``autocast`` calibrates the layer."""
+    context = current()
+    calibrates = context is not None and context.calibrating and linear.recipe is None
+    return calibrates or linear._recipe_in_force() is not None
+
+
+class _ExpertsType(type):
+    """The type of the classes that :func:`_grouped` makes, by which they are pickled."""
+
+
+@cache
+def _grouped(old: Any) -> Any:
+    """The class that experts of class ``old`` get: a subclass, which keeps its gate and is an instance for others."""
+    members = {"__module__": __name__, "__doc__": _GroupedExperts.__doc__}
+    return _ExpertsType(f"Grouped{old.__name__}", (_GroupedExperts, old), members)
+
+
+def _reduce(made: Any) -> tuple[Any, ...]:
+    return _grouped, (made.__bases__[1],)
+
+
+copyreg.pickle(_ExpertsType, _reduce)
+
+
+# ---- which modules are experts ----
+
+
+def are_experts(module: nn.Module) -> bool:
+    """The module has the parameters of transformers' experts, converted or not."""
+    computed = module._modules.get("parametrizations")
+    held = {**module._parameters, **({} if computed is None else computed._modules)}
+    weights = [held.get(name) for name in _PROJECTIONS]
+    return all(w is not None and (not isinstance(w, Tensor) or w.dim() == 3) for w in weights)
+
+
+def experts_obstacle(module: nn.Module) -> str | None:
+    """Why experts cannot be converted; None if they can."""
+    if hasattr(module, "parametrizations"):
+        return "their weights are computed by torch.nn.utils.parametrize"
+    if "forward" in module.__dict__:
+        return "their forward was replaced on the object; convert the model before whatever did that"
+    missing = [name for name in ("num_experts", *_FLAGS) if not isinstance(getattr(module, name, None), int)]
+    if missing:
+        return f"they do not say how they compute, as those of transformers 5 do: no {', '.join(missing)}"
+    if not hasattr(type(module).forward, "__wrapped__") or not callable(getattr(module, "_apply_gate", None)):
+        return f"{type(module).__name__} has a forward of its own, not that of transformers' use_experts_implementation"
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return "they have no gate" if not module.has_gate else "they have a norm of their own"
+    if getattr(module, "_is_expert_parallel", False):
+        return "they are split over ranks (expert parallelism)"
+    return _parameters_obstacle(module)
+
+
+def _parameters_obstacle(module: nn.Module) -> str | None:
+    biases = [f"{name}_bias" for name in _PROJECTIONS] if module.has_bias else []
+    held: dict[str, Any] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    if set(held) != {*_PROJECTIONS, *biases}:
+        return f"their parameters are {', '.join(held)}; expected are {', '.join([*_PROJECTIONS, *biases])}"
+    for name in _PROJECTIONS:
+        if is_traceable_wrapper_subclass(held[name]):
+            return f"{name} is a {type(held[name]).__name__}, which keeps its values in a way of its own"
+        if held[name].dtype not in DTYPES:
+            return f"{name} is {held[name].dtype}; only bf16, fp16 and fp32 can be quantized"
+    down: Any = held["down_proj"]
+    groups, *sizes = down.shape
+    ffn, hidden = sizes if module.is_transposed else reversed(sizes)
+    gate_up = (hidden, 2 * ffn) if module.is_transposed else (2 * ffn, hidden)
+    wanted = {"gate_up_proj": (groups, *gate_up), "gate_up_proj_bias": (groups, 2 * ffn)}
+    wanted["down_proj_bias"] = groups, hidden
+    odd = [name for name in held if tuple(held[name].shape) != wanted.get(name, tuple(down.shape))]
+    if groups != module.num_experts or odd:
+        shown = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in held.items())
+        return f"their sizes do not fit together: {module.num_experts} experts, {shown}"
+    return None
+
+
+def expert_linears(experts: nn.Module, names: Sequence[str]) -> list[tuple[tuple[str, ...], ExpertLinear]]:
+    """Both projections, with their dotted names: linears that are not part of ``experts`` yet."""
+    found = []
+    for parameter in _PROJECTIONS:
+        own = tuple(f"{name}.{parameter}" if name else parameter for name in names)
+        found.append((own, ExpertLinear(experts, parameter, own[0])))
+    return found
+
+
+def identity(module: nn.Module) -> Any:
+    """What tells linears apart: the module itself, or experts and parameter, which have a new module each time."""
+    return (module.experts, module.parameter) if isinstance(module, ExpertLinear) else module
+
+
+# ---- converting them ----
+
+
+def grouped_class(experts: nn.Module) -> type[nn.Module]:
+    """The class that ``experts`` become."""
+    old: Any = type(experts)
+    made: type[nn.Module] = _grouped(old)
+    return made
+
+
+def attach(linear: ExpertLinear, recipe: RecipeLike | None) -> None:
+    """Makes ``linear`` the submodule of its experts that their forward calls."""
+    linear.recipe = recipe
+    linear.experts.add_module(_PROJECTIONS[linear.parameter], linear)
+
+
+def attached(experts: nn.Module) -> list[ExpertLinear]:
+    """The linears of converted experts; none of others."""
+    children = (experts._modules.get(child) for child in _PROJECTIONS.values())
+    return [child for child in children if isinstance(child, ExpertLinear)]

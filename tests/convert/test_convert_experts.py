@@ -1,0 +1,432 @@
+"""Experts of transformers that are kept as one tensor each: converted, trained, and themselves again afterwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import minifloat
+from minifloat import Linear
+from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
+from minifloat.functional import count_gemms
+from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
+
+E, H, F = 4, 32, 48
+IDS = torch.randint(3, 48, (2, 16), generator=torch.Generator().manual_seed(7))
+SIZES = {
+    "vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "hidden_size": H,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(intermediate_size=F, num_local_experts=E, **SIZES)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3() -> Any:
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": F, "num_experts": E, "head_dim": 8}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **SIZES))
+
+
+def gpt_oss() -> Any:
+    sizes = {"intermediate_size": F, "num_local_experts": E, "head_dim": 8}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **SIZES))
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj_bias"):  # which are zeros at first
+            nn.init.normal_(parameter)
+    return model
+
+
+MODELS = pytest.mark.parametrize("make", [mixtral, qwen3, gpt_oss])
+NVFP4 = NVFP4BlockScaling(disable_stochastic_rounding=True)  # whose draws would be in another order
+RECIPES = pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", NVFP4])
+NAMES = [f"model.layers.{i}.mlp.experts.{part}_proj" for i in range(2) for part in ("gate_up", "down")]
+
+
+def experts_only(model: nn.Module, recipe: Any, **options: Any) -> ConversionReport:
+    return convert(model, recipe, lambda module, name: ".experts." in name, **options)
+
+
+def block(make: Callable[[], Any]) -> Any:
+    """The experts of a layer, with weights that are large enough for outputs that are no rounding errors."""
+    experts = make().model.layers[0].mlp.experts
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+def inputs(tokens: int = 23) -> tuple[Tensor, Tensor, Tensor]:
+    """X, the experts of each token, of which the last one has none, and their weights."""
+    x, weights = torch.randn(tokens, H, requires_grad=True), torch.rand(tokens, 2, requires_grad=True)
+    index = torch.stack([torch.randperm(E - 1)[:2] for _ in range(tokens)])
+    return x, index, weights
+
+
+def gradients(module: nn.Module, x: Tensor, *tensors: Tensor) -> dict[str, Tensor]:
+    """Those of parameters and inputs, which are then forgotten."""
+    held = dict(module.named_parameters()) | {"x": x} | {str(i): t for i, t in enumerate(tensors)}
+    found = {name: t.grad for name, t in held.items() if t.grad is not None}
+    for t in held.values():
+        t.grad = None
+    return found
+
+
+def train(model: nn.Module, steps: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Loop(nn.Module):
+    """The experts as one ``minifloat.Linear`` for each and projection, called one after the other."""
+
+    def __init__(self, experts: Any, recipe: Any) -> None:
+        super().__init__()
+        self.gate, self.linears = experts._apply_gate, nn.ModuleDict()
+        for name in ("gate_up_proj", "down_proj"):
+            weight, bias = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
+            for i in range(E):
+                own = weight[i].t() if experts.is_transposed else weight[i]
+                linear = self.linears[f"{name}{i}"] = Linear(*own.t().shape, bias=bias is not None, recipe=recipe)
+                linear.load_state_dict({"weight": own} | ({} if bias is None else {"bias": bias[i]}))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        places = [(index == i).nonzero(as_tuple=True) for i in range(E)]
+        rows = [self.linears[f"gate_up_proj{i}"](x[token]) for i, (token, _) in enumerate(places)]
+        # Together: vectorized and other elements of PyTorch's sigmoid differ in the last bit.
+        gated = self.gate(torch.cat(rows)).split([len(token) for token, _ in places])
+        slots = torch.zeros(*index.shape, H)
+        for i, place in enumerate(places):
+            slots = slots.index_put(place, self.linears[f"down_proj{i}"](gated[i]))
+        return slots[:, 0] * weights[:, :1] + slots[:, 1] * weights[:, 1:]
+
+    def stacked(self, name: str, transposed: bool) -> Tensor:
+        """The gradients of the parameter of all experts that is called so."""
+        kind = "bias" if name.endswith("_bias") else "weight"
+        linears = [self.linears[f"{name.removesuffix('_bias')}{i}"] for i in range(E)]
+        all_of = torch.stack([getattr(linear, kind).grad for linear in linears])
+        return all_of.transpose(1, 2) if transposed and kind == "weight" else all_of
+
+
+@MODELS
+@RECIPES
+def test_as_a_loop_over_linears(make: Callable[[], Any], recipe: Any) -> None:
+    """Outputs and all gradients, bit for bit; the second step has delayed scales of the first."""
+    experts = block(make)
+    loop = Loop(experts, recipe)
+    experts_only(nn.ModuleDict({"experts": experts}), recipe, rules=[("experts.*", recipe)])
+    for _ in range(2):
+        x, index, weights = inputs()
+        own_x, own_weights = x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()
+        y, expected, dy = experts(x, index, weights), loop(own_x, index, own_weights), torch.randn(23, H)
+        assert torch.equal(y, expected)
+        y.backward(dy), expected.backward(dy)
+        assert x.grad is not None and own_x.grad is not None
+        torch.testing.assert_close(x.grad, own_x.grad)  # the sum over a token's experts is in another order
+        torch.testing.assert_close(weights.grad, own_weights.grad)  # likewise that over the columns
+        for name, parameter in experts.named_parameters():
+            assert torch.equal(parameter.grad, loop.stacked(name, experts.is_transposed)), name
+            assert parameter.grad.stride() == parameter.stride()
+        assert not experts.gate_up_proj.grad[E - 1].any() and experts.gate_up_proj.grad[0].any()
+        experts.zero_grad(), loop.zero_grad()
+
+
+@MODELS
+def test_without_a_recipe(make: Callable[[], Any]) -> None:
+    """Without a recipe in force the forward is transformers' own; with one in high precision it is close."""
+    experts = block(make)
+    twin = copy.deepcopy(experts)
+    model = nn.ModuleDict({"experts": experts})
+    assert len(convert(model, None, lambda module, name: True).converted) == 2
+    x, index, weights = inputs()
+    expected = twin(x, index, weights)
+    expected.sum().backward()
+    of_twin = gradients(twin, x, weights)
+    assert torch.equal(experts(x, index, weights), expected)
+    assert not torch.equal(expected, run_in_autocast(experts, x, index, weights))
+
+    plain = minifloat.CustomRecipe(lambda role: minifloat.Quantizer.identity())
+    convert(model, plain, lambda module, name: True)
+    y = experts(x, index, weights)
+    y.sum().backward()
+    torch.testing.assert_close(y, expected)
+    found = gradients(experts, x, weights)
+    assert found.keys() == of_twin.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], of_twin[name], rtol=1e-4, atol=1e-4)
+
+
+def run_in_autocast(experts: nn.Module, *args: Tensor) -> Tensor:
+    with minifloat.autocast(recipe="current"), torch.no_grad():
+        y: Tensor = experts(*args)
+    return y
+
+
+@MODELS
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_converts_trains_and_reverts(make: Callable[[], Any], recipe: str) -> None:
+    """Parameters stay the same objects, an optimizer lowers the loss, and revert gives the classes back."""
+    model = make()
+    keys, parameters = list(model.state_dict()), list(model.named_parameters())
+    kinds, attributes = [type(module) for module in model.modules()], set(vars(model.model.layers[0].mlp.experts))
+    report = convert(model, recipe, DefaultFilter(model, smallest=16))
+    assert set(NAMES) < {name for layer in report.converted for name in layer.names}
+    shapes = {layer.names[0]: (layer.num_experts, layer.shape) for layer in report.converted}
+    assert shapes[NAMES[0]] == (E, (2 * F, H)) and shapes[NAMES[1]] == (E, (H, F))
+    now = list(model.named_parameters())
+    assert [name for name, _ in now] == [name for name, _ in parameters]
+    assert all(a is b for (_, a), (_, b) in zip(now, parameters, strict=True))
+    extra = set(model.state_dict()) - set(keys)
+    assert (
+        (not extra and list(model.state_dict()) == keys) if recipe == "current" else all("scaling" in k for k in extra)
+    )
+    routers = [layer for layer in report.left_alone if layer.kind.endswith("TopKRouter")]
+    assert len(routers) == 2 and all(layer.reason.startswith("not a linear") for layer in routers)
+
+    losses = train(model, 20)
+    assert losses[-1] < 0.6 * losses[0]
+
+    revert(model)
+    assert [type(module) for module in model.modules()] == kinds and list(model.state_dict()) == keys
+    assert set(vars(model.model.layers[0].mlp.experts)) == attributes
+    twin = make()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(model(IDS).logits, twin(IDS).logits)
+    assert train(model, 2) == train(twin, 2)
+
+
+def test_every_gemm_is_quantized() -> None:
+    model = qwen3()
+    experts_only(model, "current")
+    with count_gemms() as gemms:
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    counted = {(gemm.gemm, gemm.a, gemm.b): n for gemm, n in gemms.items()}
+    wanted = Float8CurrentScaling().expected_gemms()
+    assert counted == {(gemm, *formats): len(NAMES) for gemm, formats in wanted.items()}
+
+
+# ---- what is converted ----
+
+
+def test_rules_and_filters() -> None:
+    """Rules and filters know each projection by its name; what is not converted stays in high precision."""
+    model = mixtral()
+    seen: dict[str, tuple[int, int]] = {}
+
+    def wanted(module: Any, name: str) -> bool:
+        seen[name] = module.out_features, module.in_features
+        return "experts.gate_up" in name
+
+    rules = [("*.0.mlp.experts.down_proj", "mxfp8"), ("*.1.mlp.experts.gate_up_proj", "none"), ("*.gate_down", "none")]
+    report = convert(model, "current", wanted, rules)
+    assert seen[NAMES[0]] == (2 * F, H) and NAMES[1] not in seen and seen[NAMES[3]] == (H, F)
+    recipes = {layer.names[0]: type(layer.recipe) for layer in report.converted}
+    assert recipes == {NAMES[0]: Float8CurrentScaling, NAMES[1]: MXFP8BlockScaling}
+    left = {layer.names[0]: (layer.kind, layer.shape, layer.num_experts, layer.reason) for layer in report.left_alone}
+    assert left[NAMES[2]] == ("MixtralExperts", (2 * F, H), E, "rule '*.1.mlp.experts.gate_up_proj'")
+    assert left[NAMES[3]] == ("MixtralExperts", (H, F), E, "filter_fn")
+    assert [type(layer.mlp.experts).__name__ for layer in model.model.layers] == [
+        "GroupedMixtralExperts",
+        "MixtralExperts",
+    ]
+    assert len(report.warnings) == 1 and "gate_down" in report.warnings[0]
+
+    report = convert(model, "current", lambda module, name: name == NAMES[3])
+    experts = model.model.layers[1].mlp.experts
+    assert type(model.model.layers[0].mlp.experts).__name__ == "MixtralExperts"
+    assert [layer.names[0] for layer in report.converted] == [NAMES[3]]
+    with minifloat.autocast(recipe="mxfp8"), count_gemms() as gemms, torch.no_grad():
+        experts(*inputs())
+    assert {(gemm.a, gemm.b) for gemm in gemms} == {("identity", "identity"), ("e4m3/tensor/fp32", "e4m3/tensor/fp32")}
+
+
+def test_default_filter() -> None:
+    """By default small sides, and experts outside of the blocks, are left alone."""
+    with pytest.warns(UserWarning, match="nothing was converted"):
+        report = convert(qwen3(), None)
+    reasons = {layer.names[0]: layer.reason for layer in report.left_alone if layer.num_experts}
+    assert reasons == dict.fromkeys(NAMES, "a side below 256 is too small to gain")
+    model = mixtral()
+    with pytest.warns(UserWarning, match="nothing was converted"):
+        report = convert(model, None, DefaultFilter(model, smallest=40))
+    assert not report.converted and report.fraction == 0
+    report = convert(model, "current", DefaultFilter(model, smallest=16), rules=[("*self_attn*", "none")])
+    assert [layer.names[0] for layer in report.converted] == NAMES
+    held = 2 * E * 3 * F * H / sum(parameter.numel() for parameter in model.parameters())
+    assert report.fraction == held and f"{100 * held:.1f} %" in str(report)
+    assert "model.layers.*.mlp.experts.down_proj     2 times  4 x 32 x 48  Float8CurrentScaling" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda e: delattr(e, "is_transposed"), "do not say how they compute, as those of transformers 5 do"),
+        (lambda e: setattr(e, "has_gate", False), "no gate"),
+        (lambda e: setattr(e, "has_post_expert_norm", True), "a norm of their own"),
+        (lambda e: setattr(e, "_is_expert_parallel", True), "split over ranks"),
+        (lambda e: setattr(e, "has_bias", True), "expected are gate_up_proj, down_proj, gate_up_proj_bias"),
+        (lambda e: setattr(e, "num_experts", 3), "do not fit together: 3 experts"),
+        (lambda e: setattr(e, "is_transposed", True), "do not fit together"),
+        (lambda e: e.double(), "torch.float64"),
+        (lambda e: setattr(e, "forward", e.forward), "forward was replaced on the object"),
+        (lambda e: nn.utils.parametrize.register_parametrization(e, "down_proj", nn.Identity()), "parametrize"),
+        (lambda e: setattr(e, "__class__", type("Own", (type(e),), {"forward": lambda *a: a[1]})), "Own has a forward"),
+    ],
+)
+def test_experts_that_stay(change: Callable[[Any], object], reason: str) -> None:
+    model = mixtral()
+    experts = model.model.layers[1].mlp.experts
+    change(experts)
+    kind = type(experts)
+    report = experts_only(model, "current")
+    assert [layer.names[0] for layer in report.converted] == NAMES[:2] and type(experts) is kind
+    (found,) = [layer for layer in report.left_alone if layer.names == ("model.layers.1.mlp.experts",)]
+    assert found.reason.startswith("experts that cannot be converted: ") and reason in found.reason
+    assert found.kind == kind.__name__ and "gate_up_proj [4, 96, 32]" in found.reason
+
+
+def test_weights_stay_in_high_precision() -> None:
+    model = mixtral()
+    before = dict(model.named_parameters())
+    report = convert(model, "current", DefaultFilter(model, smallest=16), quantize_weights=True)
+    warned = [warning for warning in report.warnings if ".experts." in warning]
+    assert [warning.split()[3] for warning in warned] == NAMES
+    assert all(model.get_parameter(name) is before[name] for name in NAMES)
+    assert sum(layer.quantized_weight for layer in report.converted) == 8
+    model(input_ids=IDS, labels=IDS).loss.backward()
+
+
+# ---- the state of a conversion ----
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies(copied: Callable[[Any], Any]) -> None:
+    """A copy has parameters of its own and can be reverted."""
+    model = mixtral()
+    experts_only(model, "delayed")
+    train(model, 1)
+    twin = copied(model)
+    assert torch.equal(model(IDS).logits, twin(IDS).logits)
+    experts = twin.model.layers[0].mlp.experts
+    assert experts.down_linear.experts is experts and experts is not model.model.layers[0].mlp.experts
+    assert train(model, 2) == train(twin, 2)
+    revert(twin)
+    assert type(twin.model.layers[0].mlp.experts) is type(mixtral().model.layers[0].mlp.experts)
+
+
+def test_converting_again_keeps_histories_of_equal_recipes() -> None:
+    model = mixtral()
+    experts_only(model, DelayedScaling(margin=1))
+    train(model, 2)
+    history = model.model.layers[0].mlp.experts.down_linear.forward_scaling
+    assert history.scale.numel() == 3 * E and history.amax_history.any()
+    experts_only(model, DelayedScaling(margin=1))
+    assert model.model.layers[0].mlp.experts.down_linear.forward_scaling is history
+    experts_only(model, DelayedScaling(margin=2))
+    assert model.model.layers[0].mlp.experts.down_linear.forward_scaling is not history
+
+
+def test_checkpoints() -> None:
+    """Histories are saved and loaded; those that a checkpoint lacks beside the weights start anew."""
+    model, other = mixtral(), mixtral()
+    unquantized = model.state_dict()
+    experts_only(model, "delayed")
+    train(model, 2)
+    convert(other, None, lambda module, name: ".experts." in name)  # no histories yet
+    other.load_state_dict(model.state_dict())
+    with minifloat.autocast(recipe="delayed"), torch.no_grad():
+        logits = other.eval()(IDS).logits
+    assert torch.equal(logits, model.eval()(IDS).logits)
+    history = model.model.layers[1].mlp.experts.gate_up_linear.forward_scaling
+    assert history.amax_history.any()
+    model.load_state_dict(unquantized)
+    assert not history.amax_history.any() and torch.equal(history.scale, torch.ones_like(history.scale))
+
+
+def test_saved_and_loaded_by_the_hub_format(tmp_path: object) -> None:
+    model = gpt_oss()
+    experts_only(model, "current")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.GptOssForCausalLM.from_pretrained(tmp_path)
+    experts_only(loaded, "current")
+    assert torch.equal(model.eval()(IDS).logits, loaded(IDS).logits)
+
+
+@MODELS
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("current", {}), ("delayed", {"context_fn": minifloat.checkpoint_context_fn})]
+)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_gradient_checkpointing(make: Callable[[], Any], recipe: str, options: dict[str, Any]) -> None:
+    """The same gradients, bit for bit, and amaxes that are recorded once."""
+    model = make()
+    experts_only(model, recipe)
+    twin = copy.deepcopy(model)
+    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})
+    for _ in range(2):
+        for each in (model, twin):
+            each.train()
+            each(input_ids=IDS, labels=IDS).loss.backward()
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    for a, b in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_checkpoints_outside_of_autocast_are_refused() -> None:
+    """A recomputation that would run in high precision, after a forward that did not, raises."""
+    model = mixtral()
+    experts_only(model, None)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    with minifloat.autocast(recipe="current"):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    with pytest.raises(RuntimeError, match="checkpoint_context_fn"):
+        loss.backward()
+
+
+@MODELS
+def test_bf16(make: Callable[[], Any]) -> None:
+    """In bf16, and in fp32 under torch.autocast, outputs have the dtype of the input."""
+    experts = block(make)
+    convert(nn.ModuleDict({"experts": experts}), None, rules=[("*", "current")])
+    x, index, weights = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = experts(x, index, weights)
+    y.sum().backward()
+    assert y.dtype == torch.float32 and all(parameter.grad is not None for parameter in experts.parameters())
+    y = experts.bfloat16()(x.bfloat16(), index, weights.bfloat16())
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and experts.down_proj.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+def test_compiled_in_one_graph(make: Callable[[], Any]) -> None:
+    torch._dynamo.reset()
+    experts = block(make)
+    convert(nn.ModuleDict({"experts": experts}), None, rules=[("*", "current")])
+    twin = copy.deepcopy(experts)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    x, index, weights = inputs()
+    for each in (experts, compiled):
+        each(x, index, weights).square().sum().backward()
+    for a, b in zip(experts.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
