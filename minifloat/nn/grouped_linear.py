@@ -177,6 +177,11 @@ class GroupedLinear(LinearCalls):
                 if biases[0] is not None:
                     nn.init.uniform_(biases[i], -bound, bound)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not self.single_grouped_weight:
+            _join(self._each("weight"))  # copy.deepcopy copies each by itself
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         if not self.single_grouped_weight:

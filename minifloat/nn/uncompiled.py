@@ -28,7 +28,7 @@ def needs_eager(
         RuntimeError: so it is, and the compiler was told ``fullgraph=True``.
     """
     weight, grad, whole = linear._weight(linear._weight_names[0]), torch.is_grad_enabled(), _in_one_graph()
-    own_gradient, why = grad and weight.requires_grad, ""
+    own_gradient, why = grad and any(linear._weight(name).requires_grad for name in linear._weight_names), ""
     reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weight, QuantizedTensor)
     if (checkpointed or recompute._inside) and not whole and _has_delayed_scaling(linear):  # else ``_prepare`` raises
         return recompute.warns_of_compiled(True)
@@ -38,8 +38,8 @@ def needs_eager(
         why = "is_first_microbatch=False reads a cached weight, whose version no graph knows; use None"
     elif grad and fp8_grad:
         why = "fp8_grad=True returns a quantized gradient, which no graph does; use False"
-    elif own_gradient and linear.fuse_wgrad_accumulation and (weight.dim() > 2 or len(linear._weight_names) > 1):
-        why = "fuse_wgrad_accumulation=True of several experts is not traced; use False"
+    elif own_gradient and linear.fuse_wgrad_accumulation and (weight.dim() > 2 or linear._weight_names != ("weight",)):
+        why = "fuse_wgrad_accumulation=True of experts is not traced; use False"
     elif own_gradient and linear.fuse_wgrad_accumulation and asks_in_backward(weight, is_first_microbatch is True):
         why = (
             "fuse_wgrad_accumulation=True with is_first_microbatch=True, weight.overwrite_main_grad or "

@@ -160,6 +160,25 @@ def test_gradients_find_their_parameters(recipe: str, option: str, storage: str,
         assert expected.grad is not None and torch.equal(found.to(BF16), expected.grad.to(BF16)) and found.any()
 
 
+@pytest.mark.parametrize("experts, frozen", [(1, False), (2, True)])
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
+def test_compiled_where_backward_writes_gradients(option: str, experts: int, frozen: bool) -> None:
+    """Of one expert too, and where the first is frozen: no graph does it, so that the layer runs uncompiled."""
+    torch._dynamo.reset()
+    grouped, _ = layers((5,) * experts, recipe="current", **{option: True})
+    weights, (x, _, dy) = parameters(grouped, "weight"), batch((5,) * experts)
+    weights[0].requires_grad_(not frozen)
+    weights[-1].main_grad = torch.zeros_like(weights[-1])
+    with pytest.raises(RuntimeError, match=option):
+        torch.compile(grouped, backend="aot_eager", fullgraph=True)(x, torch.tensor([5] * experts))
+    torch._dynamo.reset()
+    torch.compile(grouped, backend="aot_eager")(x, torch.tensor([5] * experts)).backward(dy)
+    if option == "delay_wgrad_compute":
+        grouped.backward_dw()
+    found = weights[-1].grad if option == "delay_wgrad_compute" else weights[-1].main_grad
+    assert found is not None and found.any() and (not frozen or weights[0].grad is None)
+
+
 @pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
 def test_frozen_experts_get_no_gradient_by_another_way(option: str) -> None:
     grouped = GroupedLinear(2, K, N, recipe="current", **{option: True})  # type: ignore[arg-type]
@@ -348,7 +367,11 @@ def test_copies_and_meta() -> None:
     grouped, _ = layers((7, 0, 23), recipe="current")
     x = torch.randn(30, K).to(BF16)
     expected = grouped(x, (7, 0, 23))
-    assert torch.equal(copy.deepcopy(grouped)(x, (7, 0, 23)), expected)
+    copied = copy.deepcopy(grouped)
+    assert torch.equal(copied(x, (7, 0, 23)), expected)
+    first, second, _ = parameters(copied, "weight")
+    assert second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()  # neighbours, as the original's
+    assert first.data_ptr() != parameters(grouped, "weight")[0].data_ptr()
     empty = GroupedLinear(3, K, N, dtype=BF16, device="meta", recipe="current")
     empty.to_empty(device="cpu")
     empty.load_state_dict(grouped.state_dict())
