@@ -68,6 +68,7 @@ class Operation(Generic[R]):
         self._load_gpu = gpu
         self._gpu: Callable[..., R] | None = None
         self._lists = _lists(reference)
+        self._first = _first_tensor(reference)
         # Library.define and impl cost a fifth of torch.library.custom_op a call.
         _LIBRARY.define(name + _schema(reference, mutates), tags=(torch.Tag.nondeterministic_seeded,) if random else ())
         self.overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
@@ -79,7 +80,7 @@ class Operation(Generic[R]):
         torch.library.register_fake(f"minifloat::{name}", lambda *args: self.shapes(*self.read(args)), lib=_LIBRARY)
 
     def __call__(self, *args: Any) -> R:
-        where = directly(args[0])
+        where = directly(args[self._first])
         if where == "cuda" and self._load_gpu is not None:
             return self._kernels()(*args)
         if where == "cpu":
@@ -176,6 +177,13 @@ def directly(x: Any) -> str:
     index = x.get_device()
     graph = x.requires_grad and torch.is_grad_enabled()
     return "cuda" if not graph and capability.kernels(index)[0] and index == torch.cuda.current_device() else ""
+
+
+def _first_tensor(reference: Callable[..., Any]) -> int:
+    """Place of the first argument that is a tensor, or a list of tensors."""
+    hints = typing.get_type_hints(reference, include_extras=True)
+    kinds = [_spelled(hints[name]) for name in inspect.signature(reference).parameters]
+    return next(place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor[]"))
 
 
 def _lists(reference: Callable[..., Any]) -> dict[int, str]:

@@ -93,7 +93,8 @@ class Row:
 
 
 SUITES = {
-    "linear": "linear", "tokens": "linear", "fused": "fused", "casts": "casts", "grouped": "grouped", "host": "host"
+    "linear": "linear", "tokens": "linear", "fused": "fused", "casts": "casts", "grouped": "grouped",
+    "experts": "grouped", "host": "host",
 }  # fmt: skip
 """The module in which a suite's rows are, in the order of the report."""
 
