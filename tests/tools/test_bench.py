@@ -218,7 +218,7 @@ def test_rows_are_the_table() -> None:
     assert len(set(titles)) == len(titles)
     assert {row.suite for row in registry.rows()} == set(registry.SUITES)
     assert [row.name for row in registry.choose(only="swiglu mlp")] == ["RMSNorm + SwiGLU MLP"]
-    with pytest.raises(ValueError, match="choose from linear, tokens, fused, casts, grouped, host"):
+    with pytest.raises(ValueError, match="choose from linear, tokens, fused, casts, grouped, experts, host"):
         registry.choose(["speed"])
     with pytest.raises(ValueError, match="matches no row"):
         registry.choose(["host"], "nothing")
