@@ -162,20 +162,30 @@ class GroupedLinear(LinearCalls):
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         return self._weight_matrix(), None if self.return_bias else self._bias_vector()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initial values: those of one ``Linear`` after the other from the same seed."""
         for name in ("forward_scaling", "backward_scaling"):
             if name in self._modules:
                 getattr(self, name).reset_parameters()
-        weights = self.get_parameter("weight") if self.single_grouped_weight else self._each("weight")
-        together = self._parameters.get("bias")
-        biases: Any = together if together is not None else self._each("bias") if "0" in self._modules else [None]
+        together = {kind: p for kind in ("weight", "bias") if (p := self._parameters.get(kind)) is not None}
+        whole = {kind: _to_fill(parameter) for kind, parameter in together.items()}
         bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
         for i in range(self.num_gemms):
-            with torch.no_grad():
-                parameters.initialize(weights[i], self.init_method)
-                if biases[0] is not None:
-                    nn.init.uniform_(biases[i], -bound, bound)
+            for kind in ("weight", "bias"):
+                own = None if kind in whole or "0" not in self._modules else getattr(self._modules[str(i)], kind)
+                values = whole[kind][i] if kind in whole else None if own is None else _to_fill(own)
+                if values is None:
+                    continue
+                if kind == "weight":
+                    parameters.initialize(values, self.init_method)
+                else:
+                    nn.init.uniform_(values, -bound, bound)
+                if own is not None and values is not own:
+                    self._write(own, values)
+        for kind, parameter in together.items():
+            if whole[kind] is not parameter:
+                self._write(parameter, whole[kind])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -313,6 +323,13 @@ class GroupedLinear(LinearCalls):
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self._bias_vector() is not None}"
+
+
+def _to_fill(parameter: Tensor) -> Tensor:
+    """Itself; of one that is sharded memory for the whole, of which each rank keeps its own."""
+    if not is_dtensor(parameter):
+        return parameter
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

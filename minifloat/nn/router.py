@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
 from minifloat.comm import ddp
 from minifloat.comm.collectives import all_reduce
+from minifloat.comm.dtensor import is_dtensor, own_part, own_rows
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype, autocast_off
 from minifloat.functional.router import (
@@ -166,7 +167,13 @@ class TopKRouter(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws the weight anew, and sets the bias, the bias of the choice and its counts to 0."""
-        initialize(self.weight, self.init_method)
+        weight = self.weight
+        if is_dtensor(weight):  # all ranks draw the whole, of which each keeps its own
+            whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            initialize(whole, self.init_method)
+            own_rows(weight).copy_(own_part(whole, weight))
+        else:
+            initialize(weight, self.init_method)
         for each in (self.bias, self.expert_bias, self.expert_counts):
             if each is not None:
                 each.zero_()

@@ -155,6 +155,33 @@ def preserved_from_meta(rank: int, size: int) -> list[str]:
     return wrong
 
 
+def experts_from_meta(rank: int, size: int) -> list[str]:
+    """Routers and experts, too, start as the unsharded ones do."""
+    wrong = []
+    for single in (False, True):
+        options = {"single_grouped_weight": single, "single_grouped_bias": single}
+        models = [
+            nn.Sequential(
+                minifloat.TopKRouter(16, 5, 2, device=device),
+                minifloat.GroupedLinear(3, 16, 7, device=device, **options),  # type: ignore[arg-type]
+            )
+            for device in ("meta", "cpu")
+        ]
+        fully_shard(models[0], mesh=mesh_of(size))
+        models[0].to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in models[0].parameters():
+                parameter.fill_(100.0)
+        for each in models:
+            torch.manual_seed(3)
+            for child in each:
+                child.reset_parameters()  # type: ignore[operator]
+        for (name, mine), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert isinstance(mine, DTensor)
+            wrong += [f"{name}, single={single}"] * (not torch.equal(mine.full_tensor(), theirs))
+    return wrong
+
+
 def assigned(rank: int, size: int) -> list[str]:
     """Loaded by ``assign=True``, and again after a step, beside a state dict taken before."""
     model, other = layers("nvfp4", 24, 70, 2), layers("nvfp4", 24, 70, 2)
@@ -312,6 +339,7 @@ def refused(rank: int, size: int) -> list[str]:
         refused,
         from_meta,
         preserved_from_meta,
+        experts_from_meta,
         assigned,
         moved,
         moved_quantized,
