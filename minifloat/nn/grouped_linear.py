@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -318,11 +319,17 @@ class GroupedLinear(LinearCalls):
         total = int(layout.offsets[-1])
         finite.check(self._label, "input", as_matrix(x)[:total])
         finite.check(self._label, "weight", self._weight_matrix())
-        finite.watch_gradient(self._label, y)
+        if y.requires_grad:
+            y.register_hook(partial(_check_gradient, self._label, total))
 
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self._bias_vector() is not None}"
+
+
+def _check_gradient(label: str, total: int, dy: Tensor) -> None:
+    """Of the first ``total`` rows."""
+    finite.check(label, "grad_output", as_matrix(dy)[:total])
 
 
 def _to_fill(parameter: Tensor) -> Tensor:

@@ -424,7 +424,13 @@ def test_not_finite() -> None:
     grouped = GroupedLinear(2, K, N, name="experts")
     x, _, _ = batch((4, 5))
     with autocast(recipe="current", check_finite=True):
-        grouped(x.detach().float(), (4, 5))  # rows that are no expert's do not count
+        y = grouped(x.detach().float(), (4, 5))  # rows that are no expert's do not count
+        dy = torch.ones_like(y)
+        dy[9:] = torch.nan
+        y.backward(dy, retain_graph=True)
+        dy[8] = torch.inf
+        with pytest.raises(FloatingPointError, match="experts"):
+            y.backward(dy)
         with pytest.raises(FloatingPointError, match="experts"):
             grouped(x.detach().float(), (4, 6))
 
