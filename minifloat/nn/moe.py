@@ -300,6 +300,10 @@ class LayerNormMoE(parts.LayerOfLinears):
         self.norm.reset_parameters()
         self.moe.reset_parameters()
 
+    def backward_dw(self) -> None:
+        """As :meth:`MoE.backward_dw`."""
+        self.moe.backward_dw()
+
 
 @checked
 def router_losses(model: nn.Module) -> Tensor | float:

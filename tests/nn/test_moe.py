@@ -204,6 +204,19 @@ def test_gradients_wait_for_backward_dw() -> None:
         assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
 
 
+def test_a_layer_with_experts_that_wait() -> None:
+    """With its norm, and an MLP for every token."""
+    options = {"recipe": "current", "shared_ffn_hidden_size": 16}
+    layer, twin = (LayerNormMoE(H, F, E, delay_wgrad_compute=delay, **options) for delay in (True, False))
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(20, H)
+    for each in (layer, twin):
+        each(x).sum().backward()
+    layer.backward_dw()
+    for mine, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
 def test_tensor_parallel_experts_are_refused() -> None:
     with pytest.raises(ValueError, match="experts are not tensor-parallel"):
         TransformerLayer(H, F, 2, moe={"num_experts": E}, set_parallel_mode=True)
