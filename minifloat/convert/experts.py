@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -121,11 +121,14 @@ def _computes(linear: ExpertLinear) -> bool:
     return calibrates or linear._recipe_in_force() is not None
 
 
+MOST_CLASSES = 64  # of experts that a program defines anew for each model must not fill the memory
+
+
 class _ExpertsType(type):
     """The type of the classes that :func:`_grouped` makes, by which they are pickled."""
 
 
-@cache
+@lru_cache(MOST_CLASSES)
 def _grouped(old: Any) -> Any:
     """The class that experts of class ``old`` get: a subclass, which keeps its gate and is an instance for others."""
     members = {"__module__": __name__, "__doc__": _GroupedExperts.__doc__}
