@@ -123,7 +123,8 @@ class MoE(parts.LayerOfLinears):
             name, single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: as of :class:`GroupedMLP`.
         shared_ffn_hidden_size: width of the MLP that every token goes through; None: there is none.
         router: what gives probabilities, experts and a loss of tokens, in place of a
-            ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below.
+            ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below. It is
+            given X [..., hidden_size], and ``token_mask`` if there is one.
         aux_loss_coefficient: of the router's load balancing loss.
 
     Attributes:
@@ -170,15 +171,17 @@ class MoE(parts.LayerOfLinears):
             "delay_wgrad_compute": delay_wgrad_compute,
         }
         self.hidden_size, self.num_experts = hidden_size, num_experts
-        self.router = router or TopKRouter(
-            hidden_size,
-            num_experts,
-            top_k,
-            normalize_top_k=True,
-            aux_loss_coefficient=aux_loss_coefficient,
-            dtype=dtype,
-            device=device,
-        )
+        if router is None:
+            router = TopKRouter(
+                hidden_size,
+                num_experts,
+                top_k,
+                normalize_top_k=True,
+                aux_loss_coefficient=aux_loss_coefficient,
+                dtype=dtype,
+                device=device,
+            )
+        self.router = router
         self.experts = GroupedMLP(
             num_experts,
             hidden_size,
@@ -216,8 +219,8 @@ class MoE(parts.LayerOfLinears):
         """
         check_tensor(x, self)
         tokens = x.reshape(-1, x.shape[-1])
-        options = {} if token_mask is None else {"token_mask": token_mask.reshape(-1)}
-        probabilities, indices, loss = self.router(tokens, **options)
+        options = {} if token_mask is None else {"token_mask": token_mask}
+        probabilities, indices, loss = self.router(x, **options)  # which knows whether the mask is of these tokens
         routing = sort_by_expert(indices, self.num_experts)
         layout = GroupLayout(routing.offsets, routing.order.shape[0])
         rows = self.experts(permute(tokens, routing), layout, is_first_microbatch)

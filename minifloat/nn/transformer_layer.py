@@ -53,7 +53,8 @@ class TransformerLayer(LayerOfLinears):
         moe: a mixture of experts takes the place of the MLP, with these arguments of :class:`~minifloat.MoE`, as
             ``{"num_experts": 8, "top_k": 2}``; each expert is ``ffn_hidden_size`` wide. Not with tensor parallelism.
         save_memory: backward recomputes what linears read, from what norms, attention and activation save anyway:
-            ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts.
+            ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts. Experts recompute
+            nothing by it; ``checkpoint_mlp`` is for them, too.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
         layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` stands between the two, with
             ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal``.

@@ -401,12 +401,19 @@ def test_wrong_counts(counts: Any, error: type[Exception], message: str) -> None
 
 def test_counts_that_nobody_waits_for_stay_inside() -> None:
     """As on a GPU: what adds up to more rows than there are ends with the last row, and negative ones are 0."""
-    counts = torch.tensor([7, -5, 100])
-    ends = counts.clamp(min=0).cumsum(0).clamp(max=30)
-    with FakeTensorMode() as mode:
-        fake = GroupLayout.of(mode.from_tensor(counts), 30, torch.device("cpu"), "here", False)
-        assert fake.offsets.shape == (4,) and fake.offsets.dtype == torch.int32
-    assert ends.tolist() == [7, 7, 30]
+
+    def offsets(counts: Tensor) -> Tensor:
+        return GroupLayout.of(counts, 30, counts.device, "here", False).offsets
+
+    traced = torch.compile(offsets, backend="eager", fullgraph=True)  # which knows no values
+    for counts, expected in (
+        ([7, -5, 100], [0, 7, 7, 30]),
+        ([-1, -1, -1], [0, 0, 0, 0]),
+        ([40, 1, 0], [0, 30, 30, 30]),
+        ([7, 0, 20], [0, 7, 7, 27]),
+    ):
+        found = traced(torch.tensor(counts))
+        assert found.tolist() == expected and found.dtype == torch.int32
 
 
 @pytest.mark.parametrize("recipe", [None, "current"])

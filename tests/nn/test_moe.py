@@ -95,6 +95,16 @@ def test_masked_tokens_go_nowhere() -> None:
     assert moe.expert_counts is not None and int(moe.expert_counts.sum()) == 6 * K
 
 
+def test_a_mask_of_other_tokens_is_refused() -> None:
+    """Of as many, but [s, b] where the tokens are [b, s]: flattened it would hide the wrong ones."""
+    moe, x = make("current"), torch.randn(2, 3, H).to(BF16)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    y = moe(x, token_mask=mask)
+    assert not y[1, 1:].any() and y[0].any() and y[1, 0].any()
+    with pytest.raises(ValueError, match=r"token_mask is .*; bools of shape \(2, 3\) are needed"):
+        moe(x, token_mask=mask.t())
+
+
 def test_router_losses_are_taken_once() -> None:
     model = nn.Sequential(make("current", aux_loss_coefficient=0.1), make("current", aux_loss_coefficient=0.1))
     assert router_losses(model) == 0.0
