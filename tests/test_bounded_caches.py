@@ -21,6 +21,7 @@ OF_FEW = {
     "kernels",
     "tile",
     "gemm_tile",
+    "_multiprocessors",
     "_gather_options",
     "_max_options",
     "_compiled",

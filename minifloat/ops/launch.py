@@ -43,7 +43,7 @@ class _Local(threading.local):
 
 _local = _Local()
 # How a compiled kernel is called is private to Triton; with versions that were not tried, the JIT does it.
-_KNOWN = triton.__version__.startswith("3.6.")
+KNOWN = triton.__version__.startswith("3.6.")
 # Past PyTorch's dispatcher, as compiled graphs allocate; on the current device.
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", partial(torch.empty_strided, device="cuda")
@@ -64,6 +64,12 @@ def count_launches() -> Iterator[Counter[str]]:
         yield counter
     finally:
         _counters[:] = [each for each in _counters if each is not counter]
+
+
+def count(name: str) -> None:
+    """Counts a launch for :func:`count_launches`."""
+    for counter in _counters:
+        counter[name] += 1
 
 
 def ready(x: Tensor) -> Tensor:
@@ -290,7 +296,7 @@ class Kernel:
     ) -> None:
         pointers, types, aligned = _look_at(tensors)
         assert aligned or not self.wide, f"{self.name} reads 16 bytes at a time: pass matrices through launch.ready()"
-        if not _KNOWN:
+        if not KNOWN:
             self._through_jit(programs, tensors, integers, constants, warps)
             return
         key = (

@@ -12,6 +12,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, MockTensor, create_function_from_signature
 
 
@@ -42,7 +43,8 @@ def compile_for(kernel: JITFunction[Any], *args: Any, capability: int = 90, **kw
     options = {"debug": False, "instrumentation_mode": "", **{name: _mock(arg) for name, arg in kwargs.items()}}
     bound, specialization, rest = binder(*map(_mock, args), **options)
     parsed, signature, constexprs, attrs = kernel._pack_args(backend, options, bound, specialization, rest)
-    compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    compiled = triton.compile(make(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])

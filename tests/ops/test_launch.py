@@ -49,7 +49,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    monkeypatch.setattr("minifloat.ops.launch._KNOWN", True)
+    monkeypatch.setattr("minifloat.ops.launch.KNOWN", True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
     return Compiler()
 

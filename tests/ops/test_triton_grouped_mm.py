@@ -16,9 +16,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import MockTensor
+
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.ops import grouped, matmul
-from minifloat.ops.grouped import products, sums
+from minifloat.ops.grouped import hopper, products, sums
 from minifloat.ops.grouped.gemm import grouped_depth_kernel, grouped_rows_kernel
 from minifloat.ops.grouped.sums import grouped_sum_kernel
 from minifloat.ops.launch import count_launches
@@ -204,6 +207,27 @@ def test_a_group_does_not_depend_on_the_others(gemm: str, a_spec: str, b_spec: s
             assert_same_bits(found[case.place(group)], own)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize(("a_spec", "b_spec"), [(E5, E4), (ROW, ROW), (STRIP, TILE), (STRIP, STRIP), (TILE, TILE)])
+def test_the_kernel_of_hopper_gives_the_bits_of_tritons(
+    gemm: str, a_spec: str, b_spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sums in the same order, with whatever lies in memory that is no group's."""
+    for counts, sides in shapes(torch.device("cuda"), [*COUNTS, (0, 0, 300), (129, 1, 127, 128)]):
+        sides = sides[0] // 16 * 16, sides[1] // 16 * 16
+        case = problem(gemm, a_spec, b_spec, counts, sides, cast_normal)
+        case = case._replace(a=poisoned(case.a), b=poisoned(case.b))
+        bias = torch.randn(len(counts), case.width) if gemm == "fprop" else None
+        with count_launches() as launches:
+            found = case.multiply(torch.float32, bias, device=torch.device("cuda"))
+        assert launches == {"grouped_hopper_kernel": 1}
+        with monkeypatch.context() as patch:
+            patch.setattr(hopper, "takes", lambda *sides: False)
+            expected = case.multiply(torch.float32, bias, device=torch.device("cuda"))
+        assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("spec", [E4, TILE, MX_TILE, NV_TILE])
 def test_one_cast_of_a_symmetric_format(spec: str, gemm: str, device: torch.device) -> None:
@@ -251,6 +275,8 @@ def test_launches_do_not_depend_on_the_groups(spec: str, gemm: str, device: torc
     """One GEMM; formats that are written out as bf16 have a kernel or two for each operand before it."""
     before = {MX: {"grouped_largest_kernel": 2, "grouped_decode_kernel": 2}, NV: {"grouped_decode_kernel": 2}}
     kernel = "grouped_depth_kernel" if gemm == "wgrad" else "grouped_rows_kernel"
+    if device.type == "cuda" and spec in (E4, STRIP) and torch.cuda.get_device_capability() == (9, 0):
+        kernel = "grouped_hopper_kernel"
     for counts in ((3, 4), (0,) * 20, (50,)):
         case = problem(gemm, spec, spec, counts, (16, 32), integers)
         with count_launches() as launches, matmul.count_gemms() as gemms:
@@ -378,7 +404,26 @@ def test_products_compile_to_tensor_cores(kind: str, dtype: torch.dtype, gemm: s
     assert copies >= 32 and not re.search(r"ld\.global(\.L1::\w+)?\.b8", compiled.ptx)
     assert compiled.spills <= spills and compiled.shared <= 227 * 1024
     assert compiled.sass.count("WARPGROUP.DEPBAR") <= 4  # else ptxas waits for each wgmma
-    assert "fma.rn.f32" not in compiled.ptx
+    assert ("fma.rn.f32" in compiled.ptx) == (kind == "block")
+
+
+@pytest.mark.parametrize(("scaled", "b_square"), [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_hoppers_products_do_not_wait_for_each_other(gemm: str, scaled: bool, b_square: bool) -> None:
+    """Two warpgroups of four wgmma a step, one wait each: ptxas serializes none. Tiles come by TMA."""
+    scale, out, offsets, unit = torch.float32, torch.bfloat16, torch.int32, 0 if gemm == "fprop" else 16
+    a, b = (
+        TensorDescriptor(MockTensor(torch.float8_e4m3fn), [512, 512], [512, 1], [rows, 128], hopper._CODES.value)
+        for rows in (64, 128)
+    )
+    compiled = compile_for(
+        hopper.grouped_hopper_kernel, a, b, scale, scale, out, out, offsets, offsets, *[7] * 10,
+        True, unit if gemm == "wgrad" else 0, unit, gemm != "fprop", gemm == "wgrad", scaled, False, b_square,
+        1 - scaled, 1 - scaled, False, gemm == "wgrad", 8, hopper.STAGES, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    assert compiled.sass.count("QGMMA") == 8 and compiled.sass.count("WARPGROUP.DEPBAR") == 2
+    assert compiled.sass.count("UTMALDG") == 3 and compiled.shared <= 227 * 1024
+    assert compiled.spills <= (160 if scaled and not b_square else 0)
 
 
 def test_sum_compiles_to_wide_loads() -> None:

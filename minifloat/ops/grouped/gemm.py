@@ -57,7 +57,7 @@ def add_product(
         a = tl.load(a_scale)
         b = tl.load(b_scale)
         scale = (a * b)[:, None] if B_TILE else a[:, None] * b[None, :]
-        return total + tl.dot(x, y) * scale
+        return tl.fma(tl.dot(x, y), scale, total)
     if (
         PROMOTED
     ):  # Triton's max_num_imprecise_acc reads a sum before it waits for it: ptxas then serializes the products

@@ -5,6 +5,7 @@ operands                                multiplied
 ======================================  ==========================================================================
 FP8, one scale a group or a row         as they are, on FP8 tensor cores; scales are multiplied in last
 FP8, blocks of 128 on both sides        the same, 128 elements at a time, each partial sum scaled
+                                        (both on sm_90 by ``hopper.py``, but under ``fast_accum``)
 values on one side, or both             as bf16, fp16 or fp32; the other side is dequantized first
 other blocks of powers of two, NVFP4    written out as bf16, see ``spread.py``; one more factor a row or a group
 everything else                         by the reference, which waits for the device
@@ -24,7 +25,8 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import grouped, matmul
 from minifloat.ops.grouped import gemm as kernels
-from minifloat.ops.grouped import layout, spread
+from minifloat.ops.grouped import hopper, layout, spread
+from minifloat.ops.grouped.side import Side
 from minifloat.ops.launch import allocate, ready
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive
 from minifloat.ops.quantize.job import aligned
@@ -57,40 +59,6 @@ class Cast(NamedTuple):
         return layout.unit(self.format) if self.format.quantized and self.dim == COLUMNWISE else 0
 
 
-class Side(NamedTuple):
-    """An operand as a kernel reads it.
-
-    Args:
-        matrix: of FP8, bf16, fp16 or fp32, one dim consecutive in memory.
-        offsets, along, unit: of :class:`Cast`.
-        scale: factors, or the grid of blocks.
-        strides: of the grid: from one row to the next, outer block to the next and segment to the next.
-        step: a factor for each row that is not contracted (1), or one for a group (0).
-        divisor: of the factors.
-        tile: blocks are squares.
-    """
-
-    matrix: Tensor
-    offsets: Tensor
-    along: int
-    unit: int
-    scale: Tensor
-    strides: tuple[int, int, int] = (0, 0, 0)
-    step: int = 0
-    divisor: float = 1.0
-    tile: bool = False
-
-    @property
-    def consecutive(self) -> bool:
-        """The contracted dim is consecutive in memory."""
-        return (self.matrix.stride(1) == 1) == (self.along == ROWWISE)
-
-    @property
-    def stride(self) -> int:
-        """Elements between neighbours in the other dim."""
-        return self.matrix.stride(0 if self.matrix.stride(1) == 1 else 1)
-
-
 def multiply(
     gemm: str,
     a: Tensor, a_scale: Tensor | None, a_amax: Tensor | None, a_format: str, a_dim: int, a_offsets: Tensor,
@@ -120,6 +88,10 @@ def multiply(
     out = allocate(shape, out_dtype, a.device)
     factors = left.format.quantized and right.format.quantized and kind != "block"
     constants = kind == "fp8", kind == "block", factors
+    if kind in ("fp8", "block") and hopper.takes(*sides):
+        depth = 0 if gemm == "wgrad" else sides[0].matrix.shape[1]
+        hopper.multiply(*sides, rows, bias, out, depth, kind == "block", SWEEP)
+        return out.view(left.groups, rows, cols) if gemm == "wgrad" else out
     if gemm == "wgrad":
         _contract_rows(*sides, left.format.transform == "hadamard16", rows, cols, out, constants, tile)
         return out.view(left.groups, rows, cols)
