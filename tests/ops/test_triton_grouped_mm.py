@@ -416,13 +416,18 @@ def test_hoppers_products_do_not_wait_for_each_other(gemm: str, scaled: bool, b_
         TensorDescriptor(MockTensor(torch.float8_e4m3fn), [512, 512], [512, 1], [rows, 128], hopper._CODES.value)
         for rows in (64, 128)
     )
+    strips = gemm == "wgrad" and scaled and not b_square
+    grids = (
+        TensorDescriptor(MockTensor(torch.float32), [4096], [1], [columns], hopper._FACTORS.value) if strips else scale
+        for columns in (64, 128)
+    )
     compiled = compile_for(
-        hopper.grouped_hopper_kernel, a, b, scale, scale, out, out, offsets, offsets, *[7] * 10,
+        hopper.grouped_hopper_kernel, a, b, *grids, scale, scale, out, out, offsets, offsets, *[7] * 10,
         True, unit if gemm == "wgrad" else 0, unit, gemm != "fprop", gemm == "wgrad", scaled, False, b_square,
-        1 - scaled, 1 - scaled, False, gemm == "wgrad", 8, hopper.STAGES, num_warps=4, enable_fp_fusion=False,
+        1 - scaled, 1 - scaled, False, gemm == "wgrad", strips, 8, hopper.STAGES, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     assert compiled.sass.count("QGMMA") == 8 and compiled.sass.count("WARPGROUP.DEPBAR") == 2
-    assert compiled.sass.count("UTMALDG") == 3 and compiled.shared <= 227 * 1024
+    assert compiled.sass.count("UTMALDG") == 3 + 3 * strips and compiled.shared <= 227 * 1024
     assert compiled.spills <= (160 if scaled and not b_square else 0)
 
 

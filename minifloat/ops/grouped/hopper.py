@@ -39,6 +39,7 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 _BM, _BN, _BK, _HALF = gl.constexpr(128), gl.constexpr(128), gl.constexpr(128), gl.constexpr(64)
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+_FACTORS = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=1))
 _CODES = gl.constexpr(gl.NVMMASharedLayout(128, 8))
 
 
@@ -116,8 +117,9 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def copy_tiles(
-    a, b, a_tiles, b_tiles, full, empty, a_offsets, b_offsets, M, N, depth, groups,
-    A_UNIT: gl.constexpr, B_UNIT: gl.constexpr, B_ROWS: gl.constexpr, DEPTH: gl.constexpr,
+    a, b, a_scale, b_scale, a_tiles, b_tiles, a_strips, b_strips, full, empty, a_offsets, b_offsets,
+    M, N, depth, groups, a_scale_row, b_scale_row,
+    A_UNIT: gl.constexpr, B_UNIT: gl.constexpr, B_ROWS: gl.constexpr, DEPTH: gl.constexpr, STRIPS: gl.constexpr,
     SWEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: fills the stages in order, each when both warpgroups have read what it held."""
@@ -138,8 +140,13 @@ def copy_tiles(
         steps = gl.where(m < rows, gl.cdiv(contracted, _BK), 0)
         for k in range(steps):
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), (_BM + _BN) * _BK)
+            mbarrier.expect(full.index(stage), (_BM + _BN) * _BK + (4 * (_BM + _BN) if STRIPS else 0))
             barrier = full.index(stage)
+            if STRIPS:
+                a_at = (a_column // _BK + k) * a_scale_row + m
+                _copy(a_scale, [a_at], barrier, a_strips.index(2 * stage))
+                _copy(a_scale, [a_at + _HALF], barrier, a_strips.index(2 * stage + 1))
+                _copy(b_scale, [(b_column // _BK + k) * b_scale_row + n], barrier, b_strips.index(stage))
             _copy(a, [a_row, a_column + k * _BK], barrier, a_tiles.index(2 * stage))
             _copy(a, [a_row + _HALF, a_column + k * _BK], barrier, a_tiles.index(2 * stage + 1))
             _copy(b, [b_row, b_column + k * _BK], barrier, b_tiles.index(stage))
@@ -147,7 +154,7 @@ def copy_tiles(
 
 
 @gluon.jit
-def clear_after(codes, rest, ROWS: gl.constexpr):
+def clear_columns(codes, rest, ROWS: gl.constexpr):
     """Zeros in the columns of a tile in shared memory from ``rest`` on, four codes at a time."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     if _RENAMED:
@@ -158,6 +165,19 @@ def clear_after(codes, rest, ROWS: gl.constexpr):
     part = (1 << (8 * gl.minimum(gl.maximum(kept, 0), 3))) - 1
     mask = gl.where(kept >= 4, -1, part)
     words.store(words.load(LAYOUT) & mask[None, :])
+
+
+@gluon.jit
+def clear_after(x, y, rest, DEPTH: gl.constexpr):
+    """Zeros after a group's last ``rest`` codes, which the next group's follow, or nobody's, NaN among them.
+
+    Both warpgroups clear all of ``y``, so that neither waits for the other.
+    """
+    clear_columns(y, rest, _BN)
+    if DEPTH:
+        clear_columns(x, rest, _HALF)
+    hopper.fence_async_shared()
+    _barrier()
 
 
 @gluon.jit
@@ -203,12 +223,13 @@ def store_half(out, total, start, first_m, first_n, rows, N):
 
 @gluon.jit
 def multiply_half(
-    PART: gl.constexpr, a_tiles, b_tiles, full, empty, a_scale, b_scale, bias, out, a_offsets, b_offsets,
+    PART: gl.constexpr, a_tiles, b_tiles, a_strips, b_strips, full, empty,
+    a_scale, b_scale, bias, out, a_offsets, b_offsets,
     M, N, depth, groups, a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
     ALIGNED_N: gl.constexpr, A_UNIT: gl.constexpr, B_UNIT: gl.constexpr, B_ROWS: gl.constexpr, DEPTH: gl.constexpr,
     SCALED: gl.constexpr, A_SQUARE: gl.constexpr, B_SQUARE: gl.constexpr,
     A_STEP: gl.constexpr, B_STEP: gl.constexpr, BIAS: gl.constexpr, CLEAR: gl.constexpr,
-    SWEEP: gl.constexpr, STAGES: gl.constexpr,
+    STRIPS: gl.constexpr, SWEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile."""
     stage = 0
@@ -225,39 +246,45 @@ def multiply_half(
             m = first_m + PART * _HALF + gl.arange(0, _HALF, layout=of_rows)
             n = first_n + gl.arange(0, _BN, layout=of_columns)
             near_m, near_n = gl.minimum(m, rows - 1), gl.minimum(n, N - 1)
-            if SCALED:
+            steps = gl.cdiv(contracted, _BK)
+            if SCALED and not STRIPS:
                 a_grid = grid_row(a_first, group, A_UNIT, A_SQUARE).to(gl.int64) * a_scale_row
                 b_grid = grid_row(b_first, group, B_UNIT, B_SQUARE).to(gl.int64) * b_scale_row
                 a_at = a_scale + a_grid + (near_m // _BK if A_SQUARE else near_m).to(gl.int64) * a_scale_outer
                 # A tile of the result has the columns of one square of scales.
                 b_at = b_scale + b_grid + (first_n // _BK if B_SQUARE else near_n).to(gl.int64) * b_scale_outer
-            else:
+                if B_SQUARE:
+                    a_next = gl.load(a_at, mask=(near_m >= 0) & (steps > 0), other=0.0)
+                    b_next = gl.load(b_at, mask=steps > 0, other=0.0)
+            elif not SCALED:
                 known = (contracted > 0) & (group < groups)
                 a_row = group * M if DEPTH else a_first
                 a_factor, b_factor = factors_of(a_scale, b_scale, group, a_row, m, n, rows, N, known, A_STEP, B_STEP)
             total = gl.zeros([_HALF, _BN], gl.float32, _SUMS)
-            for k in range(gl.cdiv(contracted, _BK)):
-                if SCALED:  # on their way while the copies are
+            for k in range(steps):
+                if SCALED and B_SQUARE:  # a step ahead
+                    scale = a_next * b_next
+                    a_next = gl.load(a_at + (k + 1) * a_scale_segment, mask=(near_m >= 0) & (k + 1 < steps), other=0.0)
+                    b_next = gl.load(b_at + (k + 1) * b_scale_segment, mask=k + 1 < steps, other=0.0)
+                elif SCALED and not STRIPS:
                     a_factors = gl.load(a_at + k * a_scale_segment)
                     b_factors = gl.load(b_at + k * b_scale_segment)
                 mbarrier.wait(full.index(stage), phase)
                 x = a_tiles.index(2 * stage + PART)
                 y = b_tiles.index(stage)
-                if CLEAR and contracted - k * _BK < _BK:  # the next group's codes, or nobody's, follow
-                    # Both warpgroups clear all of y: no one waits for the other.
-                    clear_after(y, contracted - k * _BK, _BN)
-                    if DEPTH:
-                        clear_after(x, contracted - k * _BK, _HALF)
-                    hopper.fence_async_shared()
-                    _barrier()
+                if CLEAR and contracted - k * _BK < _BK:
+                    clear_after(x, y, contracted - k * _BK, DEPTH)
                 product = hopper.warpgroup_mma(
                     x, y.permute((1, 0)), gl.zeros([_HALF, _BN], gl.float32, _SUMS), use_acc=False, is_async=True
                 )
+                if STRIPS:
+                    a_factors = a_strips.index(2 * stage + PART).load(of_rows)
+                    b_factors = b_strips.index(stage).load(of_columns)
                 product = hopper.warpgroup_mma_wait(0, deps=(product,))
                 mbarrier.arrive(empty.index(stage), count=1)
                 stage, phase = following(stage, phase, STAGES)
                 if SCALED and B_SQUARE:
-                    total = gl.fma(product, (a_factors * b_factors)[:, None], total)
+                    total = gl.fma(product, scale[:, None], total)
                 elif SCALED:
                     total = gl.fma(product, a_factors[:, None] * b_factors[None, :], total)
                 else:
@@ -279,20 +306,24 @@ _INTEGERS = (
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def grouped_hopper_kernel(
-    a, b, a_scale, b_scale, bias, out, a_offsets, b_offsets, M, N, depth, groups,
+    a, b, a_grid, b_grid, a_scale, b_scale, bias, out, a_offsets, b_offsets, M, N, depth, groups,
     a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
     ALIGNED_N: gl.constexpr, A_UNIT: gl.constexpr, B_UNIT: gl.constexpr, B_ROWS: gl.constexpr, DEPTH: gl.constexpr,
     SCALED: gl.constexpr, A_SQUARE: gl.constexpr, B_SQUARE: gl.constexpr,
     A_STEP: gl.constexpr, B_STEP: gl.constexpr, BIAS: gl.constexpr, CLEAR: gl.constexpr,
-    SWEEP: gl.constexpr, STAGES: gl.constexpr,
+    STRIPS: gl.constexpr, SWEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``grouped_rows_kernel``, or with DEPTH ``grouped_depth_kernel``, of ``gemm.py``.
 
+    ``a_grid`` and ``b_grid`` describe the scales of STRIPS; else they are not used.
     ``a`` and ``b`` describe matrices whose contracted dim is consecutive. B_ROWS: the right one's groups follow each
     other along it.
     """
     a_tiles = gl.allocate_shared_memory(a.dtype, [2 * STAGES, _HALF, _BK], _CODES)
     b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES, _BN, _BK], _CODES)
+    KEPT: gl.constexpr = STAGES if STRIPS else 1
+    a_strips = gl.allocate_shared_memory(gl.float32, [2 * KEPT, _HALF], _FACTORS)
+    b_strips = gl.allocate_shared_memory(gl.float32, [KEPT, _BN], _FACTORS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -302,22 +333,23 @@ def grouped_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply_half, (
-                0, a_tiles, b_tiles, full, empty, a_scale, b_scale, bias, out, a_offsets, b_offsets,
+                0, a_tiles, b_tiles, a_strips, b_strips, full, empty, a_scale, b_scale, bias, out, a_offsets, b_offsets,
                 M, N, depth, groups,
                 a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
                 ALIGNED_N, A_UNIT, B_UNIT, B_ROWS, DEPTH, SCALED, A_SQUARE, B_SQUARE,
-                A_STEP, B_STEP, BIAS, CLEAR, SWEEP, STAGES,
+                A_STEP, B_STEP, BIAS, CLEAR, STRIPS, SWEEP, STAGES,
             )),
             (multiply_half, (
-                1, a_tiles, b_tiles, full, empty, a_scale, b_scale, bias, out, a_offsets, b_offsets,
+                1, a_tiles, b_tiles, a_strips, b_strips, full, empty, a_scale, b_scale, bias, out, a_offsets, b_offsets,
                 M, N, depth, groups,
                 a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
                 ALIGNED_N, A_UNIT, B_UNIT, B_ROWS, DEPTH, SCALED, A_SQUARE, B_SQUARE,
-                A_STEP, B_STEP, BIAS, CLEAR, SWEEP, STAGES,
+                A_STEP, B_STEP, BIAS, CLEAR, STRIPS, SWEEP, STAGES,
             )),
             (copy_tiles, (
-                a, b, a_tiles, b_tiles, full, empty, a_offsets, b_offsets, M, N, depth, groups,
-                A_UNIT, B_UNIT, B_ROWS, DEPTH, SWEEP, STAGES,
+                a, b, a_grid, b_grid, a_tiles, b_tiles, a_strips, b_strips, full, empty, a_offsets, b_offsets,
+                M, N, depth, groups, a_scale_row, b_scale_row,
+                A_UNIT, B_UNIT, B_ROWS, DEPTH, STRIPS, SWEEP, STAGES,
             )),
         ],
         worker_num_warps=[4, 1],
@@ -349,6 +381,16 @@ def _described(side: Side, rows: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), [side.stride, 1], [rows, TILE], _CODES.value)
 
 
+def _strips(side: Side) -> bool:
+    """The scales of 128 neighbouring columns follow each other, as do those of the rows of blocks."""
+    return not side.tile and side.scale.is_contiguous() and side.strides[1] == 1
+
+
+def _grid(side: Side, columns: int) -> TensorDescriptor:
+    """Such scales, of which TMA copies so many."""
+    return TensorDescriptor(side.scale, [side.scale.numel()], [1], [columns], _FACTORS.value)
+
+
 def multiply(
     a: Side, b: Side, rows: int, bias: Tensor | None, out: Tensor, depth: int, scaled: bool, sweep: int
 ) -> None:
@@ -365,12 +407,14 @@ def multiply(
         return
     launch.count(grouped_hopper_kernel.__name__)
     along_rows = b.along == COLUMNWISE
+    strips = scaled and depth == 0 and _strips(a) and _strips(b)
+    grids = (_grid(a, TILE // 2), _grid(b, TILE)) if strips else (a.scale, b.scale)
     clear = along_rows and (depth == 0 or depth % TILE > 0)
     with torch.cuda.device(out.device):
         grouped_hopper_kernel[(programs,)](
-            _described(a, TILE // 2), _described(b, TILE), a.scale, b.scale,
+            _described(a, TILE // 2), _described(b, TILE), *grids, a.scale, b.scale,
             out if bias is None else launch.ready(bias), out, at_16_bytes(a.offsets), at_16_bytes(b.offsets),
             rows, N, depth, groups, *a.strides, *b.strides,
             aligned([N]), a.unit, b.unit, along_rows, depth == 0, scaled, a.tile, b.tile, a.step, b.step,
-            bias is not None, clear, sweep, STAGES, num_warps=4, enable_fp_fusion=False,
+            bias is not None, clear, strips, sweep, STAGES, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
