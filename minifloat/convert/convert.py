@@ -20,6 +20,7 @@ from minifloat.convert.select import (
     Named,
     Rule,
     is_conv1d,
+    is_own,
     is_sharded_by_fsdp,
     linear_shape,
     linears_of,
@@ -29,6 +30,7 @@ from minifloat.convert.select import (
     read_rules,
 )
 from minifloat.delayed import AmaxHistory
+from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.parameters import ParameterInit
@@ -105,15 +107,15 @@ def convert(
     ``gate_up_proj`` and one ``down_proj``, each of which runs as a :class:`minifloat.GroupedLinear`. A subclass of
     ``nn.Linear``, a weight that is computed (parametrizations, pruning) or of a dtype that cannot be quantized, and a
     forward that was replaced on the object stay as they are; the report says so, and names modules that hold matrices
-    without being a linear. A :class:`minifloat.Linear` of the model's own gets the recipe, unless that is None or its
-    own is ``"none"``.
+    without being a linear. A :class:`minifloat.Linear` or :class:`minifloat.GroupedLinear` of the model's own gets
+    the recipe, unless that is None or its own is ``"none"``.
 
     Args:
         model: any module.
         recipe: the own recipe of each converted layer, or its short name, which wins over ``autocast``; None: they take
             what ``autocast`` gives; ``"none"``: convert nothing but what ``rules`` say.
         filter_fn: called with a linear and its first name, says whether it is converted; by default
-            ``DefaultFilter(model)``, which is not asked about a :class:`minifloat.Linear` of the model's own.
+            ``DefaultFilter(model)``, which is not asked about this library's own linears.
         rules: pairs of a glob pattern for dotted names (``*`` matches dots too) and a recipe, a short name, None or
             ``"none"``, which keeps layers in high precision inside of ``autocast`` too. The first that matches wins,
             over ``filter_fn`` and ``recipe``. Names are those of ``named_modules()`` without what ``torch.compile``,
@@ -191,7 +193,7 @@ def _unquantized(named: Named, why: str) -> str:
 
 
 def _of_experts(named: Named) -> bool:
-    return isinstance(named.module, ExpertLinear)
+    return isinstance(named.module, GroupedLinear)
 
 
 @checked
@@ -225,10 +227,11 @@ def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]
     for rule in rules:
         if rule.matches(names):
             return _Decision(rule.recipe, f"rule {rule.pattern!r}" if rule.recipe == "none" else None)
-    own = module.recipe if isinstance(module, Linear) else None
+    own = module.recipe if is_own(module) else None
     if isinstance(wanted, DefaultFilter):
-        if isinstance(module, Linear):
-            reason = f"a minifloat.Linear with recipe={own!r}" if own == "none" or recipe is None else None
+        if is_own(module):
+            kind = "GroupedLinear" if isinstance(module, GroupedLinear) else "Linear"
+            reason = f"a minifloat.{kind} with recipe={own!r}" if own == "none" or recipe is None else None
         else:
             reason = wanted.reason(module)
     elif not wanted(module, names[0]):
@@ -338,6 +341,8 @@ def _report(
         shape, kind, num_experts = linear_shape(module), type(module).__name__, None
         if isinstance(module, ExpertLinear):
             kind, num_experts = _class_before(module.experts).__name__, module.num_gemms
+        elif isinstance(module, GroupedLinear):
+            num_experts = module.num_gemms
         if reason is None:
             assert recipe != "none"
             quantized_weight = bool(_BEFORE in module.__dict__ and module.__dict__[_BEFORE].quantized)
@@ -373,7 +378,7 @@ def _class_before(module: nn.Module) -> type[nn.Module]:
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Those of the module itself; of a projection of experts its weight and bias."""
     if not isinstance(module, ExpertLinear):
-        return list(module.parameters(recurse=False))
+        return list(module.parameters(recurse=isinstance(module, GroupedLinear)))
     held = module.experts._parameters
     return [p for p in (held.get(module.parameter), held.get(f"{module.parameter}_bias")) if p is not None]
 

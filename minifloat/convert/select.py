@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifloat.arguments import Count, checked
 from minifloat.convert.experts import ExpertLinear, are_experts, expert_linears, experts_obstacle, identity
+from minifloat.nn.grouped_linear import Expert, GroupedLinear
+from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
@@ -80,8 +82,13 @@ def is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
+def is_own(module: nn.Module) -> TypeGuard[Linear | GroupedLinear]:
+    """It is a linear of this library that the model is made of."""
+    return isinstance(module, (Linear, GroupedLinear)) and not isinstance(module, ExpertLinear)
+
+
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    return isinstance(module, nn.Linear) or is_conv1d(module) or is_own(module)
 
 
 def linears_of(modules: Iterable[Named]) -> list[Named]:
@@ -136,7 +143,7 @@ def other_matrices(model: Iterable[Named]) -> Iterator[tuple[Named, str]]:
     """Modules that are not converted and hold parameters of two or more dims, and why; look-up tables are none."""
     for named in model:
         module, reason = named.module, "not a linear"
-        if is_linear(module) or isinstance(module, (nn.Embedding, nn.EmbeddingBag, ParametrizationList)):
+        if is_linear(module) or isinstance(module, (nn.Embedding, nn.EmbeddingBag, ParametrizationList, Expert)):
             continue
         if are_experts(module):
             obstacle = experts_obstacle(module)
