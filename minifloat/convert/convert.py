@@ -38,7 +38,7 @@ from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe
 
 _BEFORE = "_before_convert"  # the attribute of a converted module that holds its ``Before``
 
-_EXPERTS = "the experts' weights are cast in each forward"
+_EXPERTS = "one parameter of all experts is cast in each forward"
 
 Histories = dict[str, nn.Module]
 """Those of delayed scaling, by the name of the submodule."""
@@ -124,8 +124,9 @@ def convert(
             (:class:`~minifloat.QuantizedTensor`), which are cast once and keep no copy in high precision: a frozen base
             for adapters takes no more memory than its codes. They are new parameters, so that optimizers, and whatever
             else holds parameters, are made afterwards. The format is that of ``quantized_model_init`` inside of it,
-            else that of each layer's recipe. Weights that are parameters of other modules too, and those of ``Conv1D``,
-            stay as they are, with a warning. None: True inside of ``quantized_model_init``, else False.
+            else that of each layer's recipe. Weights that are parameters of other modules too, those of ``Conv1D``, and
+            of experts that have one parameter, stay as they are, with a warning. None: True inside of
+            ``quantized_model_init``, else False.
             A frozen weight in high precision is cast in each forward, since writes through ``.data``, as PEFT's merging
             makes them, change no version that a cache could compare.
 
@@ -154,7 +155,7 @@ def convert(
     decisions = [(named, _decide(named, chosen, wanted, read)) for named in linears]
     layers = [(named, decision.recipe) for named, decision in decisions if decision.reason is None]
     others = list(other_matrices(modules))
-    inits = weights.formats(model, [each for each in layers if not _of_experts(each[0])], quantize_weights)
+    inits = weights.formats(model, [each for each in layers if not _in_one_parameter(each[0])], quantize_weights)
     try:
         for named, decision in decisions:
             recipe_before, histories = kept.get(identity(named.module), (None, {}))
@@ -162,7 +163,7 @@ def convert(
         _keep_the_rest([(named.module, decision) for named, decision in decisions])
         unquantized = _quantize_weights(modules, inits)
         if weights.wanted(quantize_weights):
-            unquantized += [_unquantized(named, _EXPERTS) for named, _ in layers if _of_experts(named)]
+            unquantized += [_unquantized(named, _EXPERTS) for named, _ in layers if _in_one_parameter(named)]
     except BaseException:
         revert(model)
         raise
@@ -192,8 +193,9 @@ def _unquantized(named: Named, why: str) -> str:
     return f"the weight of {named.names[0]} stays in high precision: {why}"
 
 
-def _of_experts(named: Named) -> bool:
-    return isinstance(named.module, GroupedLinear)
+def _in_one_parameter(named: Named) -> bool:
+    """The weights of experts, which then are no matrices that could be kept quantized."""
+    return isinstance(named.module, GroupedLinear) and not named.module._matrices
 
 
 @checked

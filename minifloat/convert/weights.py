@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.convert.select import Named
-from minifloat.nn.linear import Linear
+from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.parameters import ParameterInit, parameter_init
+from minifloat.nn.parameters import ParameterInit, parameter_init, replace
 from minifloat.recipe import OwnRecipe, Recipe
 from minifloat.tensor import QuantizedTensor
 
@@ -72,7 +72,7 @@ def obstacles(modules: Sequence[Named], layers: Iterable[LinearState]) -> dict[L
     for layer in layers:
         weights = _weights(layer).values()
         shared = next((owners[id(weight)] for weight in weights if len(owners[id(weight)]) > 1), None)
-        if type(layer)._weight_matrix is not Linear._weight_matrix:
+        if not layer._matrices:
             found[layer] = "its parameter is the transposed weight"
         elif shared is not None:
             found[layer] = f"{' and '.join(shared)} are one parameter"
@@ -83,27 +83,30 @@ def obstacles(modules: Sequence[Named], layers: Iterable[LinearState]) -> dict[L
 
 def quantize(layer: LinearState, init: ParameterInit) -> tuple[str, ...]:
     """Replaces the weights of ``layer`` by quantized parameters, and says which."""
-    before = {name: getattr(layer, name) for name in layer._weight_names}
+    before = {name: layer._weight(name) for name in layer._weight_names}
     if not any(isinstance(weight, QuantizedTensor) for weight in before.values()):
         layer._quantize_weights(init)
         layer._mark_parameters()
         layer.invalidate()
-    return tuple(name for name, weight in before.items() if getattr(layer, name) is not weight)
+    return tuple(name for name, weight in before.items() if layer._weight(name) is not weight)
 
 
 @torch.no_grad()
 def dequantize(layer: nn.Module, names: Iterable[str]) -> None:
     """Replaces quantized parameters by their values, or by those that they were made from where these were kept."""
     for name in names:
-        weight = getattr(layer, name)
+        weight = layer.get_parameter(name)
         if isinstance(weight, QuantizedTensor):
             initial = weight.get_high_precision_init_val()
             values = weight.dequantize() if initial is None else initial.to(weight.device, copy=True)
             parameter = nn.Parameter(values, weight.requires_grad)
             parameter.grad = weight.grad
-            layer.register_parameter(name, parameter)
+            replace(layer, name, parameter)
+    if isinstance(layer, GroupedLinear):
+        layer._join_weights()
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    names = module._weight_names if isinstance(module, LinearState) else ("weight",)
-    return {name: getattr(module, name) for name in names}
+    if isinstance(module, LinearState):
+        return {name: module._weight(name) for name in module._weight_names}
+    return {"weight": module.weight}  # type: ignore[dict-item]

@@ -13,11 +13,13 @@ from minifloat.formats import COLUMNWISE
 from minifloat.functional import linear_steps as steps
 from minifloat.functional.autograd import guarded
 from minifloat.functional.grouped import GroupedCasts, GroupedOperand, GroupLayout, bias_gradient, multiply, values
+from minifloat.functional.grouped_weight import SeparateOperands, multiply_weight
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan, make_plan
 from minifloat.functional.linear_steps import Call
 from minifloat.operand import Quantized
 from minifloat.ops import new
+from minifloat.tensor import QuantizedTensor
 
 
 def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
@@ -45,12 +47,12 @@ def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> LinearPla
             GroupedCasts(plan.x_quantizer, "input", device),
             GroupedCasts(plan.w_quantizer, "weight", device),
         ),
-        fprop=partial(steps.fprop, multiply, options.dtype, config.fast_fprop),
+        fprop=partial(steps.fprop, multiply_weight, options.dtype, config.fast_fprop),
         save_x=save_x,
         save_w=save_w,
         quantize_dy=quantize_dy,
         load_x=load_x,
-        dgrad=partial(steps.dgrad, multiply, load, options.dtype, config.fast_dgrad),
+        dgrad=partial(steps.dgrad, multiply_weight, load, options.dtype, config.fast_dgrad),
         wgrad=partial(steps.wgrad, multiply, load, config.fast_wgrad),
         bias_gradient=bias_gradient if options.needs_b else steps.nothing,
     )
@@ -69,7 +71,8 @@ def quantize_inputs(
 
 
 def quantize_weight(casts: GroupedCasts, weight: Tensor, delayed_call: DelayedCall | None) -> Quantized:
-    """W [G, N, K], each group by itself."""
+    """W [G, N, K], each group by itself; of one that is quantized already its values."""
+    weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
     layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
     return casts(weight.flatten(0, 1), layout.offsets, delayed_call)
 
@@ -87,7 +90,9 @@ def save_value(x: Tensor, operands: Quantized) -> GroupedOperand:
 
 def save_weight_value(weight: Tensor, operands: Quantized) -> GroupedOperand:
     """For dgrad in high precision."""
-    return values(weight.flatten(0, 1), _offsets(operands))
+    layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
+    weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    return values(weight.flatten(0, 1), layout.offsets)
 
 
 def cast_value(casts: GroupedCasts, value: GroupedOperand, scale: Tensor | None) -> Any:
@@ -95,8 +100,9 @@ def cast_value(casts: GroupedCasts, value: GroupedOperand, scale: Tensor | None)
     return casts(value.codes, value.offsets, None, scale).along(COLUMNWISE)
 
 
-def dequantized(operand: GroupedOperand) -> GroupedOperand:
+def dequantized(operand: GroupedOperand | SeparateOperands) -> GroupedOperand:
     """Its values, for a backward in high precision that starts from codes."""
+    operand = operand.joined() if isinstance(operand, SeparateOperands) else operand
     return values(operand.dequantize(), operand.offsets)
 
 

@@ -18,6 +18,7 @@ from minifloat.formats import Format
 from minifloat.functional.autograd import apply_eager
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.grouped_plan import make_grouped_plan, quantize_weight
+from minifloat.functional.grouped_weight import JoinedWeights, are_alike, join_all, join_weights, stack_weights
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan
@@ -25,12 +26,14 @@ from minifloat.functional.quantize import record_groups
 from minifloat.functional.weight_gradient import parameters_of
 from minifloat.nn import parameters
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.linear_state import fitting
+from minifloat.nn.parameters import InitMethod, ParameterInit, given_format, one_dtype, parameter_init
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.operand import Quantized
 from minifloat.ops.grouped import grouped_amax
 from minifloat.quantizer import Quantizer, as_matrix
 from minifloat.recipe import Recipe, RecipeLike
+from minifloat.tensor import QuantizedTensor
 
 
 class Expert(nn.Module):
@@ -72,11 +75,14 @@ class GroupedLinear(LinearCalls):
     Separate weights that start in one piece of memory are multiplied there; once they are not neighbours any more (as
     where something assigns ``.data``) they are copied together in each forward. Under delayed scaling each expert has
     scales of its own, in ``forward_scaling`` and ``backward_scaling``: those of all inputs, then of all weights.
-    ``quantized_model_init`` leaves the weights in high precision.
+    ``quantized_model_init`` keeps separate weights quantized, each as that of a ``Linear``.
 
     Raises:
         TypeError, ValueError: as of ``Linear``.
+        ValueError: ``single_grouped_weight`` inside of ``quantized_model_init``.
     """
+
+    _joined: JoinedWeights | None = None  # of separate quantized weights, as long as they lie in one piece of memory
 
     @checked
     def __init__(
@@ -120,6 +126,7 @@ class GroupedLinear(LinearCalls):
                 own = None if biases is None or together else biases[i]
                 self.add_module(str(i), Expert(None if single_grouped_weight else weights[i], own))
         self.reset_parameters()
+        self._quantize_weights(parameter_init())
         if self.recipe is not None:
             self._config(self.recipe if isinstance(self.recipe, Recipe) else UNQUANTIZED)
 
@@ -135,8 +142,15 @@ class GroupedLinear(LinearCalls):
     def _weight_names(self) -> tuple[str, ...]:
         return ("weight",) if self.single_grouped_weight else tuple(f"{i}.weight" for i in range(self.num_gemms))
 
+    @property
+    def _matrices(self) -> tuple[tuple[str, ...], ...]:
+        return () if self.single_grouped_weight else tuple((name,) for name in self._weight_names)
+
     def _weight(self, name: str) -> nn.Parameter:
         return self.get_parameter(name)
+
+    def _group_of(self, name: str) -> int:
+        return int(name.partition(".")[0])
 
     def _each(self, kind: str) -> list[Any]:
         """The parameters of the experts, if each has its own."""
@@ -147,7 +161,7 @@ class GroupedLinear(LinearCalls):
         if self.single_grouped_weight:
             return self.get_parameter("weight")
         experts = self._each("weight")
-        whole = _stacked(experts)
+        whole = stack_weights(experts, self._joined)
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             whole.made_of = experts  # type: ignore[attr-defined]
         return whole
@@ -183,20 +197,36 @@ class GroupedLinear(LinearCalls):
                 else:
                     nn.init.uniform_(values, -bound, bound)
                 if own is not None and values is not own:
-                    self._write(own, values)
+                    self._write(f"{i}.{kind}", own, values)
         for kind, parameter in together.items():
             if whole[kind] is not parameter:
-                self._write(parameter, whole[kind])
+                self._write(kind, parameter, whole[kind])
+
+    def _quantize_weights(self, init: ParameterInit | None) -> None:
+        quantizes = init is not None and self.recipe != "none" and self._config(init.recipe).weight.quantized
+        if quantizes and self.single_grouped_weight:
+            raise ValueError(
+                f"{self._label}: one parameter of all experts cannot be kept quantized; use "
+                "single_grouped_weight=False, or make the layer inside of quantized_model_init(enabled=False)"
+            )
+        super()._quantize_weights(init)
+        self._join_weights()
+
+    def _join_weights(self) -> None:
+        """Lets separate weights lie in one piece of memory, after something has made or moved each by itself."""
+        if not self.single_grouped_weight:
+            self._joined = join_weights(self._each("weight"), self._joined)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_joined": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not self.single_grouped_weight:
-            _join(self._each("weight"))  # copy.deepcopy copies each by itself
+        self._join_weights()  # copy.deepcopy copies each by itself
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        if not self.single_grouped_weight:
-            _join(self._each("weight"))
+        self._join_weights()
         return self
 
     def _load_from_state_dict(
@@ -284,6 +314,25 @@ class GroupedLinear(LinearCalls):
     def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
         return quantize_weight(GroupedCasts(quantizer, "weight", weight.device.type), weight, delayed_call)
 
+    def _weight_operands(
+        self, plan: LinearPlan, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
+    ) -> Quantized | None:
+        experts = self._each("weight") if torch.compiler.is_compiling() and self._matrices else []
+        if not experts or not are_alike(experts) or fitting(experts[0], plan) is None:
+            return super()._weight_operands(plan, delayed_call, weight, is_first_microbatch)
+        operands = join_all(experts)  # in a graph, where ``weight`` is their values
+        self._follow_own_scale(experts[0], delayed_call, operands)
+        return operands
+
+    def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
+        rows = self._quantized_rows().values()
+        if delayed_call is None or given_format(weight.quantizer) is None:
+            return
+        amaxes = [own._operands.any.amax for own in rows]
+        record_groups(delayed_call, "weight", [torch.cat([amax for amax in amaxes if amax is not None])])
+        if not torch.compiler.is_compiling():
+            self._bind_scales()
+
     def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
         for parameter in parameters_of(weight):
             if parameter.requires_grad:
@@ -333,60 +382,10 @@ def _check_gradient(label: str, total: int, dy: Tensor) -> None:
 
 
 def _to_fill(parameter: Tensor) -> Tensor:
-    """Itself; of one that is sharded memory for the whole, of which each rank keeps its own."""
-    if not is_dtensor(parameter):
+    """Itself; of one that is sharded or quantized memory for the whole, from which it is written."""
+    if not is_dtensor(parameter) and not isinstance(parameter, QuantizedTensor):
         return parameter
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """``parts``, all of one shape, as one tensor: without a copy where they are neighbours in memory."""
-    if torch.compiler.is_compiling() or not _neighbours(parts):
-        return torch.stack(list(parts))
-    whole: Tensor = apply_eager(_Neighbours, *parts)
-    return whole
-
-
-def _neighbours(parts: Sequence[Tensor]) -> bool:
-    """Parameters that lie one after the other in one piece of memory."""
-    if any(type(part) is not nn.Parameter for part in parts):
-        return False
-    first, step = parts[0].data_ptr(), parts[0].numel() * parts[0].element_size()
-    adjoining = all(
-        part.data_ptr() == first + i * step and part.is_contiguous() and part.dtype == parts[0].dtype
-        for i, part in enumerate(parts)
-    )
-    return adjoining and parts[0].untyped_storage().data_ptr() == parts[-1].untyped_storage().data_ptr()
-
-
-class _Neighbours(torch.autograd.Function):
-    """Tensors that lie one after the other in memory, as one."""
-
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # where dW goes to main_grad there is none
-        first = parts[0].detach()
-        shape, strides = (len(parts), *first.shape), (first.numel(), *first.stride())
-        return first.as_strided(shape, strides)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad
-        if grad is None:
-            return (None,) * len(wanted)
-        return tuple(own if need else None for own, need in zip(grad.unbind(), wanted, strict=True))
-
-
-@torch.no_grad()
-def _join(weights: Sequence[nn.Parameter]) -> None:
-    """Makes weights neighbours in memory, after something has moved each by itself."""
-    if any(weight.is_meta or is_dtensor(weight) for weight in weights) or _neighbours(weights):
-        return
-    if any(weight.is_shared() or weight.is_pinned() for weight in weights):  # other memory would not be
-        return
-    whole = torch.stack([weight.detach() for weight in weights])
-    for weight, own in zip(weights, whole.unbind(), strict=True):
-        weight.data = own
 
 
 __all__ = ["GroupedLinear"]

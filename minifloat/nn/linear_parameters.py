@@ -42,6 +42,11 @@ class Weights(nn.Module):
         """The names of the parameters that make up the weight."""
         raise NotImplementedError
 
+    @property
+    def _matrices(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the parameters of each matrix [N, K] that is quantized by itself; none if parameters are no rows."""
+        raise NotImplementedError
+
     def _weight(self, name: str) -> nn.Parameter:
         """That of a name."""
         return getattr(self, name)
@@ -70,7 +75,7 @@ class Weights(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def _write(self, parameter: Tensor, values: Tensor) -> None:
+    def _write(self, name: str, parameter: Tensor, values: Tensor) -> None:
         own_rows(parameter).copy_(own_part(values, parameter))
 
 
@@ -120,6 +125,11 @@ class LinearParameters(Weights, nn.Linear):
         return ("weight",) if self.parameters_split is None else tuple(f"{n}_weight" for n in self.parameters_split)
 
     @property
+    def _matrices(self) -> tuple[tuple[str, ...], ...]:
+        """All parameters make up one matrix, unless a subclass transposes it."""
+        return (self._weight_names,) if type(self)._weight_matrix is LinearParameters._weight_matrix else ()
+
+    @property
     def _bias_names(self) -> tuple[str, ...]:
         """The names of the parameters that make up the bias; empty if there is none."""
         if self.parameters_split is None:
@@ -157,8 +167,8 @@ class LinearParameters(Weights, nn.Linear):
             whole = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
             init(whole)
             own = whole if partition is None else partition.cut(whole)
-            for part, values in zip(parts, own.split(rows), strict=True):
-                self._write(part, values)
+            for name, part, values in zip(names, parts, own.split(rows), strict=True):
+                self._write(name, part, values)
 
     def _named_split(self, split: Mapping[str, int] | Sequence[str] | None) -> Mapping[str, int] | None:
         """``parameters_split`` with the rows of each; names alone share all rows out equally.

@@ -168,15 +168,15 @@ class LinearState(Weights):
         super().reset_parameters()
 
     @torch.no_grad()
-    def _write(self, parameter: Tensor, values: Tensor) -> None:
+    def _write(self, name: str, parameter: Tensor, values: Tensor) -> None:
         rows, own = own_rows(parameter), own_part(values, parameter)
         if isinstance(rows, QuantizedTensor):
-            self._bind_scale(rows, [values])
+            self._bind_scale(name, rows, [values])
             rows.quantize_(own)
             if self._preserves_initial and not own.is_meta:
                 rows.set_high_precision_init_val(own)
         else:
-            super()._write(parameter, values)
+            super()._write(name, parameter, values)
 
     def _quantize_weights(self, init: ParameterInit | None) -> None:
         """Replaces the weights by quantized parameters as ``init`` says; None: keeps them in high precision."""
@@ -188,23 +188,32 @@ class LinearState(Weights):
         self._weight_margin = 0 if config.delayed is None else config.delayed.margin
         self._preserves_initial = init.preserve_high_precision_init_val
         for name in self._weight_names:
-            weight = self._quantized_weight(getattr(self, name), config.weight, self._preserves_initial)
-            self.register_parameter(name, weight)
+            weight = self._quantized_weight(name, self._weight(name), config.weight, self._preserves_initial)
+            parameters.replace(self, name, weight)
 
-    def _quantized_weight(self, values: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
-        """``values`` as a weight of this layer that is kept quantized, under delayed scaling with their own scale."""
+    def _quantized_weight(self, name: str, values: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
+        """``values`` as the weight ``name`` kept quantized, under delayed scaling with their own scale."""
         fmt = parameters.given_format(quantizer)
-        scale = None if fmt is None else self._weight_scale()
+        scale = None if fmt is None else self._weight_scale(name)
         if scale is not None and fmt is not None:
             parameters.set_scale(scale, [values], fmt, self._weight_margin)
         return parameters.quantized_parameter(values, quantizer, scale, preserve)
 
-    def _weight_scale(self) -> Tensor:
-        slot = FORWARD_SLOTS.index("weight")
+    def _weight_scale(self, name: str) -> Tensor:
+        """What delayed scaling casts the weight ``name`` with, fp32 [1]: a view of the history's scales."""
+        slot = FORWARD_SLOTS.index("weight") * self._groups + self._group_of(name)
         return self.forward_scaling.scale[slot : slot + 1]
 
+    def _group_of(self, name: str) -> int:
+        """Which of the ``_groups`` linears has the weight ``name``."""
+        return 0
+
     def _bind_scale(
-        self, weight: QuantizedTensor, values: Sequence[Tensor] = (), amax_group: dist.ProcessGroup | None = None
+        self,
+        name: str,
+        weight: QuantizedTensor,
+        values: Sequence[Tensor] = (),
+        amax_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Under delayed scaling: lets the weight be cast with the layer's scale from now on, first that of ``values``.
 
@@ -214,14 +223,14 @@ class LinearState(Weights):
         fmt = parameters.given_format(weight.quantizer)
         if fmt is None or "forward_scaling" not in self._modules:
             return
-        weight.scale = self._weight_scale()
+        weight.scale = self._weight_scale(name)
         if values:
             parameters.set_scale(weight.scale, values, fmt, self._weight_margin, amax_group)
 
-    def _bind_scales(self, values: Sequence[Tensor] = (), amax_group: dist.ProcessGroup | None = None) -> None:
+    def _bind_scales(self) -> None:
         """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
-        for rows in self._quantized_rows().values():
-            self._bind_scale(rows, values, amax_group)
+        for name, rows in self._quantized_rows().items():
+            self._bind_scale(name, rows)
 
     def _quantized_rows(self) -> dict[str, QuantizedTensor]:
         """By name the weights that are kept quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
@@ -242,10 +251,7 @@ class LinearState(Weights):
             check_synchronized(self._label)
             if weight.gatherer is not None and not torch.compiler.is_compiling():
                 weight.gatherer.fetch_for(quantizer, self._label)
-            ready = reuse(weight, quantizer)
-            if ready is None and weight.holds_own_matrix:
-                fits = pairs_with(weight.operands, plan.config, plan.options.needs_x)
-                ready = weight.operands if fits else None
+            ready = fitting(weight, plan)
             if ready is not None:
                 self._follow_own_scale(weight, delayed_call, ready)
                 return ready
@@ -268,7 +274,7 @@ class LinearState(Weights):
             return
         record(delayed_call, "weight", operands)
         if not torch.compiler.is_compiling():
-            self._bind_scale(weight)
+            self._bind_scale(self._weight_names[0], weight)
 
     # ---- delayed scaling ----
 
@@ -305,7 +311,7 @@ class LinearState(Weights):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, (rows, initial) in before.items():
             assert isinstance(rows, QuantizedTensor)
-            _keep_quantized(getattr(self, name), rows, initial, fn)
+            _keep_quantized(self._weight(name), rows, initial, fn)
         self._bind_scales()
         self._mark_parameters()
         return self
@@ -352,9 +358,14 @@ class LinearState(Weights):
         }
         if not rows or "forward_scaling" not in self._modules:
             return
+        has_scale, fitting = f"{prefix}forward_scaling.scale" in state_dict, self._fitting_weights(state_dict, prefix)
+        for names in self._matrices:
+            self._load_scale_of({name: rows[name] for name in names if name in rows}, fitting, has_scale)
+
+    def _load_scale_of(self, rows: dict[str, QuantizedTensor], fitting: dict[str, Tensor], has_scale: bool) -> None:
+        """The same for one matrix; ``fitting``: what the state dict brings, with its scale if ``has_scale``."""
         loaded: dict[str, Tensor] = {}
-        amax_group, has_scale = None, f"{prefix}forward_scaling.scale" in state_dict
-        fitting = self._fitting_weights(state_dict, prefix)
+        amax_group = None
         for name, own in rows.items():
             saved = fitting.get(name)
             values = saved if saved is None else own_rows(saved)
@@ -366,7 +377,16 @@ class LinearState(Weights):
             device = self.forward_scaling.scale.device  # of the weight to come, where that is assigned
             present = [loaded.get(name, own) for name, own in rows.items() if name in loaded or not own.is_meta]
             all_values = [each.to(device) for each in present]
-            self._bind_scales(all_values, amax_group)
+            for name, own in rows.items():
+                self._bind_scale(name, own, all_values, amax_group)
+
+
+def fitting(weight: QuantizedTensor, plan: LinearPlan) -> Quantized | None:
+    """The weight's own operands, if the GEMMs of ``plan`` take them as they are."""
+    ready = reuse(weight, plan.w_quantizer)
+    if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan.config, plan.options.needs_x):
+        return weight.operands
+    return ready
 
 
 @torch.no_grad()

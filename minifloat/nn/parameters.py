@@ -145,6 +145,12 @@ def quantized_parameter(
     return parameter
 
 
+def replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts ``parameter`` in the place of the one that has the dotted ``name`` below ``module``."""
+    path, _, own = name.rpartition(".")
+    module.get_submodule(path).register_parameter(own, parameter)
+
+
 def given_format(quantizer: Quantizer) -> Format | None:
     """The format that is cast with a delayed scale, if one is."""
     formats = (quantizer.row_format, quantizer.format(COLUMNWISE))

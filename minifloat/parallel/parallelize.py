@@ -102,14 +102,14 @@ def parallelize(
         for name, partition in shard.cuts.items():
             whole = shard.module.get_parameter(name)
             if whole not in made:
-                made[whole] = _local_parameter(shard.module, whole, partition)
+                made[whole] = _local_parameter(shard.module, name, whole, partition)
             shard.module.register_parameter(name, made[whole])
     for shard in shards:
         shard.finish()
     return model
 
 
-def _local_parameter(module: nn.Module, whole: Tensor, partition: Partition) -> nn.Parameter:
+def _local_parameter(module: nn.Module, name: str, whole: Tensor, partition: Partition) -> nn.Parameter:
     """This rank's piece of a parameter; of a quantized one cast by itself, as of a layer that is made parallel."""
     if not isinstance(whole, QuantizedTensor):
         return nn.Parameter(_local_piece(whole.detach(), partition), requires_grad=whole.requires_grad)
@@ -122,7 +122,7 @@ def _local_parameter(module: nn.Module, whole: Tensor, partition: Partition) -> 
         preserve = torch.equal(cast.dequantize(), values)  # it has not been trained since
         values = before if preserve else values
     piece = nn.Parameter(_local_piece(values, partition), requires_grad=whole.requires_grad)
-    return module._quantized_weight(piece, whole.quantizer, preserve)
+    return module._quantized_weight(name, piece, whole.quantizer, preserve)
 
 
 def _local_piece(whole: Tensor, partition: Partition) -> Tensor:

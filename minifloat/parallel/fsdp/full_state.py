@@ -119,9 +119,10 @@ def _resharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Te
     values = (whole.dequantize() if isinstance(whole, QuantizedTensor) else whole).to(target.device)
     if not isinstance(rows, QuantizedRows):
         return distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None)
-    layer = model.get_submodule(key.rpartition(".")[0])
+    path, _, name = key.rpartition(".")
+    layer = model.get_submodule(path)
     if isinstance(layer, Linear):
-        layer._bind_scale(rows, [values])  # a delayed one: that of these values, unsharded, too
+        layer._bind_scale(name, rows, [values])  # a delayed one: that of these values, unsharded, too
     shards, rank = rows.cover.shards, rows.cover.rank
     return sharded_like(target, values[shards.first(rank) : shards.end(rank)], target.shape)
 

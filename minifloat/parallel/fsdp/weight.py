@@ -108,6 +108,11 @@ class ShardedWeight:
         self._backward_reads_both = False
         self._fetched_in_forward = False  # not so a compiled layer, which takes what is there
 
+    @property
+    def scale(self) -> Tensor:
+        """Delayed scaling's, fp32 [1]."""
+        return self.layer._weight_scale(self.parameters[0].name)
+
     # ---- this rank's part ----
 
     def rows_to_cast(self) -> Tensor:
@@ -290,13 +295,13 @@ def _quantized_part(weight: ShardedWeight, checked: set[tuple[DelayedScaling, Gr
         recipe = weight.layer._recipe_in_force()
         if isinstance(recipe, DelayedScaling):
             _check_scales(weight, recipe, checked)
-        rows.scale = weight.layer._weight_scale()  # for optimizers: a move or a checkpoint may have replaced the buffer
+        rows.scale = weight.scale  # for optimizers: a move or a checkpoint may have replaced the buffer
     return rows.part
 
 
 def _delayed_scales(weights: Sequence[ShardedWeight]) -> list[Tensor | None]:
     """Copies of what delayed scaling casts the weights with now, fp32 [1]; None for the others."""
-    own = [weight.layer._weight_scale() for weight in weights if weight.delayed is not None]
+    own = [weight.scale for weight in weights if weight.delayed is not None]
     copies = iter(torch.cat(own).split(1) if own else ())
     return [None if weight.delayed is None else next(copies) for weight in weights]
 

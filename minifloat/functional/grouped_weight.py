@@ -1,0 +1,287 @@
+"""The weights of experts, separate parameters, as one: neighbours in memory, and quantized ones as one operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.comm.dtensor import is_dtensor
+from minifloat.formats import Format
+from minifloat.functional.autograd import apply_eager
+from minifloat.functional.grouped import GroupedOperand, GroupLayout, multiply
+from minifloat.operand import Operand, Quantized
+from minifloat.ops import new
+from minifloat.ops.grouped import layout
+from minifloat.quantizer import Quantizer
+from minifloat.tensor import Gatherer, QuantizedTensor, operand_ops
+
+_LAYOUTS: dict[str, tuple[Callable[..., slice], Callable[..., tuple[int, ...]]]] = {
+    "codes": (layout.code_rows, layout.code_shape),
+    "scale_inv": (layout.scale_rows, layout.scale_shape),
+    "amax": (layout.amax_rows, layout.amax_shape),
+}
+"""For each tensor of an operand where that of one group lies, and the shape of that of all."""
+
+
+def _places(name: str, operand: Operand, groups: int) -> list[slice]:
+    """Where the tensor ``name`` of each of ``groups`` operands like this one, of [N, K], lies in that of all."""
+    rows = operand.shape[0]
+    return [_LAYOUTS[name][0](operand.format, operand.dim, i * rows, rows, i) for i in range(groups)]
+
+
+def _join(name: str, operands: Sequence[Operand]) -> Tensor | None:
+    """The tensor ``name`` of all, each at its place, with zeros between them; one launch."""
+    first, groups = operands[0], len(operands)
+    if getattr(first, name) is None:
+        return None
+    rows, cols = first.shape
+    end, *shape = _LAYOUTS[name][1](first.format, first.dim, groups * rows, cols, groups)
+    places = _places(name, first, groups)
+    ends = [place.stop for place in places]
+    gaps = [start - stop for start, stop in zip([*[p.start for p in places], end], [0, *ends], strict=True)]
+    zeros = getattr(first, name).new_zeros(max(gaps), *shape)
+    parts = [getattr(each, name).reshape(p.stop - p.start, *shape) for each, p in zip(operands, places, strict=True)]
+    pieces = zip(gaps, [*parts, zeros[:0]], strict=True)
+    return torch.cat([*chain.from_iterable((zeros[:gap], part) for gap, part in pieces)])
+
+
+def join(operands: Sequence[Operand]) -> GroupedOperand:
+    """Operands of matrices [N, K], alike in all but their tensors, as that of [G, N, K]: a copy."""
+    first, groups = operands[0], len(operands)
+    codes, scale_inv, amax = (_join(name, operands) for name in operand_ops.BUFFERS)
+    assert codes is not None
+    offsets = GroupLayout.uniform(groups, first.shape[0], codes.device).offsets
+    shape = groups * first.shape[0], first.shape[1]
+    return GroupedOperand(codes, scale_inv, amax, offsets, first.format, first.dim, shape, first.dtype)
+
+
+def part(whole: GroupedOperand, group: int, like: Operand) -> Operand:
+    """The operand of one group in the memory of ``whole``, with versions of its own; in the shapes of ``like``."""
+
+    def own(name: str) -> Any:
+        held: Tensor | None = getattr(whole, name)
+        return None if held is None else held[_places(name, like, group + 1)[group]].view_as(getattr(like, name)).data
+
+    return like._replace(codes=own("codes"), scale_inv=own("scale_inv"), amax=own("amax"))
+
+
+class SeparateOperands(tuple[Any, ...]):
+    """The operands of experts' weights as that of [G, N, K], joined when a product reads it.
+
+    So what a forward saves are the very codes of each weight, which FSDP2 may free until backward. A tuple, as other
+    operands are: three tensors of each expert, then format, dim, (G N, K) and dtype.
+    """
+
+    @classmethod
+    def of(cls, operands: Sequence[Operand]) -> SeparateOperands:
+        """``operands``: of the experts, alike in all but their tensors."""
+        first = operands[0]
+        shape = len(operands) * first.shape[0], first.shape[1]
+        tensors = chain.from_iterable(each[:3] for each in operands)
+        return cls((*tensors, first.format, first.dim, shape, first.dtype))
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that a backward saves."""
+        return self[:-4]
+
+    @property
+    def codes(self) -> Tensor:
+        """Of the first expert, for the device."""
+        first: Tensor = self[0]
+        return first
+
+    format: Format = property(lambda self: self[-4])  # type: ignore[assignment]
+    dim: int = property(lambda self: self[-3])  # type: ignore[assignment]
+    shape: tuple[int, int] = property(lambda self: self[-2])  # type: ignore[assignment]
+    dtype: torch.dtype = property(lambda self: self[-1])  # type: ignore[assignment]
+
+    def serves(self, dim: int) -> bool:
+        """A GEMM may contract it along ``dim``."""
+        return self.dim == dim or self.format.symmetric
+
+    def joined(self) -> GroupedOperand:
+        """In memory of its own."""
+        groups = (len(self) - 4) // 3
+        shape = self.shape[0] // groups, self.shape[1]
+        own = (self.format, self.dim, shape, self.dtype)
+        return join([new(Operand, (*self[3 * i : 3 * i + 3], *own)) for i in range(groups)])
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The [G N, K] values it stands for."""
+        return self.joined().dequantize(dtype)
+
+
+def multiply_weight(gemm: str, a: GroupedOperand, b: GroupedOperand | SeparateOperands, *options: Any) -> Tensor:
+    """``multiply`` by a weight, which may be of several parameters."""
+    return multiply(gemm, a, b.joined() if isinstance(b, SeparateOperands) else b, *options)
+
+
+# ---- several parameters as one weight ----
+
+
+def _of_all(experts: Sequence[Quantized], make: Callable[[list[Any]], Any]) -> Quantized:
+    """What ``make`` gives of the operands in each place; one that fills both places still does."""
+    rowwise, columnwise = experts[0]
+    row = None if rowwise is None else make([each.rowwise for each in experts])
+    if columnwise is None or columnwise is rowwise:
+        return Quantized(row, None if columnwise is None else row)
+    return Quantized(row, make([each.columnwise for each in experts]))
+
+
+def join_all(weights: Sequence[QuantizedTensor]) -> Quantized:
+    """The operands of weights [N, K] as those of [G, N, K]: a copy."""
+    return _of_all([weight.operands for weight in weights], join)
+
+
+def are_alike(weights: Sequence[Tensor]) -> bool:
+    """Quantized weights [N, K] of one device, shape and dtype, with equal quantizers."""
+    first = weights[0]
+    return all(
+        isinstance(each, QuantizedTensor)
+        and each.holds_own_matrix
+        and (each.quantizer, each.device, each.shape, each.dtype)
+        == (first.quantizer, first.device, first.shape, first.dtype)  # type: ignore[attr-defined]
+        for each in weights
+    )
+
+
+class JoinedWeights(NamedTuple):
+    """Weights [N, K] that lie in the memory of one operand.
+
+    Args:
+        held: the operands of each, which are views.
+        whole: that of all, [G, N, K].
+    """
+
+    held: tuple[Quantized, ...]
+    whole: Quantized
+
+    def holds(self, weights: Sequence[Tensor]) -> bool:
+        """Their codes are still there."""
+        return all(getattr(each, "_operands", None) is own for each, own in zip(weights, self.held, strict=True))
+
+
+class ExpertWeights(QuantizedTensor):
+    """W [G, N, K] of separate quantized weights, for one call: whatever PyTorch makes of it is in high precision."""
+
+    def _part(self, view: Tensor) -> None:
+        return None
+
+
+class _Gatherers(NamedTuple):
+    """What gathers each of several weights."""
+
+    each: Sequence[Gatherer]
+
+    def fetch(self, *dims: int) -> None:
+        for one in self.each:
+            one.fetch(*dims)
+
+    def fetch_for(self, quantizer: Quantizer, label: str) -> None:
+        for one in self.each:
+            one.fetch_for(quantizer, label)
+
+
+class _Stacked(torch.autograd.Function):
+    """Weights [N, K] as one [G, N, K], which ``make`` gives, with gradients to each."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Tensor], *weights: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # where dW goes to main_grad there is none
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        if grad is None:
+            return (None,) * (len(wanted) + 1)
+        return None, *[own if need else None for own, need in zip(grad.unbind(), wanted, strict=True)]
+
+
+def stack_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Tensor:
+    """Weights [N, K] as one [G, N, K], with gradients to each.
+
+    Nothing is copied where they are neighbours in memory, nor of quantized ones, which in a graph are their values.
+    """
+    if torch.compiler.is_compiling():
+        return torch.stack(list(weights))
+    if are_alike(weights):
+        make = partial(_quantized_as_one, weights, joined)
+    elif _are_neighbours(weights):
+        make = partial(_neighbours_as_one, weights)
+    else:
+        return torch.stack(list(weights))
+    whole: Tensor = apply_eager(_Stacked, make, *weights)
+    return whole
+
+
+def _quantized_as_one(weights: Sequence[QuantizedTensor], joined: JoinedWeights | None) -> Tensor:
+    if joined is not None and joined.holds(weights):
+        operands = joined.whole
+    else:
+        operands = _of_all([weight.operands for weight in weights], SeparateOperands.of)
+    first = weights[0]
+    whole = ExpertWeights(operands, first.quantizer, (len(weights), *first.shape), first.dtype)
+    gatherers = [each.gatherer for each in weights if each.gatherer is not None]
+    whole.gatherer = _Gatherers(gatherers) if gatherers else None
+    return whole
+
+
+def _neighbours_as_one(weights: Sequence[Tensor]) -> Tensor:
+    first = weights[0].detach()
+    return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
+
+
+def _are_neighbours(weights: Sequence[Tensor]) -> bool:
+    """Parameters in high precision that lie one after the other in one piece of memory."""
+    if any(type(weight) is not nn.Parameter for weight in weights):
+        return False
+    first, step = weights[0].data_ptr(), weights[0].numel() * weights[0].element_size()
+    adjoining = all(
+        weight.data_ptr() == first + i * step and weight.is_contiguous() and weight.dtype == weights[0].dtype
+        for i, weight in enumerate(weights)
+    )
+    return adjoining and weights[0].untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
+
+
+def join_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> JoinedWeights | None:
+    """Makes weights neighbours in memory, after something has made or moved each by itself.
+
+    ``joined``: what this gave before; it is kept where they are quantized and have not moved. Weights without memory
+    stay as they are, and those whose memory is shared or pinned, which other memory would not be.
+    """
+    if joined is not None and joined.holds(weights):
+        return joined
+    if any(weight.is_meta or is_dtensor(weight) for weight in weights) or _are_neighbours(weights):
+        return None
+    if any(weight.is_shared() or weight.is_pinned() for weight in weights):
+        return None
+    if are_alike(weights):
+        return _join_quantized(weights)
+    if not any(isinstance(weight, QuantizedTensor) for weight in weights):
+        with torch.no_grad():
+            whole = torch.stack([weight.detach() for weight in weights])
+            for weight, own in zip(weights, whole.unbind(), strict=True):
+                weight.data = own
+    return None
+
+
+def _join_quantized(weights: Sequence[QuantizedTensor]) -> JoinedWeights | None:
+    if any(each.gatherer is not None for each in weights):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        whole = join_all(weights)
+        for i, weight in enumerate(weights):
+            initial, own = weight.get_high_precision_init_val(), weight.operands
+            slots = [None if like is None else part(of, i, like) for of, like in zip(whole, own, strict=True)]  # type: ignore[arg-type]
+            weight._operands = Quantized(slots[0], slots[0] if own.columnwise is own.rowwise else slots[1])
+            weight._wholes = tuple(operand_ops.buffers(whole).values())  # a write to one is a write to all
+            if initial is not None:
+                weight.set_high_precision_init_val(initial)
+    return JoinedWeights(tuple([weight._operands for weight in weights]), whole)
