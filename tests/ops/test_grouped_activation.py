@@ -1,0 +1,179 @@
+"""Activations of groups, times probabilities: values against float64, casts against those of the values, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.functional.activation import Activation
+from minifloat.ops import grouped
+from minifloat.ops.grouped import activation, activation_kernels, layout
+from minifloat.ops.launch import count_launches
+from minifloat.ops.tiles import tile
+from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, activation_inputs, error_scale
+from tests.helpers.compare import U, assert_same_bits
+from tests.helpers.triton_interpreter import compile_for, confined
+
+BOTH = (ROWWISE, COLUMNWISE)
+HERE = torch.device("cpu")
+SWIGLU, RELU = Activation.of("swiglu"), Activation.of("srelu")
+FORMATS = [
+    "e4m3/tensor/given", "e4m3/1x128/pow2", "e5m2/128x128/fp32", "e4m3/1x32/e8m0", "e4m3/32x32/e8m0", "e2m1/1x32/e8m0"
+]  # fmt: skip
+COUNTS = [(5, 0, 18), (0, 0)]
+EACH_COUNTS = pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "-".join(map(str, counts)))
+IMPLEMENTATIONS = pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+
+
+def offsets_of(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def inputs(act: Activation, counts: Sequence[int], columns: int, device: torch.device) -> tuple[Tensor, ...]:
+    """x, dy, p and offsets; there are three rows that are no group's, of infinity and NaN."""
+    rows = sum(counts) + 3
+    x = activation_inputs((rows, columns * (2 if act.gated else 1)), torch.bfloat16, device)
+    dy = torch.randn(rows, columns).to(device, torch.bfloat16)
+    p = torch.rand(rows).to(device)
+    x[-3:], dy[-3:], p[-3:] = torch.inf, torch.nan, torch.nan
+    return x, dy, p, offsets_of(counts, device)
+
+
+def run(name: str, kernels: bool, *arguments: Any) -> Any:
+    """The operation on kernels or as the reference, whose shapes are those that it promises."""
+    operation = getattr(activation, f"grouped_activation{name}")
+    if kernels:
+        with confined():
+            found = getattr(activation_kernels, name.removeprefix("_") or "forward")(*arguments)
+    else:
+        found = operation.reference(*arguments)
+    for each, promised in zip(found, operation.shapes(*arguments), strict=True):
+        assert each.shape == promised.shape and each.dtype == promised.dtype and each.stride() == promised.stride()
+    return found
+
+
+def groups_amax(y: Tensor, offsets: Tensor) -> Tensor:
+    return grouped.grouped_amax.reference(y, offsets, [Format().spec], [ROWWISE])[0]
+
+
+@IMPLEMENTATIONS
+@FOR_EACH_ACTIVATION
+def test_values(act: Activation, kernels: bool, device: torch.device) -> None:
+    """Of the fp32 result, which is rounded once; rows that are no group's are 0 and count for no amax."""
+    for counts, columns in (((7, 0, 9), 16), ((0, 5, 0), 37)):
+        x, _, p, offsets = inputs(act, counts, columns, device)
+        for each in (p, None):
+            y, amax = run("", kernels, x, each, offsets, act.name, act.parameters, True)
+            known = sum(counts)
+            expected = activation_float64(x[:known], act)
+            error = error_scale(x[:known], act) * 8 * U
+            if each is not None:
+                expected, error = expected * each[:known, None].double(), error * each[:known, None]
+            assert ((y[:known].double() - expected).abs() <= error + expected.abs() * 2.0**-8).all()
+            assert not y[known:].any()
+            assert_same_bits(amax, groups_amax(y, offsets))
+
+
+@IMPLEMENTATIONS
+@FOR_EACH_ACTIVATION
+def test_gradients(act: Activation, kernels: bool, device: torch.device) -> None:
+    """Against PyTorch's autograd in float64."""
+    for counts, columns in (((7, 0, 9), 16), ((0, 5, 0), 37)):
+        x, dy, p, offsets = inputs(act, counts, columns, device)
+        known = sum(counts)
+        wide, weights = x[:known].double().requires_grad_(), p[:known].double().requires_grad_()
+        (activation_float64(wide, act) * weights[:, None]).backward(dy[:known].double())
+        assert wide.grad is not None and weights.grad is not None
+        dx, dp, amax = run("_backward", kernels, dy, x, p, offsets, act.name, act.parameters, True)
+        bound = 2.0**-8 * wide.grad.abs() + 64 * U * (1 + x[:known].abs().double().square()) * 8
+        assert ((dx[:known].double() - wide.grad).abs() <= bound).all() and not dx[known:].any()
+        sizes = (error_scale(x[:known], act) * dy[:known].abs()).sum(1)
+        assert ((dp[:known].double() - weights.grad).abs() <= 64 * U * sizes).all() and not dp[known:].any()
+        assert_same_bits(amax, groups_amax(dx, offsets))
+        without, none, _ = run("_backward", kernels, dy, x, None, offsets, act.name, act.parameters, False)
+        ones, _, _ = run("_backward", kernels, dy, x, torch.ones_like(p), offsets, act.name, act.parameters, False)
+        assert none.numel() == 0
+        assert_same_bits(without, ones)
+
+
+def check_casts(found: Sequence[Tensor], y: Tensor, offsets: Tensor, *how: Any) -> None:
+    """They are those of ``y``, bit for bit."""
+    scales, formats, dims, k_major = how
+    given = [scales] * len(formats)
+    expected = grouped.grouped_cast.reference(y, offsets, given, None, formats, dims, k_major)
+    for i, (spec, dim) in enumerate(zip(formats, dims, strict=True)):
+        for group, (first, end) in enumerate(pairwise(offsets.tolist())):
+            codes = layout.code_rows(parse(spec), dim, first, end - first, group)
+            grid = layout.scale_rows(parse(spec), dim, first, end - first, group)
+            assert_same_bits(found[3 * i][codes].contiguous(), expected[3 * i][codes].contiguous())
+            assert_same_bits(found[3 * i + 1][grid], expected[3 * i + 1][grid])
+        assert_same_bits(found[3 * i + 2], expected[3 * i + 2])
+
+
+@IMPLEMENTATIONS
+@EACH_COUNTS
+@pytest.mark.parametrize("spec", FORMATS)
+def test_casts_are_those_of_the_values(spec: str, counts: tuple[int, ...], kernels: bool, device: torch.device) -> None:
+    for columns, dims, k_major in ((128, BOTH, True), (64, (COLUMNWISE,), False), (37, (ROWWISE,), False)):
+        for act in (SWIGLU, RELU)[: 2 if columns == 37 else 1]:
+            x, dy, p, offsets = inputs(act, counts, columns, device)
+            scales = (torch.arange(len(counts)) + 1).to(device) * 0.7 if spec.endswith("given") else None
+            how = [spec] * len(dims), dims, [k_major or scales is not None] * len(dims)
+            y, _ = run("", kernels, x, p, offsets, act.name, act.parameters, False)
+            casts = run("_cast", kernels, x, p, offsets, scales, act.name, act.parameters, *how)
+            check_casts(casts, y, offsets, scales, *how)
+            if act.gated and columns % max(parse(spec).block, 1):
+                continue  # a block in both halves
+            dx, sums, _ = run("_backward", kernels, dy, x, p, offsets, act.name, act.parameters, False)
+            *casts, total = run("_backward_cast", kernels, dy, x, p, offsets, scales, act.name, act.parameters, *how)
+            check_casts(casts, dx, offsets, scales, *how)
+            torch.testing.assert_close(total, sums, rtol=1e-4, atol=1e-3)
+
+
+def test_launches(device: torch.device) -> None:
+    """One of each kernel, and one for its table, whatever the number of groups."""
+    for counts in ((12,), (1,) * 12):
+        x, dy, p, offsets = inputs(SWIGLU, counts, 32, device)
+        how = ["e4m3/1x32/e8m0"] * 2, BOTH, [False] * 2
+        with count_launches() as launches:
+            activation_kernels.cast(x, p, offsets, None, "swiglu", (), *how)
+            activation_kernels.backward_cast(dy, x, p, offsets, None, "swiglu", (), *how)
+        assert launches == {
+            "group_table_kernel": 2, "grouped_activation_kernel": 1, "grouped_activation_backward_kernel": 1
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [None, "e4m3/tensor/given", "e4m3/1x128/pow2", "e4m3/1x32/e8m0"])
+def test_compiled(spec: str | None) -> None:
+    """For sm_90: accesses are wide, and nothing is kept in local memory."""
+    bf16, fp32, codes = ((dtype, torch.int64) for dtype in (torch.bfloat16, torch.float32, torch.uint8))
+    outputs: Any = bf16, fp32, fp32, bf16, fp32, fp32
+    how: tuple[Any, ...] = activation_kernels.VALUE
+    scales = fp32
+    if spec is not None:
+        fmt = parse(spec)
+        scales = codes if fmt.scale_dtype == torch.uint8 else fp32
+        outputs = codes, scales, fp32, codes, scales, fp32
+        how = True, True, True, fmt.block, fmt.tile, fmt.encoding, fmt.max, fmt.scaling, 0.0, 3.0e38
+    integers = (torch.int64,), (torch.int64,), *[7] * 7
+    for name, kernel, read in (
+        ("activation", activation_kernels.grouped_activation_kernel, (bf16, fp32, fp32)),
+        ("activation_backward", activation_kernels.grouped_activation_backward_kernel, (bf16, bf16, fp32, fp32, fp32)),
+    ):
+        choice = tile(name, HERE) if spec is None else activation_kernels.cast_tile(name, [spec], BOTH, 1536, HERE)
+        measured = spec is None or spec.endswith("given")
+        constants = "swish", 1.0, None, 0.0, True, *how, True, measured, True, choice.rows, choice.cols
+        compiled = compile_for(
+            kernel, *read, *outputs, *integers, *constants, num_warps=choice.warps, enable_fp_fusion=False
+        )
+        assert "ld.global.v4.b32" in compiled.ptx and ("st.global.b8" not in compiled.ptx or scales is codes)
+        # Two halves of 128 x 128 elements: as the kernel of one matrix.
+        assert compiled.spills <= (256 if (name, choice.rows) == ("activation_backward", 128) else 0)
