@@ -217,6 +217,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "wgrad": {"dy": operands, "x": operands, "out_dtype": torch.float32},
         "sort_by_expert": {"indices": indices, "num_experts": 3},
         "permute": {"x": x, "routing": routing},
+        "permute_probabilities": {"probabilities": torch.ones(routing.inverse.shape), "routing": routing},
         "unpermute": {"y": torch.ones(8, 8), "routing": routing},
         "update_expert_bias": {},
         "forward": {"max_seq_len": 4},

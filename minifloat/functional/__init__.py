@@ -2,7 +2,7 @@
 
 from minifloat.arguments import checked
 from minifloat.functional import gemm
-from minifloat.functional.permutation import Routing, permute, sort_by_expert, unpermute
+from minifloat.functional.permutation import Routing, permute, permute_probabilities, sort_by_expert, unpermute
 from minifloat.ops.matmul import Gemm, count_gemms
 
 # What layers call for each forward is checked where users call it.
@@ -10,4 +10,7 @@ fprop = checked(gemm.fprop)
 dgrad = checked(gemm.dgrad)
 wgrad = checked(gemm.wgrad)
 
-__all__ = ["Gemm", "Routing", "count_gemms", "dgrad", "fprop", "permute", "sort_by_expert", "unpermute", "wgrad"]
+__all__ = [
+    "Gemm", "Routing", "count_gemms", "dgrad", "fprop", "permute", "permute_probabilities", "sort_by_expert",
+    "unpermute", "wgrad",
+]  # fmt: skip

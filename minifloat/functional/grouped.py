@@ -16,9 +16,11 @@ from torch import Tensor
 from minifloat import capability
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from minifloat.functional.fused_cast import measures_amax
 from minifloat.functional.quantize import delayed_scale, record_groups
 from minifloat.operand import Quantized
 from minifloat.ops import grouped, matmul, new
+from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Quantizer, as_matrix
 
 
@@ -113,7 +115,12 @@ def values(x: Tensor, offsets: Tensor) -> GroupedOperand:
 
 
 class GroupedCasts:
-    """Casts what a layer knows as ``kind`` group by group, for GEMMs on a type of device; "" for none in particular."""
+    """Casts what a layer knows as ``kind`` group by group, for GEMMs on a type of device; "" for none in particular.
+
+    Attributes:
+        one_amax: all that the casts need to know of a group is one amax, which a kernel that computes it can find.
+        in_kernel: a kernel that computes a value can cast it.
+    """
 
     def __init__(self, quantizer: Quantizer, kind: str, gemm_ready_on: str) -> None:
         self.kind = kind
@@ -134,16 +141,31 @@ class GroupedCasts:
                 self.level_of.append(numbers[min(place, len(own) - 1)])
         self.k_major = [gemm_ready_on == "cuda" and capability.k_major(fmt) for fmt, _ in self.casts]
         self.stochastic = any(fmt.rounding == "stochastic" for fmt, _ in self.casts)
+        self.one_amax = measures_amax(quantizer)
+        formats, first = {fmt for fmt, _ in each}, each[0][0] if each else IDENTITY
+        columns = [order for (_, dim), order in zip(self.casts, self.k_major, strict=True) if dim == COLUMNWISE]
+        scaled = first.scale_rule == "given" and all(columns)  # in another order no kernel writes them
+        self.in_kernel = self.second is None and len(formats) == 1 and (scaled or casts_blocks(first))
 
     def __call__(
-        self, x: Tensor, offsets: Tensor, delayed_call: DelayedCall | None = None, scales: Tensor | None = None
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        delayed_call: DelayedCall | None = None,
+        scales: Tensor | None = None,
+        amax: Tensor | None = None,
     ) -> Quantized:
-        """The operands of ``x`` [..., K]; ``scales``: fp32 [G] of delayed scaling, if not those of its history."""
+        """The operands of ``x`` [..., K].
+
+        Args:
+            scales: fp32 [G] of delayed scaling, if not those of its history.
+            amax: of each group, fp32 [G], if it is known and all that its scale comes from.
+        """
         x = as_matrix(x)
         if scales is None and delayed_call is not None:
             scales = delayed_scale(delayed_call, self.kind)
-        amaxes = []
-        if self.levels:
+        amaxes = [amax] * len(self.levels) if amax is not None else []
+        if self.levels and not amaxes:
             specs, dims = [fmt.spec for fmt, _ in self.levels], [dim for _, dim in self.levels]
             amaxes = grouped.grouped_amax(x, offsets, specs, dims)
         given = [
@@ -155,6 +177,20 @@ class GroupedCasts:
             rng = grouped.draw_seeds(offsets) if self.stochastic else None
             specs, dims = [fmt.spec for fmt, _ in self.casts], [dim for _, dim in self.casts]
             made = grouped.grouped_cast(x, offsets, given, rng, specs, dims, self.k_major)
+        return self.operands(x, offsets, made, given, delayed_call)
+
+    def operands(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        made: Sequence[Tensor],
+        given: Sequence[Tensor | None],
+        delayed_call: DelayedCall | None,
+    ) -> Quantized:
+        """Of codes, scales and measured amaxes of each cast, and the amaxes or scales that it was given.
+
+        ``x``: the matrix [M, K], or one of its shape and dtype where all orientations are quantized.
+        """
         outputs = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
         operands: list[Any] = [self._operand(x, offsets, fmt, dim, outputs) for fmt, dim in self.arrangement.layouts]
         row, column = (operands[i] if i >= 0 else None for i in (self.arrangement.row, self.arrangement.column))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,19 @@ from minifloat.ops import new
 from minifloat.tensor import QuantizedTensor
 
 
-def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
+@dataclass(frozen=True, eq=False)
+class GroupedPlan(LinearPlan):
+    """The steps of a grouped linear.
+
+    Args:
+        x_casts, dy_casts: what X and dY go through; those of a fused module are not X and dY of a call.
+    """
+
+    x_casts: GroupedCasts
+    dy_casts: GroupedCasts
+
+
+def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> GroupedPlan:
     """The steps of a grouped linear; X [M, K] has the rows of all groups, W is [G, N, K]."""
     plan = make_plan(config, options)
     override, device = config.backward_override, options.device
@@ -33,20 +45,15 @@ def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> LinearPla
         save_x = save_value
     if plan.saves_value and override is None and config.input.format(COLUMNWISE).quantized:
         load_x = partial(cast_value, GroupedCasts(config.input.with_usage(rowwise=False), "input", device))
-    quantize_dy: Any = unquantized_dy
-    if override is None:
-        quantize_dy = partial(quantize_gradient, GroupedCasts(plan.dy_quantizer, "grad_output", device))
+    x_casts = GroupedCasts(plan.x_quantizer, "input", device)
+    dy_casts = GroupedCasts(plan.dy_quantizer, "grad_output", device)
+    quantize_dy: Any = unquantized_dy if override is not None else partial(quantize_gradient, dy_casts)
     save_w: Any = plan.save_w
     if override == "high_precision" and options.needs_x:
         save_w = save_weight_value
-    return replace(
-        plan,
+    own = dict(
         shares_x=False,
-        quantize_inputs=partial(
-            quantize_inputs,
-            GroupedCasts(plan.x_quantizer, "input", device),
-            GroupedCasts(plan.w_quantizer, "weight", device),
-        ),
+        quantize_inputs=partial(quantize_inputs, x_casts, GroupedCasts(plan.w_quantizer, "weight", device)),
         fprop=partial(steps.fprop, multiply_weight, options.dtype, config.fast_fprop),
         save_x=save_x,
         save_w=save_w,
@@ -55,7 +62,10 @@ def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> LinearPla
         dgrad=partial(steps.dgrad, multiply_weight, load, options.dtype, config.fast_dgrad),
         wgrad=partial(steps.wgrad, multiply, load, config.fast_wgrad),
         bias_gradient=bias_gradient if options.needs_b else steps.nothing,
+        x_casts=x_casts,
+        dy_casts=dy_casts,
     )
+    return GroupedPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)} | own)
 
 
 def quantize_inputs(
@@ -63,7 +73,9 @@ def quantize_inputs(
 ) -> tuple[Quantized, Quantized, Quantized]:
     """X and W in the orientations that forward and backward read."""
     assert call.groups is not None
-    x_operands = x_casts(x, call.groups.offsets, call.delayed_call, x_scale)
+    x_operands: Any = call.x
+    if x_operands is None:
+        x_operands = x_casts(x, call.groups.offsets, call.delayed_call, x_scale)
     w_operands = call.w
     if w_operands is None:
         w_operands = quantize_weight(w_casts, weight, call.delayed_call)

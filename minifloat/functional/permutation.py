@@ -93,16 +93,34 @@ def unpermute(y: Tensor, routing: Routing, probabilities: Tensor | None = None) 
     if probabilities is None:
         x: Tensor = UnpermuteFunction.apply(y, routing.inverse, routing.offsets)  # type: ignore[no-untyped-call]
         return x
-    if probabilities.shape != routing.inverse.shape or not probabilities.is_floating_point():
-        raise ValueError(
-            f"unpermute: probabilities is {shown(probabilities)}; the routing is of {tuple(routing.inverse.shape)}, "
-            "[T, k], and needs floating-point numbers of that shape"
-        )
+    _check_probabilities("unpermute", probabilities, routing)
     weights = probabilities.to(torch.promote_types(y.dtype, torch.float32))
     weighted: Tensor = WeightedUnpermuteFunction.apply(  # type: ignore[no-untyped-call]
         y, weights, routing.inverse, routing.offsets
     )
     return weighted
+
+
+@checked
+def permute_probabilities(probabilities: Tensor, routing: Routing) -> Tensor:
+    """Probabilities [T, k] in the order of rows, fp32 [T k]; the gradient of a slot is that of its row.
+
+    Raises:
+        TypeError, ValueError: ``probabilities`` is not [T, k] of floating-point numbers.
+    """
+    _check_probabilities("permute_probabilities", probabilities, routing)
+    rows: Tensor = PermuteProbabilitiesFunction.apply(  # type: ignore[no-untyped-call]
+        probabilities.float(), routing.order, routing.inverse
+    )
+    return rows
+
+
+def _check_probabilities(function: str, probabilities: Tensor, routing: Routing) -> None:
+    if probabilities.shape != routing.inverse.shape or not probabilities.is_floating_point():
+        raise ValueError(
+            f"{function}: probabilities is {shown(probabilities)}; the routing is of {tuple(routing.inverse.shape)}, "
+            "[T, k], and needs floating-point numbers of that shape"
+        )
 
 
 def _check_rows(function: str, name: str, x: Tensor, rows: int, symbol: str) -> None:
@@ -158,3 +176,18 @@ class WeightedUnpermuteFunction(torch.autograd.Function):
         if not kept:
             return permute_rows(dx, probabilities, inverse, offsets), None, None, None
         return *unpermute_rows_backward(dx, kept[0], probabilities, inverse, offsets), None, None
+
+
+class PermuteProbabilitiesFunction(torch.autograd.Function):
+    """Both directions read by index, so that nothing is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, probabilities: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return probabilities.reshape(-1)[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None

@@ -3,10 +3,11 @@
 from minifloat.nn.attention import DotProductAttention
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
-from minifloat.nn.moe import GroupedMLP, MoE, router_losses
+from minifloat.nn.moe import MoE, router_losses
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.nn.parameters import quantized_model_init

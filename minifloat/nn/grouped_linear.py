@@ -17,11 +17,12 @@ from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
 from minifloat.functional.autograd import apply_eager
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
-from minifloat.functional.grouped_plan import make_grouped_plan, quantize_weight
+from minifloat.functional.grouped_plan import GroupedPlan, make_grouped_plan, quantize_weight
 from minifloat.functional.grouped_weight import JoinedWeights, are_alike, join_all, join_weights, stack_weights
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan
+from minifloat.functional.linear_steps import Call
 from minifloat.functional.quantize import record_groups
 from minifloat.functional.weight_gradient import parameters_of
 from minifloat.nn import parameters
@@ -276,13 +277,8 @@ class GroupedLinear(LinearCalls):
             self._calibrate_groups(x, layout)
             recipe = UNQUANTIZED
         dtype = self._compute_dtype(x)
-        plan, call, weight, bias = self._prepare(recipe, dtype, x.requires_grad, is_first_microbatch)
-        call.groups = layout
+        plan, call, weight, bias = self._prepare_groups(recipe, dtype, x.requires_grad, is_first_microbatch, layout)
         x = x.to(dtype)
-        if weight.dtype != dtype and not plan.config.weight.quantized:
-            of, weight = parameters_of(weight), weight.to(dtype)
-            if plan.writes_to_weight:
-                weight.made_of = of  # type: ignore[attr-defined]
         if call.eager:
             y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
         else:
@@ -292,6 +288,25 @@ class GroupedLinear(LinearCalls):
         if finite.active:
             self._check_groups_finite(x, y, layout)
         return (y, self._bias_vector()) if self.return_bias else y
+
+    def _prepare_groups(
+        self,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        needs_x: bool,
+        is_first_microbatch: bool | None,
+        layout: GroupLayout,
+        recompute_x: bool = False,
+    ) -> tuple[GroupedPlan, Call, Tensor, Tensor | None]:
+        """:meth:`_prepare` of a call on groups; a weight that stays unquantized comes in ``dtype``."""
+        prepared: Any = self._prepare(recipe, dtype, needs_x, is_first_microbatch, recompute_x=recompute_x)
+        plan, call, weight, bias = prepared
+        call.groups = layout
+        if weight.dtype != dtype and not plan.config.weight.quantized:
+            of, weight = parameters_of(weight), weight.to(dtype)
+            if plan.writes_to_weight:
+                weight.made_of = of
+        return plan, call, weight, bias
 
     def _layout(self, x: Tensor, m_splits: Any) -> GroupLayout:
         rows = x.numel() // self.in_features if self.in_features else x.shape[:-1].numel()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
-from minifloat.functional.activation import Activation, activate
+from minifloat.functional.activation import activate
 from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.permutation import permute, sort_by_expert, unpermute
+from minifloat.functional.permutation import permute, permute_probabilities, sort_by_expert, unpermute
 from minifloat.nn import parts
-from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
@@ -24,103 +23,19 @@ from minifloat.recompute import checkpoint as run_checkpointed
 from minifloat.recompute import recomputes
 
 
-class GroupedMLP(parts.LayerOfLinears):
-    """The MLPs of all experts: fc2(activation(fc1(X))) on rows that are sorted by expert.
-
-    ======  ==========================  =============================
-    tensor  shape                       what
-    ======  ==========================  =============================
-    X, Y    [M, hidden_size]            rows of all experts
-    W1      [E, ffn_hidden_size, H]     ``fc1``, twice as many rows if the activation is gated
-    W2      [E, H, ffn_hidden_size]     ``fc2``
-    ======  ==========================  =============================
-
-    Args:
-        num_experts: E.
-        hidden_size, ffn_hidden_size, bias, activation, activation_params, init_method, output_layer_init_method,
-            params_dtype, dtype, device, recipe, name: of each, as of :class:`~minifloat.LayerNormMLP`.
-        single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: as of :class:`~minifloat.GroupedLinear`.
-    """
-
-    @checked
-    def __init__(
-        self,
-        num_experts: Size,
-        hidden_size: Size,
-        ffn_hidden_size: Size,
-        *,
-        bias: bool = False,
-        activation: str = "swiglu",
-        activation_params: Mapping[str, float] | None = None,
-        single_grouped_weight: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
-        init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None,
-        params_dtype: FloatDtype | None = None,
-        dtype: FloatDtype | None = None,
-        device: Device | None = None,
-        recipe: RecipeLike | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.activation = Activation.of(activation, activation_params)
-        linear = partial(
-            GroupedLinear,
-            num_experts,
-            bias=bias,
-            device=device,
-            dtype=one_dtype(type(self).__name__, dtype, params_dtype),
-            recipe=recipe,
-            single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_weight,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
-        width = ffn_hidden_size * (2 if self.activation.gated else 1)
-        self.fc1 = linear(
-            in_features=hidden_size, out_features=width, init_method=init_method, name=parts.part_name(name, "fc1")
-        )
-        self.fc2 = linear(
-            in_features=ffn_hidden_size,
-            out_features=hidden_size,
-            init_method=output_layer_init_method or init_method,
-            name=parts.part_name(name, "fc2"),
-        )
-
-    def forward(self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
-        """X [M, hidden_size] to Y of the same shape; arguments as of :meth:`GroupedLinear.forward`."""
-        check_tensor(x, self)
-        layout = self.fc1._layout(x, m_splits)
-        h = activate(self.fc1(x, layout, is_first_microbatch), self.activation)
-        y: Tensor = self.fc2(h, layout, is_first_microbatch)
-        return y
-
-    def reset_parameters(self) -> None:
-        """Initial values of both linears."""
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
-
-    def backward_dw(self) -> None:
-        """As :meth:`Linear.backward_dw`, of fc2 and then of fc1."""
-        self.fc2.backward_dw()
-        self.fc1.backward_dw()
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation.name}"
-
-
 class MoE(parts.LayerOfLinears):
     """Y = the sum over the k experts of a token of p_e MLP_e(X), and that of an MLP for all tokens if there is one.
 
     The router chooses experts, tokens are sorted by expert (k rows for each), :class:`GroupedMLP` computes, and the
-    rows of each token are added up with their probabilities. No token is dropped, and the host waits for nothing.
+    rows of each token are added up with their probabilities. Without biases these are multiplied to the activation,
+    Y = the sum of W2_e (p_e act(H_e)). No token is dropped, and the host waits for nothing.
 
     Args:
         hidden_size, ffn_hidden_size: widths of X and Y, and of each expert.
         num_experts, top_k: E and k.
         bias, activation, activation_params, init_method, output_layer_init_method, params_dtype, dtype, device, recipe,
-            name, single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: as of :class:`GroupedMLP`.
+            name, single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute, recompute_activation: as of
+            :class:`GroupedMLP`, which the experts are.
         shared_ffn_hidden_size: width of the MLP that every token goes through; None: there is none.
         router: what gives probabilities, experts and a loss of tokens, in place of a
             ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below. It is
@@ -152,6 +67,7 @@ class MoE(parts.LayerOfLinears):
         single_grouped_weight: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        recompute_activation: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         params_dtype: FloatDtype | None = None,
@@ -189,6 +105,7 @@ class MoE(parts.LayerOfLinears):
             activation=activation,
             activation_params=activation_params,
             single_grouped_weight=single_grouped_weight,
+            recompute_activation=recompute_activation,
             init_method=init_method,
             output_layer_init_method=output_layer_init_method,
             name=parts.part_name(name, "experts"),
@@ -223,8 +140,12 @@ class MoE(parts.LayerOfLinears):
         probabilities, indices, loss = self.router(x, **options)  # which knows whether the mask is of these tokens
         routing = sort_by_expert(indices, self.num_experts)
         layout = GroupLayout(routing.offsets, routing.order.shape[0])
-        rows = self.experts(permute(tokens, routing), layout, is_first_microbatch)
-        y = unpermute(rows, routing, probabilities)
+        rows = permute(tokens, routing)
+        if self.experts.has_bias:
+            y = unpermute(self.experts(rows, layout, is_first_microbatch), routing, probabilities)
+        else:  # the factor moves to where fewer bytes pass by, and nothing is saved for its gradient
+            own = permute_probabilities(probabilities, routing)
+            y = unpermute(self.experts(rows, layout, is_first_microbatch, own), routing)
         if self.shared_fc1 is not None and self.shared_fc2 is not None:
             h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
             y = y + self.shared_fc2(h, is_first_microbatch)
@@ -321,4 +242,4 @@ def router_losses(model: nn.Module) -> Tensor | float:
     return total
 
 
-__all__ = ["GroupedMLP", "LayerNormMoE", "MoE", "router_losses"]
+__all__ = ["LayerNormMoE", "MoE", "router_losses"]

@@ -53,8 +53,7 @@ class TransformerLayer(LayerOfLinears):
         moe: a mixture of experts takes the place of the MLP, with these arguments of :class:`~minifloat.MoE`, as
             ``{"num_experts": 8, "top_k": 2}``; each expert is ``ffn_hidden_size`` wide. Not with tensor parallelism.
         save_memory: backward recomputes what linears read, from what norms, attention and activation save anyway:
-            ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts. Experts recompute
-            nothing by it; ``checkpoint_mlp`` is for them, too.
+            ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts, experts too.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
         layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` stands between the two, with
             ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal``.
@@ -202,7 +201,10 @@ class TransformerLayer(LayerOfLinears):
         else:
             of_experts = {name: option for name, option in of_all.items() if name not in _OF_DENSE}
             self.layernorm_mlp = LayerNormMoE(
-                hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **of_mlp, **of_experts, **moe
+                hidden_size,
+                ffn_hidden_size,
+                eps=layernorm_epsilon,
+                **{"recompute_activation": save_memory, **of_mlp, **of_experts, **moe},
             )
         self.dropout = nn.Dropout(hidden_dropout)
         self._parallel = self.self_attention._parallel

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from minifloat.functional import Routing, permute, sort_by_expert, unpermute
+from minifloat.functional import Routing, permute, permute_probabilities, sort_by_expert, unpermute
 from tests.helpers.compare import DTYPES, assert_same_bits
 from tests.helpers.routing import CASES, KINDS, Case, loop_permute, loop_unpermute, some_indices, sorted_slots
 
@@ -120,6 +120,19 @@ def test_unpermute(case: Case, kind: str, dtype: torch.dtype, weighted: bool, de
     for leaf, gradient, expected in zip(leaves, got, gradients, strict=True):
         assert gradient.dtype == leaf.dtype and gradient.shape == leaf.shape
         assert torch.equal(gradient.cpu(), expected)
+
+
+def test_probabilities_of_rows() -> None:
+    """Each row has that of its slot, and each slot the gradient of its row."""
+    indices = torch.tensor([[2, 0], [-1, 2], [0, 7]])
+    routing = sort_by_expert(indices, 3)
+    p, grad = torch.rand(3, 2, dtype=torch.bfloat16, requires_grad=True), torch.randn(6)
+    rows = permute_probabilities(p, routing)
+    assert rows.dtype == torch.float32 and torch.equal(rows[routing.inverse], p.float())
+    rows.backward(grad)
+    assert p.grad is not None and torch.equal(p.grad, grad[routing.inverse].bfloat16())
+    with pytest.raises(ValueError, match=r"permute_probabilities: probabilities is .* \[T, k\]"):
+        permute_probabilities(p[:2], routing)
 
 
 def test_gradcheck() -> None:

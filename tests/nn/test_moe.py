@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minifloat
 from minifloat.functional.activation import Activation, activate
+from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.nn import GroupedMLP, Linear, MoE, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
 
@@ -46,9 +47,10 @@ class Loop(nn.Module):
         for i, pair in enumerate(self.experts):
             fc1, fc2 = pair  # type: ignore[misc]
             tokens, slots = (indices == i).nonzero(as_tuple=True)
-            y = fc2(activate(fc1(x[tokens]), Activation.of("swiglu")))
+            own = probabilities[tokens, slots], torch.tensor([0, len(tokens)], dtype=torch.int32)
+            y = fc2(GroupedActivationFunction.apply(fc1(x[tokens]), *own, Activation.of("swiglu")))
             for token, slot, row in zip(tokens.tolist(), slots.tolist(), y, strict=True):
-                rows[token].append((slot, row.float() * probabilities[token, slot]))  # type: ignore[arg-type]
+                rows[token].append((slot, row.float()))  # type: ignore[arg-type]
         sums = []
         for own in rows:
             total = torch.zeros(H)

@@ -1,0 +1,189 @@
+"""``GroupedMLP``: the MLPs of many experts on rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minifloat import finite, recompute
+from minifloat.arguments import Device, FloatDtype, Size, checked, shown
+from minifloat.autocast import checks_finite
+from minifloat.functional.activation import Activation, activate
+from minifloat.functional.grouped import GroupLayout
+from minifloat.functional.grouped_activation import GroupedActivationFunction
+from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
+from minifloat.nn import parts
+from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.inputs import check_meta, check_tensor
+from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.recipe import Recipe, RecipeLike
+
+
+class GroupedMLP(parts.LayerOfLinears):
+    """The MLPs of all experts: fc2(activation(fc1(X))) on rows that are sorted by expert.
+
+    ======  ==========================  =============================
+    tensor  shape                       what
+    ======  ==========================  =============================
+    X, Y    [M, hidden_size]            rows of all experts
+    W1      [E, ffn_hidden_size, H]     ``fc1``, twice as many rows if the activation is gated
+    W2      [E, H, ffn_hidden_size]     ``fc2``
+    ======  ==========================  =============================
+
+    Args:
+        num_experts: E.
+        hidden_size, ffn_hidden_size, bias, activation, activation_params, init_method, output_layer_init_method,
+            params_dtype, dtype, device, recipe, name: of each, as of :class:`~minifloat.LayerNormMLP`.
+        single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: as of :class:`~minifloat.GroupedLinear`.
+        recompute_activation: save the input of the activation, which its gradient needs anyway, and in backward
+            recompute what fc2 reads of its result.
+
+    The kernel of the activation casts or finds amaxes, and its results are those of the parts one after the other, to
+    the bit. They do run so where one has no recipe, hooks, a ``backward_override`` or ``save_original_input``, or was
+    replaced.
+    """
+
+    @checked
+    def __init__(
+        self,
+        num_experts: Size,
+        hidden_size: Size,
+        ffn_hidden_size: Size,
+        *,
+        bias: bool = False,
+        activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
+        single_grouped_weight: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        recompute_activation: bool = False,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        params_dtype: FloatDtype | None = None,
+        dtype: FloatDtype | None = None,
+        device: Device | None = None,
+        recipe: RecipeLike | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = Activation.of(activation, activation_params)
+        self.recompute_activation, self.has_bias = recompute_activation, bias
+        linear = partial(
+            GroupedLinear,
+            num_experts,
+            bias=bias,
+            device=device,
+            dtype=one_dtype(type(self).__name__, dtype, params_dtype),
+            recipe=recipe,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_weight,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        width = ffn_hidden_size * (2 if self.activation.gated else 1)
+        self.fc1 = linear(
+            in_features=hidden_size, out_features=width, init_method=init_method, name=parts.part_name(name, "fc1")
+        )
+        self.fc2 = linear(
+            in_features=ffn_hidden_size,
+            out_features=hidden_size,
+            init_method=output_layer_init_method or init_method,
+            name=parts.part_name(name, "fc2"),
+        )
+
+    def forward(
+        self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, probabilities: Tensor | None = None
+    ) -> Tensor:
+        """X [M, hidden_size] to Y of the same shape.
+
+        Args:
+            m_splits, is_first_microbatch: as of :meth:`GroupedLinear.forward`.
+            probabilities: [M], multiplied in fp32 to the rows of the activation before these are rounded and cast: to
+                those of Y but for a bias of fc2. Their gradient is computed in fp32.
+
+        Raises:
+            TypeError, ValueError: as of ``GroupedLinear``, or ``probabilities`` are not [M].
+        """
+        check_tensor(x, self)
+        layout = self.fc1._layout(x, m_splits)
+        if probabilities is not None:
+            if probabilities.shape != (layout.rows,) or not probabilities.is_floating_point():
+                raise ValueError(
+                    f"{self.fc1._label}: probabilities is {shown(probabilities)}; floating-point numbers of shape "
+                    f"({layout.rows},) are needed, one for each row"
+                )
+            probabilities = probabilities.float()
+        recipes = self._fused(is_first_microbatch)
+        if recipes is not None:
+            return self._run(x, layout, is_first_microbatch, probabilities, *recipes)
+        h = self.fc1(x, layout, is_first_microbatch)
+        if probabilities is None:
+            a = activate(h, self.activation)
+        else:
+            h = h.reshape(layout.rows, -1)
+            a = GroupedActivationFunction.apply(h, probabilities, layout.offsets, self.activation)  # type: ignore[no-untyped-call]
+        y: Tensor = self.fc2(a, layout, is_first_microbatch)
+        return y if y.shape == x.shape else y.reshape(x.shape)
+
+    def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:
+        """The recipes of both linears, if one autograd function can run them."""
+        both = self.fc1, self.fc2
+        if (finite.active and checks_finite()) or not all(parts.is_own(fc, GroupedLinear) for fc in both):
+            return None
+        special = is_first_microbatch is False or recompute._inside
+        if torch.compiler.is_compiling() and (
+            special or any(fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation for fc in both)
+        ):
+            return None  # they know what of it can be traced
+        first, second = (fc._recipe_in_force() for fc in both)
+        if first is None or second is None or any(fc.return_bias or fc.save_original_input for fc in both):
+            return None
+        configs = self.fc1._config(first), self.fc2._config(second)
+        return None if any(config.backward_override is not None for config in configs) else (first, second)
+
+    def _run(
+        self,
+        x: Tensor,
+        layout: GroupLayout,
+        is_first_microbatch: bool | None,
+        probabilities: Tensor | None,
+        first: Recipe,
+        second: Recipe,
+    ) -> Tensor:
+        fc1, fc2 = self.fc1, self.fc2
+        fc1._check_input(x)
+        check_meta(x, fc2, fc2._weight(fc2._weight_names[0]))
+        dtype = fc1._compute_dtype(x)
+        plan1, call1, w1, b1 = fc1._prepare_groups(first, dtype, x.requires_grad, is_first_microbatch, layout)
+        needs_hidden = parts.needs_gradient(x, w1, b1, probabilities)
+        plan2, call2, w2, b2 = fc2._prepare_groups(
+            second, dtype, needs_hidden, is_first_microbatch, layout, self.recompute_activation
+        )
+        mlp = GroupedMLPCall(self.activation, plan1, plan2)
+        y: Tensor = GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
+            mlp, call1, call2, x.to(dtype), probabilities, w1, b1, w2, b2
+        )
+        for call in (call1, call2):
+            if call.delayed_call is not None:
+                call.delayed_call.forward_finished()
+        return y
+
+    def reset_parameters(self) -> None:
+        """Initial values of both linears."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def backward_dw(self) -> None:
+        """As :meth:`Linear.backward_dw`, of fc2 and then of fc1."""
+        self.fc2.backward_dw()
+        self.fc1.backward_dw()
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation.name}"
+
+
+__all__ = ["GroupedMLP"]
