@@ -211,8 +211,11 @@ def stack_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Tenso
     """
     if torch.compiler.is_compiling():
         return torch.stack(list(weights))
-    if are_alike(weights):
-        make = partial(_quantized_as_one, weights, joined)
+    if joined is not None and joined.holds(weights):
+        make = partial(_quantized_as_one, weights, joined.whole)
+    elif are_alike(weights):
+        operands = _of_all([weight.operands for weight in weights], SeparateOperands.of)
+        make = partial(_quantized_as_one, weights, operands)
     elif _are_neighbours(weights):
         make = partial(_neighbours_as_one, weights)
     else:
@@ -221,11 +224,7 @@ def stack_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Tenso
     return whole
 
 
-def _quantized_as_one(weights: Sequence[QuantizedTensor], joined: JoinedWeights | None) -> Tensor:
-    if joined is not None and joined.holds(weights):
-        operands = joined.whole
-    else:
-        operands = _of_all([weight.operands for weight in weights], SeparateOperands.of)
+def _quantized_as_one(weights: Sequence[QuantizedTensor], operands: Quantized) -> Tensor:
     first = weights[0]
     whole = ExpertWeights(operands, first.quantizer, (len(weights), *first.shape), first.dtype)
     gatherers = [each.gatherer for each in weights if each.gatherer is not None]

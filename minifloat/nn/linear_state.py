@@ -381,6 +381,21 @@ class LinearState(Weights):
                 self._bind_scale(name, own, all_values, amax_group)
 
 
+def owners(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[LinearState, tuple[str, ...], str]]:
+    """Whose weights the parameters below ``model`` are, by the module that holds each and its name there.
+
+    Returns:
+        For each the layer, and what that calls the parameters of the matrix, and this one.
+    """
+    found: dict[tuple[nn.Module, str], tuple[LinearState, tuple[str, ...], str]] = {}
+    for layer in [each for each in model.modules() if isinstance(each, LinearState)]:
+        for names in layer._matrices:
+            for name in names:
+                path, _, own = name.rpartition(".")
+                found[layer.get_submodule(path), own] = layer, names, name
+    return found
+
+
 def fitting(weight: QuantizedTensor, plan: LinearPlan) -> Quantized | None:
     """The weight's own operands, if the GEMMs of ``plan`` take them as they are."""
     ready = reuse(weight, plan.w_quantizer)

@@ -80,6 +80,11 @@ def transformer(recipe: str) -> nn.Module:
     )
 
 
+def experts(recipe: str) -> nn.Module:
+    """A mixture of experts whose rows are no whole blocks, beside a linear."""
+    return nn.Sequential(minifloat.MoE(24, 35, 3, 2, recipe=recipe), minifloat.Linear(24, 24, recipe=recipe))
+
+
 def aligned(recipe: str) -> nn.Module:
     """Rows of two ranks that are whole blocks of every format."""
     return nn.Sequential(
@@ -118,6 +123,7 @@ MODELS: dict[str, Callable[[str], nn.Module]] = MODULES | {
     "linears": linears,
     "fused": fused,
     "transformer": transformer,
+    "experts": experts,
     "aligned": aligned,
 }
 

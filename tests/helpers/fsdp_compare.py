@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import minifloat
 from minifloat.functional import layernorm_linear, layernorm_mlp, linear
+from minifloat.functional.grouped import GroupedCasts, GroupLayout
+from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp import sharded_weights
@@ -75,8 +77,12 @@ class Reads:
 
     def __init__(self, plain: nn.Module, sharded: nn.Module, differences: Differences) -> None:
         modules = zip(plain.named_modules(), sharded.modules(), strict=True)
-        self._twins = {theirs: (name, mine) for (name, mine), theirs in modules if isinstance(mine, minifloat.Linear)}
-        self._gathered = {name.rpartition(".")[0] for name in sharded_weights(sharded)}
+        kinds = minifloat.Linear, minifloat.GroupedLinear
+        self._twins = {theirs: (name, mine) for (name, mine), theirs in modules if isinstance(mine, kinds)}
+        weights = {f".{name}" for name in sharded_weights(sharded)}
+        names = {name for name, _ in self._twins.values()}
+        self._gathered = {name for name in names if any(each.startswith(f".{name}.") for each in weights if name)}
+        self._gathered |= {"" for each in weights if each.count(".") == 1}  # the model is a linear
         self._differences = differences
         self._wholes: dict[str, Quantized] = {}
         self._saved: dict[int, tuple[str, Quantized]] = {}
@@ -149,21 +155,26 @@ class Reads:
             self.backward.add(name)
             self._compare(f"{name} in backward", found, whole.along(found.dim))
 
-    def _compare(self, what: str, found: Operand, expected: Operand) -> None:
+    def _compare(self, what: str, found: Any, expected: Any) -> None:
+        found = found.joined() if isinstance(found, SeparateOperands) else found
         self._differences.bits(f"codes of {what}", found.codes, expected.codes)
         self._differences.bits(f"scales of {what}", found.scale_inv, expected.scale_inv)
         if found.format.scale_rule == "two_level":
             self._differences.bits(f"amax of {what}", found.amax, expected.amax)
 
 
-def quantized_whole(layer: minifloat.Linear) -> Quantized:
+def quantized_whole(layer: minifloat.Linear | minifloat.GroupedLinear) -> Quantized:
     """Both orientations of an unsharded layer's weight: its own codes, or a cast of its values."""
     assert isinstance(layer.recipe, Recipe)
-    weight, plan = layer._weight_matrix().detach(), layer._config(layer.recipe)
+    weight, plan = layer._weight_matrix(), layer._config(layer.recipe)
     if isinstance(weight, QuantizedTensor):
         return weight.operands
-    scale = None if plan.delayed is None else layer.forward_scaling.scale[1:2]
+    weight = weight.detach()
+    scale = None if plan.delayed is None else layer.forward_scaling.scale[layer._groups : 2 * layer._groups]
     quantizer = plan.weight.with_usage(rowwise=True, columnwise=True)
+    if isinstance(layer, minifloat.GroupedLinear):
+        offsets = GroupLayout.uniform(*weight.shape[:2], weight.device).offsets
+        return GroupedCasts(quantizer, "weight", "")(weight.flatten(0, 1), offsets, scales=scale)
     return cast_all([weight], [quantizer], scales=[scale])[0]
 
 

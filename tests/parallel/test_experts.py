@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+import minifloat
 from minifloat.nn import MoE
+from minifloat.optim import MasterWeights
 from minifloat.parallel.ddp import data_parallel
 from minifloat.parallel.fsdp.api import fully_shard
 from tests.helpers.distributed_pool import Pools
@@ -66,6 +68,30 @@ def step_alike(rank: int, size: int, wrapper: str, recipe: str, single: bool) ->
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_steps_are_those_of_one_process(worker_pool: Pools, wrapper: str, recipe: str, single: bool) -> None:
     assert worker_pool(2).run(step_alike, wrapper, recipe, single) == [""] * 2
+
+
+def quantized_step_alike(rank: int, size: int) -> str:
+    """Three steps of quantized experts that start otherwise on each rank; what differs first from rank 0's, or ""."""
+    models = []
+    for seed in (rank, 0):
+        with minifloat.quantized_model_init(recipe="delayed"):
+            models.append(make("delayed", False, seed=seed))
+    wrapped = data_parallel(models[0])
+    optimizers = [MasterWeights(each.parameters(), torch.optim.SGD, lr=0.1) for each in models]
+    for step in range(3):
+        x = torch.randn(11, 32, generator=torch.Generator().manual_seed(step))
+        results = [each(x) for each in (wrapped, models[1])]
+        if not torch.equal(*results):
+            return f"step {step}"
+        for result, optimizer in zip(results, optimizers, strict=True):
+            result.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return ""
+
+
+def test_quantized_experts_are_those_of_the_first_rank(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(quantized_step_alike) == [""] * 2
 
 
 def save(rank: int, size: int, folder: str, single: bool) -> None:

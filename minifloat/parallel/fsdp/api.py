@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from minifloat.arguments import checked
 from minifloat.formats import COLUMNWISE
+from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
-from minifloat.nn.linear_state import LinearState
+from minifloat.nn.linear_call import LinearCalls
+from minifloat.nn.linear_state import LinearState, owners
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
 from minifloat.parallel.fsdp.rows import row_unit, rows_of
@@ -45,8 +47,9 @@ def fully_shard(
     precision: optimizers, clipping and checkpoints are those of any FSDP2 model. The weight of a
     :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, is gathered as
     codes and scales: those of quantizing the whole weight, of one parameter or of several, bit for bit, whatever the
-    number of rows and of ranks. Each pass sends the orientation that it reads. The rest is gathered in high precision,
-    as in PyTorch: norms, embeddings, biases, and weights that :func:`sharded_weights` does not list.
+    number of rows and of ranks; so is each weight of a :class:`~minifloat.GroupedLinear` whose experts have one each.
+    Each pass sends the orientation that it reads. The rest is gathered in high precision, as in PyTorch: norms,
+    embeddings, biases, and weights that :func:`sharded_weights` does not list.
 
     Weights are cast from the sharded parameters, once at the start of each forward of the outermost module, with
     one all-reduce for all amaxes. ``mp_policy.param_dtype`` is the dtype of what they stand for in the layer, and of
@@ -72,18 +75,24 @@ def fully_shard(
             initial = parameter.get_high_precision_init_val() if isinstance(parameter, QuantizedTensor) else None
             before[each, name] = parameter, dict(vars(parameter)), initial
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
+    layers = owners(module)
     for group in pytorch.param_groups(module):
-        by_layer: dict[Linear, list[Any]] = {}
+        by_matrix: dict[tuple[LinearCalls, tuple[str, ...]], dict[str, Any]] = {}
         for param in group.fsdp_params:
-            layer, name, shared = pytorch.layer_of(param)
-            whole, noted, initial = before[layer, name]
+            holder, own_name, shared = pytorch.holder_of(param)
+            layer, names, name = layers.get((holder, own_name), (None, (), ""))
+            whole, noted, initial = before[holder, own_name]
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _TP_ATTRIBUTES if mark in noted})
             if isinstance(whole, QuantizedTensor):
-                _gather_quantized(whole, initial, layer, param, group)
-            elif isinstance(layer, Linear) and name in layer._weight_names and not shared:
-                by_layer.setdefault(layer, []).append(param)
-        for layer, params in by_layer.items():
-            _gather_as_codes(layer, params, group)
+                _gather_quantized(whole, initial, layer, {name: param}, group)
+            elif isinstance(layer, LinearCalls) and not shared:
+                by_matrix.setdefault((layer, names), {})[name] = param
+        for (layer, names), params in by_matrix.items():
+            if tuple(params) == names:  # else others are ignored, or shared
+                _gather_as_codes(layer, params, group)
+    for each in module.modules():
+        if isinstance(each, GroupedLinear):
+            each._join_weights()  # frees the memory of the wholes
     pytorch.cast_before_forward(module, _cast)
     return module
 
@@ -93,7 +102,8 @@ def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
     """The parameters below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise.
 
     Of linears these are all weights but those that several modules share, transposed ones, ones that backward reads in
-    high precision, and ones of several parameters (``parameters_split``) with a block of rows that lies in two of them.
+    high precision, ones of several parameters (``parameters_split``) with a block of rows that lies in two of them, and
+    those of all experts in one parameter.
     """
     names = {id(each): name for name, each in module.named_modules()}
     found = {}
@@ -128,17 +138,15 @@ def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
             layer._config(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
 
 
-def _gather_as_codes(layer: Linear, params: Sequence[Any], group: Any) -> None:
-    """Lets the weight of a layer be gathered as codes, unless it has to be gathered in high precision.
+def _gather_as_codes(layer: LinearCalls, params: Mapping[str, Any], group: Any) -> None:
+    """Lets a weight of a layer be gathered as codes, unless it has to be gathered in high precision.
 
-    ``params``: those of its parameters that ``group`` gathers.
+    ``params``: by name its parameters, which ``group`` gathers.
     """
-    if not isinstance(layer.recipe, Recipe) or type(layer)._weight_matrix is not Linear._weight_matrix:  # transposed
+    if not isinstance(layer.recipe, Recipe):
         return
-    weights = [getattr(layer, name) for name in layer._weight_names]
-    if [pytorch.layer_of(param)[1] for param in params] != list(layer._weight_names):
-        return  # others are ignored, or shared
-    if not all(pytorch.is_sharded_by_rows(param) for param in params):
+    weights = [layer._weight(name) for name in params]
+    if not all(pytorch.is_sharded_by_rows(param) for param in params.values()):
         return
     if any(weight.numel() == 0 or weight.dtype not in DTYPES or weight.dtype != weights[0].dtype for weight in weights):
         return
@@ -155,12 +163,15 @@ def _gather_as_codes(layer: Linear, params: Sequence[Any], group: Any) -> None:
     ShardedWeight(layer, quantizer, config.delayed, params, group)
 
 
-def _gather_quantized(whole: QuantizedTensor, initial: Tensor | None, layer: nn.Module, param: Any, group: Any) -> None:
+def _gather_quantized(
+    whole: QuantizedTensor, initial: Tensor | None, layer: LinearState | None, params: Mapping[str, Any], group: Any
+) -> None:
     """Lets a quantized parameter be gathered. This rank keeps its rows of the codes, cast with what the whole was."""
-    if not isinstance(layer, Linear) or not pytorch.is_sharded_by_rows(param):
+    (param,) = params.values()
+    if not isinstance(layer, LinearCalls) or not pytorch.is_sharded_by_rows(param):
         raise ValueError(
-            f"{getattr(layer, '_label', type(layer).__name__)}: fully_shard takes quantized parameters of linears, "
-            "sharded by rows; keep this one in high precision"
+            f"{getattr(layer, '_label', type(pytorch.holder_of(param)[0]).__name__)}: fully_shard takes quantized "
+            "parameters of linears, sharded by rows; keep this one in high precision"
         )
     if param.offload_to_cpu and param.device.type != "cpu":
         raise ValueError(
@@ -173,7 +184,7 @@ def _gather_quantized(whole: QuantizedTensor, initial: Tensor | None, layer: nn.
     if initial is not None:
         rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
     pytorch.set_local_rows(param, rows)
-    ShardedWeight(layer, rows.quantizer, None, [param], group)
+    ShardedWeight(layer, rows.quantizer, None, params, group)
 
 
 def _cast(parameters: list[ShardedParameter]) -> None:

@@ -14,7 +14,7 @@ from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.dtensor import sharded_like
 from minifloat.comm.gather import gather
-from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import LinearState, owners
 from minifloat.operand import Operand
 from minifloat.parallel.fsdp.rows import QuantizedRows, rows_of
 from minifloat.tensor import QuantizedTensor, operand_ops
@@ -66,12 +66,15 @@ def load_full_state_dict(
     if from_rank0:
         dist.broadcast_object_list(described, 0)
     local: dict[str, Any] = {}
+    layers = owners(model)
     for key, description in described[0]:
         value, target = state.get(key), own.get(key)
         if from_rank0:
             value = _broadcast_from_rank0(value, description, sent_on)
         fits = isinstance(value, Tensor) and isinstance(target, DTensor) and value.shape == target.shape
-        local[key] = _resharded(model, key, value, target) if fits else value  # type: ignore[arg-type]
+        path, _, name = key.rpartition(".")
+        layer = layers.get((model.get_submodule(path), name)) if fits else None
+        local[key] = _resharded(layer, value, target) if fits else value  # type: ignore[arg-type]
     model.load_state_dict(local, strict)
 
 
@@ -110,8 +113,8 @@ def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
     return operand._replace(amax=all_reduce_max([operand.amax], group)[0])
 
 
-def _resharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Tensor:
-    """A tensor of the model in the way that ``target`` is."""
+def _resharded(layer: tuple[LinearState, Any, str] | None, whole: Tensor, target: DTensor) -> Tensor:
+    """A tensor of the model in the way that ``target`` is, the weight of a ``layer`` if it is one."""
     rows = target._local_tensor
     if isinstance(rows, QuantizedRows) and isinstance(whole, QuantizedTensor) and rows.quantizer == whole.quantizer:
         assert rows.cover.group is not None
@@ -119,10 +122,8 @@ def _resharded(model: nn.Module, key: str, whole: Tensor, target: DTensor) -> Te
     values = (whole.dequantize() if isinstance(whole, QuantizedTensor) else whole).to(target.device)
     if not isinstance(rows, QuantizedRows):
         return distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None)
-    path, _, name = key.rpartition(".")
-    layer = model.get_submodule(path)
-    if isinstance(layer, Linear):
-        layer._bind_scale(name, rows, [values])  # a delayed one: that of these values, unsharded, too
+    if layer is not None:
+        layer[0]._bind_scale(layer[2], rows, [values])  # a delayed one: that of these values, unsharded, too
     shards, rank = rows.cover.shards, rows.cover.rank
     return sharded_like(target, values[shards.first(rank) : shards.end(rank)], target.shape)
 

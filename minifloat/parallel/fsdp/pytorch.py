@@ -35,11 +35,13 @@ class ShardedParameter(FSDPParam):
 
     Attributes:
         weight, number: what it is or belongs to, and its number among the parameters there.
+        name: what the layer calls the parameter.
         shards, group: the rows of each rank, and the ranks.
     """
 
     weight: ShardedWeight
     number: int
+    name: str
     shards: ShardMap
     group: Group
     fsdp_pre_all_gather = fsdp_post_all_gather = None  # what tells FSDP2 that a parameter is gathered otherwise
@@ -48,11 +50,11 @@ class ShardedParameter(FSDPParam):
     _shares: list[tuple[Buffer, Tensor]]  # the same of what fewer ranks gather for backward
 
     @staticmethod
-    def hook(param: Any, weight: ShardedWeight, number: int) -> ShardedParameter:
+    def hook(param: Any, weight: ShardedWeight, number: int, name: str) -> ShardedParameter:
         """Lets ``weight`` say from now on what of ``param`` is gathered, and what is made of it."""
         param.shards, param.group = shards_of(param)
         param.__class__ = ShardedParameter
-        param.weight, param.number = weight, number
+        param.weight, param.number, param.name = weight, number, name
         param._memory, param._gathering, param._shares = [], [], []
         param._init_extensions()
         hooked: ShardedParameter = param
@@ -63,11 +65,6 @@ class ShardedParameter(FSDPParam):
         """This rank's rows [m, K], in high precision or quantized, on the device that computes."""
         local: Tensor = self.sharded_param._local_tensor  # type: ignore[attr-defined]
         return local.to(self.device, non_blocking=True) if self.offload_to_cpu else local
-
-    @property
-    def name(self) -> str:
-        """What the layer calls the parameter."""
-        return self._module_info.param_name
 
     def register_storage(self, buffers: Sequence[Buffer]) -> None:
         """FSDP2 allocates and frees the memory of ``buffers`` from now on, and gathers into it."""
@@ -215,7 +212,7 @@ def in_backward() -> bool:
 # ---- a parameter that fully_shard has just sharded ----
 
 
-def layer_of(param: Any) -> tuple[nn.Module, str, bool]:
+def holder_of(param: Any) -> tuple[nn.Module, str, bool]:
     """The module of a parameter, its name there, and whether other modules share it."""
     info = param._module_info
     return info.module, info.param_name, bool(info.shared_modules)

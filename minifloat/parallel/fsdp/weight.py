@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from minifloat.autocast import current
 from minifloat.comm.group import Group
 from minifloat.comm.sharded_cast import owned_rows, quantize_shard, reduce_amaxes
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.nn.linear import Linear
+from minifloat.nn.linear_call import LinearCalls
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.buffers import Buffer, GatheredWeight
@@ -56,7 +56,7 @@ class Cast(NamedTuple):
 
 
 class ShardedWeight:
-    """The weight [M, K] of a linear layer, which is one parameter or several below each other that are cast as one.
+    """A weight [M, K] of a linear layer, which is one parameter or several below each other that are cast as one.
 
     Shards in high precision are cast at the start of each outermost forward, together with those of all other weights
     (:func:`cast_shards`). The cast shards are freed after the all-gather, and cast again for backward with the amaxes
@@ -85,15 +85,16 @@ class ShardedWeight:
 
     def __init__(
         self,
-        layer: Linear,
+        layer: LinearCalls,
         quantizer: Quantizer,
         delayed: DelayedScaling | None,
-        params: Sequence[Any],
+        params: Mapping[str, Any],
         group: Any,
     ) -> None:
-        """``params``: FSDP2's records of the parameters; ``group``: of what is gathered together."""
+        """``params``: FSDP2's records of the parameters, by name; ``group``: of what is gathered together."""
         self.layer, self.quantizer, self.delayed = layer, quantizer, delayed
-        self.parameters = tuple(ShardedParameter.hook(param, self, number) for number, param in enumerate(params))
+        named = enumerate(params.items())
+        self.parameters = tuple(ShardedParameter.hook(param, self, number, name) for number, (name, param) in named)
         self.group = self.parameters[0].group
         self.is_quantized = isinstance(self.parameters[0].rows, QuantizedTensor)
         self.owned = [each.shards.whole_units(row_unit(quantizer)) for each in self.parameters]

@@ -1,0 +1,137 @@
+"""Weights of experts under ``fully_shard``: gathered as codes, beside unsharded replicas, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import minifloat
+from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.optim import MasterWeights
+from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, pytorch, sharded_weights
+from minifloat.parallel.fsdp.rows import row_unit
+from minifloat.tensor import QuantizedTensor
+from tests.helpers.distributed_pool import Pools
+from tests.helpers.fsdp_cases import KINDS, Case, RecordedGathers, mesh_of
+
+COUNTS = [3, 0, 6]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "delayed"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_lockstep(worker_pool: Pools, size: int, recipe: str, kind: str) -> None:
+    assert worker_pool(size).run(KINDS[kind], Case("experts", recipe), 2) == [""] * size
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("experts", "nvfp4", "root", options=("evaluate",)),
+        Case("experts", "mxfp8", reshard=False, options=("accumulate",)),
+        Case("experts", "mxfp8", dtype="bfloat16", options=("checkpoint",)),
+        Case("experts", "delayed", options=("autocast", "accumulate")),
+    ],
+    ids=lambda case: "-".join(str(value) for value in (*case[1:3], *case.options)),
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ways_to_step(worker_pool: Pools, case: Case, kind: str) -> None:
+    assert worker_pool(2).run(KINDS[kind], case, 2) == [""] * 2
+
+
+class Layers(nn.Sequential):
+    """Grouped linears."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x, COUNTS)
+        return x
+
+
+def made(recipe: str, quantized: bool, seed: int = 0) -> Layers:
+    torch.manual_seed(seed)
+    sizes = ((256, 128), (128, 256))
+    with minifloat.quantized_model_init(quantized, recipe=recipe):
+        return Layers(*[minifloat.GroupedLinear(3, k, n, bias=False, recipe=recipe) for k, n in sizes])
+
+
+def called(model: Layers, rank: int) -> torch.Tensor:
+    y: torch.Tensor = model(torch.randn(9, 256, generator=torch.Generator().manual_seed(rank), requires_grad=True))
+    return y
+
+
+@torch.no_grad()
+def evaluated(model: Layers) -> torch.Tensor:
+    return called(model, 0)
+
+
+def wire(rank: int, size: int, recipe: str, quantized: bool) -> tuple[list[int], list[int], int]:
+    """Of a step the bytes of each gather, what the formula says, and how many weights are gathered as codes."""
+    model = made(recipe, quantized)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh_of(size), reshard_after_forward=True)
+    recorded, expected = RecordedGathers(model), []
+    for _ in range(2):
+        recorded.sent.clear()
+        called(model, rank).sum().backward()
+    for dim, layers in ((ROWWISE, list(model)), (COLUMNWISE, list(model)[::-1])):
+        for layer in layers:
+            quantizer: Any = layer._config(layer.recipe).weight  # type: ignore[operator]
+            fmt, (n, k) = quantizer.format(dim), (layer.out_features, layer.in_features)
+            shards = pytorch.rows_of_ranks(n, size).whole_units(row_unit(quantizer))  # type: ignore[arg-type]
+            expected.append(3 * shards.gather_bytes(fmt, ROWWISE if fmt.symmetric else dim, k))  # type: ignore[arg-type]
+    assert all(layer._joined is None for layer in model)
+    return recorded.sent, expected, len(sharded_weights(model))
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["high-precision", "quantized"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_wire_bytes(worker_pool: Pools, recipe: str, quantized: bool) -> None:
+    for sent, formula, number in worker_pool(2).run(wire, recipe, quantized):
+        assert sent == formula and number == 6
+
+
+def states(rank: int, size: int, recipe: str) -> list[str]:
+    """The whole state dict there and back; what differs."""
+    whole = made(recipe, True)
+    twin, sharded = copy.deepcopy(whole), made(recipe, True, seed=1)
+    for layer in (*sharded, sharded):
+        fully_shard(layer, mesh=mesh_of(size))
+    load_full_state_dict(sharded, whole.state_dict())
+    wrong = ["output"] * (not torch.equal(evaluated(sharded), evaluated(whole)))
+    optimizers = [MasterWeights(each.parameters(), torch.optim.SGD, lr=0.5) for each in (whole, sharded)]
+    for model, optimizer in zip((whole, sharded), optimizers, strict=True):
+        called(model, 0).square().sum().backward()
+        optimizer.step()
+    state = full_state_dict(sharded)
+    for name, expected in whole.state_dict().items():
+        found = state[name]
+        pairs = [(found, expected)]
+        if isinstance(expected, QuantizedTensor):
+            pairs = [(found._buffers()[key], own) for key, own in expected._buffers().items() if key != "scale"]
+        wrong += [name] * (not all(torch.equal(a, b) for a, b in pairs))
+    values = {key: v.dequantize() if isinstance(v, QuantizedTensor) else v for key, v in state.items()}
+    for model in (twin, sharded):
+        kept = {key: value for key, value in values.items() if "scaling" not in key}
+        load_full_state_dict(model, kept, strict=False)  # the scales are those of these values then
+    return wrong + ["loaded values"] * (not torch.equal(evaluated(sharded), evaluated(twin)))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_whole_state_dicts(worker_pool: Pools, recipe: str) -> None:
+    assert worker_pool(2).run(states, recipe) == [[]] * 2
+
+
+def in_one_parameter(rank: int, size: int) -> dict[str, Any]:
+    model = nn.Sequential(minifloat.MoE(32, 48, 4, 2, recipe="mxfp8", single_grouped_weight=True))
+    fully_shard(model, mesh=mesh_of(size))
+    model(torch.randn(9, 32)).sum().backward()
+    return sharded_weights(model)
+
+
+def test_one_parameter_of_all_experts_is_gathered_in_high_precision(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(in_one_parameter) == [{}] * 2
