@@ -44,6 +44,7 @@ class Operation(Generic[R]):
 
     Eager calls skip the dispatcher, which costs 10 to 20 us a call, see :func:`directly`. For it lists of strings,
     integers and booleans are one string, the last argument of the schema: ten lists cost 31 us a call, the string 4.
+    Dtypes are in that string too: AOTInductor of PyTorch 2.11 gives an operation another dtype than its graph has.
 
     Args:
         reference: in plain PyTorch, for every device: the definition.
@@ -68,6 +69,7 @@ class Operation(Generic[R]):
         self._load_gpu = gpu
         self._gpu: Callable[..., R] | None = None
         self._lists = _lists(reference)
+        self._defaults = tuple([each.default for each in inspect.signature(reference).parameters.values()])
         self._first = _first_tensor(reference)
         # Library.define and impl cost a fifth of torch.library.custom_op a call.
         _LIBRARY.define(name + _schema(reference, mutates), tags=(torch.Tag.nondeterministic_seeded,) if random else ())
@@ -93,8 +95,13 @@ class Operation(Generic[R]):
         """The arguments of :attr:`overload` for those of the reference."""
         if not self._lists:
             return args
+        args += self._defaults[len(args) :]
         rest = [arg for place, arg in enumerate(args) if place not in self._lists]
-        return *rest, ";".join([",".join(map(str, args[place])) for place in self._lists])
+        texts = [
+            str(args[place])[6:] if kind == "ScalarType" else ",".join(map(str, args[place]))  # "float32" of a dtype
+            for place, kind in self._lists.items()
+        ]
+        return *rest, ";".join(texts)
 
     def read(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inverse of :meth:`spelled`."""
@@ -187,18 +194,22 @@ def _first_tensor(reference: Callable[..., Any]) -> int:
 
 
 def _lists(reference: Callable[..., Any]) -> dict[int, str]:
-    """Places of the arguments that are lists of strings, integers or booleans, in ascending order, and of which."""
+    """Places of the arguments that are dtypes, or lists of strings, integers or booleans, in ascending order."""
     hints = typing.get_type_hints(reference, include_extras=True)
     spelled = [_spelled(hints[name]) for name in inspect.signature(reference).parameters]
-    return {place: of[:-2] for place, of in enumerate(spelled) if of in ("str[]", "int[]", "bool[]")}
+    return {place: of for place, of in enumerate(spelled) if of in ("str[]", "int[]", "bool[]", "ScalarType")}
 
 
 @lru_cache(MOST_SPELLINGS)
-def _values(spelling: str, kinds: tuple[str, ...]) -> tuple[tuple[Any, ...], ...]:
-    """The lists that :meth:`Operation.spelled` spelled."""
-    lists = [text.split(",") if text else [] for text in spelling.split(";")]
-    read: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "bool": "True".__eq__}
-    return tuple([tuple([read[kind](text) for text in texts]) for kind, texts in zip(kinds, lists, strict=True)])
+def _values(spelling: str, kinds: tuple[str, ...]) -> tuple[Any, ...]:
+    """The lists and dtypes that :meth:`Operation.spelled` spelled."""
+    read: dict[str, Callable[[str], Any]] = {"str[]": str, "int[]": int, "bool[]": "True".__eq__}
+    return tuple(
+        [
+            getattr(torch, text) if kind == "ScalarType" else tuple(map(read[kind], text.split(",") if text else []))
+            for kind, text in zip(kinds, spelling.split(";"), strict=True)
+        ]
+    )
 
 
 def _schema(reference: Callable[..., Any], mutates: Sequence[str]) -> str:
@@ -211,7 +222,7 @@ def _schema(reference: Callable[..., Any], mutates: Sequence[str]) -> str:
         if place in lists:
             continue
         spelled = _spelled(hints[name]).replace("Tensor", "Tensor" + aliases.get(name, ""))
-        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        default = "" if lists or parameter.default is parameter.empty else f"={parameter.default}"
         arguments.append(f"{spelled} {name}{default}")
     return f"({', '.join(arguments + ['str lists'] * bool(lists))}) -> {_spelled(hints['return'])}"
 

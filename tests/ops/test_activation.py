@@ -175,8 +175,10 @@ def test_operations_pass_opcheck(act: Activation, device: torch.device) -> None:
         dy = activation_inputs((6, out_columns(act.name, 20)), dtype, device)
         formula, scale = (act.name, list(act.parameters)), torch.full((1,), SCALE, device=device)
         for yes in (True, False):
-            torch.library.opcheck(activation_forward.overload, (x, *formula, dtype, yes), test_utils=utils)
-            torch.library.opcheck(activation_backward.overload, (dy, x, *formula, dtype, yes, yes), test_utils=utils)
+            forwards = activation_forward.spelled(x, *formula, dtype, yes)
+            backwards = activation_backward.spelled(dy, x, *formula, dtype, yes, yes)
+            torch.library.opcheck(activation_forward.overload, forwards, test_utils=utils)
+            torch.library.opcheck(activation_backward.overload, backwards, test_utils=utils)
             cast = (*formula, scale, "e4m3/tensor/given", yes, True, True)
             torch.library.opcheck(activation_cast.overload, (x, *cast), test_utils=utils)
             torch.library.opcheck(activation_backward_cast.overload, (dy, x, *cast, yes), test_utils=utils)

@@ -814,7 +814,8 @@ def test_opcheck_scaled_mm(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
     """Schema, fake and AOT dispatch of ``minifloat::scaled_mm`` agree with what it does, with a bias and without."""
     a, b = operands(gemm, a_fmt, b_fmt, (9, 7, 33))
     for bias in (None, torch.randn(7)):
-        torch.library.opcheck(matmul.scaled_mm.overload, scaled_mm_args(gemm, a, b, torch.bfloat16, bias, False, ""))
+        arguments = matmul.scaled_mm.spelled(*scaled_mm_args(gemm, a, b, torch.bfloat16, bias, False, ""))
+        torch.library.opcheck(matmul.scaled_mm.overload, arguments)
 
 
 def test_opcheck_delayed() -> None:

@@ -678,7 +678,9 @@ def test_operations_pass_opcheck(fmt: Format, dim: int, device: torch.device) ->
         arguments = quantize.cast.spelled([x], [level], [rng], [fmt.spec], [dim], [k_major], None)
         torch.library.opcheck(quantize.cast.overload, arguments, test_utils=utils)
     torch.library.opcheck(
-        quantize.dequantize.overload, (codes, scale_inv, amax, fmt.spec, dim, 18, 33, torch.bfloat16), test_utils=utils
+        quantize.dequantize.overload,
+        quantize.dequantize.spelled(codes, scale_inv, amax, fmt.spec, dim, 18, 33, torch.bfloat16),
+        test_utils=utils,
     )
 
 

@@ -252,7 +252,8 @@ def test_operations_on_their_device(norm: Norm, device: torch.device) -> None:
     assert_same_bits((amax,), want[2:])
     assert [g.shape for g in gradients] == [x.shape, gamma.shape, gamma.shape if beta is not None else (0,)]
     for with_amax, residual in ((False, None), (True, x)):
-        torch.library.opcheck(operations.norm_forward.overload, (x, gamma, beta, *of, FP32, with_amax, residual))
+        arguments = operations.norm_forward.spelled(x, gamma, beta, *of, FP32, with_amax, residual)
+        torch.library.opcheck(operations.norm_forward.overload, arguments)
     for row_wise, column_wise, residual in ((True, True, None), (True, False, x), (False, True, None)):
         torch.library.opcheck(
             operations.norm_cast.overload, (x, gamma, beta, *of, scale, SPEC, row_wise, column_wise, True, residual)
