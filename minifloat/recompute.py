@@ -305,7 +305,7 @@ def refuse_compiled(label: str, scaled: bool = True) -> None:
         RuntimeError: it is inside of a checkpoint, :func:`checkpoint` or PyTorch's own. With ``fullgraph=True`` the
             caller sees it, else the compiler runs the code uncompiled.
     """
-    if warns_of_compiled(_inside if scaled else None):
+    if torch.compiler.is_dynamo_compiling() and warns_of_compiled(_inside if scaled else None):  # not in an export
         raise RuntimeError(
             f"{label}: a compiled graph recomputes delayed scaling's casts with scales that have moved on; leave what "
             "is checkpointed uncompiled, with torch.compiler.disable, or use another recipe"

@@ -190,6 +190,8 @@ class LinearCalls(LinearState):
         weight, bias = self._weight_matrix(), self._bias_vector()
         if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
             weight.gatherer.fetch_for(_VALUES, self._label)
+        if isinstance(weight, QuantizedTensor) and torch.compiler.is_exporting():
+            weight = weight.dequantize()  # a program holds plain tensors
         matmul.record("fprop", "identity", "identity", "torch")
         y = F.linear(x, weight, None if self.return_bias else bias)
         if finite.active:

@@ -149,7 +149,8 @@ class MoE(parts.LayerOfLinears):
         if self.shared_fc1 is not None and self.shared_fc2 is not None:
             h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
             y = y + self.shared_fc2(h, is_first_microbatch)
-        if not recomputes():  # in the backward of this forward, or of one before the latest
+        # Not in the backward of this forward, or of one before the latest, nor in a program, which has no attributes.
+        if not recomputes() and not torch.compiler.is_exporting():
             self.router_loss, self.expert_counts = loss, routing.counts
         return y.reshape(x.shape)
 

@@ -25,9 +25,14 @@ def needs_eager(
     ``checkpointed``: the module is about to checkpoint itself.
 
     Raises:
-        RuntimeError: so it is, and the compiler was told ``fullgraph=True``.
+        RuntimeError: so it is, and the compiler was told ``fullgraph=True``; ``fp8_output`` in an export.
     """
-    weight, grad, whole = linear._weight(linear._weight_names[0]), torch.is_grad_enabled(), _in_one_graph()
+    if fp8_output and torch.compiler.is_exporting():
+        raise RuntimeError(
+            f"{linear._label}: fp8_output=True gives a quantized tensor, which torch.export does not trace; use False"
+        )
+    weight, grad = linear._weight(linear._weight_names[0]), torch.is_grad_enabled()
+    whole = not torch.compiler.is_dynamo_compiling() or _in_one_graph()  # an export without Dynamo has one graph
     own_gradient, why = grad and any(linear._weight(name).requires_grad for name in linear._weight_names), ""
     reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weight, QuantizedTensor)
     if (checkpointed or recompute._inside) and not whole and _has_delayed_scaling(linear):  # else ``_prepare`` raises
