@@ -12,7 +12,7 @@
 from minifloat import optim, quantizer
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, get_default_recipe
-from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
+from minifloat.convert import ConversionReport, DefaultFilter, convert, export, revert
 from minifloat.formats import Format
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.nn import (
@@ -101,6 +101,7 @@ __all__ = [
     "checkpoint_context_fn",
     "convert",
     "cross_entropy",
+    "export",
     "find_amaxes",
     "get_default_recipe",
     "linear_cross_entropy",

@@ -147,7 +147,7 @@ EXTRA: dict[str, set[str]] = {
 }
 # Values that functions of ours give, which nobody makes; what goes on to another library as it is.
 VALUES_OF_OURS = {"ConversionReport", "Operand", "Quantized", "QuantizedTensor", "Recipe", "Group", "Gemm", "Routing"}
-FREE = {"args", "kwargs", "options", "reshard_after_forward"}
+FREE = {"args", "kwargs", "options", "dynamic_shapes", "reshard_after_forward"}
 
 
 def _needed() -> dict[str, dict[str, Any]]:
@@ -186,6 +186,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "find_amaxes": {"xs": [x], "quantizers": [q]},
         "checkpoint": {"function": lambda: torch.ones(1)},
         "convert": of_model | {"recipe": "mxfp8"},
+        "export": {"model": nn.Linear(4, 4).eval(), "args": (torch.ones(2, 4),)},
         "cross_entropy": {"logits": x, "target": torch.zeros(4, dtype=torch.int64)},
         "linear_cross_entropy": {"hidden": x, "weight": x, "target": torch.zeros(4, dtype=torch.int64)},
         "prepare": of_model | {"recipe": "mxfp8"},

@@ -56,6 +56,7 @@ PUBLIC = [
     "checkpoint_context_fn",
     "convert",
     "cross_entropy",
+    "export",
     "find_amaxes",
     "get_default_recipe",
     "linear_cross_entropy",

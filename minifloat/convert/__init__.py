@@ -1,7 +1,18 @@
 """Low precision for models that were built from PyTorch's own layers, and back again."""
 
 from minifloat.convert.convert import convert, revert
+from minifloat.convert.export import export
 from minifloat.convert.report import ConversionReport, Converted, LeftAlone
 from minifloat.convert.select import DefaultFilter, FilterFn, Rule
 
-__all__ = ["ConversionReport", "Converted", "DefaultFilter", "FilterFn", "LeftAlone", "Rule", "convert", "revert"]
+__all__ = [
+    "ConversionReport",
+    "Converted",
+    "DefaultFilter",
+    "FilterFn",
+    "LeftAlone",
+    "Rule",
+    "convert",
+    "export",
+    "revert",
+]

@@ -1,0 +1,307 @@
+"""``export``: a model as a program for inference, which holds the codes of its weights and not their values.
+
+``torch.export`` traces a layer's casts of its weight like everything else. What they read does not change between
+calls, so here they are run once, and the program gets what they give as buffers in place of the weights. That is a
+change of the graph alone: each kind of layer is exported as it is, and computes what it computes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.utils._pytree import tree_leaves
+
+from minifloat import finite
+from minifloat.arguments import checked
+from minifloat.autocast import checks_finite
+from minifloat.comm.dtensor import is_dtensor
+from minifloat.nn.linear_state import LinearState
+from minifloat.ops import grouped, quantize
+from minifloat.tensor import QuantizedTensor
+
+_OF_CAST = ("codes", "scale_inv", "amax")
+_OUTPUTS: dict[Any, tuple[str, ...]] = {
+    quantize.amax.overload: ("amax",),
+    quantize.cast.overload: _OF_CAST,
+    quantize.amax_and_cast.overload: ("amax", "codes", "scale_inv"),
+    grouped.grouped_amax.overload: ("amax",),
+    grouped.grouped_cast.overload: _OF_CAST,
+}
+"""The operations that cast, and what the last of their outputs are."""
+
+
+@checked
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    strict: bool = False,
+    **options: Any,
+) -> ExportedProgram:
+    """``torch.export.export`` for inference: the program holds codes and scales of weights as plain tensors.
+
+    It gives what the model gives in ``eval()`` under its recipes, bit for bit, and casts activations alone. A buffer
+    ``layer.weight_codes`` and those of its scales, ``layer.weight_scale_inv`` and for NVFP4 ``layer.weight_amax``,
+    stand for a parameter ``layer.weight`` that is multiplied quantized. Under delayed scaling the scales are those of
+    now, and there are no histories. What the program does not read is not in it. The model is not changed, and what
+    becomes of it later does not reach the program.
+
+    Args:
+        model: any module in which layers of minifloat are, in ``eval()`` mode. Layers without a recipe of their own
+            take that of the ``autocast`` that surrounds the call.
+        args, kwargs, dynamic_shapes, strict, options: as of ``torch.export.export``.
+
+    Returns:
+        A program for ``torch.export.save`` or ``torch._inductor.aoti_compile_and_package``. It calls operations of
+        minifloat, so a process that loads it imports minifloat first.
+
+    Raises:
+        ValueError: the model is in training mode; a layer is split over ranks, its weight is a DTensor or gathered from
+            shards, or it runs inside of a context that its model's forward enters; ``autocast(check_finite=True)``;
+            something other than its layer reads a quantized weight.
+        RuntimeError: a layer is called with an option, or has no buffers for its recipe, so that it cannot be traced.
+    """
+    _check(model)
+    with torch.no_grad():
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict, **options)
+        _check_contexts(program.graph_module)
+        _cast_weights(program)
+        _check_plain(program)
+        _copy_tensors(program)
+    return program
+
+
+# ---- what cannot be exported ----
+
+
+def _check(model: nn.Module) -> None:
+    layers = [module for module in model.modules() if isinstance(module, LinearState)]
+    if finite.active and checks_finite() and layers:
+        raise ValueError(
+            f"export: autocast(check_finite=True) has {layers[0]._label} look at values, which no graph can; export "
+            "outside of it"
+        )
+    if model.training:
+        named = layers[0]._label if layers else type(model).__name__
+        raise ValueError(f"export: {named} is in training mode, and programs are for inference; call model.eval()")
+    for layer in layers:
+        if layer._parallel.mode is not None:
+            raise ValueError(
+                f"export: {layer._label} is split over {layer._parallel.group.size} ranks; export a model that is "
+                "built without parallel_mode and has loaded the whole state dict"
+            )
+        for weight in [layer._weight(name) for name in layer._weight_names]:
+            if is_dtensor(weight) or (isinstance(weight, QuantizedTensor) and weight.gatherer is not None):
+                raise ValueError(
+                    f"export: the weight of {layer._label} is sharded over ranks; export a model that is not, and has "
+                    "loaded the whole state dict"
+                )
+
+
+def _check_contexts(root: fx.GraphModule) -> None:
+    """Raises where a layer's casts are in a graph of their own, in which a weight is an argument like others."""
+    for part in root.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) and part is not root else ():
+            if node.target in _OUTPUTS:
+                paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+                raise ValueError(
+                    f"export: layer {paths[-1] if paths else ''!r} runs inside of torch.autocast or the like that the "
+                    "model's forward enters; enter it around export"
+                )
+
+
+def _check_plain(program: ExportedProgram) -> None:
+    for name, tensor in program.state_dict.items():
+        if isinstance(tensor, QuantizedTensor):
+            raise ValueError(
+                f"export: {name} is quantized, and something other than its layer reads it, which a program of plain "
+                "tensors cannot; read its dequantize(), or keep it in high precision"
+            )
+
+
+# ---- casting weights ahead ----
+
+
+def _cast_weights(program: ExportedProgram) -> None:
+    """Replaces the casts of weights by their results, and drops whatever is not read then."""
+    graph, names = program.graph, _held_by_name(program)
+    written = _written(graph)
+    computed = _computed_of(graph, {node for node in names if node not in written}, written)
+    casts = [node for node in computed if node.target in _OUTPUTS or _reads_inner(node)]
+    buffers: dict[str, fx.Node] = {}  # by what they were computed by: a weight may be cast several times
+    for cast in casts:
+        values: dict[fx.Node, Any] = {node: _held(program, name) for node, name in names.items()}
+        for output, what in _outputs(cast):
+            if all(user in casts for user in output.users):
+                continue
+            key = _expression(output)
+            if key not in buffers:
+                buffers[key] = _add_buffer(program, _name(cast, names, what), _value(output, values), output)
+            output.replace_all_uses_with(buffers[key], delete_user_cb=lambda user: user not in casts)
+    for node in reversed(computed):
+        if not node.users:
+            graph.erase_node(node)
+    _drop_unread(program, names)
+    graph.lint()
+    program.graph_module.recompile()
+
+
+def _held_by_name(program: ExportedProgram) -> dict[fx.Node, str]:
+    """The inputs that are parameters, buffers and constants, and their names."""
+    kinds = InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
+    names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.kind in kinds}
+    found = [(node, names.get(node.name)) for node in program.graph.find_nodes(op="placeholder")]
+    return {node: name for node, name in found if name is not None}
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """What some operation writes to, in place, and what that is a view of."""
+    found: set[fx.Node] = set()
+    pending: list[Any] = []
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            pending += _aliased(node, written=True)
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node.target is operator.getitem:
+            pending.append(node.args[0])
+        elif isinstance(node.target, torch._ops.OpOverload):
+            pending += _aliased(node)
+    return found
+
+
+def _aliased(node: fx.Node, written: bool = False) -> list[fx.Node]:
+    """The arguments that results of an operation may be views of; ``written``: those that it writes to."""
+    operation: Any = node.target
+    given: list[Any] = []
+    for place, argument in enumerate(operation._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and (alias.is_write or not written):
+            given.append(node.args[place] if place < len(node.args) else node.kwargs.get(argument.name))
+    return [each for each in tree_leaves(given) if isinstance(each, fx.Node)]
+
+
+def _computed_of(graph: fx.Graph, known: set[fx.Node], written: set[fx.Node]) -> list[fx.Node]:
+    """What is computed of ``known`` alone, in order, but for what is written to afterwards."""
+    found: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node in written or not known.issuperset(node.all_input_nodes):
+            continue
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif not node.is_impure():
+            known.add(node)
+            found.append(node)
+    return found
+
+
+def _expression(node: fx.Node) -> str:
+    """How ``node`` is computed from the inputs of the graph."""
+    if node.op == "placeholder":
+        return node.name
+    return f"{node.target}{fx.map_arg((node.args, node.kwargs), _expression)}"
+
+
+def _reads_inner(node: fx.Node) -> bool:
+    """``node`` is a tensor that a quantized parameter holds."""
+    return str(node.target) == "export.access_subclass_inner_tensor.default"
+
+
+def _outputs(cast: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+    """The tensors that a cast gives, and what each is."""
+    if _reads_inner(cast):
+        yield cast, str(cast.args[1]).partition("_")[2]  # of "rowwise_codes"
+        return
+    kinds = _OUTPUTS[cast.target]
+    count = len(cast.meta["val"])
+    for item in list(cast.users):
+        place: Any = item.args[1]
+        yield item, kinds[place - count]
+
+
+def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """What ``node`` gives, computed from ``values``, and kept there."""
+    if node not in values:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _value(each, values))
+        function: Any = node.target
+        values[node] = function(*args, **kwargs)
+    return values[node]
+
+
+def _held(program: ExportedProgram, name: str) -> Tensor:
+    """The parameter, buffer or constant of that name."""
+    held: Mapping[str, Any] = program.state_dict if name in program.state_dict else program.constants
+    return held[name]
+
+
+def _name(cast: fx.Node, names: Mapping[fx.Node, str], what: str) -> str:
+    """Of the parameter that is cast: of several, as of experts, the path that they have in common."""
+    sources: list[str] = []
+    pending = [cast]
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node in names:
+                sources.append(names[node])
+            else:
+                pending.append(node)
+    parameters = [name for name in sources if not name.endswith("_scaling.scale")]
+    if len(set(parameters)) == 1:
+        return f"{parameters[0]}_{what}"
+    parts = zip(*[name.split(".")[:-1] for name in parameters], strict=False)
+    shared = [part for part, *others in takewhile(lambda each: len(set(each)) == 1, parts)]
+    return ".".join([*shared, f"weight_{what}"])
+
+
+def _add_buffer(program: ExportedProgram, name: str, value: Tensor, like: fx.Node) -> fx.Node:
+    """A buffer as another input of the graph, before those of the caller."""
+    specs, free, number = program.graph_signature.input_specs, name, 1
+    while free in program.state_dict:
+        free, number = f"{name}_{number}", number + 1
+    inputs = program.graph.find_nodes(op="placeholder")
+    place = next((i for i, spec in enumerate(specs) if spec.kind == InputKind.USER_INPUT), len(specs))
+    anchor = inputs[place] if place < len(inputs) else inputs[-1].next
+    with program.graph.inserting_before(anchor):
+        node = program.graph.placeholder("b_" + free.replace(".", "_"))
+    node.target, node.meta = node.name, {"val": like.meta["val"]}
+    specs.insert(place, InputSpec(InputKind.BUFFER, TensorArgument(node.name), free, persistent=True))
+    program.state_dict[free] = value
+    return node
+
+
+def _drop_unread(program: ExportedProgram, names: Mapping[fx.Node, str]) -> None:
+    """Removes parameters, buffers and constants that nothing reads."""
+    specs = program.graph_signature.input_specs
+    unread = {node.name for node in names if not node.users}
+    for node in list(names):
+        if node.name in unread:
+            program.graph.erase_node(node)
+    specs[:] = [spec for spec in specs if spec.arg.name not in unread]
+    targets = {spec.target for spec in specs}
+    for held in (program.state_dict, program.constants):
+        for name in [name for name in held if name not in targets]:
+            del held[name]
+
+
+def _copy_tensors(program: ExportedProgram) -> None:
+    """Gives the program tensors of its own, without gradients: codes would not follow what the model becomes."""
+    copies: dict[int, Tensor] = {}
+    for held in (program.state_dict, program.constants):
+        for name, tensor in held.items():
+            if isinstance(tensor, Tensor):
+                if id(tensor) not in copies:
+                    copy = tensor.detach().clone()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    copies[id(tensor)] = nn.Parameter(copy, requires_grad=False) if is_parameter else copy
+                held[name] = copies[id(tensor)]

@@ -1,0 +1,448 @@
+"""``export``: programs for inference that hold codes, equal to the bit to the model; their files; AOTInductor."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.nn import functional as F
+
+from minifloat import (
+    CustomRecipe,
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MoE,
+    MultiheadAttention,
+    QuantizedTensor,
+    QuantizerRole,
+    Recipe,
+    TransformerLayer,
+    autocast,
+    convert,
+    export,
+    prepare,
+    quantized_model_init,
+)
+from minifloat.recipe import DelayedScaling, named
+from tests.helpers.distributed_pool import Pools
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
+
+IN, HIDDEN, OUT = 40, 48, 17
+TOKENS = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+SHAPES = (6, 5), (2, 9), (33, 2)
+
+
+def by_role(role: QuantizerRole) -> Any:
+    """MXFP8 inputs and 128x128 tiles of weights."""
+    return named("block" if role.tensor_type == "weight" else "mxfp8").quantizer(role)
+
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    **{name: named(name) for name in ("current", "block", "rowwise", "mxfp8", "nvfp4", "mxfp4", "mxfp6")},
+    "custom": CustomRecipe(by_role),
+}
+SIZES = dict.fromkeys(RECIPES, 1.0) | {"nvfp4": 0.5, "mxfp4": 0.5}
+"""Bytes of the codes of an element."""
+
+
+def two_linears(recipe: Recipe | str | None = None) -> nn.Sequential:
+    return nn.Sequential(Linear(IN, HIDDEN, recipe=recipe), nn.ReLU(), Linear(HIDDEN, OUT, bias=False, recipe=recipe))
+
+
+def trained(model: nn.Module, steps: int = 2) -> nn.Module:
+    """After some steps, which give delayed scaling scales of its own; in ``eval()``."""
+    for step in range(steps):
+        model(torch.randn(7, 3, IN) * 4.0**step).square().mean().backward()
+    model.zero_grad()
+    return model.eval()
+
+
+def casts(program: ExportedProgram) -> int:
+    """How many tensors a call of the program casts, by a norm's kernel or by itself."""
+    return sum("minifloat" in str(node.target) and "cast" in str(node.target) for node in program.graph.nodes)
+
+
+def matrices(program: ExportedProgram) -> dict[str, Tensor]:
+    """What the program holds but for vectors."""
+    held = program.state_dict | {name: each for name, each in program.constants.items() if isinstance(each, Tensor)}
+    return {name: each for name, each in held.items() if each.dim() > 1}
+
+
+def assert_same(program: Callable[..., Any], model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """The same bits of every output."""
+    with torch.no_grad():
+        found, wanted = program(*args, **kwargs), model(*args, **kwargs)
+    for one, other in zip(*(x if isinstance(x, tuple | list) else (x,) for x in (found, wanted)), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def slow_but(*fast: Any, of: Any) -> list[Any]:
+    return [each if each in fast else pytest.param(each, marks=pytest.mark.slow) for each in of]
+
+
+# ---- what a program holds, and that it computes the same ----
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kept", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe(name: str, kept: bool, strict: bool, tmp_path: Path) -> None:
+    """One program serves all token counts, before and after it was saved, from weights in either form."""
+    with quantized_model_init(enabled=kept, recipe=RECIPES[name]):
+        model = trained(two_linears(RECIPES[name]))
+    before = copy.deepcopy(model.state_dict())
+    program = export(model, (torch.randn(6, 5, IN),), dynamic_shapes=TOKENS, strict=strict)
+    program.validate()
+    torch.export.save(program, tmp_path / "model.pt2")
+    for run in (program.module(), torch.export.load(tmp_path / "model.pt2").module()):
+        for shape in SHAPES:
+            assert_same(run, model, torch.randn(*shape, IN))
+    assert casts(program) == 2  # of the activations
+    held = matrices(program)
+    codes = [each for each in held.values() if each.numel() * 4 > OUT * HIDDEN]
+    assert all(each.dtype == torch.uint8 for each in codes)
+    assert sum(each.nbytes for each in codes) == SIZES[name] * HIDDEN * (IN + OUT)
+    assert not any("history" in name or isinstance(each, QuantizedTensor) for name, each in program.state_dict.items())
+    assert not any(each.requires_grad for each in program.state_dict.values())
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_names_and_values() -> None:
+    """A buffer is named for the parameter that it stands for, and holds what casting that gives."""
+    model = trained(two_linears("nvfp4"))
+    program = export(model, (torch.randn(6, IN),))
+    wanted = named("nvfp4").quantizer(QuantizerRole("linear", "weight"))(model[0].weight.detach()).rowwise  # type: ignore[index]
+    assert wanted is not None
+    for what in ("codes", "scale_inv", "amax"):
+        assert torch.equal(program.state_dict[f"0.weight_{what}"], getattr(wanted, what))
+    of_second = {f"2.weight_{what}" for what in ("codes", "scale_inv", "amax")}
+    assert program.state_dict.keys() == {"0.bias"} | {name.replace("2.", "0.") for name in of_second} | of_second
+
+
+def test_size_of_a_file(tmp_path: Path) -> None:
+    """That of the codes, and not that of the weights: here a quarter, and 60 KB for the graph."""
+    model = nn.Sequential(*[Linear(256, 256, recipe="mxfp8") for _ in range(4)]).eval()
+    torch.export.save(export(model, (torch.randn(6, 256),)), tmp_path / "model.pt2")
+    size, weights = (tmp_path / "model.pt2").stat().st_size, 4 * 256 * 256
+    assert weights < size < 1.1 * weights + 60_000
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, a weight that two layers share and one that is read in high precision too."""
+
+    def __init__(self, recipe: Any) -> None:
+        super().__init__()
+        self.first, self.tied = Linear(IN, IN, recipe=recipe), Linear(IN, IN, recipe=recipe)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.tied(self.first(self.first(x).relu()))
+        return y + F.linear(x, self.first.weight)
+
+
+class Grouped(nn.Module):
+    def __init__(self, recipe: Any, single: bool) -> None:
+        super().__init__()
+        self.linear = GroupedLinear(3, IN, OUT, recipe=recipe, single_grouped_weight=single)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.flatten(0, 1), torch.tensor([3, 0, 1]))
+        return y
+
+
+LAYERS: dict[str, tuple[Callable[[Any], nn.Module], int]] = {
+    "split": (lambda recipe: Linear(IN, HIDDEN, recipe=recipe, parameters_split=["q", "k", "v"]), 1),
+    "layernorm linear": (lambda recipe: LayerNormLinear(IN, OUT, recipe=recipe, return_layernorm_output=True), 1),
+    "layernorm mlp": (lambda recipe: LayerNormMLP(IN, HIDDEN, recipe=recipe, activation="swiglu"), 2),
+    "attention": (lambda recipe: MultiheadAttention(IN, 4, recipe=recipe, input_layernorm=True), 2),
+    "transformer": (lambda recipe: TransformerLayer(IN, HIDDEN, 4, recipe=recipe, normalization="RMSNorm"), 4),
+    "grouped": (lambda recipe: Grouped(recipe, False), 1),
+    "grouped as one": (lambda recipe: Grouped(recipe, True), 1),
+    "experts": (lambda recipe: MoE(IN, HIDDEN, 3, 2, recipe=recipe, shared_ffn_hidden_size=16), 4),
+    "twice": (Twice, 3),
+}
+"""Layers, and how many activations each casts."""
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but("current", of=RECIPES))
+@pytest.mark.parametrize(
+    "layer", slow_but("split", "layernorm mlp", "transformer", "grouped", "experts", "twice", of=LAYERS)
+)
+@pytest.mark.filterwarnings("error::UserWarning")  # such as of attributes that a forward sets
+def test_every_layer(layer: str, name: str, strict: bool, tmp_path: Path) -> None:
+    make, activations = LAYERS[layer]
+    model = make(RECIPES[name]).eval()
+    if name == "delayed":
+        prepare(model, RECIPES[name])
+    program = export(model, (torch.randn(6, 5, IN),), dynamic_shapes=TOKENS, strict=strict)
+    assert casts(program) == activations
+    torch.export.save(program, tmp_path / "model.pt2")
+    for run in (program.module(), torch.export.load(tmp_path / "model.pt2").module()):
+        for shape in SHAPES:
+            assert_same(run, model, torch.randn(*shape, IN))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_converted_model(kept: bool) -> None:
+    """In bf16, with layers that stay in high precision, from weights in either form."""
+    model = nn.Sequential(*(nn.Linear(IN, IN) for _ in range(4))).bfloat16().eval()
+    convert(model, "block", lambda module, name: True, rules=[("3", "none")], quantize_weights=kept)
+    program = export(model, (torch.randn(6, IN, dtype=torch.bfloat16),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    assert_same(program.module(), model, torch.randn(9, IN, dtype=torch.bfloat16))
+    assert casts(program) == 3
+    wanted = ["3.weight", *[f"{i}.weight_{what}" for i in range(3) for what in ("codes", "scale_inv")]]
+    assert sorted(matrices(program)) == sorted(wanted)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_without_a_recipe_quantized_weights_are_codes(strict: bool) -> None:
+    """They are dequantized in each call."""
+    with quantized_model_init(recipe="mxfp8"):
+        model = two_linears().eval()
+    program = export(model, (torch.randn(6, IN),), strict=strict)
+    assert_same(program.module(), model, torch.randn(6, IN))
+    assert {each.dtype for each in matrices(program).values()} == {torch.uint8}
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+def test_the_recipe_of_autocast(name: str) -> None:
+    """And the dtype of PyTorch's: contexts around the export are those of the program."""
+    model = prepare(two_linears(), RECIPES[name]).eval()
+    with autocast(recipe=RECIPES[name]), torch.autocast("cpu", torch.bfloat16):
+        program = export(model, (torch.randn(6, IN),), dynamic_shapes=({0: Dim.DYNAMIC},))
+        x = torch.randn(9, IN)
+        with torch.no_grad():
+            y = model(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(program.module()(x), y) and casts(program) == 2
+
+
+def test_buffers_that_a_call_writes_stay() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Linear(IN, OUT, recipe="current")
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            y: Tensor = self.linear(x) * self.calls
+            return y
+
+    model = Counts().eval()
+    twin, x = copy.deepcopy(model), torch.randn(6, IN)
+    program = export(model, (x,)).module()
+    for _ in range(3):
+        assert_same(program, twin, x)
+    assert program.calls == twin.calls == 3 and model.calls == 0
+
+
+def test_casts_of_what_a_call_writes_stay() -> None:
+    """A cache that is quantized, and a weight that is computed in place, through a view."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(OUT, IN))
+            self.register_buffer("cache", torch.zeros(4, IN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache[:2].add_(x)
+            weight = self.weight.clone()
+            weight.view(-1)[: 2 * IN].mul_(x.sum())
+            quantizer = named("current").quantizer(QuantizerRole("linear", "weight"))
+            values = [quantizer(each).dequantize() for each in (self.cache, weight, self.weight)]
+            return values[0] @ (values[1] + values[2]).T
+
+    model = Writes().eval()
+    twin = copy.deepcopy(model)
+    program = export(model, (torch.randn(2, IN),))
+    run = program.module()
+    for _ in range(3):
+        assert_same(run, twin, torch.randn(2, IN))
+    assert casts(program) == 2 and {"cache", "weight", "weight_codes"} <= program.state_dict.keys()
+
+
+def test_the_model_trains_on() -> None:
+    """Delayed scaling included, as if it had not been exported; the program stays what it is."""
+    model, x = trained(two_linears(RECIPES["delayed"])), torch.randn(6, IN)
+    twin, program = copy.deepcopy(model), export(model, (x,)).module()
+    with torch.no_grad():
+        y = model(x)
+    for each in (model, twin):
+        each.train()(x).square().sum().backward()
+    for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), twin.buffers(), strict=True))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert torch.equal(program(x), y) and not torch.equal(model(x), y)
+
+
+# ---- what is refused ----
+
+
+def test_training_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear\(40, 48\) is in training mode.*model\.eval\(\)"):
+        export(two_linears("current"), (torch.randn(6, IN),))
+
+
+def test_looking_for_what_is_not_finite_is_refused() -> None:
+    model = two_linears("current").eval()
+    with autocast(check_finite=True), pytest.raises(ValueError, match=r"check_finite=True\) has Linear.*outside of it"):
+        export(model, (torch.randn(6, IN),))
+
+
+def test_contexts_that_a_forward_enters_are_refused() -> None:
+    class Lower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = Linear(IN, OUT, recipe="current")
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y: Tensor = self.proj(x)
+            return y
+
+    with pytest.raises(ValueError, match=r"layer 'proj' runs inside of torch\.autocast.*around export"):
+        export(Lower().eval(), (torch.randn(6, IN),))
+
+
+def test_options_that_cannot_be_traced_are_refused() -> None:
+    """Each by the layer that is called with it."""
+    layer, x = Linear(IN, OUT, recipe="current", name="proj").eval(), torch.randn(6, IN)
+    for option in ({"fp8_output": True}, {"is_first_microbatch": False}):
+        with pytest.raises(RuntimeError, match=rf"Linear 'proj': {next(iter(option))}=.*use (False|None)"):
+            export(layer, (x,), dict(option))
+
+
+def test_delayed_scaling_without_buffers_is_refused() -> None:
+    with autocast(recipe="delayed"), pytest.raises(RuntimeError, match=r"minifloat\.prepare\(model, recipe\)"):
+        export(two_linears().eval(), (torch.randn(6, IN),))
+
+
+def test_quantized_weights_that_others_read_are_refused() -> None:
+    """But not their values."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with quantized_model_init(recipe="mxfp8"):
+                self.proj = Linear(IN, IN, recipe="mxfp8")
+
+        def forward(self, x: Tensor, values: bool) -> Tensor:
+            weight = self.proj.weight.dequantize() if values else self.proj.weight
+            y: Tensor = self.proj(x) + F.linear(x, weight)
+            return y
+
+    model, x = Reads().eval(), torch.randn(6, IN)
+    with pytest.raises(ValueError, match=r"export: proj\.weight is quantized, and something other.*dequantize\(\)"):
+        export(model, (x, False))
+    assert_same(export(model, (x, True)).module(), model, x, True)
+
+
+def refused_on_ranks(rank: int, world_size: int) -> str:
+    """The error of a layer that is split over ranks."""
+    layer = Linear(
+        IN, HIDDEN, recipe="current", name="up", parallel_mode="column", tp_group=torch.distributed.group.WORLD
+    )
+    try:
+        export(layer.eval(), (torch.randn(6, IN),))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_layers_that_are_split_over_ranks_are_refused(worker_pool: Pools) -> None:
+    for error in worker_pool(2).run(refused_on_ranks):
+        assert error.startswith("export: Linear 'up' is split over 2 ranks; export a model that is built without")
+
+
+# ---- AOTInductor ----
+
+COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="AOTInductor needs a C++ compiler"
+)
+IN_ANOTHER_PROCESS = """
+import sys, torch, minifloat
+x, y = torch.load(sys.argv[2])
+with torch.no_grad():
+    assert torch.equal(torch.export.load(sys.argv[1] + "/model.pt2").module()(x), y)
+    assert torch.equal(torch._inductor.aoti_load_package(sys.argv[1] + "/package.pt2")(x), y)
+"""
+
+
+QUICKLY = {
+    "aot_inductor.precompile_headers": False,
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "cpp.vec_isa_ok": True,  # in lieu of compiling a program that tries it
+}
+
+
+def packaged(model: nn.Module, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ExportedProgram, Any]:
+    """The program, and what AOTInductor made of it."""
+    program = export(model, (torch.randn(6, 5, IN, dtype=dtype),), dynamic_shapes=TOKENS)
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(folder / "package.pt2"), inductor_configs=QUICKLY
+    )
+    return program, torch._inductor.aoti_load_package(path)
+
+
+@COMPILER
+def test_aot_inductor(tmp_path: Path) -> None:
+    """Every recipe in one model; its own code changes no bit of linears and ReLU."""
+    parts = [nn.Sequential(Linear(IN, IN, recipe=recipe), nn.ReLU()) for recipe in RECIPES.values()]
+    model = trained(nn.Sequential(*parts))
+    _, run = packaged(model, tmp_path)
+    for shape in SHAPES:
+        assert_same(run, model, torch.randn(*shape, IN))
+
+
+@COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["delayed", "current", "nvfp4"])
+@pytest.mark.parametrize("layer", ["layernorm mlp", "transformer", "experts"])
+def test_layers_by_aot_inductor(layer: str, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """To the bit, but for a router's softmax and the sums of experts' results, which Inductor computes in its order.
+
+    Those differ in the last bits of fp32, of sums of at most four numbers; a later cast may round them apart.
+    """
+    model = LAYERS[layer][0](RECIPES[name]).to(dtype).eval()
+    _, run = packaged(model, tmp_path, dtype)
+    for shape in SHAPES:
+        x = torch.randn(*shape, IN, dtype=dtype)
+        if layer != "experts":
+            assert_same(run, model, x)
+            continue
+        with torch.no_grad():
+            y = model(x)
+            torch.testing.assert_close(run(x), y, rtol=0, atol=4 * torch.finfo(dtype).eps * float(y.abs().max()))
+
+
+@COMPILER
+@pytest.mark.slow
+def test_in_another_process(tmp_path: Path) -> None:
+    """One that imported minifloat runs both kinds of files."""
+    model, x = trained(two_linears("mxfp8")), torch.randn(4, 3, IN)
+    program, _ = packaged(model, tmp_path)
+    torch.export.save(program, tmp_path / "model.pt2")
+    with torch.no_grad():
+        torch.save((x, model(x)), tmp_path / "data.pt")
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path), str(tmp_path / "data.pt")]
+    subprocess.run(command, check=True, timeout=200)
