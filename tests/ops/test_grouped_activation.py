@@ -178,4 +178,4 @@ def test_compiled(spec: str | None) -> None:
         )
         assert "ld.global.v4.b32" in compiled.ptx and ("st.global.b8" not in compiled.ptx or scales is codes)
         # Two halves of 128 x 128 elements: as the kernel of one matrix.
-        assert compiled.spills <= (256 if (name, choice.rows) == ("activation_backward", 128) else 0)
+        assert compiled.spills <= (320 if (name, choice.rows) == ("activation_backward", 128) else 0)
