@@ -1,14 +1,12 @@
 """Activations of groups of rows in Triton, forward and backward: times the rows' probabilities, and cast by group.
 
 As in ``ops/activation/kernels.py`` a program computes a tile in fp32, rounds it to the dtype of its input, and stores
-or casts it. Its tile is of one group, which the table of ``table.py`` finds, so that each group has its own amax,
-scale and blocks. Where values are stored, one more group takes the rows that are no group's, and stores zeros.
+or casts it (``fused.py``). The rows that are no group's are stored as zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,15 +14,21 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
-from minifloat.ops import grouped
 from minifloat.ops.activation import out_columns
 from minifloat.ops.activation.device import gated_gradients, gated_value, pointwise
 from minifloat.ops.activation.kernels import formula, load, within_half
 from minifloat.ops.activation.reference import gated
-from minifloat.ops.grouped import table
-from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
+from minifloat.ops.grouped.fused import (
+    Outputs,
+    as_declared,
+    casts_to,
+    launch,
+    record_amaxes,
+    store_tile,
+    values_to,
+)
+from minifloat.ops.grouped.table import number, of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.quantize.blocks import store_block_cast
 from minifloat.ops.quantize.device import (
     corner,
     extent,
@@ -32,60 +36,9 @@ from minifloat.ops.quantize.device import (
     matrix_of,
     pick,
     pick_wide,
-    record_max,
-    store_scaled,
 )
-from minifloat.ops.quantize.fused import VALUE, cast_constants, fused_tile
-from minifloat.ops.quantize.job import aligned
+from minifloat.ops.quantize.fused import fused_tile
 from minifloat.ops.tiles import Tile, tile
-
-Argument = tuple[Tensor, Place]
-
-
-@triton.jit
-def store_tile(
-    values, place, first_m, first_n, M, N, P, first, width,
-    level, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes,
-    row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile of the N columns from ``first`` on of a group [M, width], or the codes of its cast.
-
-    ``place``: of the tile in its group; ``P``: see ``store_codes``. Amaxes are recorded for values and given scales.
-    """
-    m, n = first_m + tl.arange(0, values.shape[0]), first_n + tl.arange(0, values.shape[1])
-    if ELEMENT is None:
-        where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
-        tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
-    elif BLOCK == 0:
-        multiplier, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, LARGEST)
-        store_scaled(
-            values * multiplier, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, True,
-            ELEMENT,
-        )  # fmt: skip
-        if place == 0:
-            if ROW:
-                tl.store(row_scales, scale_inv)
-            if COLUMN:
-                tl.store(column_scales, scale_inv)
-    else:
-        store_block_cast(
-            values, first_m, first + first_n, M, width, P,
-            row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
-            row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, True, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
-        )  # fmt: skip
-
-
-@triton.jit
-def record_amaxes(row_amaxes, column_amaxes, magnitudes, ROW: tl.constexpr, COLUMN: tl.constexpr):
-    """Raises those of a group to the largest of a tile; of a number and NaN the maximum is the number."""
-    amax = tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0)  # of nothing but NaN 0
-    if ROW:
-        record_max(row_amaxes, amax)
-    if COLUMN:
-        record_max(column_amaxes, amax)
 
 
 @triton.jit
@@ -190,29 +143,13 @@ _forward = Kernel(grouped_activation_kernel)
 _backward = Kernel(grouped_activation_backward_kernel)
 
 
-class Outputs(NamedTuple):
-    """Where a launch writes to: values, or casts of them.
-
-    Args:
-        tensors: codes (or values), scales and amaxes of the rowwise cast, then of the columnwise one.
-        constants: ROW to LARGEST of the kernels.
-        stored: rows of the memory of columnwise codes.
-        strides: of both grids of scales.
-    """
-
-    tensors: tuple[Argument, ...]
-    constants: tuple[Any, ...]
-    stored: int = 0
-    strides: tuple[int, ...] = (0, 0, 0, 0)
-
-
 def forward(
     x: Tensor, probabilities: Tensor | None, offsets: Tensor, name: str, parameters: Sequence[float], with_amax: bool
 ) -> tuple[Tensor, Tensor]:
     """``grouped_activation``."""
     x = ready(x)
     y = x.new_empty(x.shape[0], out_columns(name, x.shape[1]))
-    out, amax = _values(y, offsets, with_amax)
+    out, amax = values_to(y, offsets, with_amax)
     _forward_to(out, x, probabilities, offsets, None, name, parameters, with_amax, tile("activation", x.device))
     return y, amax
 
@@ -230,10 +167,10 @@ def cast(
 ) -> list[Tensor]:
     """``grouped_activation_cast``."""
     x, columns = ready(x), out_columns(name, x.shape[1])
-    out, made = _casts(x[:, :columns], offsets, formats, dims, k_major)
+    out, made = casts_to(x[:, :columns], offsets, formats, dims, k_major)
     choice = cast_tile("activation", formats, dims, columns, x.device)
     _forward_to(out, x, probabilities, offsets, scales, name, parameters, scales is not None, choice)
-    return _as_declared(made, formats, dims, k_major)
+    return as_declared(made, formats, dims, k_major)
 
 
 def backward(
@@ -248,7 +185,7 @@ def backward(
     """``grouped_activation_backward``."""
     dy, x = ready(dy), ready(x)
     dx = torch.empty_like(x)
-    out, amax = _values(dx, offsets, with_amax)
+    out, amax = values_to(dx, offsets, with_amax)
     choice = tile("activation_backward", x.device)
     sums = _backward_to(out, dy, x, probabilities, offsets, None, name, parameters, with_amax, choice)
     return dx, sums, amax
@@ -268,12 +205,16 @@ def backward_cast(
 ) -> list[Tensor]:
     """``grouped_activation_backward_cast``."""
     dy, x = ready(dy), ready(x)
-    out, made = _casts(x, offsets, formats, dims, k_major)
+    out, made = casts_to(x, offsets, formats, dims, k_major)
     choice = cast_tile("activation_backward", formats, dims, dy.shape[1], x.device)
     if gated(name) and scales is None:
         choice = within_half(choice, parse(formats[0]), dy.shape[1])
     sums = _backward_to(out, dy, x, probabilities, offsets, scales, name, parameters, scales is not None, choice)
-    return [*_as_declared(made, formats, dims, k_major), sums]
+    return [*as_declared(made, formats, dims, k_major), sums]
+
+
+def cast_tile(kernel: str, formats: Sequence[str], dims: Sequence[int], columns: int, device: torch.device) -> Tile:
+    return fused_tile(kernel, None, parse(formats[0]), ROWWISE in dims, COLUMNWISE in dims, (0, columns), device)
 
 
 # ---- launches ----
@@ -297,10 +238,10 @@ def _forward_to(
     ]  # fmt: skip
     columns = out_columns(name, x.shape[1])
     constants = (
-        *formula(name, parameters), *out.constants, probabilities is not None, with_amax, aligned([columns]),
+        *formula(name, parameters), *out.constants, probabilities is not None, with_amax, columns % out.unit == 0,
         choice.rows, choice.cols,
     )  # fmt: skip
-    _launch(_forward, out, tensors, offsets, x.shape[0], columns, constants, choice)
+    launch(_forward, out, tensors, offsets, x.shape[0], columns, constants, choice)
 
 
 def _backward_to(
@@ -329,73 +270,8 @@ def _backward_to(
         unused if scales is None else (scales, of_groups(1)),
     ]  # fmt: skip
     constants = (
-        *formula(name, parameters), *out.constants, probabilities is not None, with_amax, aligned([columns]),
+        *formula(name, parameters), *out.constants, probabilities is not None, with_amax, columns % out.unit == 0,
         choice.rows, choice.cols,
     )  # fmt: skip
-    _launch(_backward, out, tensors, offsets, M, columns, constants, choice)
+    launch(_backward, out, tensors, offsets, M, columns, constants, choice)
     return partial if probabilities is None else partial.sum(1)
-
-
-def _launch(
-    kernel: Kernel,
-    out: Outputs,
-    tensors: Sequence[Argument],
-    offsets: Tensor,
-    rows: int,
-    columns: int,
-    constants: tuple[Any, ...],
-    choice: Tile,
-) -> None:
-    groups, offsets = offsets.numel() - 1, offsets.contiguous()
-    if out.constants is VALUE:
-        offsets = torch.nn.functional.pad(offsets, (0, 1), value=rows)  # what is no group's is one more
-    same = columns, out.stored, groups, *out.strides
-    programs = triton.cdiv(columns, choice.cols)
-    arguments = [*tensors, *out.tensors]
-    table.launch(kernel, offsets, rows, choice.rows, programs, arguments, [], constants, choice.warps, same)
-
-
-# ---- outputs ----
-
-
-def _values(y: Tensor, offsets: Tensor, with_amax: bool) -> tuple[Outputs, Tensor]:
-    """Values go to ``y``, and their amaxes, if wanted, to the other."""
-    amax = y.new_zeros(offsets.numel() - 1 if with_amax else 0, dtype=torch.float32)
-    unused = y, number(0)
-    amaxes = (amax, of_groups(1)) if with_amax else unused
-    return Outputs(((y, of_rows(y.shape[1])), unused, amaxes, unused, unused, unused), VALUE), amax
-
-
-def _casts(
-    x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool]
-) -> tuple[Outputs, list[Tensor]]:
-    """Memory for casts of a matrix as large as ``x``, all of one format, at most one along each dim."""
-    assert len(set(formats)) == 1 and len(set(dims)) == len(dims), (formats, dims)
-    fmt, groups, width = parse(formats[0]), offsets.numel() - 1, x.shape[1]
-    assert fmt.block or all(k_major[i] for i, dim in enumerate(dims) if dim == COLUMNWISE), "see store_scaled"
-    made: list[Tensor] = []
-    places: dict[int, tuple[Argument, ...]] = {}
-    for dim, transposed in zip(dims, k_major, strict=True):
-        transposed = transposed and dim == COLUMNWISE and not fmt.packed
-        codes, scale_inv, amax = grouped.empty_cast(x, groups, fmt, dim, transposed)
-        made += codes, scale_inv, amax.zero_()
-        where = table.codes(fmt, dim, width, transposed), table.scales(fmt, dim, width), of_groups(1)
-        places[dim] = tuple(zip((codes, scale_inv, amax), where, strict=True))
-    row, column = (places.get(dim) or places[dims[0]] for dim in (ROWWISE, COLUMNWISE))  # unwanted: an address
-    strides = [stride for _, (scales, _), _ in (row, column) for stride in (scales.stride() if fmt.grid else (0, 0))]
-    how = cast_constants(x, fmt, ROWWISE in dims, COLUMNWISE in dims, any(k_major) and not fmt.packed)
-    return Outputs((*row, *column), how, column[0][0].shape[0], tuple(strides)), made
-
-
-def cast_tile(kernel: str, formats: Sequence[str], dims: Sequence[int], columns: int, device: torch.device) -> Tile:
-    return fused_tile(kernel, None, parse(formats[0]), ROWWISE in dims, COLUMNWISE in dims, (0, columns), device)
-
-
-def _as_declared(
-    made: list[Tensor], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool]
-) -> list[Tensor]:
-    """Packed columnwise codes in the order of memory that was asked for, which no kernel writes."""
-    for i, (spec, dim, transposed) in enumerate(zip(formats, dims, k_major, strict=True)):
-        if transposed and dim == COLUMNWISE and parse(spec).packed:
-            made[3 * i] = made[3 * i].t().contiguous().t()
-    return made

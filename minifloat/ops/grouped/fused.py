@@ -1,0 +1,160 @@
+"""Casts of groups of rows by the kernel that makes their values: what such kernels share.
+
+Their tile is of one group, which the table of ``table.py`` finds, so that each group has its own amax, scale and
+blocks. Where values are stored, not cast, one more group takes the rows that are no group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, parse
+from minifloat.ops import grouped
+from minifloat.ops.grouped import table
+from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
+from minifloat.ops.launch import Kernel
+from minifloat.ops.quantize.blocks import store_block_cast
+from minifloat.ops.quantize.device import FLT_MAX, record_max, store_scaled
+from minifloat.ops.quantize.fused import VALUE, cast_constants
+from minifloat.ops.tiles import Tile
+
+Argument = tuple[Tensor, Place]
+"""A tensor, and where in it a group begins."""
+
+
+@triton.jit
+def store_tile(
+    values, place, first_m, first_n, M, N, P, first, width,
+    level, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes,
+    row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of the N columns from ``first`` on of a group [M, width], or the codes of its cast.
+
+    ``place``: of the tile in its group; ``P``: see ``store_codes``. Amaxes are recorded for values and given scales.
+    """
+    m, n = first_m + tl.arange(0, values.shape[0]), first_n + tl.arange(0, values.shape[1])
+    if ELEMENT is None:
+        where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
+        tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+    elif BLOCK == 0:
+        multiplier, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, LARGEST)
+        store_scaled(
+            values * multiplier, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, True,
+            ELEMENT,
+        )  # fmt: skip
+        if place == 0:
+            if ROW:
+                tl.store(row_scales, scale_inv)
+            if COLUMN:
+                tl.store(column_scales, scale_inv)
+    else:
+        store_block_cast(
+            values, first_m, first + first_n, M, width, P,
+            row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
+            row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+            ROW, COLUMN, K_MAJOR, True, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        )  # fmt: skip
+
+
+@triton.jit
+def record_amaxes(row_amaxes, column_amaxes, magnitudes, ROW: tl.constexpr, COLUMN: tl.constexpr):
+    """Raises those of a group to the largest of a tile; of a number and NaN the maximum is the number."""
+    amax = tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0)  # of nothing but NaN 0
+    if ROW:
+        record_max(row_amaxes, amax)
+    if COLUMN:
+        record_max(column_amaxes, amax)
+
+
+class Outputs(NamedTuple):
+    """Where a launch writes to: values, or casts of them.
+
+    Args:
+        tensors: codes (or values), scales and amaxes of the rowwise cast, then of the columnwise one.
+        constants: ROW to LARGEST of the kernels.
+        stored: rows of the memory of columnwise codes.
+        strides: of both grids of scales.
+        unit: columns at multiples of which all rows begin at 16 bytes.
+    """
+
+    tensors: tuple[Argument, ...]
+    constants: tuple[Any, ...]
+    stored: int = 0
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    unit: int = 16
+
+
+def launch(
+    kernel: Kernel,
+    out: Outputs,
+    tensors: Sequence[Argument],
+    offsets: Tensor,
+    rows: int,
+    columns: int,
+    constants: tuple[Any, ...],
+    choice: Tile,
+) -> None:
+    """Launches ``kernel`` on tiles of ``rows`` and ``columns``.
+
+    Its arguments are ``tensors``, those of ``out``, starts and sizes of groups, columns, rows of the memory of
+    columnwise codes, number of groups, strides of scales, and ``constants``.
+    """
+    groups, offsets = offsets.numel() - 1, offsets.contiguous()
+    if out.constants is VALUE:
+        offsets = torch.nn.functional.pad(offsets, (0, 1), value=rows)  # what is no group's is one more
+    same = columns, out.stored, groups, *out.strides
+    programs = triton.cdiv(columns, choice.cols)
+    arguments = [*tensors, *out.tensors]
+    table.launch(kernel, offsets, rows, choice.rows, programs, arguments, [], constants, choice.warps, same)
+
+
+# ---- outputs ----
+
+
+def values_to(y: Tensor, offsets: Tensor, with_amax: bool) -> tuple[Outputs, Tensor]:
+    """Values go to ``y``, and their amaxes, if wanted, to the other."""
+    amax = y.new_zeros(offsets.numel() - 1 if with_amax else 0, dtype=torch.float32)
+    unused = y, number(0)
+    amaxes = (amax, of_groups(1)) if with_amax else unused
+    return Outputs(((y, of_rows(y.shape[1])), unused, amaxes, unused, unused, unused), VALUE), amax
+
+
+def casts_to(
+    x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool]
+) -> tuple[Outputs, list[Tensor]]:
+    """Memory for casts of a matrix as large as ``x``, all of one format, at most one along each dim."""
+    assert len(set(formats)) == 1 and len(set(dims)) == len(dims), (formats, dims)
+    fmt, groups, width = parse(formats[0]), offsets.numel() - 1, x.shape[1]
+    assert fmt.block or all(k_major[i] for i, dim in enumerate(dims) if dim == COLUMNWISE), "see store_scaled"
+    made: list[Tensor] = []
+    places: dict[int, tuple[Argument, ...]] = {}
+    for dim, transposed in zip(dims, k_major, strict=True):
+        transposed = transposed and dim == COLUMNWISE and not fmt.packed
+        codes, scale_inv, amax = grouped.empty_cast(x, groups, fmt, dim, transposed)
+        made += codes, scale_inv, amax.zero_()
+        where = table.codes(fmt, dim, width, transposed), table.scales(fmt, dim, width), of_groups(1)
+        places[dim] = tuple(zip((codes, scale_inv, amax), where, strict=True))
+    row, column = (places.get(dim) or places[dims[0]] for dim in (ROWWISE, COLUMNWISE))  # unwanted: an address
+    strides = [stride for _, (scales, _), _ in (row, column) for stride in (scales.stride() if fmt.grid else (0, 0))]
+    how = cast_constants(x, fmt, ROWWISE in dims, COLUMNWISE in dims, any(k_major) and not fmt.packed)
+    if not fmt.block:
+        how = *how[:-1], FLT_MAX.value  # of a whole matrix scales may be larger
+    return Outputs((*row, *column), how, column[0][0].shape[0], tuple(strides), 32 if fmt.packed else 16), made
+
+
+def as_declared(
+    made: list[Tensor], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool]
+) -> list[Tensor]:
+    """Packed columnwise codes in the order of memory that was asked for, which no kernel writes."""
+    for i, (spec, dim, transposed) in enumerate(zip(formats, dims, k_major, strict=True)):
+        if transposed and dim == COLUMNWISE and parse(spec).packed:
+            made[3 * i] = made[3 * i].t().contiguous().t()
+    return made

@@ -1,0 +1,95 @@
+"""Casts of rows that are read by index, in Triton: a token's row goes to each of its experts without a copy between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.ops.grouped import casts
+from minifloat.ops.grouped.fused import as_declared, casts_to, launch, record_amaxes, store_tile
+from minifloat.ops.grouped.table import number, of_groups, of_rows
+from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.quantize import blocks
+from minifloat.ops.quantize.device import corner, extent, first_program, matrix_of, pick, pick_wide
+from minifloat.ops.quantize.job import aligned
+from minifloat.ops.tiles import Tile, tile
+
+_ROW = "e4m3/row/fp32"
+"""A format whose amaxes are those of rows."""
+
+
+@triton.jit
+def gathered_cast_kernel(
+    xs, rows, levels, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes,
+    starts, Ms, N, P, GROUPS, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    AMAX: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    group = matrix_of(starts, program, 0)
+    M, N = pick(Ms, starts, group, 0), extent(N, ALIGNED_N)
+    place = program - first_program(starts, group, 0)
+    first_m, first_n = corner(place, N, BLOCK_M, BLOCK_N)
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    source = tl.load(pick(rows, starts, group, 0) + m, mask=m < M, other=0).to(tl.int64)
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    x = pick_wide(xs, starts, group, 0, ALIGNED_N)
+    values = tl.load(x + source[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    row_amax = pick(row_amaxes, starts, group, 0)
+    column_amax = pick(column_amaxes, starts, group, 0)
+    if AMAX:
+        record_amaxes(row_amax, column_amax, tl.abs(values), ROW, COLUMN)
+    store_tile(
+        values, place, first_m, first_n, M, N, P, 0 * N, N, pick(levels, starts, group, 0),
+        pick_wide(row_codes, starts, group, 0, ALIGNED_N), pick(row_scales, starts, group, 0), row_amax,
+        pick_wide(column_codes, starts, group, 0, K_MAJOR or ALIGNED_N), pick(column_scales, starts, group, 0),
+        column_amax, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+    )  # fmt: skip
+
+
+_cast = Kernel(gathered_cast_kernel)
+
+
+def amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """``gathered_amax``: of each token, and then of each group's; tokens are read once, however many experts."""
+    ends = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
+    (of_tokens,) = casts.amax(x, ends, [_ROW], [ROWWISE])
+    (found,) = casts.amax(of_tokens[rows][:, None], offsets, [Format().spec], [ROWWISE])
+    return found
+
+
+def cast(
+    x: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    level: Tensor | None,
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+) -> list[Tensor]:
+    """``gathered_cast``."""
+    x, rows, fmt, K = ready(x), rows.contiguous(), parse(formats[0]), x.shape[1]
+    matrix = x.new_empty(1, 1).expand(rows.shape[0], K)
+    out, made = casts_to(matrix, offsets, formats, dims, k_major)
+    choice = gather_tile(fmt, dims, K, x.device)
+    unused = x, number(0)
+    tensors = [unused, (rows, of_rows(1)), unused if level is None else (level, of_groups(1))]
+    constants = *out.constants, fmt.scale_rule == "given", K % out.unit == 0, choice.rows, choice.cols
+    launch(_cast, out, tensors, offsets, rows.shape[0], K, constants, choice)
+    return as_declared(made, formats, dims, k_major)
+
+
+def gather_tile(fmt: Format, dims: Sequence[int], columns: int, device: torch.device) -> Tile:
+    """That of the casts of matrices."""
+    if not fmt.block:
+        return tile("cast_tensor", device)
+    choice = tile("cast_block" if fmt.block > 32 else "cast_mx", device)
+    rows, cols, warps = blocks.whole_blocks(choice, fmt, ROWWISE in dims, COLUMNWISE in dims)
+    return Tile(rows, cols, warps if aligned([columns]) else max(warps, 8))
