@@ -17,9 +17,12 @@ from minifloat import capability
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.fused_cast import measures_amax
+from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale, record_groups
 from minifloat.operand import Quantized
 from minifloat.ops import grouped, matmul, new
+from minifloat.ops.grouped.gathered import gathered_amax, gathered_cast
+from minifloat.ops.permute import permute_rows
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Quantizer, as_matrix
 
@@ -120,6 +123,7 @@ class GroupedCasts:
     Attributes:
         one_amax: all that the casts need to know of a group is one amax, which a kernel that computes it can find.
         in_kernel: a kernel that computes a value can cast it.
+        from_tokens: a kernel can cast rows that it reads by index.
     """
 
     def __init__(self, quantizer: Quantizer, kind: str, gemm_ready_on: str) -> None:
@@ -145,7 +149,9 @@ class GroupedCasts:
         formats, first = {fmt for fmt, _ in each}, each[0][0] if each else IDENTITY
         columns = [order for (_, dim), order in zip(self.casts, self.k_major, strict=True) if dim == COLUMNWISE]
         scaled = first.scale_rule == "given" and all(columns)  # in another order no kernel writes them
-        self.in_kernel = self.second is None and len(formats) == 1 and (scaled or casts_blocks(first))
+        alike = self.second is None and len(formats) == 1
+        self.in_kernel = alike and (scaled or casts_blocks(first))
+        self.from_tokens = self.in_kernel or (alike and self.one_amax and all(columns))
 
     def __call__(
         self,
@@ -178,6 +184,22 @@ class GroupedCasts:
             specs, dims = [fmt.spec for fmt, _ in self.casts], [dim for _, dim in self.casts]
             made = grouped.grouped_cast(x, offsets, given, rng, specs, dims, self.k_major)
         return self.operands(x, offsets, made, given, delayed_call)
+
+    def of_tokens(self, x: Tensor, routing: Routing, delayed_call: DelayedCall | None = None) -> Quantized:
+        """The operands of ``permute(x, routing)`` for tokens ``x`` [T, K]; where kernels can, that is never written."""
+        offsets = routing.offsets
+        if not self.from_tokens:
+            return self(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call)
+        rows = routing.order // routing.inverse.shape[1]
+        level = None
+        if self.one_amax:
+            level = gathered_amax(x, rows, offsets)
+        elif delayed_call is not None:
+            level = delayed_scale(delayed_call, self.kind)
+        specs, dims = [fmt.spec for fmt, _ in self.casts], [dim for _, dim in self.casts]
+        made = gathered_cast(x, rows, offsets, level, specs, dims, self.k_major)
+        like = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])  # of the shape of the rows
+        return self.operands(like, offsets, made, [level] * len(self.casts), delayed_call)
 
     def operands(
         self,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.activation import Activation
 from minifloat.functional.autograd import first_order, guarded
@@ -15,16 +16,31 @@ from minifloat.functional.grouped_activation import act_operands, dact_operands
 from minifloat.functional.grouped_plan import GroupedPlan
 from minifloat.functional.linear import gradients, pack, unpack
 from minifloat.functional.linear_steps import Call
+from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale
-from minifloat.operand import Operand
+from minifloat.operand import Operand, Quantized
+from minifloat.ops.permute import unpermute_rows
 
 
 class GroupedMLPCall(NamedTuple):
-    """The activation, and both linears' plans."""
+    """The activation, both linears' plans, and where rows come from if X and Y are tokens."""
 
     activation: Activation
     plan1: GroupedPlan
     plan2: GroupedPlan
+    routing: Routing | None
+
+    def cast(self, casts: GroupedCasts, x: Tensor, layout: GroupLayout, delayed_call: DelayedCall | None) -> Quantized:
+        """The operands of the rows of ``x``, or of those that its tokens go to."""
+        if self.routing is not None:
+            return casts.of_tokens(x, self.routing, delayed_call)
+        return casts(x, layout.offsets, delayed_call)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """The rows, or for each token the sum of its own."""
+        if self.routing is None:
+            return rows
+        return unpermute_rows(rows, None, self.routing.inverse, self.routing.offsets)
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -43,10 +59,11 @@ class GroupedMLPFunction(torch.autograd.Function):
     dH      [M, F']     F' (M_g in wgrad)    rowwise (columnwise)
     ======  ==========  ===================  ===============================
 
-    fprop H and Y as above; dgrad dA_g = dY_g W2_g, dX_g = dH_g W1_g; wgrad dW2_g = dY_g^T A_g, dW1_g = dH_g^T X_g;
-    dH = act'(H) p dA; dp = the sum of act(H) dA over a row. Saved are H, p, and the columnwise operands of X and A;
-    under ``recompute_x`` of the second linear backward casts A again, from H. Each direction casts twice, weights
-    apart.
+    fprop H and Y as above; dgrad dA_g = dY_g W2_g, dX_g = dH_g W1_g; wgrad dW2_g = dY_g^T A_g, dW1_g = dH_g^T X_g.
+    With a routing X, Y and their gradients are tokens [T, K]: each goes to k rows, read where they are cast, and gets
+    the sum of k. dH = act'(H) p dA; dp = the sum of act(H) dA over a row. Saved are H, p, and the columnwise operands
+    of X and A; under ``recompute_x`` of the second linear backward casts A again, from H. Each direction casts twice,
+    weights apart.
     """
 
     @staticmethod
@@ -62,17 +79,19 @@ class GroupedMLPFunction(torch.autograd.Function):
         w2: Tensor,
         b2: Tensor | None,
     ) -> Tensor:
-        (activation, plan1, plan2), layout = mlp, call1.groups
+        (activation, plan1, plan2, _), layout = mlp, call1.groups
         assert layout is not None
-        x_operands, w_operands, own = plan1.quantize_inputs(call1, x, w1)
+        call1.x = mlp.cast(plan1.x_casts, x, layout, call1.delayed_call)
+        x_operands, w_operands, own = plan1.quantize_inputs(call1, None, w1)
+        call1.x = None
         h = plan1.fprop(x_operands, w_operands, b1)
-        saved1 = plan1.save_x(x, own), plan1.save_w(w1, w_operands)
+        saved1 = plan1.save_x(None, own), plan1.save_w(w1, w_operands)
         del x_operands, w_operands, own
         scales = delayed_scale(call2.delayed_call, "input", keep=True) if plan2.recompute_x else None
         call2.x = act_operands(plan2.x_casts, activation, h, probabilities, layout.offsets, call2.delayed_call, scales)
         a_operands, w_operands, own = plan2.quantize_inputs(call2, None, w2)
         call2.x = None
-        y = plan2.fprop(a_operands, w_operands, b2)
+        y = mlp.collect(plan2.fprop(a_operands, w_operands, b2))
         saved2 = plan2.save_x(None, own), plan2.save_w(w2, w_operands)
         tensors, ctx.layouts = pack(*saved1, *saved2)
         ctx.mlp, ctx.groups, ctx.x_shape = mlp, layout, x.shape
@@ -87,13 +106,14 @@ class GroupedMLPFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (activation, plan1, plan2), layout, (use1, use2) = ctx.mlp, ctx.groups, ctx.uses
+        mlp: GroupedMLPCall = ctx.mlp
+        (activation, plan1, plan2, _), layout, (use1, use2) = mlp, ctx.groups, ctx.uses
         *tensors, scales, h, probabilities = ctx.saved_tensors
         x, w1, a, w2 = unpack(ctx.layouts, tensors)
         db2 = plan2.bias_gradient(dy, layout)
         if plan2.recompute_x:
             a = _recompute(plan2, activation, h, probabilities, layout, scales)
-        da, dw2 = gradients(plan2, plan2.quantize_dy(dy, use2, None, layout), a, w2, None, ctx.weights[1])
+        da, dw2 = gradients(plan2, mlp.cast(plan2.dy_casts, dy, layout, use2), a, w2, None, ctx.weights[1])
         del a, w2
         if use2 is not None:
             use2.backward_finished()
@@ -108,7 +128,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             if use1 is not None:
                 use1.backward_finished()
         if dx is not None:
-            dx = plan1.grad_input(dx, ctx.x_shape, use1)
+            dx = plan1.grad_input(mlp.collect(dx), ctx.x_shape, use1)
         dp = dp if probabilities is not None and ctx.needs_input_grad[4] else None
         return None, None, None, dx, dp, dw1, plan1.reduce_db(db1), dw2, plan2.reduce_db(db2)
 

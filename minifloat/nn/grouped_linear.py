@@ -314,14 +314,17 @@ class GroupedLinear(LinearCalls):
         layout = m_splits
         if not isinstance(layout, GroupLayout):
             layout = GroupLayout.of(m_splits, rows, x.device, self._label, wait)
+        self._check_groups(layout)
+        if layout.rows != rows:
+            raise ValueError(f"{self._label}: the layout is for {layout.rows} rows, and the input has {rows}")
+        return layout
+
+    def _check_groups(self, layout: GroupLayout) -> None:
         if layout.offsets.shape[0] != self.num_gemms + 1:
             raise ValueError(
                 f"{self._label}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the "
                 f"{self.num_gemms} experts"
             )
-        if layout.rows != rows:
-            raise ValueError(f"{self._label}: the layout is for {layout.rows} rows, and the input has {rows}")
-        return layout
 
     def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
         return make_grouped_plan(config, options)

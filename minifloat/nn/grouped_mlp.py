@@ -16,6 +16,7 @@ from minifloat.functional.activation import Activation, activate
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
+from minifloat.functional.permutation import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import parts
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.inputs import check_meta, check_tensor
@@ -98,17 +99,21 @@ class GroupedMLP(parts.LayerOfLinears):
     def forward(
         self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, probabilities: Tensor | None = None
     ) -> Tensor:
-        """X [M, hidden_size] to Y of the same shape.
+        """X [M, hidden_size], rows sorted by expert, to Y of the same shape; or tokens [T, hidden_size] to tokens.
 
         Args:
-            m_splits, is_first_microbatch: as of :meth:`GroupedLinear.forward`.
-            probabilities: [M], multiplied in fp32 to the rows of the activation before these are rounded and cast: to
-                those of Y but for a bias of fc2. Their gradient is computed in fp32.
+            m_splits: as of :meth:`GroupedLinear.forward`; or a :class:`~minifloat.functional.Routing` of k choices for
+                each of T tokens: each is read where its k rows are cast, and gets the sum of their results.
+            is_first_microbatch: as of :meth:`GroupedLinear.forward`.
+            probabilities: of the rows, [M], or with a routing of the choices, [T, k]: factors of Y. Without biases they
+                are multiplied to the activation, in fp32, before it is rounded and cast. Their gradient is fp32.
 
         Raises:
-            TypeError, ValueError: as of ``GroupedLinear``, or ``probabilities`` are not [M].
+            TypeError, ValueError: as of ``GroupedLinear``, ``permute`` and ``unpermute``.
         """
         check_tensor(x, self)
+        if isinstance(m_splits, Routing):
+            return self._forward_tokens(x, m_splits, is_first_microbatch, probabilities)
         layout = self.fc1._layout(x, m_splits)
         if probabilities is not None:
             if probabilities.shape != (layout.rows,) or not probabilities.is_floating_point():
@@ -117,17 +122,32 @@ class GroupedMLP(parts.LayerOfLinears):
                     f"({layout.rows},) are needed, one for each row"
                 )
             probabilities = probabilities.float()
+        if self.has_bias and probabilities is not None:  # which a factor of the activation would not reach
+            return _times(self.forward(x, layout, is_first_microbatch), probabilities, layout)
         recipes = self._fused(is_first_microbatch)
         if recipes is not None:
-            return self._run(x, layout, is_first_microbatch, probabilities, *recipes)
+            return self._run(x, layout, is_first_microbatch, probabilities, None, *recipes)
         h = self.fc1(x, layout, is_first_microbatch)
         if probabilities is None:
             a = activate(h, self.activation)
         else:
             h = h.reshape(layout.rows, -1)
             a = GroupedActivationFunction.apply(h, probabilities, layout.offsets, self.activation)  # type: ignore[no-untyped-call]
-        y: Tensor = self.fc2(a, layout, is_first_microbatch)
+        y = self.fc2(a, layout, is_first_microbatch)
         return y if y.shape == x.shape else y.reshape(x.shape)
+
+    def _forward_tokens(
+        self, x: Tensor, routing: Routing, is_first_microbatch: bool | None, probabilities: Tensor | None
+    ) -> Tensor:
+        layout = GroupLayout(routing.offsets, routing.order.shape[0])
+        if self.has_bias:
+            return unpermute(self.forward(permute(x, routing), layout, is_first_microbatch), routing, probabilities)
+        own = None if probabilities is None else permute_probabilities(probabilities, routing)
+        recipes = self._fused(is_first_microbatch)
+        if recipes is None or x.dim() != 2 or x.shape[0] != routing.inverse.shape[0]:  # of which ``permute`` tells
+            return unpermute(self.forward(permute(x, routing), layout, is_first_microbatch, own), routing)
+        self.fc1._check_groups(layout)
+        return self._run(x, layout, is_first_microbatch, own, routing, *recipes)
 
     def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:
         """The recipes of both linears, if one autograd function can run them."""
@@ -151,6 +171,7 @@ class GroupedMLP(parts.LayerOfLinears):
         layout: GroupLayout,
         is_first_microbatch: bool | None,
         probabilities: Tensor | None,
+        routing: Routing | None,
         first: Recipe,
         second: Recipe,
     ) -> Tensor:
@@ -163,7 +184,7 @@ class GroupedMLP(parts.LayerOfLinears):
         plan2, call2, w2, b2 = fc2._prepare_groups(
             second, dtype, needs_hidden, is_first_microbatch, layout, self.recompute_activation
         )
-        mlp = GroupedMLPCall(self.activation, plan1, plan2)
+        mlp = GroupedMLPCall(self.activation, plan1, plan2, routing)
         y: Tensor = GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
             mlp, call1, call2, x.to(dtype), probabilities, w1, b1, w2, b2
         )
@@ -184,6 +205,13 @@ class GroupedMLP(parts.LayerOfLinears):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name}"
+
+
+def _times(y: Tensor, probabilities: Tensor, layout: GroupLayout) -> Tensor:
+    """The rows of ``y`` times their probabilities, rounded once; those that are no group's are 0, with gradients."""
+    some_groups = torch.arange(layout.rows, device=y.device)[:, None] < layout.offsets[-1]
+    products = torch.where(some_groups, y.float().reshape(layout.rows, -1) * probabilities[:, None], 0.0)
+    return products.to(y.dtype).reshape(y.shape)
 
 
 __all__ = ["GroupedMLP"]

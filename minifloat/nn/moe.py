@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import activate
-from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.permutation import permute, permute_probabilities, sort_by_expert, unpermute
+from minifloat.functional.permutation import sort_by_expert
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.inputs import check_tensor
@@ -139,13 +138,7 @@ class MoE(parts.LayerOfLinears):
         options = {} if token_mask is None else {"token_mask": token_mask}
         probabilities, indices, loss = self.router(x, **options)  # which knows whether the mask is of these tokens
         routing = sort_by_expert(indices, self.num_experts)
-        layout = GroupLayout(routing.offsets, routing.order.shape[0])
-        rows = permute(tokens, routing)
-        if self.experts.has_bias:
-            y = unpermute(self.experts(rows, layout, is_first_microbatch), routing, probabilities)
-        else:  # the factor moves to where fewer bytes pass by, and nothing is saved for its gradient
-            own = permute_probabilities(probabilities, routing)
-            y = unpermute(self.experts(rows, layout, is_first_microbatch, own), routing)
+        y = self.experts(tokens, routing, is_first_microbatch, probabilities)
         if self.shared_fc1 is not None and self.shared_fc2 is not None:
             h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
             y = y + self.shared_fc2(h, is_first_microbatch)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import minifloat
+from minifloat.functional import sort_by_expert
 from minifloat.nn import GroupedMLP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,6 +162,46 @@ def test_backward_in_high_precision_runs_in_parts(override: str) -> None:
     recipe = minifloat.Float8BlockScaling(backward_override=override)  # type: ignore[arg-type]
     mlp = make(recipe)
     assert_equal(results(mlp, 1), results(in_parts(mlp), 1))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("recipe", [*RECIPES, None])
+def test_tokens(recipe: str | None, bias: bool) -> None:
+    """As permute, rows and unpermute; some choices are dropped, and one token goes nowhere."""
+    mlp = make(recipe, bias=bias)
+    parts = in_parts(mlp)
+    for seed in (1, 2):
+        found = []
+        for model in (mlp, parts):
+            torch.manual_seed(seed)
+            indices = torch.randint(-1, len(COUNTS), (13, 2))
+            indices[5] = -1
+            routing = sort_by_expert(indices, len(COUNTS))
+            x, dy = torch.randn(13, H).to(BF16), torch.randn(13, H).to(BF16)
+            x[5] = torch.nan
+            p = torch.rand(13, 2).requires_grad_()
+            x.requires_grad_()
+            y = model(x, routing, None, p)
+            y.backward(dy)
+            found.append([y.detach(), x.grad, p.grad, *[parameter.grad for parameter in model.parameters()]])
+        assert_equal(*found)
+        assert not found[0][0][5].any() and not found[0][1][5].any()
+
+
+def test_a_bias_is_multiplied_too() -> None:
+    mlp = make(None, bias=True).float()
+    x, p = torch.randn(sum(COUNTS), H), torch.rand(sum(COUNTS))
+    torch.testing.assert_close(mlp(x, COUNTS, probabilities=p), mlp(x, COUNTS) * p[:, None])
+    with torch.no_grad():
+        torch.testing.assert_close(make(None).float()(x, COUNTS, None, p), make(None).float()(x, COUNTS) * p[:, None])
+
+
+def test_a_routing_of_other_experts_or_tokens() -> None:
+    mlp, routing = make("current"), sort_by_expert(torch.zeros(4, 2, dtype=torch.int64), len(COUNTS) + 1)
+    with pytest.raises(ValueError, match="give the rows of each of the 4 experts"):
+        mlp(torch.randn(4, H).to(BF16), routing)
+    with pytest.raises(ValueError, match=r"\[T, H\] is needed, and T is 4"):
+        mlp(torch.randn(5, H).to(BF16), routing)
 
 
 def test_probabilities_that_are_none() -> None:
