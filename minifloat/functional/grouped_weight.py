@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minifloat import capability
 from minifloat.comm.dtensor import is_dtensor
-from minifloat.formats import Format
+from minifloat.formats import COLUMNWISE, Format
 from minifloat.functional.autograd import apply_eager
 from minifloat.functional.grouped import GroupedOperand, GroupLayout, multiply
 from minifloat.operand import Operand, Quantized
@@ -34,7 +35,7 @@ def _places(name: str, operand: Operand, groups: int) -> list[slice]:
     return [_LAYOUTS[name][0](operand.format, operand.dim, i * rows, rows, i) for i in range(groups)]
 
 
-def _join(name: str, operands: Sequence[Operand]) -> Tensor | None:
+def _join(name: str, operands: Sequence[Operand], k_major: bool = False) -> Tensor | None:
     """The tensor ``name`` of all, each at its place, with zeros between them; one launch."""
     first, groups = operands[0], len(operands)
     if getattr(first, name) is None:
@@ -46,8 +47,8 @@ def _join(name: str, operands: Sequence[Operand]) -> Tensor | None:
     gaps = [start - stop for start, stop in zip([*[p.start for p in places], end], [0, *ends], strict=True)]
     zeros = getattr(first, name).new_zeros(max(gaps), *shape)
     parts = [getattr(each, name).reshape(p.stop - p.start, *shape) for each, p in zip(operands, places, strict=True)]
-    pieces = zip(gaps, [*parts, zeros[:0]], strict=True)
-    return torch.cat([*chain.from_iterable((zeros[:gap], part) for gap, part in pieces)])
+    pieces = [*chain.from_iterable((zeros[:gap], own) for gap, own in zip(gaps, [*parts, zeros[:0]], strict=True))]
+    return torch.cat([piece.t() for piece in pieces], 1).t() if k_major else torch.cat(pieces)
 
 
 def join(operands: Sequence[Operand]) -> GroupedOperand:
@@ -58,6 +59,18 @@ def join(operands: Sequence[Operand]) -> GroupedOperand:
     offsets = GroupLayout.uniform(groups, first.shape[0], codes.device).offsets
     shape = groups * first.shape[0], first.shape[1]
     return GroupedOperand(codes, scale_inv, amax, offsets, first.format, first.dim, shape, first.dtype)
+
+
+def with_rows_consecutive(weight: GroupedOperand) -> GroupedOperand:
+    """The operand of [G, N, K] as a cast for a GPU's dgrad would give it: columnwise, rows consecutive in memory."""
+    codes, groups = weight.codes, weight.groups
+    rows, cols = weight.shape[0] // groups, weight.shape[1]
+    if weight.dim == COLUMNWISE:
+        return weight._replace(codes=codes.t().contiguous().t())
+    own = weight.format, COLUMNWISE, (rows, cols), weight.dtype
+    turned = _join("codes", [new(Operand, (each, None, None, *own)) for each in codes.split(rows)], k_major=True)
+    assert turned is not None
+    return weight._replace(codes=turned, dim=COLUMNWISE)
 
 
 def part(whole: GroupedOperand, group: int, like: Operand) -> Operand:
@@ -118,8 +131,12 @@ class SeparateOperands(tuple[Any, ...]):
 
 
 def multiply_weight(gemm: str, a: GroupedOperand, b: GroupedOperand | SeparateOperands, *options: Any) -> Tensor:
-    """``multiply`` by a weight, which may be of several parameters."""
-    return multiply(gemm, a, b.joined() if isinstance(b, SeparateOperands) else b, *options)
+    """``multiply`` by a weight, which may be of several parameters, and in another memory order than dgrad wants."""
+    weight = b.joined() if isinstance(b, SeparateOperands) else b
+    codes = weight.codes
+    if gemm == "dgrad" and codes.is_cuda and codes.stride(1) == 1 and capability.k_major(weight.format):
+        weight = with_rows_consecutive(weight)
+    return multiply(gemm, a, weight, *options)
 
 
 # ---- several parameters as one weight ----

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 import minifloat
 from minifloat import GroupedLinear, Linear, MoE, QuantizedTensor, TransformerLayer, autocast, quantized_model_init
 from minifloat.convert import convert, revert
+from minifloat.formats import COLUMNWISE
 from minifloat.functional.grouped import GroupedCasts
+from minifloat.functional.grouped_weight import with_rows_consecutive
 from minifloat.optim import MasterWeights
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
@@ -287,6 +289,24 @@ def test_weights_that_are_apart(recipe: str) -> None:
     for _ in range(2):
         assert_step_alike(grouped, linears)
     assert grouped._joined is None
+
+
+@pytest.mark.parametrize("rows", [24, 130, 1, 32])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "rowwise"])
+def test_what_dgrad_reads_on_a_gpu(recipe: str, rows: int) -> None:
+    """Codes in the very memory order that a cast for its products gives, where those were stored row by row."""
+    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        grouped = GroupedLinear(3, K, rows, recipe=recipe)
+    assert grouped._joined is not None
+    found: Any = grouped._joined.whole.along(COLUMNWISE)
+    quantizer = grouped._config(grouped.recipe).weight  # type: ignore[arg-type]
+    values = torch.cat([own.get_high_precision_init_val() for own in weights(grouped)])
+    scales = grouped.forward_scaling.scale[3:6] if recipe == "delayed" else None
+    made: Any = GroupedCasts(quantizer, "weight", "cuda")(values, found.offsets, scales=scales).along(COLUMNWISE)
+    turned = with_rows_consecutive(found)
+    assert (turned.dim, turned.codes.stride()) == (made.dim, made.codes.stride()) == (COLUMNWISE, (1, len(made.codes)))
+    assert torch.equal(turned.codes, made.codes) and turned.scale_inv.shape == made.scale_inv.shape  # type: ignore[union-attr]
+    assert torch.equal(turned.dequantize(), found.dequantize())
 
 
 def test_writes_between_forward_and_backward_are_noticed() -> None:
