@@ -242,6 +242,8 @@ class GroupedLinear(LinearCalls):
                 del state_dict[whole]
                 state_dict.update(zip(each, saved.unbind(), strict=True))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._joined = None  # of weights that others replace now
 
     # ---- calls ----
 

@@ -266,6 +266,7 @@ def test_copies_and_moves(recipe: str) -> None:
     empty.load_state_dict(state)
     assigned = layers(recipe, device="meta")[0]
     assigned.load_state_dict(state, assign=True)
+    assert assigned._joined is None
     moved = copy.deepcopy(grouped).to(torch.float32)
     assert weights(moved)[0].dtype == torch.float32
     made = [twin, pickle.loads(pickle.dumps(grouped)), empty, moved.to(BF16), copy.deepcopy(grouped).share_memory()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +19,17 @@ from minifloat.nn import MoE
 from minifloat.optim import MasterWeights
 from minifloat.parallel.ddp import data_parallel
 from minifloat.parallel.fsdp.api import fully_shard
+from minifloat.parallel.fsdp.full_state import full_state_dict
 from tests.helpers.distributed_pool import Pools
 
 WRAPPERS = {"ddp": data_parallel, "fsdp": fully_shard, "torch fsdp": torch_fully_shard}
 
 
-def make(recipe: str, single: bool, seed: int = 0) -> nn.Sequential:
+def make(recipe: str, single: bool, seed: int = 0, quantized: bool = False) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        *[MoE(32, 48, 4, 2, recipe=recipe, single_grouped_weight=single, aux_loss_coefficient=0.0) for _ in range(2)]
-    )
+    options: dict[str, Any] = {"recipe": recipe, "single_grouped_weight": single, "aux_loss_coefficient": 0.0}
+    with minifloat.quantized_model_init(quantized, recipe=recipe):
+        return nn.Sequential(*[MoE(32, 48, 4, 2, **options) for _ in range(2)])
 
 
 def whole(value: Tensor | None) -> Tensor:
@@ -72,10 +74,7 @@ def test_steps_are_those_of_one_process(worker_pool: Pools, wrapper: str, recipe
 
 def quantized_step_alike(rank: int, size: int) -> str:
     """Three steps of quantized experts that start otherwise on each rank; what differs first from rank 0's, or ""."""
-    models = []
-    for seed in (rank, 0):
-        with minifloat.quantized_model_init(recipe="delayed"):
-            models.append(make("delayed", False, seed=seed))
+    models = [make("delayed", False, seed, quantized=True) for seed in (rank, 0)]
     wrapped = data_parallel(models[0])
     optimizers = [MasterWeights(each.parameters(), torch.optim.SGD, lr=0.1) for each in models]
     for step in range(3):
@@ -94,30 +93,33 @@ def test_quantized_experts_are_those_of_the_first_rank(worker_pool: Pools) -> No
     assert worker_pool(2).run(quantized_step_alike) == [""] * 2
 
 
-def save(rank: int, size: int, folder: str, single: bool) -> None:
-    model = make("current", single, seed=1)
+def save(rank: int, size: int, folder: str, single: bool, quantized: bool) -> None:
+    model = make("mxfp8", single, 1, quantized)
     for part in (*model, model):
         fully_shard(part)
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
 
 
-def load(rank: int, size: int, folder: str, single: bool) -> str:
+def load(rank: int, size: int, folder: str, single: bool, quantized: bool) -> str:
     """Into another number of ranks; what differs, or ""."""
-    model, expected = make("current", single, seed=2), make("current", single, seed=1)
+    model, expected = make("mxfp8", single, 2, quantized), make("mxfp8", single, 1, quantized)
     for part in (*model, model):
         fully_shard(part)
     state = get_model_state_dict(model)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state)
-    different = [
-        name
-        for (name, mine), own in zip(model.named_parameters(), expected.parameters(), strict=True)
-        if not torch.equal(whole(mine), own)
-    ]
-    return ", ".join(different)
+    found = full_state_dict(model)
+    return ", ".join(name for name, own in expected.state_dict().items() if not same(found[name], own))
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_checkpoints_are_resharded(worker_pool: Pools, tmp_path: Path, single: bool) -> None:
-    worker_pool(2).run(save, str(tmp_path), single)
-    assert worker_pool(3).run(load, str(tmp_path), single) == [""] * 3
+def same(found: Any, expected: Any) -> bool:
+    """Values, or codes and scales."""
+    if not isinstance(expected, minifloat.QuantizedTensor):
+        return torch.equal(found, expected)
+    return all(torch.equal(found._buffers()[name], own) for name, own in expected._buffers().items())
+
+
+@pytest.mark.parametrize("single, quantized", [(False, False), (True, False), (False, True)])
+def test_checkpoints_are_resharded(worker_pool: Pools, tmp_path: Path, single: bool, quantized: bool) -> None:
+    worker_pool(2).run(save, str(tmp_path), single, quantized)
+    assert worker_pool(3).run(load, str(tmp_path), single, quantized) == [""] * 3
