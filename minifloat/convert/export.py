@@ -8,12 +8,13 @@ change of the graph alone: each kind of layer is exported as it is, and computes
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils._pytree import tree_leaves
@@ -134,25 +135,39 @@ def _check_plain(program: ExportedProgram) -> None:
 def _cast_weights(program: ExportedProgram) -> None:
     """Replaces the casts of weights by their results, and drops whatever is not read then."""
     graph, names = program.graph, _held_by_name(program)
-    written = _written(graph)
-    computed = _computed_of(graph, {node for node in names if node not in written}, written)
-    casts = [node for node in computed if node.target in _OUTPUTS or _reads_inner(node)]
+    computed = _read(graph, _computed_of(graph, set(names)))
+    casts = {node for node in computed if node.target in _OUTPUTS or _reads_inner(node)}
+    results = _results(computed, casts)
     buffers: dict[str, fx.Node] = {}  # by what they were computed by: a weight may be cast several times
-    for cast in casts:
-        values: dict[fx.Node, Any] = {node: _held(program, name) for node, name in names.items()}
-        for output, what in _outputs(cast):
-            if all(user in casts for user in output.users):
-                continue
-            key = _expression(output)
-            if key not in buffers:
-                buffers[key] = _add_buffer(program, _name(cast, names, what), _value(output, values), output)
-            output.replace_all_uses_with(buffers[key], delete_user_cb=lambda user: user not in casts)
-    for node in reversed(computed):
-        if not node.users:
-            graph.erase_node(node)
+    latest, values = "", {}
+    for node, what in results.items():
+        if all(user in casts or user in results for user in node.users):
+            continue
+        while viewed := _aliased(node):
+            node = viewed[0]  # views are made in each call, of what is in memory as the cast gave it
+        if node.op == "placeholder":
+            continue  # another view of what is a buffer by now
+        name, key = _name(node, names), _expression(node)
+        if name != latest:  # the results for one weight may be those of one cast
+            latest, values = name, {node: _held(program, held) for node, held in names.items()}
+        if key not in buffers:
+            buffers[key] = _add_buffer(program, f"{name}_{what}", _value(node, values), node)
+        node.replace_all_uses_with(buffers[key], delete_user_cb=lambda user: user not in casts)
+    _read(graph, computed)
     _drop_unread(program, names)
     graph.lint()
     program.graph_module.recompile()
+
+
+def _read(graph: fx.Graph, computed: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of ``computed`` that something reads; the others are erased."""
+    found = []
+    for node in reversed(computed):
+        if node.users:
+            found.append(node)
+        else:
+            graph.erase_node(node)
+    return found[::-1]
 
 
 def _held_by_name(program: ExportedProgram) -> dict[fx.Node, str]:
@@ -168,34 +183,32 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     pending: list[Any] = []
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            pending += _aliased(node, written=True)
+        pending += _aliased(node, written=True)
     while pending:
         node = pending.pop()
         if node in found:
             continue
         found.add(node)
-        if node.target is operator.getitem:
-            pending.append(node.args[0])
-        elif isinstance(node.target, torch._ops.OpOverload):
-            pending += _aliased(node)
+        pending += node.args[:1] if node.target is operator.getitem else _aliased(node)
     return found
 
 
 def _aliased(node: fx.Node, written: bool = False) -> list[fx.Node]:
     """The arguments that results of an operation may be views of; ``written``: those that it writes to."""
-    operation: Any = node.target
     given: list[Any] = []
-    for place, argument in enumerate(operation._schema.arguments):
+    operation = node.target
+    for place, argument in enumerate(operation._schema.arguments if isinstance(operation, OpOverload) else ()):
         alias = argument.alias_info
         if alias is not None and (alias.is_write or not written):
             given.append(node.args[place] if place < len(node.args) else node.kwargs.get(argument.name))
     return [each for each in tree_leaves(given) if isinstance(each, fx.Node)]
 
 
-def _computed_of(graph: fx.Graph, known: set[fx.Node], written: set[fx.Node]) -> list[fx.Node]:
-    """What is computed of ``known`` alone, in order, but for what is written to afterwards."""
+def _computed_of(graph: fx.Graph, inputs: set[fx.Node]) -> list[fx.Node]:
+    """What is computed of ``inputs`` alone, in order, but for what is written to."""
     found: list[fx.Node] = []
+    written = _written(graph)
+    known = inputs - written
     for node in list(graph.nodes):
         if node.op != "call_function" or node in written or not known.issuperset(node.all_input_nodes):
             continue
@@ -219,16 +232,21 @@ def _reads_inner(node: fx.Node) -> bool:
     return str(node.target) == "export.access_subclass_inner_tensor.default"
 
 
-def _outputs(cast: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-    """The tensors that a cast gives, and what each is."""
-    if _reads_inner(cast):
-        yield cast, str(cast.args[1]).partition("_")[2]  # of "rowwise_codes"
-        return
-    kinds = _OUTPUTS[cast.target]
-    count = len(cast.meta["val"])
-    for item in list(cast.users):
-        place: Any = item.args[1]
-        yield item, kinds[place - count]
+def _results(computed: Sequence[fx.Node], casts: set[fx.Node]) -> dict[fx.Node, str]:
+    """What casts give, and what other operations make of that, as one tensor of all experts; and what it is."""
+    found: dict[fx.Node, str] = {}
+    for node in computed:
+        if _reads_inner(node):
+            found[node] = str(node.args[1]).partition("_")[2]  # of "rowwise_codes"
+        elif node in casts:
+            for item in node.users:
+                place: Any = item.args[1]
+                found[item] = _OUTPUTS[node.target][place - len(node.meta["val"])]
+        elif node not in found and not str(node.target).startswith("minifloat."):
+            what = next((found[each] for each in node.all_input_nodes if each in found), "")
+            if what:
+                found[node] = what
+    return found
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -246,22 +264,21 @@ def _held(program: ExportedProgram, name: str) -> Tensor:
     return held[name]
 
 
-def _name(cast: fx.Node, names: Mapping[fx.Node, str], what: str) -> str:
-    """Of the parameter that is cast: of several, as of experts, the path that they have in common."""
-    sources: list[str] = []
-    pending = [cast]
+def _name(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """Of the parameter that ``node`` is computed of: of several, as of experts, the path that they have in common."""
+    sources: set[str] = set()
+    pending = [node]
     while pending:
-        for node in pending.pop().all_input_nodes:
-            if node in names:
-                sources.append(names[node])
-            else:
-                pending.append(node)
-    parameters = [name for name in sources if not name.endswith("_scaling.scale")]
-    if len(set(parameters)) == 1:
-        return f"{parameters[0]}_{what}"
-    parts = zip(*[name.split(".")[:-1] for name in parameters], strict=False)
-    shared = [part for part, *others in takewhile(lambda each: len(set(each)) == 1, parts)]
-    return ".".join([*shared, f"weight_{what}"])
+        for each in pending.pop().all_input_nodes:
+            if each not in names:
+                pending.append(each)
+            elif not names[each].endswith("_scaling.scale"):
+                sources.add(names[each])
+    if len(sources) == 1:
+        return sources.pop()
+    parts = zip(*[name.split(".")[:-1] for name in sources], strict=False)
+    shared = [part for part, *_ in takewhile(lambda each: len(set(each)) == 1, parts)]
+    return ".".join([*shared, "weight"])
 
 
 def _add_buffer(program: ExportedProgram, name: str, value: Tensor, like: fx.Node) -> fx.Node:

@@ -1,13 +1,8 @@
-"""``export``: programs for inference that hold codes, equal to the bit to the model; their files; AOTInductor."""
+"""``export``: programs for inference that hold codes, equal to the bit to the model; and their files."""
 
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +13,34 @@ from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
 from minifloat import (
-    CustomRecipe,
-    GroupedLinear,
-    LayerNormLinear,
-    LayerNormMLP,
     Linear,
-    MoE,
-    MultiheadAttention,
     QuantizedTensor,
     QuantizerRole,
-    Recipe,
-    TransformerLayer,
     autocast,
     convert,
     export,
     prepare,
     quantized_model_init,
 )
-from minifloat.recipe import DelayedScaling, named
+from minifloat.recipe import named
 from tests.helpers.distributed_pool import Pools
+from tests.helpers.export_cases import (
+    HIDDEN,
+    IN,
+    LAYERS,
+    OUT,
+    RECIPES,
+    SHAPES,
+    TOKENS,
+    assert_same,
+    trained,
+    two_linears,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
-IN, HIDDEN, OUT = 40, 48, 17
-TOKENS = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
-SHAPES = (6, 5), (2, 9), (33, 2)
-
-
-def by_role(role: QuantizerRole) -> Any:
-    """MXFP8 inputs and 128x128 tiles of weights."""
-    return named("block" if role.tensor_type == "weight" else "mxfp8").quantizer(role)
-
-
-RECIPES: dict[str, Recipe] = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    **{name: named(name) for name in ("current", "block", "rowwise", "mxfp8", "nvfp4", "mxfp4", "mxfp6")},
-    "custom": CustomRecipe(by_role),
-}
 SIZES = dict.fromkeys(RECIPES, 1.0) | {"nvfp4": 0.5, "mxfp4": 0.5}
 """Bytes of the codes of an element."""
-
-
-def two_linears(recipe: Recipe | str | None = None) -> nn.Sequential:
-    return nn.Sequential(Linear(IN, HIDDEN, recipe=recipe), nn.ReLU(), Linear(HIDDEN, OUT, bias=False, recipe=recipe))
-
-
-def trained(model: nn.Module, steps: int = 2) -> nn.Module:
-    """After some steps, which give delayed scaling scales of its own; in ``eval()``."""
-    for step in range(steps):
-        model(torch.randn(7, 3, IN) * 4.0**step).square().mean().backward()
-    model.zero_grad()
-    return model.eval()
 
 
 def casts(program: ExportedProgram) -> int:
@@ -82,16 +54,12 @@ def matrices(program: ExportedProgram) -> dict[str, Tensor]:
     return {name: each for name, each in held.items() if each.dim() > 1}
 
 
-def assert_same(program: Callable[..., Any], model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """The same bits of every output."""
-    with torch.no_grad():
-        found, wanted = program(*args, **kwargs), model(*args, **kwargs)
-    for one, other in zip(*(x if isinstance(x, tuple | list) else (x,) for x in (found, wanted)), strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other)
-
-
 def slow_but(*fast: Any, of: Any) -> list[Any]:
-    return [each if each in fast else pytest.param(each, marks=pytest.mark.slow) for each in of]
+    marks = [[] if each in fast else [pytest.mark.slow] for each in of]
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=mark)
+        for each, mark in zip(of, marks, strict=True)
+    ]
 
 
 # ---- what a program holds, and that it computes the same ----
@@ -142,52 +110,27 @@ def test_size_of_a_file(tmp_path: Path) -> None:
     assert weights < size < 1.1 * weights + 60_000
 
 
-class Twice(nn.Module):
-    """A layer that is called twice, a weight that two layers share and one that is read in high precision too."""
-
-    def __init__(self, recipe: Any) -> None:
-        super().__init__()
-        self.first, self.tied = Linear(IN, IN, recipe=recipe), Linear(IN, IN, recipe=recipe)
-        self.tied.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.tied(self.first(self.first(x).relu()))
-        return y + F.linear(x, self.first.weight)
+NOT_KEPT = "grouped as one", "twice"
+"""Those whose weights are not kept quantized: one parameter of all experts, and one that is read in high precision."""
 
 
-class Grouped(nn.Module):
-    def __init__(self, recipe: Any, single: bool) -> None:
-        super().__init__()
-        self.linear = GroupedLinear(3, IN, OUT, recipe=recipe, single_grouped_weight=single)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x.flatten(0, 1), torch.tensor([3, 0, 1]))
-        return y
+WAYS = [(name, False, False) for name in RECIPES] + [
+    (name, kept, strict)
+    for name in ("current", "delayed", "nvfp4")
+    for kept, strict in ((True, False), (False, True), (True, True))
+]
+"""Recipes, whether weights are kept quantized, and whether Dynamo traces."""
 
 
-LAYERS: dict[str, tuple[Callable[[Any], nn.Module], int]] = {
-    "split": (lambda recipe: Linear(IN, HIDDEN, recipe=recipe, parameters_split=["q", "k", "v"]), 1),
-    "layernorm linear": (lambda recipe: LayerNormLinear(IN, OUT, recipe=recipe, return_layernorm_output=True), 1),
-    "layernorm mlp": (lambda recipe: LayerNormMLP(IN, HIDDEN, recipe=recipe, activation="swiglu"), 2),
-    "attention": (lambda recipe: MultiheadAttention(IN, 4, recipe=recipe, input_layernorm=True), 2),
-    "transformer": (lambda recipe: TransformerLayer(IN, HIDDEN, 4, recipe=recipe, normalization="RMSNorm"), 4),
-    "grouped": (lambda recipe: Grouped(recipe, False), 1),
-    "grouped as one": (lambda recipe: Grouped(recipe, True), 1),
-    "experts": (lambda recipe: MoE(IN, HIDDEN, 3, 2, recipe=recipe, shared_ffn_hidden_size=16), 4),
-    "twice": (Twice, 3),
-}
-"""Layers, and how many activations each casts."""
-
-
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_but("current", of=RECIPES))
+@pytest.mark.parametrize(("name", "kept", "strict"), slow_but(("current", False, False), of=WAYS))
 @pytest.mark.parametrize(
     "layer", slow_but("split", "layernorm mlp", "transformer", "grouped", "experts", "twice", of=LAYERS)
 )
 @pytest.mark.filterwarnings("error::UserWarning")  # such as of attributes that a forward sets
-def test_every_layer(layer: str, name: str, strict: bool, tmp_path: Path) -> None:
+def test_every_layer(layer: str, name: str, kept: bool, strict: bool, tmp_path: Path) -> None:
     make, activations = LAYERS[layer]
-    model = make(RECIPES[name]).eval()
+    with quantized_model_init(enabled=kept and layer not in NOT_KEPT, recipe=RECIPES[name]):
+        model = make(RECIPES[name]).eval()
     if name == "delayed":
         prepare(model, RECIPES[name])
     program = export(model, (torch.randn(6, 5, IN),), dynamic_shapes=TOKENS, strict=strict)
@@ -208,6 +151,27 @@ def test_a_converted_model(kept: bool) -> None:
     assert casts(program) == 3
     wanted = ["3.weight", *[f"{i}.weight_{what}" for i in range(3) for what in ("codes", "scale_inv")]]
     assert sorted(matrices(program)) == sorted(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_models_of_transformers(kind: str) -> None:
+    """Tied embeddings and experts included; for all batches and lengths."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    converted = convert(model, "mxfp8", filter_fn=lambda module, name: True).converted
+    inputs = {"input_ids": torch.randint(0, 96, (2, 11)), "use_cache": False}
+    program = export(model, (), inputs, dynamic_shapes={"input_ids": TOKENS[0], "use_cache": None})
+    run = program.module()
+    for shape in SHAPES:
+        inputs["input_ids"] = torch.randint(0, 96, shape)
+        with torch.no_grad():
+            assert torch.equal(run(**inputs).logits, model(**inputs).logits)
+    assert sum(name.endswith("_codes") for name in program.state_dict) == len(converted)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -277,6 +241,26 @@ def test_casts_of_what_a_call_writes_stay() -> None:
     for _ in range(3):
         assert_same(run, twin, torch.randn(2, IN))
     assert casts(program) == 2 and {"cache", "weight", "weight_codes"} <= program.state_dict.keys()
+
+
+def test_views_of_codes() -> None:
+    """The codes are kept once, as the cast gave them."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(OUT, IN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            quantizer = named("current").quantizer(QuantizerRole("linear", "weight"))
+            operand = quantizer(self.weight).any
+            y: Tensor = x @ operand.codes.t().float() + operand.codes.flatten()[:OUT] + operand.codes[:, 0]
+            return y * operand.dequantize().sum()
+
+    model = Views().eval()
+    program = export(model, (torch.randn(2, IN),))
+    assert_same(program.module(), model, torch.randn(2, IN))
+    assert program.state_dict.keys() == {"weight_codes", "weight_scale_inv"}
 
 
 def test_the_model_trains_on() -> None:
@@ -371,78 +355,3 @@ def refused_on_ranks(rank: int, world_size: int) -> str:
 def test_layers_that_are_split_over_ranks_are_refused(worker_pool: Pools) -> None:
     for error in worker_pool(2).run(refused_on_ranks):
         assert error.startswith("export: Linear 'up' is split over 2 ranks; export a model that is built without")
-
-
-# ---- AOTInductor ----
-
-COMPILER = pytest.mark.skipif(
-    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="AOTInductor needs a C++ compiler"
-)
-IN_ANOTHER_PROCESS = """
-import sys, torch, minifloat
-x, y = torch.load(sys.argv[2])
-with torch.no_grad():
-    assert torch.equal(torch.export.load(sys.argv[1] + "/model.pt2").module()(x), y)
-    assert torch.equal(torch._inductor.aoti_load_package(sys.argv[1] + "/package.pt2")(x), y)
-"""
-
-
-QUICKLY = {
-    "aot_inductor.precompile_headers": False,
-    "aot_inductor.compile_wrapper_opt_level": "O0",
-    "cpp.vec_isa_ok": True,  # in lieu of compiling a program that tries it
-}
-
-
-def packaged(model: nn.Module, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ExportedProgram, Any]:
-    """The program, and what AOTInductor made of it."""
-    program = export(model, (torch.randn(6, 5, IN, dtype=dtype),), dynamic_shapes=TOKENS)
-    path = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(folder / "package.pt2"), inductor_configs=QUICKLY
-    )
-    return program, torch._inductor.aoti_load_package(path)
-
-
-@COMPILER
-def test_aot_inductor(tmp_path: Path) -> None:
-    """Every recipe in one model; its own code changes no bit of linears and ReLU."""
-    parts = [nn.Sequential(Linear(IN, IN, recipe=recipe), nn.ReLU()) for recipe in RECIPES.values()]
-    model = trained(nn.Sequential(*parts))
-    _, run = packaged(model, tmp_path)
-    for shape in SHAPES:
-        assert_same(run, model, torch.randn(*shape, IN))
-
-
-@COMPILER
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["delayed", "current", "nvfp4"])
-@pytest.mark.parametrize("layer", ["layernorm mlp", "transformer", "experts"])
-def test_layers_by_aot_inductor(layer: str, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """To the bit, but for a router's softmax and the sums of experts' results, which Inductor computes in its order.
-
-    Those differ in the last bits of fp32, of sums of at most four numbers; a later cast may round them apart.
-    """
-    model = LAYERS[layer][0](RECIPES[name]).to(dtype).eval()
-    _, run = packaged(model, tmp_path, dtype)
-    for shape in SHAPES:
-        x = torch.randn(*shape, IN, dtype=dtype)
-        if layer != "experts":
-            assert_same(run, model, x)
-            continue
-        with torch.no_grad():
-            y = model(x)
-            torch.testing.assert_close(run(x), y, rtol=0, atol=4 * torch.finfo(dtype).eps * float(y.abs().max()))
-
-
-@COMPILER
-@pytest.mark.slow
-def test_in_another_process(tmp_path: Path) -> None:
-    """One that imported minifloat runs both kinds of files."""
-    model, x = trained(two_linears("mxfp8")), torch.randn(4, 3, IN)
-    program, _ = packaged(model, tmp_path)
-    torch.export.save(program, tmp_path / "model.pt2")
-    with torch.no_grad():
-        torch.save((x, model(x)), tmp_path / "data.pt")
-    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path), str(tmp_path / "data.pt")]
-    subprocess.run(command, check=True, timeout=200)
