@@ -359,24 +359,39 @@ def test_main_gradients_in_one_graph(name: str, make: Callable[..., nn.Module]) 
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
-def test_weight_gradients_of_several_experts_run_uncompiled(option: str) -> None:
-    """Their main gradients are not traced: as in eager code with graph breaks, an error without."""
-    splits = torch.tensor([4, 0, 2])
-    grouped = GroupedLinear(3, IN, OUT, recipe="current", name="experts", **{option: True})
+def with_splits(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model(x, torch.tensor([4, 0, 2]))
+    return y
 
-    def call(model: Any, x: Tensor) -> Tensor:
-        y: Tensor = model(x, splits)
-        return y
 
-    pair = Pair(grouped, call, fullgraph=False)
+@pytest.mark.parametrize("frozen", [None, 0], ids=["all", "but-the-first"])
+@pytest.mark.parametrize("name", ["current", "delayed"])
+@pytest.mark.parametrize("single", [False, True], ids=["separate", "single"])
+def test_main_gradients_of_experts_in_one_graph(single: bool, name: str, frozen: int | None) -> None:
+    options: dict[str, Any] = {"single_grouped_weight": single, "fuse_wgrad_accumulation": True}
+    pair = Pair(GroupedLinear(3, IN, OUT, bias=False, recipe=name, **options), with_splits)
     for model in (pair.eager, pair.model):
         give_main_grads(model)
+        if frozen is not None and not single:
+            next(model.parameters()).requires_grad_(False)
+    for _ in range(2):
+        pair.step(torch.randn(6, IN))
+        pair.same_state()
+    for eager, own in zip(pair.eager.parameters(), pair.model.parameters(), strict=True):
+        mine, other = (p.main_grad for p in (own, eager))  # type: ignore[attr-defined]
+        assert torch.equal(mine, other) and own.grad is None
+        assert getattr(own, "grad_added_to_main_grad", False) == own.requires_grad
+    assert bool((mine != 1).any()) and graphs() == 1
+
+
+def test_delayed_gradients_of_experts_run_uncompiled() -> None:
+    """As in eager code with graph breaks, an error without."""
+    grouped = GroupedLinear(3, IN, OUT, recipe="current", name="experts", delay_wgrad_compute=True)
+    pair = Pair(grouped, with_splits, fullgraph=False)
     for _ in range(2):
         pair.step(torch.randn(6, IN))
         for model in (pair.eager, pair.model):
-            if option == "delay_wgrad_compute":
-                model.backward_dw()  # type: ignore[operator]
+            model.backward_dw()  # type: ignore[operator]
         pair.same_state()
-    with pytest.raises(RuntimeError, match=rf"GroupedLinear 'experts'.*{option}"):
-        compiled(pair.model)(torch.randn(6, IN), splits)
+    with pytest.raises(RuntimeError, match=r"GroupedLinear 'experts'.*delay_wgrad_compute"):
+        compiled(pair.model)(torch.randn(6, IN), torch.tensor([4, 0, 2]))

@@ -49,7 +49,7 @@ class LinearFunction(torch.autograd.Function):
             call.x = own_x
         y = plan.fprop(x_operands, w_operands, bias)
         ctx.plan, ctx.delayed_call, ctx.x_shape, ctx.groups = plan, call.delayed_call, x.shape, call.groups
-        ctx.weight = weight if plan.writes_to_weight else None
+        ctx.weight = (call.owners or weight) if plan.writes_to_weight else None
         tensors, ctx.layouts = pack(plan.save_x(x, own_x), plan.save_w(weight, w_operands))
         ctx.save_for_backward(*tensors, x_scale)
         return plan.output(y, x.shape, call.delayed_call)

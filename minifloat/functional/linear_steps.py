@@ -39,14 +39,16 @@ class Call:
         eager: no compiler traces it.
         shares_x: forward leaves the operands of X here, for siblings to come.
         groups: which rows of X are of which group, of a grouped linear.
+        owners: the parameters that W was put together from in traced code, where it cannot carry them.
     """
 
-    __slots__ = ("delayed_call", "eager", "groups", "shares_x", "w", "x")
+    __slots__ = ("delayed_call", "eager", "groups", "owners", "shares_x", "w", "x")
 
     def __init__(self, delayed_call: DelayedCall | None, x: Quantized | None, w: Quantized | None, eager: bool) -> None:
         self.delayed_call, self.x, self.w, self.eager = delayed_call, x, w, eager
         self.shares_x = False
         self.groups: GroupLayout | None = None
+        self.owners: tuple[Tensor, ...] = ()
 
 
 # ---- what backward saves ----

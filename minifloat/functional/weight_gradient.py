@@ -64,8 +64,17 @@ def _parts_of(dw: Tensor, parameters: Sequence[Any]) -> Iterable[tuple[Any, Tens
 
 
 def into_main_grad_in_graph(weight: Any, product: Product) -> None:
-    """The same in traced code, which sets no attribute in backward: the forward has set it."""
-    product(weight.main_grad.dtype, weight.main_grad, True)
+    """The same in traced code, which sets no attribute in backward: the forward has set it.
+
+    ``weight``: the parameter, or a tuple of those that the weight was made of.
+    """
+    if not isinstance(weight, tuple):
+        product(weight.main_grad.dtype, weight.main_grad, True)
+        return
+    dtype = next(own.main_grad.dtype for own in weight if own.requires_grad)
+    for own, part in _parts_of(product(dtype), weight):
+        if own.requires_grad:
+            own.main_grad.add_(part)
 
 
 def asks_in_backward(weight: Tensor, overwrite: bool) -> bool:

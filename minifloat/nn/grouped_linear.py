@@ -304,9 +304,14 @@ class GroupedLinear(LinearCalls):
         prepared: Any = self._prepare(recipe, dtype, needs_x, is_first_microbatch, recompute_x=recompute_x)
         plan, call, weight, bias = prepared
         call.groups = layout
+        if plan.writes_to_weight and not call.eager:
+            call.owners = tuple(self._weight(name) for name in self._weight_names)
+            for own in call.owners:
+                if own.requires_grad:
+                    own.grad_added_to_main_grad = True
         if weight.dtype != dtype and not plan.config.weight.quantized:
             of, weight = parameters_of(weight), weight.to(dtype)
-            if plan.writes_to_weight:
+            if plan.writes_to_weight and call.eager:
                 weight.made_of = of
         return plan, call, weight, bias
 

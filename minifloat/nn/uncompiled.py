@@ -31,10 +31,10 @@ def needs_eager(
         raise RuntimeError(
             f"{linear._label}: fp8_output=True gives a quantized tensor, which torch.export does not trace; use False"
         )
-    weight, grad = linear._weight(linear._weight_names[0]), torch.is_grad_enabled()
+    weights, grad = [linear._weight(name) for name in linear._weight_names], torch.is_grad_enabled()
     whole = not torch.compiler.is_dynamo_compiling() or _in_one_graph()  # an export without Dynamo has one graph
-    own_gradient, why = grad and any(linear._weight(name).requires_grad for name in linear._weight_names), ""
-    reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weight, QuantizedTensor)
+    own_gradient, why = grad and any(weight.requires_grad for weight in weights), ""
+    reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weights[0], QuantizedTensor)
     if (checkpointed or recompute._inside) and not whole and _has_delayed_scaling(linear):  # else ``_prepare`` raises
         return recompute.warns_of_compiled(True)
     if own_gradient and linear.delay_wgrad_compute:
@@ -43,9 +43,11 @@ def needs_eager(
         why = "is_first_microbatch=False reads a cached weight, whose version no graph knows; use None"
     elif grad and fp8_grad:
         why = "fp8_grad=True returns a quantized gradient, which no graph does; use False"
-    elif own_gradient and linear.fuse_wgrad_accumulation and (weight.dim() > 2 or linear._weight_names != ("weight",)):
-        why = "fuse_wgrad_accumulation=True of experts is not traced; use False"
-    elif own_gradient and linear.fuse_wgrad_accumulation and asks_in_backward(weight, is_first_microbatch is True):
+    elif (
+        own_gradient
+        and linear.fuse_wgrad_accumulation
+        and any(asks_in_backward(each, is_first_microbatch is True) for each in weights)
+    ):
         why = (
             "fuse_wgrad_accumulation=True with is_first_microbatch=True, weight.overwrite_main_grad or "
             "weight.zero_out_wgrad asks in backward what to do, which no graph does; zero main_grad instead"
