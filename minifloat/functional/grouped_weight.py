@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from minifloat import capability
 from minifloat.comm.dtensor import is_dtensor
-from minifloat.formats import COLUMNWISE, Format
+from minifloat.comm.shard_map import cached
+from minifloat.formats import COLUMNWISE, Format, parse
 from minifloat.functional.autograd import apply_eager
 from minifloat.functional.grouped import GroupedOperand, GroupLayout, multiply
 from minifloat.operand import Operand, Quantized
@@ -29,26 +30,43 @@ _LAYOUTS: dict[str, tuple[Callable[..., slice], Callable[..., tuple[int, ...]]]]
 """For each tensor of an operand where that of one group lies, and the shape of that of all."""
 
 
-def _places(name: str, operand: Operand, groups: int) -> list[slice]:
-    """Where the tensor ``name`` of each of ``groups`` operands like this one, of [N, K], lies in that of all."""
-    rows = operand.shape[0]
-    return [_LAYOUTS[name][0](operand.format, operand.dim, i * rows, rows, i) for i in range(groups)]
+class _Places(NamedTuple):
+    """How one tensor of the operands of groups lies in that of all: the shape of each, and the rows between them."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    gaps: tuple[int, ...]
 
 
-def _join(name: str, operands: Sequence[Operand], k_major: bool = False) -> Tensor | None:
+def _place(name: str, fmt: Format, dim: int, rows: int, group: int) -> slice:
+    """Where the tensor ``name`` of one group lies, of [N, K] each."""
+    return _LAYOUTS[name][0](fmt, dim, group * rows, rows, group)
+
+
+@cached
+def _places(name: str, spec: str, dim: int, rows: int, cols: int, groups: int) -> _Places:
+    """Those of the tensor ``name``."""
+    fmt = parse(spec)
+    end, *shape = _LAYOUTS[name][1](fmt, dim, groups * rows, cols, groups)
+    places = [_place(name, fmt, dim, rows, group) for group in range(groups)]
+    starts, ends = [*[place.start for place in places], end], [0, *[place.stop for place in places]]
+    gaps = tuple([start - stop for start, stop in zip(starts, ends, strict=True)])
+    return _Places(tuple([(place.stop - place.start, *shape) for place in places]), gaps)
+
+
+def _join(name: str, operands: Sequence[Operand]) -> Tensor | None:
     """The tensor ``name`` of all, each at its place, with zeros between them; one launch."""
-    first, groups = operands[0], len(operands)
-    if getattr(first, name) is None:
+    first = operands[0]
+    like: Tensor | None = getattr(first, name)
+    if like is None:
         return None
-    rows, cols = first.shape
-    end, *shape = _LAYOUTS[name][1](first.format, first.dim, groups * rows, cols, groups)
-    places = _places(name, first, groups)
-    ends = [place.stop for place in places]
-    gaps = [start - stop for start, stop in zip([*[p.start for p in places], end], [0, *ends], strict=True)]
-    zeros = getattr(first, name).new_zeros(max(gaps), *shape)
-    parts = [getattr(each, name).reshape(p.stop - p.start, *shape) for each, p in zip(operands, places, strict=True)]
-    pieces = [*chain.from_iterable((zeros[:gap], own) for gap, own in zip(gaps, [*parts, zeros[:0]], strict=True))]
-    return torch.cat([piece.t() for piece in pieces], 1).t() if k_major else torch.cat(pieces)
+    shapes, gaps = _places(name, first.format.spec, first.dim, *first.shape, len(operands))
+    zeros = {gap: like.new_zeros(gap, *shapes[0][1:]) for gap in set(gaps)}
+    pieces: list[Tensor] = []
+    for gap, shape, operand in zip(gaps, shapes, operands, strict=False):
+        own = getattr(operand, name)
+        pieces += [zeros[gap]] * (gap > 0)
+        pieces.append(own if own.shape == shape else own.reshape(shape))
+    return torch.cat([*pieces, zeros[gaps[-1]]])
 
 
 def join(operands: Sequence[Operand]) -> GroupedOperand:
@@ -63,14 +81,21 @@ def join(operands: Sequence[Operand]) -> GroupedOperand:
 
 def with_rows_consecutive(weight: GroupedOperand) -> GroupedOperand:
     """The operand of [G, N, K] as a cast for a GPU's dgrad would give it: columnwise, rows consecutive in memory."""
-    codes, groups = weight.codes, weight.groups
-    rows, cols = weight.shape[0] // groups, weight.shape[1]
+    codes, groups, cols = weight.codes, weight.groups, weight.shape[1]
+    rows, unit = weight.shape[0] // groups, layout.unit(weight.format)
     if weight.dim == COLUMNWISE:
-        return weight._replace(codes=codes.t().contiguous().t())
-    own = weight.format, COLUMNWISE, (rows, cols), weight.dtype
-    turned = _join("codes", [new(Operand, (each, None, None, *own)) for each in codes.split(rows)], k_major=True)
-    assert turned is not None
-    return weight._replace(codes=turned, dim=COLUMNWISE)
+        codes = codes.t().contiguous()
+    elif rows % unit == 0:
+        room = codes.new_zeros(cols, groups, rows + unit)
+        room[..., :rows] = codes.view(groups, rows, cols).permute(2, 0, 1)
+        codes = room.view(cols, groups * (rows + unit))
+    else:
+        _, gaps = _places("codes", weight.format.spec, COLUMNWISE, rows, cols, groups)
+        pieces = [
+            torch.nn.functional.pad(own.t(), (0, gap)) for own, gap in zip(codes.split(rows), gaps[1:], strict=True)
+        ]
+        codes = torch.cat(pieces, 1)
+    return weight._replace(codes=codes.t(), dim=COLUMNWISE)
 
 
 def part(whole: GroupedOperand, group: int, like: Operand) -> Operand:
@@ -78,7 +103,8 @@ def part(whole: GroupedOperand, group: int, like: Operand) -> Operand:
 
     def own(name: str) -> Any:
         held: Tensor | None = getattr(whole, name)
-        return None if held is None else held[_places(name, like, group + 1)[group]].view_as(getattr(like, name)).data
+        place = _place(name, like.format, like.dim, like.shape[0], group)
+        return None if held is None else held[place].view_as(getattr(like, name)).data
 
     return like._replace(codes=own("codes"), scale_inv=own("scale_inv"), amax=own("amax"))
 
@@ -152,8 +178,8 @@ def _of_all(experts: Sequence[Quantized], make: Callable[[list[Any]], Any]) -> Q
 
 
 def join_all(weights: Sequence[QuantizedTensor]) -> Quantized:
-    """The operands of weights [N, K] as those of [G, N, K]: a copy."""
-    return _of_all([weight.operands for weight in weights], join)
+    """The operands of weights [N, K] that are alike as those of [G, N, K]: a copy."""
+    return _of_all([weight._operands for weight in weights], join)
 
 
 def are_alike(weights: Sequence[Tensor]) -> bool:
@@ -231,7 +257,7 @@ def stack_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Tenso
     if joined is not None and joined.holds(weights):
         make = partial(_quantized_as_one, weights, joined.whole)
     elif are_alike(weights):
-        operands = _of_all([weight.operands for weight in weights], SeparateOperands.of)
+        operands = _of_all([weight._operands for weight in weights], SeparateOperands.of)
         make = partial(_quantized_as_one, weights, operands)
     elif _are_neighbours(weights):
         make = partial(_neighbours_as_one, weights)

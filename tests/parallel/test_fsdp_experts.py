@@ -70,14 +70,19 @@ def evaluated(model: Layers) -> torch.Tensor:
 
 
 def wire(rank: int, size: int, recipe: str, quantized: bool) -> tuple[list[int], list[int], int]:
-    """Of a step the bytes of each gather, what the formula says, and how many weights are gathered as codes."""
+    """Of a step the bytes of each gather, what the formula says, and how many weights are gathered as codes.
+
+    Between forward and backward their memory is free, and none is kept of what they were before they were sharded.
+    """
     model = made(recipe, quantized)
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh_of(size), reshard_after_forward=True)
     recorded, expected = RecordedGathers(model), []
     for _ in range(2):
         recorded.sent.clear()
-        called(model, rank).sum().backward()
+        y = called(model, rank)
+        assert not any(each.weight.gathered.holds(ROWWISE) for each in pytorch.parameters_below(model))
+        y.sum().backward()
     for dim, layers in ((ROWWISE, list(model)), (COLUMNWISE, list(model)[::-1])):
         for layer in layers:
             quantizer: Any = layer._config(layer.recipe).weight  # type: ignore[operator]
