@@ -18,6 +18,7 @@ from minifloat import (
     QuantizerRole,
     autocast,
     convert,
+    distributed,
     export,
     prepare,
     quantized_model_init,
@@ -340,18 +341,22 @@ def test_quantized_weights_that_others_read_are_refused() -> None:
     assert_same(export(model, (x, True)).module(), model, x, True)
 
 
-def refused_on_ranks(rank: int, world_size: int) -> str:
-    """The error of a layer that is split over ranks."""
-    layer = Linear(
-        IN, HIDDEN, recipe="current", name="up", parallel_mode="column", tp_group=torch.distributed.group.WORLD
-    )
-    try:
-        export(layer.eval(), (torch.randn(6, IN),))
-    except ValueError as error:
-        return str(error)
-    return ""
+def refused_on_ranks(rank: int, world_size: int) -> list[str]:
+    """The errors of a layer that is split over ranks, and of one that is sharded."""
+    group = torch.distributed.group.WORLD
+    split = Linear(IN, HIDDEN, recipe="current", name="up", parallel_mode="column", tp_group=group)
+    sharded = Linear(IN, HIDDEN, recipe="current", name="down")
+    distributed.fully_shard(sharded)
+    found = []
+    for layer in (split, sharded):
+        try:
+            export(layer.eval(), (torch.randn(6, IN),))
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def test_layers_that_are_split_over_ranks_are_refused(worker_pool: Pools) -> None:
-    for error in worker_pool(2).run(refused_on_ranks):
-        assert error.startswith("export: Linear 'up' is split over 2 ranks; export a model that is built without")
+    for split, sharded in worker_pool(2).run(refused_on_ranks):
+        assert split.startswith("export: Linear 'up' is split over 2 ranks; export a model that is built without")
+        assert sharded.startswith("export: the weight of Linear 'down' is sharded over ranks; export a model that is")
