@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from minifloat import capability
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.shard_map import cached
-from minifloat.formats import COLUMNWISE, Format, parse
+from minifloat.formats import COLUMNWISE, Format
 from minifloat.functional.autograd import apply_eager
 from minifloat.functional.grouped import GroupedOperand, GroupLayout, multiply
 from minifloat.operand import Operand, Quantized
@@ -43,9 +43,8 @@ def _place(name: str, fmt: Format, dim: int, rows: int, group: int) -> slice:
 
 
 @cached
-def _places(name: str, spec: str, dim: int, rows: int, cols: int, groups: int) -> _Places:
+def _places(name: str, fmt: Format, dim: int, rows: int, cols: int, groups: int) -> _Places:
     """Those of the tensor ``name``."""
-    fmt = parse(spec)
     end, *shape = _LAYOUTS[name][1](fmt, dim, groups * rows, cols, groups)
     places = [_place(name, fmt, dim, rows, group) for group in range(groups)]
     starts, ends = [*[place.start for place in places], end], [0, *[place.stop for place in places]]
@@ -59,7 +58,7 @@ def _join(name: str, operands: Sequence[Operand]) -> Tensor | None:
     like: Tensor | None = getattr(first, name)
     if like is None:
         return None
-    shapes, gaps = _places(name, first.format.spec, first.dim, *first.shape, len(operands))
+    shapes, gaps = _places(name, first.format, first.dim, *first.shape, len(operands))
     zeros = {gap: like.new_zeros(gap, *shapes[0][1:]) for gap in set(gaps)}
     pieces: list[Tensor] = []
     for gap, shape, operand in zip(gaps, shapes, operands, strict=False):
@@ -90,7 +89,7 @@ def with_rows_consecutive(weight: GroupedOperand) -> GroupedOperand:
         room[..., :rows] = codes.view(groups, rows, cols).permute(2, 0, 1)
         codes = room.view(cols, groups * (rows + unit))
     else:
-        _, gaps = _places("codes", weight.format.spec, COLUMNWISE, rows, cols, groups)
+        _, gaps = _places("codes", weight.format, COLUMNWISE, rows, cols, groups)
         pieces = [
             torch.nn.functional.pad(own.t(), (0, gap)) for own, gap in zip(codes.split(rows), gaps[1:], strict=True)
         ]

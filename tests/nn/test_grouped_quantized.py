@@ -210,6 +210,7 @@ def test_checkpoint(recipe: str) -> None:
             assert torch.equal(mine.grad, linear.weight.grad)
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected")
 @pytest.mark.parametrize("recipe", ["delayed", *slow("current", "block", "nvfp4")])
 def test_compiled(recipe: str) -> None:
     """One graph for all counts, which joins the codes."""
