@@ -269,12 +269,22 @@ def multiply(
         raise ValueError(
             f"grouped {gemm} contracts {depths[0]} elements with {depths[1]}, of {a.groups} and {b.groups} groups"
         )
-    result = grouped.grouped_mm(
+    arguments = (
         gemm, a.codes, a.scale_inv, a.tensors[2], a.format.spec, a.dim, a.offsets,
         b.codes, b.scale_inv, b.tensors[2], b.format.spec, b.dim, b.offsets,
         rows, cols, out_dtype, bias, fast_accum,
     )  # fmt: skip
-    return matmul.written(result, out, accumulate)
+    if out is not None and not accumulate and _takes_product(out, out_dtype):
+        grouped.grouped_mm_into(out, *arguments)
+        return out
+    return matmul.written(grouped.grouped_mm(*arguments), out, accumulate)
+
+
+def _takes_product(out: Tensor, dtype: torch.dtype) -> bool:
+    """Kernels can write a product there."""
+    if torch.compiler.is_compiling() or type(out) is not Tensor:
+        return False
+    return out.dtype == dtype and out.is_contiguous() and out.data_ptr() % 256 == 0
 
 
 def fprop(

@@ -47,7 +47,8 @@ class LinearFunction(torch.autograd.Function):
         x_operands, w_operands, own_x = plan.quantize_inputs(call, x, weight, x_scale)
         if call.shares_x:
             call.x = own_x
-        y = plan.fprop(x_operands, w_operands, bias)
+        y = plan.fprop(x_operands, w_operands, bias, *call.out)
+        ctx.dgrad_out = call.dgrad_out
         ctx.plan, ctx.delayed_call, ctx.x_shape, ctx.groups = plan, call.delayed_call, x.shape, call.groups
         ctx.weight = (call.owners or weight) if plan.writes_to_weight else None
         tensors, ctx.layouts = pack(plan.save_x(x, own_x), plan.save_w(weight, w_operands))
@@ -62,7 +63,7 @@ class LinearFunction(torch.autograd.Function):
         x, w = unpack(ctx.layouts, tensors)
         db = plan.bias_gradient(dy, ctx.groups)
         dy = plan.quantize_dy(dy, ctx.delayed_call, None, ctx.groups)
-        dx, dw = gradients(plan, dy, x, w, x_scale, ctx.weight)
+        dx, dw = gradients(plan, dy, x, w, x_scale, ctx.weight, *ctx.dgrad_out)
         if dx is not None:
             dx = plan.grad_input(dx, ctx.x_shape, ctx.delayed_call)
         if ctx.delayed_call is not None:
@@ -71,8 +72,9 @@ class LinearFunction(torch.autograd.Function):
 
 
 def gradients(
-    plan: LinearPlan, dy: Any, x: Operand | None, w: Operand | None, x_scale: Tensor | None, weight: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+    plan: LinearPlan, dy: Any, x: Operand | None, w: Operand | None, x_scale: Tensor | None, weight: Tensor | None,
+    *dgrad_out: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``weight`` is the parameter that has main_grad.
 
     What is gathered for wgrad is gathered during dgrad, and dX is summed over the ranks during wgrad.
@@ -80,7 +82,7 @@ def gradients(
     dx = dw = None
     loaded = None if x is None else plan.load_x(x, x_scale)
     if w is not None:
-        dx = plan.dgrad(dy, w)
+        dx = plan.dgrad(dy, w, *dgrad_out)
     if loaded is not None:
         dw = plan.accumulate_dw(weight, partial(plan.wgrad, dy.along(COLUMNWISE), loaded))
     return None if dx is None else plan.reduce_dx(dx), dw

@@ -46,7 +46,7 @@ class LinearPlan:
         writes_to_weight: backward writes to the parameter by itself and needs it with its Python attributes.
         recompute_x: as of the options, where that may be.
         quantize_inputs: (call, X, W, ...) -> X for fprop, W, and this rank's X; gathers X where ranks split its rows.
-        fprop: (X, W, b) -> Y [M, N], summed over the ranks.
+        fprop: (X, W, b) -> Y [M, N], summed over the ranks; of a grouped linear also (X, W, b, out), and so dgrad.
         save_x, save_w: (value, operands) -> the operand that backward reads.
         output: (Y, shape of X, delayed call) -> what forward returns; ``grad_input`` of dX what backward returns.
         quantize_dy: (dY, delayed call, amaxes if known, groups) -> its operands, gathered where ranks split its rows.
@@ -68,13 +68,13 @@ class LinearPlan:
     writes_to_weight: bool
     recompute_x: bool
     quantize_inputs: Callable[..., tuple[Any, Quantized, Quantized]]
-    fprop: Callable[[Any, Quantized, Tensor | None], Tensor]
+    fprop: Callable[..., Tensor]
     save_x: Callable[[Tensor | None, Quantized], Operand | None]
     save_w: Callable[[Tensor, Quantized], Operand | None]
     output: Callable[[Tensor, torch.Size, DelayedCall | None], Tensor]
     quantize_dy: Callable[..., Any]
     load_x: Callable[[Operand, Tensor | None], Any]
-    dgrad: Callable[[Any, Operand], Any]
+    dgrad: Callable[..., Any]
     reduce_dx: Callable[[Any], Tensor]
     wgrad: Callable[..., Tensor]
     accumulate_dw: Sink

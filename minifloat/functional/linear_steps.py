@@ -39,16 +39,19 @@ class Call:
         eager: no compiler traces it.
         shares_x: forward leaves the operands of X here, for siblings to come.
         groups: which rows of X are of which group, of a grouped linear.
+        out, dgrad_out: tensors that fprop and dgrad write to, or none, of a grouped linear.
         owners: the parameters that W was put together from in traced code, where it cannot carry them.
     """
 
-    __slots__ = ("delayed_call", "eager", "groups", "owners", "shares_x", "w", "x")
+    __slots__ = ("delayed_call", "dgrad_out", "eager", "groups", "out", "owners", "shares_x", "w", "x")
 
     def __init__(self, delayed_call: DelayedCall | None, x: Quantized | None, w: Quantized | None, eager: bool) -> None:
         self.delayed_call, self.x, self.w, self.eager = delayed_call, x, w, eager
         self.shares_x = False
         self.groups: GroupLayout | None = None
         self.owners: tuple[Tensor, ...] = ()
+        self.out: tuple[Tensor, ...] = ()
+        self.dgrad_out: tuple[Tensor, ...] = ()
 
 
 # ---- what backward saves ----
@@ -161,9 +164,11 @@ def quantize_and_gather(
     return shared_cast.offer(part, gathered), w, part
 
 
-def fprop(multiply: Gemm, dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None) -> Tensor:
-    """Y = X W^T + b."""
-    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast)
+def fprop(
+    multiply: Gemm, dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None, *out: Tensor
+) -> Tensor:
+    """Y = X W^T + b; to ``out``, if that is given."""
+    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast, *out)
 
 
 def sharded_fprop(parallel: TensorParallel, dtype: torch.dtype, fast: bool, x: Any, w: Quantized, bias: Any) -> Tensor:
@@ -295,10 +300,11 @@ def gather_x(
 
 
 def dgrad(
-    multiply: Gemm, load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand
-) -> Tensor:
-    """dX = dY W."""
-    return multiply("dgrad", dy.along(ROWWISE), load(w), dtype, None, fast)
+    multiply: Gemm, load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand,
+    *out: Tensor,
+) -> Tensor:  # fmt: skip
+    """dX = dY W; to ``out``, if that is given."""
+    return multiply("dgrad", dy.along(ROWWISE), load(w), dtype, None, fast, *out)
 
 
 def sharded_dgrad(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import finite, recompute
-from minifloat.arguments import Count, Device, FloatDtype, Size, checked
+from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import checks_finite, current
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.delayed_call import DelayedCall
@@ -248,7 +248,13 @@ class GroupedLinear(LinearCalls):
     # ---- calls ----
 
     def forward(
-        self, x: Tensor, m_splits: Tensor | Sequence[int] | GroupLayout, is_first_microbatch: bool | None = None
+        self,
+        x: Tensor,
+        m_splits: Tensor | Sequence[int] | GroupLayout,
+        is_first_microbatch: bool | None = None,
+        *,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
     ) -> Any:
         """X [M, in_features], rows sorted by expert, to Y [M, out_features], and the biases if ``return_bias``.
 
@@ -258,19 +264,25 @@ class GroupedLinear(LinearCalls):
                 Counts on the device are not waited for: negative ones are taken for 0, and more rows than there are for
                 all that there are, but under ``autocast(check_finite=True)``, which waits, they raise.
             is_first_microbatch: as of ``Linear``.
+            out: memory for Y, contiguous, of its shape and dtype: kernels write there, and Y is another view of it.
+            dgrad_out: the same for dX, the gradient that backward returns for X. The caller sees to it that nobody
+                else writes to either while they are read.
 
         Raises:
             TypeError: ``m_splits`` are no integers.
             ValueError: another number of them than there are experts; negative ones, or more than there are rows, where
-                the host knows them.
+                the host knows them. ``out`` or ``dgrad_out`` is no such memory.
         """
         special = is_first_microbatch is False or recompute._inside
+        writes = out is not None or dgrad_out is not None
         if (
-            (special or self.delay_wgrad_compute or self.fuse_wgrad_accumulation)
+            (special or writes or self.delay_wgrad_compute or self.fuse_wgrad_accumulation)
             and torch.compiler.is_compiling()
-            and needs_eager(self, is_first_microbatch)
+            and needs_eager(self, is_first_microbatch, writes=writes)
         ):
-            return run_eager(GroupedLinear.forward, self, x, m_splits, is_first_microbatch)
+            return run_eager(
+                partial(GroupedLinear.forward, out=out, dgrad_out=dgrad_out), self, x, m_splits, is_first_microbatch
+            )
         self._check_input(x)
         layout = self._layout(x, m_splits)
         recipe = self._recipe_in_force()
@@ -281,6 +293,9 @@ class GroupedLinear(LinearCalls):
         dtype = self._compute_dtype(x)
         plan, call, weight, bias = self._prepare_groups(recipe, dtype, x.requires_grad, is_first_microbatch, layout)
         x = x.to(dtype)
+        if writes:
+            call.out = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
+            call.dgrad_out = self._memory("dgrad_out", dgrad_out, x.shape, x)
         if call.eager:
             y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
         else:
@@ -290,6 +305,18 @@ class GroupedLinear(LinearCalls):
         if finite.active:
             self._check_groups_finite(x, y, layout)
         return (y, self._bias_vector()) if self.return_bias else y
+
+    def _memory(self, name: str, given: Tensor | None, shape: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
+        """``given`` as a matrix of its own version, if it is there; a view would be copied."""
+        if given is None:
+            return ()
+        fits = type(given) is Tensor and given.shape == torch.Size(shape) and given.is_contiguous()
+        if not fits or (given.dtype, given.device, given.requires_grad) != (like.dtype, like.device, False):
+            raise ValueError(
+                f"{self._label}: {name} is {shown(given)}; a contiguous tensor of {like.dtype} and shape "
+                f"{tuple(shape)} on {like.device}, without requires_grad, is needed"
+            )
+        return (given.detach().view(-1, shape[-1]),)
 
     def _prepare_groups(
         self,

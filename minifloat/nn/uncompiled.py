@@ -19,10 +19,11 @@ def needs_eager(
     fp8_output: bool = False,
     fp8_grad: bool = False,
     checkpointed: bool = False,
+    writes: bool = False,
 ) -> bool:
     """Some option of this call cannot be traced; asked in traced code alone. :func:`run_eager` is the way out.
 
-    ``checkpointed``: the module is about to checkpoint itself.
+    ``checkpointed``: the module is about to checkpoint itself. ``writes``: ``out`` or ``dgrad_out`` is given.
 
     Raises:
         RuntimeError: so it is, and the compiler was told ``fullgraph=True``; ``fp8_output`` in an export.
@@ -39,6 +40,8 @@ def needs_eager(
         return recompute.warns_of_compiled(True)
     if own_gradient and linear.delay_wgrad_compute:
         why = "delay_wgrad_compute=True leaves work for after backward, which no graph does; use False"
+    elif writes:
+        why = "out and dgrad_out are written to, which no graph does; use None"
     elif reads_cache and linear._recipe_in_force() is not None:
         why = "is_first_microbatch=False reads a cached weight, whose version no graph knows; use None"
     elif grad and fp8_grad:

@@ -543,3 +543,39 @@ def test_gpu_launches_do_not_depend_on_the_number_of_experts() -> None:
         return dict(counted)
 
     assert launches(2) == launches(40)
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "delayed", "block", "mxfp8"])
+def test_memory_of_the_caller(recipe: str | None) -> None:
+    """Y and dX are written there, in each of several steps, whatever was in it; backward knows Y by its own version."""
+    grouped = GroupedLinear(3, K, N, recipe=recipe)
+    other = copy.deepcopy(grouped)
+    out, dgrad_out = torch.full((9, N), torch.nan), torch.full((9, K), torch.nan)
+    for _ in range(2):
+        x, dy = torch.randn(9, K, requires_grad=True), torch.randn(9, N)
+        own_x = x.detach().clone().requires_grad_()
+        y = grouped(x, [4, 0, 3], out=out, dgrad_out=dgrad_out)
+        assert y.data_ptr() == out.data_ptr() and not out.requires_grad
+        expected = other(own_x, [4, 0, 3])
+        assert torch.equal(out, expected)
+        y.backward(dy), expected.backward(dy)
+        assert own_x.grad is not None and torch.equal(dgrad_out, own_x.grad)
+        assert x.grad is not None and torch.equal(x.grad, own_x.grad)
+    for mine, wanted in zip(grouped.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None and wanted.grad is not None and torch.equal(mine.grad, wanted.grad)
+
+
+def test_memory_that_does_not_fit() -> None:
+    grouped, x = GroupedLinear(2, K, N, recipe="current", name="experts"), torch.randn(5, K)
+    for wrong in (
+        torch.empty(4, N),
+        torch.empty(5, N).bfloat16(),
+        torch.empty(N, 5).t(),
+        torch.empty(5, N).requires_grad_(),
+    ):
+        with pytest.raises(ValueError, match=r"'experts': out is .*without requires_grad, is needed"):
+            grouped(x, [2, 3], out=wrong)
+    with pytest.raises(ValueError, match="'experts': dgrad_out is"):
+        grouped(x, [2, 3], dgrad_out=torch.empty(5, N + 1))
+    with pytest.raises(RuntimeError, match="'experts': out and dgrad_out are written to"):
+        torch.compile(grouped, backend="aot_eager", fullgraph=True)(x, torch.tensor([2, 3]), out=torch.empty(5, N))

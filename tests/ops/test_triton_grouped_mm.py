@@ -173,6 +173,19 @@ def test_exact_on_integers(gemm: str, a_spec: str, b_spec: str, device: torch.de
         assert sum(counts) == 0 or found.count_nonzero() > 0
 
 
+@pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e4m3/1x128/pow2", "e4m3/1x32/e8m0", BF16])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_written_to_given_memory(gemm: str, spec: str, device: torch.device) -> None:
+    """The same bits, whatever was there; also those of rows and groups that have nothing to sum."""
+    for counts, sides in shapes(device, COUNTS[:1])[:1]:
+        case = problem(gemm, spec, spec, counts, sides, cast_normal)
+        expected = case.multiply(torch.float32, device=device)
+        out = torch.full_like(expected, torch.nan)
+        arguments = gemm, *case.a.to(device), *case.b.to(device), case.rows, case.width, torch.float32, None, False
+        products.multiply_into(out, *arguments)
+        assert torch.equal(out, expected)
+
+
 @FOR_EACH_CASE
 def test_within_the_bound(gemm: str, a_spec: str, b_spec: str, device: torch.device) -> None:
     """Sums in fp32, each step of which a tensor core may cut off: 2^-22 of the magnitude, FP8 more on a GPU."""

@@ -228,6 +228,28 @@ def _(gemm: str, a: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((offsets.shape[0] - 1, rows, cols) if gemm == "wgrad" else (rows, cols), dtype=out_dtype)
 
 
+@operation(lambda: _products().multiply_into, mutates=["out"])
+def grouped_mm_into(
+    out: Tensor,
+    gemm: str,
+    a: Tensor, a_scale: Tensor | None, a_amax: Tensor | None, a_format: str, a_dim: int, a_offsets: Tensor,
+    b: Tensor, b_scale: Tensor | None, b_amax: Tensor | None, b_format: str, b_dim: int, b_offsets: Tensor,
+    rows: SymInt, cols: SymInt, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+) -> None:  # fmt: skip
+    """:data:`grouped_mm` written to ``out``: contiguous, of its shape and dtype, at a multiple of 16 bytes."""
+    out.copy_(
+        grouped_mm.reference(
+            gemm, a, a_scale, a_amax, a_format, a_dim, a_offsets, b, b_scale, b_amax, b_format, b_dim, b_offsets,
+            rows, cols, out_dtype, bias, fast_accum,
+        )
+    )  # fmt: skip
+
+
+@grouped_mm_into.fake
+def _(out: Tensor, *_arguments: Any) -> None:
+    return None
+
+
 @operation(lambda: _sums().add_rows)
 def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """The sum of each group's rows of ``x`` [M, N]: [G, N], in the dtype of ``x``."""

@@ -16,7 +16,7 @@ Loads are wide where rows are multiples of 16 elements, and two bytes or fewer a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -63,9 +63,9 @@ def multiply(
     gemm: str,
     a: Tensor, a_scale: Tensor | None, a_amax: Tensor | None, a_format: str, a_dim: int, a_offsets: Tensor,
     b: Tensor, b_scale: Tensor | None, b_amax: Tensor | None, b_format: str, b_dim: int, b_offsets: Tensor,
-    rows: int, cols: int, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    rows: int, cols: int, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``grouped_mm``."""
+    """``grouped_mm``; the result is in the memory of ``into`` if that is given, or in its own."""
     a_along, b_along = matmul.CONTRACTED[gemm]
     left = Cast(a, a_scale, a_amax, parse(a_format), a_dim, a_offsets, a_along)
     right = Cast(b, b_scale, b_amax, parse(b_format), b_dim, b_offsets, b_along)
@@ -85,7 +85,7 @@ def multiply(
     kind = {torch.bfloat16: "half", torch.float16: "half", torch.float32: "float"}.get(sides[0].matrix.dtype, kind)
     tile = gemm_tile(f"grouped_{kind}", a.device)
     shape = (left.groups * rows, cols) if gemm == "wgrad" else (rows, cols)
-    out = allocate(shape, out_dtype, a.device)
+    out = allocate(shape, out_dtype, a.device) if into is None else into.view(shape)
     factors = left.format.quantized and right.format.quantized and kind != "block"
     constants = kind == "fp8", kind == "block", factors
     if kind in ("fp8", "block") and hopper.takes(*sides):
@@ -97,6 +97,14 @@ def multiply(
         return out.view(left.groups, rows, cols)
     _multiply_rows(*sides, left.format.packed, bias, out, constants, tile)
     return out
+
+
+def multiply_into(out: Tensor, *arguments: Any) -> None:
+    """``grouped_mm_into``."""
+    run: Any = multiply  # whose arguments no type checker can count here
+    result = run(*arguments, out)
+    if result.data_ptr() != out.data_ptr():  # the reference's
+        out.copy_(result)
 
 
 def _kind(a: Format, b: Format) -> str:
