@@ -90,7 +90,7 @@ def emulates(a: Format, b: Format, device: torch.device) -> Support:
 
     Not on a CPU, where the reference stays: its results are the definition, to the bit.
     """
-    if any(fmt.block and fmt.scaling.own and not fmt.scaling.power_of_two for fmt in (a, b)):
+    if any(fmt.block and fmt.scale_rule != "two_level" and not fmt.scaling.power_of_two for fmt in (a, b)):
         return False, "block scales that are no powers of two do not fit bf16"
     if _device_facts(device)[0] >= (8, 0):
         return True, "written out as bf16, without error, for tensor cores that sum in fp32"

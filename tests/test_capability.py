@@ -11,6 +11,7 @@ import torch
 from minifloat import capability
 from minifloat.capability import PAIRS
 from minifloat.formats import IDENTITY, Format
+from minifloat.formats.scale_rules import Quotient, define_scale_rule
 
 GPU = torch.device("cuda", 0)
 F32_STRIP, F32_TILE = (Format(block=128, tile=tile, scale_rule="fp32") for tile in (False, True))
@@ -116,3 +117,13 @@ def test_a_gpu_without_cuda_runs_the_reference(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.version, "cuda", None)
     assert {capability.backend(a, b, GPU) for _, a, b in PAIRS} == {"reference"}
     assert not capability.kernels(0)[0] and not capability.symmetric_memory(IDENTITY, IDENTITY, GPU)[0]
+
+
+def test_block_scales_of_a_rule_of_the_users_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says that a code times such a scale fits bf16, whether or not it follows from the amax alone."""
+    facts(monkeypatch, (9, 0), "13.0")
+    for own in (True, False):
+        define_scale_rule(Quotient(f"capability_{own}", own=own))
+        fmt = Format(block=32, scale_rule=f"capability_{own}")
+        emulated, reason = capability.emulates(fmt, fmt, GPU)
+        assert not emulated and "no powers of two" in reason
