@@ -141,6 +141,22 @@ def test_casts_are_those_of_the_values(spec: str, counts: tuple[int, ...], kerne
         torch.testing.assert_close(total, sums, rtol=1e-4, atol=1e-3)
 
 
+def test_strided_probabilities(device: torch.device) -> None:
+    """A column of a matrix, and one for all rows: a kernel reads neither what is between nor what is behind."""
+    x, dy, p, offsets = inputs(SWIGLU, (2, 5), 16, device)
+    spec, one = "e4m3/tensor/given", p[:1].expand(len(p))
+    scales = torch.tensor([0.7, 1.4], device=device)
+    for contiguous, strided in ((p, torch.stack([p, -p], dim=1)[:, 0]), (one.contiguous(), one)):
+        found = []
+        for probabilities in (contiguous, strided):
+            y, _ = run("", True, x, probabilities, offsets, "swiglu", (), False)
+            of = x, probabilities, offsets, scales, "swiglu", (), [spec], (ROWWISE,), [False]
+            codes, *rest = run("_backward_cast", True, dy, *of)
+            found.append([y, codes[:7], *rest])  # of rows that are no group's they are undefined
+        for mine, expected in zip(*found, strict=True):
+            assert_same_bits(mine, expected)
+
+
 def test_launches(device: torch.device) -> None:
     """One of each kernel, and one for its table, whatever the number of groups."""
     for counts in ((12,), (1,) * 12):

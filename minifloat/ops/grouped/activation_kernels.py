@@ -233,8 +233,8 @@ def _forward_to(
 ) -> None:
     unused = x, number(0)
     tensors = [
-        (x, of_rows(x.shape[1])), unused if probabilities is None else (probabilities, of_rows(1)),
-        unused if scales is None else (scales, of_groups(1)),
+        (x, of_rows(x.shape[1])), unused if probabilities is None else (ready(probabilities), of_rows(1)),
+        unused if scales is None else (ready(scales), of_groups(1)),
     ]  # fmt: skip
     columns = out_columns(name, x.shape[1])
     constants = (
@@ -265,9 +265,9 @@ def _backward_to(
     partial = x.new_zeros((M, tiles) if probabilities is not None else (0,), dtype=torch.float32)
     tensors = [
         (dy, of_rows(columns)), (x, of_rows(x.shape[1])),
-        unused if probabilities is None else (probabilities, of_rows(1)),
+        unused if probabilities is None else (ready(probabilities), of_rows(1)),
         unused if probabilities is None else (partial, of_rows(tiles)),
-        unused if scales is None else (scales, of_groups(1)),
+        unused if scales is None else (ready(scales), of_groups(1)),
     ]  # fmt: skip
     constants = (
         *formula(name, parameters), *out.constants, probabilities is not None, with_amax, columns % out.unit == 0,

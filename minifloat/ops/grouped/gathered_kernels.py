@@ -75,12 +75,12 @@ def cast(
     k_major: Sequence[bool],
 ) -> list[Tensor]:
     """``gathered_cast``."""
-    x, rows, fmt, K = ready(x), rows.contiguous(), parse(formats[0]), x.shape[1]
+    x, rows, fmt, K = ready(x), ready(rows), parse(formats[0]), x.shape[1]
     matrix = x.new_empty(1, 1).expand(rows.shape[0], K)
     out, made = casts_to(matrix, offsets, formats, dims, k_major)
     choice = gather_tile(fmt, dims, K, x.device)
     unused = x, number(0)
-    tensors = [unused, (rows, of_rows(1)), unused if level is None else (level, of_groups(1))]
+    tensors = [unused, (rows, of_rows(1)), unused if level is None else (ready(level), of_groups(1))]
     constants = *out.constants, fmt.scale_rule == "given", K % out.unit == 0, choice.rows, choice.cols
     launch(_cast, out, tensors, offsets, rows.shape[0], K, constants, choice)
     return as_declared(made, formats, dims, k_major)
