@@ -140,6 +140,11 @@ class GroupedLinear(LinearCalls):
         return f"GroupedLinear({self.num_gemms}, {self.in_features}, {self.out_features})"
 
     @property
+    def _has_bias(self) -> bool:
+        first: Any = self._modules.get("0")
+        return self._parameters.get("bias") is not None or (first is not None and first.bias is not None)
+
+    @property
     def _weight_names(self) -> tuple[str, ...]:
         return ("weight",) if self.single_grouped_weight else tuple(f"{i}.weight" for i in range(self.num_gemms))
 
@@ -343,22 +348,7 @@ class GroupedLinear(LinearCalls):
         return plan, call, weight, bias
 
     def _layout(self, x: Tensor, m_splits: Any) -> GroupLayout:
-        rows = x.numel() // self.in_features if self.in_features else x.shape[:-1].numel()
-        wait = finite.active and checks_finite()
-        layout = m_splits
-        if not isinstance(layout, GroupLayout):
-            layout = GroupLayout.of(m_splits, rows, x.device, self._label, wait)
-        self._check_groups(layout)
-        if layout.rows != rows:
-            raise ValueError(f"{self._label}: the layout is for {layout.rows} rows, and the input has {rows}")
-        return layout
-
-    def _check_groups(self, layout: GroupLayout) -> None:
-        if layout.offsets.shape[0] != self.num_gemms + 1:
-            raise ValueError(
-                f"{self._label}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the "
-                f"{self.num_gemms} experts"
-            )
+        return layout_of(x, m_splits, self.num_gemms, self.in_features, self._label)
 
     def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
         return make_grouped_plan(config, options)
@@ -425,7 +415,28 @@ class GroupedLinear(LinearCalls):
 
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self._bias_vector() is not None}"
+        return f"{sizes}, bias={self._has_bias}"
+
+
+def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, label: str) -> GroupLayout:
+    """The layout of the rows of ``x`` [..., width] in so many groups; ``m_splits``: as of ``GroupedLinear.forward``."""
+    rows = x.numel() // width if width else x.shape[:-1].numel()
+    layout = m_splits
+    if not isinstance(layout, GroupLayout):
+        layout = GroupLayout.of(m_splits, rows, x.device, label, wait=finite.active and checks_finite())
+    check_groups(layout, groups, label)
+    if layout.rows != rows:
+        raise ValueError(f"{label}: the layout is for {layout.rows} rows, and the input has {rows}")
+    return layout
+
+
+def check_groups(layout: GroupLayout, groups: int, label: str) -> None:
+    """Raises if the layout is of another number of groups."""
+    if layout.offsets.shape[0] != groups + 1:
+        raise ValueError(
+            f"{label}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the {groups} "
+            "experts"
+        )
 
 
 def _check_gradient(label: str, total: int, dy: Tensor) -> None:

@@ -18,7 +18,7 @@ from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
 from minifloat.functional.permutation import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import parts
-from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.grouped_linear import GroupedLinear, check_groups, layout_of
 from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.recipe import Recipe, RecipeLike
@@ -72,7 +72,8 @@ class GroupedMLP(parts.LayerOfLinears):
     ) -> None:
         super().__init__()
         self.activation = Activation.of(activation, activation_params)
-        self.recompute_activation, self.has_bias = recompute_activation, bias
+        self.num_experts, self.hidden_size = num_experts, hidden_size
+        self.recompute_activation = recompute_activation
         linear = partial(
             GroupedLinear,
             num_experts,
@@ -96,6 +97,16 @@ class GroupedMLP(parts.LayerOfLinears):
             name=parts.part_name(name, "fc2"),
         )
 
+    @property
+    def _label(self) -> str:
+        label: str = getattr(self.fc1, "_label", type(self).__name__)
+        return label
+
+    @property
+    def _adds_to_results(self) -> bool:
+        """fc2 has a bias, which a factor of the activation would not reach; so may have what has replaced it."""
+        return not isinstance(self.fc2, GroupedLinear) or self.fc2._has_bias
+
     def forward(
         self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, probabilities: Tensor | None = None
     ) -> Tensor:
@@ -114,15 +125,15 @@ class GroupedMLP(parts.LayerOfLinears):
         check_tensor(x, self)
         if isinstance(m_splits, Routing):
             return self._forward_tokens(x, m_splits, is_first_microbatch, probabilities)
-        layout = self.fc1._layout(x, m_splits)
+        layout = layout_of(x, m_splits, self.num_experts, self.hidden_size, self._label)
         if probabilities is not None:
             if probabilities.shape != (layout.rows,) or not probabilities.is_floating_point():
                 raise ValueError(
-                    f"{self.fc1._label}: probabilities is {shown(probabilities)}; floating-point numbers of shape "
+                    f"{self._label}: probabilities is {shown(probabilities)}; floating-point numbers of shape "
                     f"({layout.rows},) are needed, one for each row"
                 )
             probabilities = probabilities.float()
-        if self.has_bias and probabilities is not None:  # which a factor of the activation would not reach
+        if self._adds_to_results and probabilities is not None:
             return _times(self.forward(x, layout, is_first_microbatch), probabilities, layout)
         recipes = self._fused(is_first_microbatch)
         if recipes is not None:
@@ -140,13 +151,13 @@ class GroupedMLP(parts.LayerOfLinears):
         self, x: Tensor, routing: Routing, is_first_microbatch: bool | None, probabilities: Tensor | None
     ) -> Tensor:
         layout = GroupLayout(routing.offsets, routing.order.shape[0])
-        if self.has_bias:
+        if self._adds_to_results:
             return unpermute(self.forward(permute(x, routing), layout, is_first_microbatch), routing, probabilities)
         own = None if probabilities is None else permute_probabilities(probabilities, routing)
         recipes = self._fused(is_first_microbatch)
         if recipes is None or x.dim() != 2 or x.shape[0] != routing.inverse.shape[0]:  # of which ``permute`` tells
             return unpermute(self.forward(permute(x, routing), layout, is_first_microbatch, own), routing)
-        self.fc1._check_groups(layout)
+        check_groups(layout, self.num_experts, self._label)
         return self._run(x, layout, is_first_microbatch, own, routing, *recipes)
 
     def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:

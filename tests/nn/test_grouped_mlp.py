@@ -196,6 +196,37 @@ def test_a_bias_is_multiplied_too() -> None:
         torch.testing.assert_close(make(None).float()(x, COUNTS, None, p), make(None).float()(x, COUNTS) * p[:, None])
 
 
+class Wrapped(nn.Module):
+    """What knows nothing of grouped linears, around one of them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["rows", "tokens"])
+def test_replaced_parts(tokens: bool) -> None:
+    """They run; one that adds a bias after the activation gets its gradients, and its results their probabilities."""
+    indices = torch.randint(0, len(COUNTS), (9, 2))
+    counts: Any = sort_by_expert(indices, len(COUNTS)) if tokens else COUNTS
+    rows = 9 if tokens else sum(COUNTS)
+    x, p = torch.randn(rows, H).to(BF16), torch.rand(9, 2) if tokens else torch.rand(rows)
+    mlp = make("current")
+    wrapped = copy.deepcopy(mlp)
+    wrapped.fc1 = Wrapped(wrapped.fc1)  # type: ignore[assignment]
+    assert torch.equal(wrapped(x, counts, None, p), mlp(x, counts, None, p))
+
+    whole, biased = make("current", bias=True), mlp
+    biased.fc1, biased.fc2 = copy.deepcopy(whole.fc1), copy.deepcopy(whole.fc2)
+    for each in (whole, biased):
+        each(x, counts, None, p).float().square().sum().backward()
+    for mine, other in zip(biased.parameters(), whole.parameters(), strict=True):
+        assert_equal([mine.grad], [other.grad])
+
+
 def test_a_routing_of_other_experts_or_tokens() -> None:
     mlp, routing = make("current"), sort_by_expert(torch.zeros(4, 2, dtype=torch.int64), len(COUNTS) + 1)
     with pytest.raises(ValueError, match="give the rows of each of the 4 experts"):
