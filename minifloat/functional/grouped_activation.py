@@ -25,6 +25,9 @@ from minifloat.ops.grouped.activation import (
     grouped_activation_cast,
 )
 
+_ACTIVATION = grouped_activation, grouped_activation_cast
+_ACTIVATION_RECOMPUTED = grouped_activation.for_recompute(), grouped_activation_cast.for_recompute()
+
 
 class GroupedActivationFunction(torch.autograd.Function):
     """A = p act(H) and its gradients, dH = act'(H) p dA and dp = the sum of act(H) dA over a row; keeps H and p.
@@ -58,15 +61,20 @@ def act_operands(
     offsets: Tensor,
     delayed_call: DelayedCall | None,
     scales: Tensor | None = None,
+    recompute: bool = False,
 ) -> Quantized:
-    """A = p act(H), cast group by group; arguments as of :class:`GroupedCasts`, which records amaxes likewise."""
+    """A = p act(H), cast group by group; arguments as of :class:`GroupedCasts`, which records amaxes likewise.
+
+    ``recompute``: backward recomputes what its forward computed, see ``Operation.for_recompute``.
+    """
     how = of.name, of.parameters
+    forward, forward_cast = _ACTIVATION_RECOMPUTED if recompute else _ACTIVATION
     if not casts.in_kernel:
-        y, amax = grouped_activation(h, probabilities, offsets, *how, casts.one_amax)
+        y, amax = forward(h, probabilities, offsets, *how, casts.one_amax)
         return casts(y, offsets, delayed_call, scales, amax if casts.one_amax else None)
     if scales is None and delayed_call is not None:
         scales = delayed_scale(delayed_call, casts.kind)
-    made = grouped_activation_cast(h, probabilities, offsets, scales, *how, *_specs(casts))
+    made = forward_cast(h, probabilities, offsets, scales, *how, *_specs(casts))
     like = h[:, : out_columns(of.name, h.shape[1])]
     return casts.operands(like, offsets, made, [scales] * len(casts.casts), delayed_call)
 

@@ -143,4 +143,4 @@ def _recompute(
 ) -> Operand:
     """What wgrad reads of A, from H again; nothing is recorded a second time."""
     casts = GroupedCasts(plan.config.input.with_usage(rowwise=False), "input", plan.options.device)
-    return act_operands(casts, activation, h, probabilities, layout.offsets, None, scales).along(COLUMNWISE)
+    return act_operands(casts, activation, h, probabilities, layout.offsets, None, scales, True).along(COLUMNWISE)

@@ -13,7 +13,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from minifloat import LayerNormLinear, LayerNormMLP, TransformerLayer
+from minifloat import GroupedMLP, LayerNormLinear, LayerNormMLP, TransformerLayer
 from minifloat.nn.prepare import prepare
 from minifloat.ops.matmul import count_gemms
 from minifloat.recipe import Recipe
@@ -204,7 +204,7 @@ def compiled(recipe: Recipe, transform: Callable[..., Any]) -> None:
         assert_same(dict(twin.state_dict()), dict(eager.state_dict()))
 
 
-def handed_on(module: nn.Module, recipe: Recipe, x: Tensor) -> int:
+def handed_on(module: nn.Module, recipe: Recipe, *inputs: Tensor) -> int:
     """Bytes that the compiled forward gives to its backward."""
     sizes: list[int] = []
 
@@ -221,7 +221,7 @@ def handed_on(module: nn.Module, recipe: Recipe, x: Tensor) -> int:
     )
     torch._dynamo.reset()
     prepare(module, recipe)
-    torch.compile(module, fullgraph=True, backend=backend)(x).sum().backward()
+    torch.compile(module, fullgraph=True, backend=backend)(*inputs).sum().backward()
     return sizes[0]
 
 
@@ -233,6 +233,17 @@ def test_compilers_keep_no_codes(name: str) -> None:
     codes = (x.numel() // x.shape[-1]) * (plain.fc1.in_features + plain.fc2.in_features)
     saved = handed_on(plain, NAMED[name], x) - handed_on(saving, NAMED[name], x)
     assert saved >= (codes // 2 if name == "nvfp4" else codes)
+
+
+def test_compilers_keep_no_codes_of_experts() -> None:
+    """The same of a GroupedMLP."""
+    sizes: list[int] = []
+    for recompute in (False, True):
+        recipe = NAMED["current"]
+        mlp = GroupedMLP(2, 32, 64, dtype=torch.bfloat16, recipe=recipe, recompute_activation=recompute)
+        x = torch.randn(17, 32, dtype=torch.bfloat16, requires_grad=True)
+        sizes.append(handed_on(mlp, recipe, x, torch.tensor([5, 12])))
+    assert sizes[0] - sizes[1] >= 17 * 64
 
 
 @pytest.mark.slow
