@@ -231,16 +231,15 @@ UNCOMPILED = {
     "fuse_wgrad_accumulation": (with_main_grad, {"fuse_wgrad_accumulation": True}),
 }
 CASES = [
-    (Linear, option, name) for option in UNCOMPILED for name in ("current", "delayed")
-] + [
     (kind, option, "current")
-    for kind in (LayerNormLinear, LayerNormMLP)
+    for kind in (Linear, LayerNormLinear, LayerNormMLP)
     for option in UNCOMPILED
-    if option != "fp8_grad" and (kind is LayerNormLinear or option != "fp8_output")
-]  # fmt: skip
+    if kind is Linear or (option != "fp8_grad" and (kind is LayerNormLinear or option != "fp8_output"))
+]
+DELAYED = [pytest.param(Linear, option, "delayed", marks=pytest.mark.slow) for option in UNCOMPILED]
 
 
-@pytest.mark.parametrize(("kind", "option", "name"), CASES)
+@pytest.mark.parametrize(("kind", "option", "name"), [*CASES, *DELAYED])
 def test_uncompiled(kind: Any, option: str, name: str) -> None:
     """Everything of the layer runs as in eager code, nothing of it as in traced code; the rest is compiled."""
     call, options = UNCOMPILED[option]
@@ -256,7 +255,9 @@ def test_uncompiled(kind: Any, option: str, name: str) -> None:
     assert graphs() >= 1
 
 
-@pytest.mark.parametrize(("kind", "option", "name"), [case for case in CASES if case[2] == "current"])
+@pytest.mark.parametrize(
+    ("kind", "option", "name"), [case for case in CASES if isinstance(case, tuple) and case[2] == "current"]
+)
 def test_refused_in_one_graph(kind: Any, option: str, name: str) -> None:
     """The error names the layer, the option and the way out."""
     call, options = UNCOMPILED[option]

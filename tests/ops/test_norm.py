@@ -138,7 +138,7 @@ def test_operations_pass_opcheck(normalization: str, device: torch.device) -> No
     for dtype in (torch.bfloat16, torch.float32):
         x, gamma, beta = norm_inputs(norm, (6, 20), dtype, device)
         arguments = (x, gamma, beta, normalization, 1e-5, False, torch.float32)
-        torch.library.opcheck(norm_forward.overload, arguments)
+        torch.library.opcheck(norm_forward.overload, norm_forward.spelled(*arguments))
         _, mean, rsigma, *_ = norm_forward(*arguments)
         torch.library.opcheck(norm_backward.overload, (x, x, gamma, mean, rsigma, normalization, False))
 
