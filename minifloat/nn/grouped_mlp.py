@@ -44,8 +44,8 @@ class GroupedMLP(parts.LayerOfLinears):
             recompute what fc2 reads of its result.
 
     The kernel of the activation casts or finds amaxes, and its results are those of the parts one after the other, to
-    the bit. They do run so where one has no recipe, hooks, a ``backward_override`` or ``save_original_input``, or was
-    replaced.
+    the bit (``docs/layers.md`` has two exceptions). They do run so where one has no recipe, hooks, a
+    ``backward_override`` or ``save_original_input``, or was replaced.
     """
 
     @checked
