@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.formats.scale_rules import Quotient, define_scale_rule
 from minifloat.ops import grouped
 from minifloat.ops.grouped import gathered, gathered_kernels, layout
 from minifloat.ops.launch import count_launches
@@ -78,6 +79,18 @@ def test_casts(spec: str, kernels: bool, device: torch.device) -> None:
                     assert_same_bits(found[3 * i][codes].contiguous(), expected[3 * i][codes].contiguous())
                     assert_same_bits(found[3 * i + 1][scales], expected[3 * i + 1][scales])
                 assert_same_bits(found[3 * i + 2], expected[3 * i + 2])
+
+
+def test_a_rule_without_a_kernel(device: torch.device) -> None:
+    """The reference casts."""
+    define_scale_rule(Quotient("gathered_only", own=False))
+    x, rows, offsets = inputs((5, 0, 18), 32, device)
+    level, how = gathered_kernels.amax(x, rows, offsets), (["e4m3/tensor/gathered_only"] * 2, BOTH, [True] * 2)
+    with count_launches() as launches:
+        found = gathered_kernels.cast(x, rows, offsets, level, *how)
+    assert not launches
+    for mine, other in zip(found, gathered.gathered_cast.reference(x, rows, offsets, level, *how), strict=True):
+        assert_same_bits(mine, other)
 
 
 def test_launches(device: torch.device) -> None:

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.ops.grouped import casts
+from minifloat.ops.grouped import casts, gathered
 from minifloat.ops.grouped.fused import as_declared, casts_to, launch, record_amaxes, store_tile
 from minifloat.ops.grouped.table import number, of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.quantize import blocks
+from minifloat.ops.quantize import blocks, gpu
 from minifloat.ops.quantize.device import corner, extent, first_program, matrix_of, pick, pick_wide
 from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import Tile, tile
@@ -75,7 +75,10 @@ def cast(
     k_major: Sequence[bool],
 ) -> list[Tensor]:
     """``gathered_cast``."""
-    x, rows, fmt, K = ready(x), ready(rows), parse(formats[0]), x.shape[1]
+    fmt, K = parse(formats[0]), x.shape[1]
+    if not gpu.casts(fmt):
+        return gathered.gathered_cast.reference(x, rows, offsets, level, formats, dims, k_major)
+    x, rows = ready(x), ready(rows)
     matrix = x.new_empty(1, 1).expand(rows.shape[0], K)
     out, made = casts_to(matrix, offsets, formats, dims, k_major)
     choice = gather_tile(fmt, dims, K, x.device)
