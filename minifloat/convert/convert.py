@@ -126,9 +126,8 @@ def convert(
             else holds parameters, are made afterwards. The format is that of ``quantized_model_init`` inside of it,
             else that of each layer's recipe. Weights that are parameters of other modules too, those of ``Conv1D``, and
             of experts that have one parameter, stay as they are, with a warning. None: True inside of
-            ``quantized_model_init``, else False.
-            A frozen weight in high precision is cast in each forward, since writes through ``.data``, as PEFT's merging
-            makes them, change no version that a cache could compare.
+            ``quantized_model_init``, else False. Frozen weights in high precision are cast in each forward: writes
+            through ``.data``, as PEFT's merging makes them, change no version that a cache could compare.
 
     Returns:
         What was converted and what was left alone, and why; print it. If that is nothing, a ``UserWarning`` says why.
@@ -137,15 +136,10 @@ def convert(
         TypeError: ``model``, ``recipe`` or a rule is not one. Nothing was changed.
         ValueError: an unknown recipe name, a model that was given to ``fully_shard`` before, or weights that cannot be
             replaced: they have gradients or hooks, a ``DistributedDataParallel`` holds on to them, or no recipe says
-            which format; nothing was changed, but a model that was converted before is reverted. Or a custom recipe's
-            factory gave a wrong answer; the model is then reverted.
+            which format; a model that was converted before is then reverted, as it is if a custom recipe's factory
+            gives a wrong answer.
     """
-    sharded = next((each for each in named_modules(model) if is_sharded_by_fsdp(each.module)), None)
-    if sharded is not None:
-        raise ValueError(
-            f"convert: {sharded.names[0] or 'the model'} was given to fully_shard already, which gathers weights in "
-            "high precision; convert the model before"
-        )
+    _refuse_sharded(model)
     chosen, read = own_recipe(recipe), read_rules(rules)
     kept = _converted_histories(model)
     revert(model)
@@ -171,6 +165,15 @@ def convert(
         reasons = [decision.reason for _, decision in decisions]
         warn(_nothing_converted(reasons), stacklevel=3)  # past the wrapper of ``checked``
     return _report(modules, decisions, others, _unused_rules(read, linears) + unquantized)
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    sharded = next((each for each in named_modules(model) if is_sharded_by_fsdp(each.module)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"convert: {sharded.names[0] or 'the model'} was given to fully_shard already, which gathers weights in "
+            "high precision; convert the model before"
+        )
 
 
 def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterInit]) -> list[str]:

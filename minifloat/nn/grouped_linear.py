@@ -26,6 +26,7 @@ from minifloat.functional.linear_steps import Call
 from minifloat.functional.quantize import record_groups
 from minifloat.functional.weight_gradient import parameters_of
 from minifloat.nn import parameters
+from minifloat.nn.inputs import layout_of
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.linear_state import fitting
 from minifloat.nn.parameters import InitMethod, ParameterInit, given_format, one_dtype, parameter_init
@@ -416,27 +417,6 @@ class GroupedLinear(LinearCalls):
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self._has_bias}"
-
-
-def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, label: str) -> GroupLayout:
-    """The layout of the rows of ``x`` [..., width] in so many groups; ``m_splits``: as of ``GroupedLinear.forward``."""
-    rows = x.numel() // width if width else x.shape[:-1].numel()
-    layout = m_splits
-    if not isinstance(layout, GroupLayout):
-        layout = GroupLayout.of(m_splits, rows, x.device, label, wait=finite.active and checks_finite())
-    check_groups(layout, groups, label)
-    if layout.rows != rows:
-        raise ValueError(f"{label}: the layout is for {layout.rows} rows, and the input has {rows}")
-    return layout
-
-
-def check_groups(layout: GroupLayout, groups: int, label: str) -> None:
-    """Raises if the layout is of another number of groups."""
-    if layout.offsets.shape[0] != groups + 1:
-        raise ValueError(
-            f"{label}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the {groups} "
-            "experts"
-        )
 
 
 def _check_gradient(label: str, total: int, dy: Tensor) -> None:

@@ -18,8 +18,8 @@ from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
 from minifloat.functional.permutation import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import parts
-from minifloat.nn.grouped_linear import GroupedLinear, check_groups, layout_of
-from minifloat.nn.inputs import check_meta, check_tensor
+from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.inputs import check_groups, check_meta, check_tensor, layout_of
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.recipe import Recipe, RecipeLike
 

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minifloat import finite
+from minifloat.autocast import checks_finite
+from minifloat.functional.grouped import GroupLayout
+
 _STRIDED = torch.strided
 _CONVERTED = {"list": "torch.tensor(...)", "tuple": "torch.tensor(...)", "ndarray": "torch.from_numpy(...)"}
 
@@ -35,6 +39,27 @@ def check_meta(x: Tensor, module: nn.Module, parameter: Tensor | None) -> None:
         raise ValueError(
             f"{_label(module)}: the parameters are on the meta device, without values, and the input is on {x.device}; "
             "use to_empty(device=...) and then reset_parameters() or load_state_dict(...)"
+        )
+
+
+def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, label: str) -> GroupLayout:
+    """The layout of the rows of ``x`` [..., width] in so many groups; ``m_splits``: as of ``GroupedLinear.forward``."""
+    rows = x.numel() // width if width else x.shape[:-1].numel()
+    layout = m_splits
+    if not isinstance(layout, GroupLayout):
+        layout = GroupLayout.of(m_splits, rows, x.device, label, wait=finite.active and checks_finite())
+    check_groups(layout, groups, label)
+    if layout.rows != rows:
+        raise ValueError(f"{label}: the layout is for {layout.rows} rows, and the input has {rows}")
+    return layout
+
+
+def check_groups(layout: GroupLayout, groups: int, label: str) -> None:
+    """Raises if the layout is of another number of groups."""
+    if layout.offsets.shape[0] != groups + 1:
+        raise ValueError(
+            f"{label}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the {groups} "
+            "experts"
         )
 
 

@@ -120,6 +120,13 @@ def _(
     x: Tensor, offsets: Tensor, _given: Any, _rng: Any, formats: Sequence[str], dims: Sequence[int],
     k_major: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
+    return empty_casts(x, offsets, formats, dims, k_major)
+
+
+def empty_casts(
+    x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool]
+) -> list[Tensor]:
+    """:func:`empty_cast` of each."""
     outputs: list[Tensor] = []
     for spec, dim, transposed in zip(formats, dims, k_major, strict=True):
         outputs += empty_cast(x, offsets.shape[0] - 1, parse(spec), dim, transposed)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.formats import ROWWISE, Format, parse
+from minifloat.formats import ROWWISE, Format
 from minifloat.ops import grouped
 from minifloat.ops.activation import out_columns, reference
 from minifloat.ops.library import operation
@@ -67,7 +67,7 @@ def grouped_activation_cast(
 
 @grouped_activation_cast.fake
 def _(x: Tensor, _p: Any, offsets: Tensor, _s: Any, name: str, _parameters: Any, *how: Any) -> list[Tensor]:
-    return _empty_casts(x[:, : out_columns(name, x.shape[1])], offsets, *how)
+    return grouped.empty_casts(x[:, : out_columns(name, x.shape[1])], offsets, *how)
 
 
 @operation(lambda: _kernels().backward)
@@ -119,16 +119,7 @@ def grouped_activation_backward_cast(
 def _(
     dy: Tensor, x: Tensor, probabilities: Tensor | None, offsets: Tensor, _s: Any, _n: Any, _p: Any, *how: Any
 ) -> list[Tensor]:
-    return [*_empty_casts(x, offsets, *how), _empty_sums(x, probabilities)]
-
-
-def _empty_casts(
-    x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool]
-) -> list[Tensor]:
-    outputs: list[Tensor] = []
-    for spec, dim, transposed in zip(formats, dims, k_major, strict=True):
-        outputs += grouped.empty_cast(x, offsets.shape[0] - 1, parse(spec), dim, transposed)
-    return outputs
+    return [*grouped.empty_casts(x, offsets, *how), _empty_sums(x, probabilities)]
 
 
 def _empty_sums(x: Tensor, probabilities: Tensor | None) -> Tensor:

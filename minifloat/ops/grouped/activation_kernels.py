@@ -25,15 +25,13 @@ from minifloat.ops.grouped.fused import (
     launch,
     record_amaxes,
     store_tile,
+    tile_of,
     values_to,
 )
 from minifloat.ops.grouped.table import number, of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.device import (
-    corner,
     extent,
-    first_program,
-    matrix_of,
     pick,
     pick_wide,
 )
@@ -51,12 +49,9 @@ def grouped_activation_kernel(
     WEIGHTED: tl.constexpr, AMAX: tl.constexpr,
     ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    group = matrix_of(starts, program, 0)
-    M, N = pick(Ms, starts, group, 0), extent(N, ALIGNED_N)
+    N = extent(N, ALIGNED_N)
+    group, M, place, first_m, first_n = tile_of(starts, Ms, N, BLOCK_M, BLOCK_N)
     x = pick_wide(xs, starts, group, 0, ALIGNED_N)
-    place = program - first_program(starts, group, 0)
-    first_m, first_n = corner(place, N, BLOCK_M, BLOCK_N)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     if GATED:
         values = gated_value(
@@ -68,17 +63,13 @@ def grouped_activation_kernel(
         values *= tl.load(pick(probabilities, starts, group, 0) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
     inside = (m[:, None] < M) & (n[None, :] < N)
     values = tl.where(inside & (group < GROUPS), values.to(xs[0].dtype.element_ty).to(tl.float32), 0.0)
-    row_amax = pick(row_amaxes, starts, group, 0)
-    column_amax = pick(column_amaxes, starts, group, 0)
     if AMAX and (ELEMENT is not None or group < GROUPS):
-        record_amaxes(row_amax, column_amax, tl.abs(values), ROW or ELEMENT is None, COLUMN)
+        record_amaxes(row_amaxes, column_amaxes, starts, group, tl.abs(values), ROW or ELEMENT is None, COLUMN)
     store_tile(
-        values, place, first_m, first_n, M, N, P, 0 * N, N, pick(levels, starts, group, 0),
-        pick_wide(row_codes, starts, group, 0, ALIGNED_N), pick(row_scales, starts, group, 0), row_amax,
-        pick_wide(column_codes, starts, group, 0, K_MAJOR or ALIGNED_N), pick(column_scales, starts, group, 0),
-        column_amax,
+        values, starts, group, place, first_m, first_n, M, N, P, 0 * N, N,
+        levels, row_codes, row_scales, column_codes, column_scales,
         row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N,
     )  # fmt: skip
 
 
@@ -93,12 +84,9 @@ def grouped_activation_backward_kernel(
     WEIGHTED: tl.constexpr, AMAX: tl.constexpr,
     ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    group = matrix_of(starts, program, 0)
-    M, N = pick(Ms, starts, group, 0), extent(N, ALIGNED_N)
+    N = extent(N, ALIGNED_N)
+    group, M, place, first_m, first_n = tile_of(starts, Ms, N, BLOCK_M, BLOCK_N)
     x = pick_wide(xs, starts, group, 0, ALIGNED_N)
-    place = program - first_program(starts, group, 0)
-    first_m, first_n = corner(place, N, BLOCK_M, BLOCK_N)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     present = (m < M) & (group < GROUPS)
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -120,23 +108,19 @@ def grouped_activation_backward_kernel(
         gradients = gated_gradients(incoming, a, b, NAME, SLOPE, LIMIT, OFFSET)
     else:
         gradients = (incoming * derivative,)
-    row_amax = pick(row_amaxes, starts, group, 0)
-    column_amax = pick(column_amaxes, starts, group, 0)
     inside = present[:, None] & (n[None, :] < N)
     magnitudes = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for half in tl.static_range(HALVES):
         rounded = tl.where(inside, gradients[half].to(xs[0].dtype.element_ty).to(tl.float32), 0.0)
         magnitudes = tl.maximum(magnitudes, tl.abs(rounded))  # of a number and NaN the number
         store_tile(
-            rounded, place, first_m, first_n, M, N, P, half * N, HALVES * N, pick(levels, starts, group, 0),
-            pick_wide(row_codes, starts, group, 0, ALIGNED_N), pick(row_scales, starts, group, 0), row_amax,
-            pick_wide(column_codes, starts, group, 0, K_MAJOR or ALIGNED_N), pick(column_scales, starts, group, 0),
-        column_amax,
+            rounded, starts, group, place, first_m, first_n, M, N, P, half * N, HALVES * N,
+            levels, row_codes, row_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N,
         )  # fmt: skip
     if AMAX and (ELEMENT is not None or group < GROUPS):
-        record_amaxes(row_amax, column_amax, magnitudes, ROW or ELEMENT is None, COLUMN)
+        record_amaxes(row_amaxes, column_amaxes, starts, group, magnitudes, ROW or ELEMENT is None, COLUMN)
 
 
 _forward = Kernel(grouped_activation_kernel)

@@ -20,7 +20,16 @@ from minifloat.ops.grouped import table
 from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.blocks import store_block_cast
-from minifloat.ops.quantize.device import FLT_MAX, record_max, store_scaled
+from minifloat.ops.quantize.device import (
+    FLT_MAX,
+    corner,
+    first_program,
+    matrix_of,
+    pick,
+    pick_wide,
+    record_max,
+    store_scaled,
+)
 from minifloat.ops.quantize.fused import VALUE, cast_constants
 from minifloat.ops.tiles import Tile
 
@@ -29,23 +38,38 @@ Argument = tuple[Tensor, Place]
 
 
 @triton.jit
+def tile_of(starts, Ms, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The group of this program, its rows, which of its tiles this is, and the tile's first row and column."""
+    program = tl.program_id(0)
+    group = matrix_of(starts, program, 0)
+    place = program - first_program(starts, group, 0)
+    first_m, first_n = corner(place, N, BLOCK_M, BLOCK_N)
+    return group, pick(Ms, starts, group, 0), place, first_m, first_n
+
+
+@triton.jit
 def store_tile(
-    values, place, first_m, first_n, M, N, P, first, width,
-    level, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes,
+    values, starts, group, place, first_m, first_n, M, N, P, first, width,
+    levels, row_codes, row_scales, column_codes, column_scales,
     row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    ALIGNED_N: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile of the N columns from ``first`` on of a group [M, width], or the codes of its cast.
 
-    ``place``: of the tile in its group; ``P``: see ``store_codes``. Amaxes are recorded for values and given scales.
+    ``place``: of the tile in its group; ``P``: see ``store_codes``.
     """
     m, n = first_m + tl.arange(0, values.shape[0]), first_n + tl.arange(0, values.shape[1])
+    row_codes = pick_wide(row_codes, starts, group, 0, ALIGNED_N)
+    column_codes = pick_wide(column_codes, starts, group, 0, K_MAJOR or ALIGNED_N)
+    row_scales, column_scales = pick(row_scales, starts, group, 0), pick(column_scales, starts, group, 0)
     if ELEMENT is None:
         where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
         tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
     elif BLOCK == 0:
-        multiplier, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, LARGEST)
+        level = tl.load(pick(levels, starts, group, 0))
+        multiplier, scale_inv = RULE.kernels.scale(level, MAX, EPSILON, LARGEST)
         store_scaled(
             values * multiplier, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, True,
             ELEMENT,
@@ -65,13 +89,13 @@ def store_tile(
 
 
 @triton.jit
-def record_amaxes(row_amaxes, column_amaxes, magnitudes, ROW: tl.constexpr, COLUMN: tl.constexpr):
+def record_amaxes(row_amaxes, column_amaxes, starts, group, magnitudes, ROW: tl.constexpr, COLUMN: tl.constexpr):
     """Raises those of a group to the largest of a tile; of a number and NaN the maximum is the number."""
     amax = tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0)  # of nothing but NaN 0
     if ROW:
-        record_max(row_amaxes, amax)
+        record_max(pick(row_amaxes, starts, group, 0), amax)
     if COLUMN:
-        record_max(column_amaxes, amax)
+        record_max(pick(column_amaxes, starts, group, 0), amax)
 
 
 class Outputs(NamedTuple):

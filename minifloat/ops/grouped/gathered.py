@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.formats import ROWWISE, Format, parse
+from minifloat.formats import ROWWISE, Format
 from minifloat.ops import grouped
 from minifloat.ops.library import operation
 
@@ -58,11 +58,8 @@ def _(
     x: Tensor, rows: Tensor, offsets: Tensor, _level: Any, formats: Sequence[str], dims: Sequence[int],
     k_major: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    outputs: list[Tensor] = []
-    for spec, dim, transposed in zip(formats, dims, k_major, strict=True):
-        matrix = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])
-        outputs += grouped.empty_cast(matrix, offsets.shape[0] - 1, parse(spec), dim, transposed)
-    return outputs
+    matrix = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])
+    return grouped.empty_casts(matrix, offsets, formats, dims, k_major)
 
 
 __all__ = ["gathered_amax", "gathered_cast"]

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops.grouped import casts, gathered
-from minifloat.ops.grouped.fused import as_declared, casts_to, launch, record_amaxes, store_tile
+from minifloat.ops.grouped.fused import as_declared, casts_to, launch, record_amaxes, store_tile, tile_of
 from minifloat.ops.grouped.table import number, of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize import blocks, gpu
-from minifloat.ops.quantize.device import corner, extent, first_program, matrix_of, pick, pick_wide
+from minifloat.ops.quantize.device import extent, pick, pick_wide
 from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import Tile, tile
 
@@ -31,26 +31,20 @@ def gathered_cast_kernel(
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
     AMAX: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    group = matrix_of(starts, program, 0)
-    M, N = pick(Ms, starts, group, 0), extent(N, ALIGNED_N)
-    place = program - first_program(starts, group, 0)
-    first_m, first_n = corner(place, N, BLOCK_M, BLOCK_N)
+    N = extent(N, ALIGNED_N)
+    group, M, place, first_m, first_n = tile_of(starts, Ms, N, BLOCK_M, BLOCK_N)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     source = tl.load(pick(rows, starts, group, 0) + m, mask=m < M, other=0).to(tl.int64)
     inside = (m[:, None] < M) & (n[None, :] < N)
     x = pick_wide(xs, starts, group, 0, ALIGNED_N)
     values = tl.load(x + source[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    row_amax = pick(row_amaxes, starts, group, 0)
-    column_amax = pick(column_amaxes, starts, group, 0)
     if AMAX:
-        record_amaxes(row_amax, column_amax, tl.abs(values), ROW, COLUMN)
+        record_amaxes(row_amaxes, column_amaxes, starts, group, tl.abs(values), ROW, COLUMN)
     store_tile(
-        values, place, first_m, first_n, M, N, P, 0 * N, N, pick(levels, starts, group, 0),
-        pick_wide(row_codes, starts, group, 0, ALIGNED_N), pick(row_scales, starts, group, 0), row_amax,
-        pick_wide(column_codes, starts, group, 0, K_MAJOR or ALIGNED_N), pick(column_scales, starts, group, 0),
-        column_amax, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        values, starts, group, place, first_m, first_n, M, N, P, 0 * N, N,
+        levels, row_codes, row_scales, column_codes, column_scales,
+        row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N,
     )  # fmt: skip
 
 
