@@ -11,6 +11,7 @@ from minifloat.functional.tensor_parallel import set_check, set_overlap
 from minifloat.parallel.ddp import data_parallel
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
 from minifloat.parallel.parallelize import parallelize
+from minifloat.parallel.replicated import reduce_replicated
 from minifloat.parallel.state_dict import (
     load_sharded_optimizer_state_dict,
     load_sharded_state_dict,
@@ -38,6 +39,7 @@ __all__ = [
     "parallelize",
     "prepare_shard",
     "quantize_shard",
+    "reduce_replicated",
     "set_check",
     "set_overlap",
     "sharded_optimizer_state_dict",

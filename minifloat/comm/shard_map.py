@@ -72,6 +72,12 @@ class ShardMap:
         """``size`` ranks of ``rows`` rows each."""
         return cls((rows,) * size)
 
+    @classmethod
+    def chunks(cls, rows: int, size: int) -> ShardMap:
+        """``rows`` shared out as ``torch.chunk`` does: equally, rounded up; the last ranks may have fewer or none."""
+        most = -(-rows // size)
+        return cls(tuple([max(0, min(most, rows - rank * most)) for rank in range(size)]))
+
     @property
     def size(self) -> int:
         """Number of ranks."""

@@ -79,6 +79,44 @@ def quantize_shard(
     return Quantized(rowwise, rowwise if other is own else with_shape(other, shape))
 
 
+def is_plain(quantizer: Quantizer) -> bool:
+    """Codes follow from values and amaxes, for each orientation by itself, and no random bits are drawn."""
+    return not quantizer.chained and all(fmt.rounding != "stochastic" for fmt, _ in quantizer.casts)
+
+
+def quantize_shards(
+    xs: Sequence[Tensor],
+    quantizers: Sequence[Quantizer],
+    maps: Sequence[ShardMap],
+    group: Group,
+    scales: Sequence[Tensor | None],
+) -> list[Quantized]:
+    """:func:`quantize_shard` of many matrices [rows, K], with one all-reduce for all amaxes and one launch a phase.
+
+    Those that are not plain are cast one by one.
+    """
+    made: dict[int, Quantized] = {}
+    places: list[int] = []
+    sources: list[Tensor] = []
+    casts: list[Quantizer] = []
+    for i, (x, quantizer, shards) in enumerate(zip(xs, quantizers, maps, strict=True)):
+        if not is_plain(quantizer):
+            made[i] = quantize_shard(x, quantizer, shards, group, scale=scales[i])
+            continue
+        own, units, _ = _sharded_casts(quantizer, shards)
+        places += [i] * len(own)
+        casts += own
+        sources += [x.contiguous() if unit == 1 else owned_rows(x, unit, shards, group) for unit in units]
+    levels = reduce_amaxes(find_amaxes(sources, casts), casts, group, in_place=True)
+    for i, cast in zip(places, cast_all(sources, casts, levels, scales=[scales[i] for i in places]), strict=True):
+        shape = xs[i].shape[0], xs[i].shape[1]
+        rowwise = with_shape(cast.rowwise, shape)
+        columnwise = rowwise if cast.columnwise is cast.rowwise else with_shape(cast.columnwise, shape)
+        before = made.get(i)
+        made[i] = Quantized(rowwise, columnwise) if before is None else Quantized(before.rowwise, columnwise)
+    return [made[i] for i in range(len(xs))]
+
+
 @cached
 def _sharded_casts(quantizer: Quantizer, shards: ShardMap) -> tuple[list[Quantizer], list[int], bool]:
     """What gives a rank's part in all orientations, and whether some cast draws random bits.

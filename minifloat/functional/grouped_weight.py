@@ -143,12 +143,16 @@ class SeparateOperands(tuple[Any, ...]):
         """A GEMM may contract it along ``dim``."""
         return self.dim == dim or self.format.symmetric
 
-    def joined(self) -> GroupedOperand:
-        """In memory of its own."""
+    def split(self) -> list[Operand]:
+        """That of each expert."""
         groups = (len(self) - 4) // 3
         shape = self.shape[0] // groups, self.shape[1]
         own = (self.format, self.dim, shape, self.dtype)
-        return join([new(Operand, (*self[3 * i : 3 * i + 3], *own)) for i in range(groups)])
+        return [new(Operand, (*self[3 * i : 3 * i + 3], *own)) for i in range(groups)]
+
+    def joined(self) -> GroupedOperand:
+        """In memory of its own."""
+        return join(self.split())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The [G N, K] values it stands for."""

@@ -75,14 +75,14 @@ def gradients(
     plan: LinearPlan, dy: Any, x: Operand | None, w: Operand | None, x_scale: Tensor | None, weight: Tensor | None,
     *dgrad_out: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``weight`` is the parameter that has main_grad.
+    """dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``weight``: if the plan writes to it.
 
     What is gathered for wgrad is gathered during dgrad, and dX is summed over the ranks during wgrad.
     """
     dx = dw = None
     loaded = None if x is None else plan.load_x(x, x_scale)
     if w is not None:
-        dx = plan.dgrad(dy, w, *dgrad_out)
+        dx = plan.dgrad(dy, plan.load_w(w, weight), *dgrad_out)
     if loaded is not None:
         dw = plan.accumulate_dw(weight, partial(plan.wgrad, dy.along(COLUMNWISE), loaded))
     return None if dx is None else plan.reduce_dx(dx), dw

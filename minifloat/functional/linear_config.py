@@ -86,6 +86,8 @@ class LinearOptions:
         main_grad: dW is added to ``weight.main_grad``; no gradient is returned for it.
         overwrite_main_grad: in the first microbatch of a step it replaces what is there, once after each time that
             ``weight.main_grad_is_old`` was set.
+        gathers_weight: its rows are sharded over ranks with other data (``functional/etp``): gathered for each product,
+            and their gradient reduced.
         wgrad_tasks: the list to which backward appends the computation of dW, in lieu of computing it.
     """
 
@@ -101,4 +103,5 @@ class LinearOptions:
     quantize_grad_input: bool = False
     main_grad: bool = False
     overwrite_main_grad: bool = False
+    gathers_weight: bool = False
     wgrad_tasks: list[Callable[[], None]] | None = None

@@ -21,6 +21,7 @@ from minifloat.functional.quantize import RoleCasts, cast_with
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.functional.weight_gradient import (
     Sink,
+    into_grad,
     into_main_grad,
     into_main_grad_in_graph,
     left_for_later,
@@ -51,6 +52,7 @@ class LinearPlan:
         output: (Y, shape of X, delayed call) -> what forward returns; ``grad_input`` of dX what backward returns.
         quantize_dy: (dY, delayed call, amaxes if known, groups) -> its operands, gathered where ranks split its rows.
         load_x: (operand, delayed scale) -> what wgrad reads of X, gathered likewise.
+        load_w: (operand, weight) -> what dgrad reads of W, gathered where ranks split its rows.
         dgrad: (dY, W) -> dX [M, K]; ``reduce_dx`` ends its sum over the ranks, which goes on during wgrad.
         wgrad: (dY, X, dtype, out, accumulate) -> dW [N, K], where to and how as of ``gemm.wgrad``.
         accumulate_dw: (weight, a function that computes dW) -> what autograd gets.
@@ -74,6 +76,7 @@ class LinearPlan:
     output: Callable[[Tensor, torch.Size, DelayedCall | None], Tensor]
     quantize_dy: Callable[..., Any]
     load_x: Callable[[Operand, Tensor | None], Any]
+    load_w: Callable[[Operand, Tensor | None], Operand]
     dgrad: Callable[..., Any]
     reduce_dx: Callable[[Any], Tensor]
     wgrad: Callable[..., Tensor]
@@ -103,6 +106,11 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     along = ROWWISE if override == "dequantized" else COLUMNWISE  # the orientation of X and W that backward reads
     load: Callable[[Operand], Operand] = steps.dequantized if override == "dequantized" else steps.identity
 
+    save_w: Callable[..., Operand | None] = steps.nothing
+    if needs_x and options.gathers_weight:
+        save_w = steps.save_part_value if override == "high_precision" else partial(steps.save_part, along)
+    elif needs_x:
+        save_w = steps.save_weight_value if override == "high_precision" else partial(steps.save_along, along)
     save_x, load_x = _save_and_load(config, parallel, along, saves_value)
     dy_quantizer = config.grad_output.with_usage(rowwise=needs_x, columnwise=needs_w) if override is None else None
     quantize_dy: Callable[..., Any] = steps.unquantized_dy
@@ -126,7 +134,7 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         saves_value,
         not saves_value and shared_cast.is_shared(x_quantizer),
         gathers_x,
-        options.main_grad or options.wgrad_tasks is not None,
+        options.main_grad or options.gathers_weight or options.wgrad_tasks is not None,
         recompute_x,
         quantize_inputs=partial(steps.quantize_and_gather, casts, x_quantizer, parallel)
         if gathers_x
@@ -135,14 +143,11 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         if sharded
         else partial(steps.fprop, multiply, options.dtype, config.fast_fprop),
         save_x=steps.nothing if not needs_w or recompute_x else save_x,
-        save_w=steps.nothing
-        if not needs_x
-        else steps.save_weight_value
-        if override == "high_precision"
-        else partial(steps.save_along, along),
+        save_w=save_w,
         output=output,
         quantize_dy=quantize_dy,
         load_x=load_x,
+        load_w=partial(steps.gather_w, along) if options.gathers_weight else steps.saved_w,
         dgrad=partial(steps.sharded_dgrad, options, load, config.fast_dgrad)
         if sharded
         else partial(steps.dgrad, multiply, load, options.dtype, config.fast_dgrad),
@@ -196,6 +201,8 @@ def _sink(options: LinearOptions, compiling: bool) -> Sink:
     sink: Sink = partial(to_autograd, options.dtype)
     if options.main_grad:
         sink = into_main_grad_in_graph if compiling else partial(into_main_grad, options.overwrite_main_grad)
+    if options.gathers_weight:
+        sink = partial(steps.reduce_dw, sink if options.main_grad else into_grad, options)
     if options.wgrad_tasks is not None:
         sink = partial(left_for_later, options.wgrad_tasks, sink)
     return sink

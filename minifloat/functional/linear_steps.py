@@ -80,6 +80,18 @@ def save_weight_value(weight: Tensor, operands: Quantized) -> Operand:
     return unquantized(weight)
 
 
+def save_part(dim: int, weight: Any, operands: Quantized) -> Operand:
+    """Of a weight that was gathered this rank's part."""
+    part: Operand = weight.etp.saved(dim)
+    return part
+
+
+def save_part_value(weight: Any, operands: Quantized) -> Operand:
+    """The same in high precision."""
+    part: Operand = weight.etp.values()
+    return part
+
+
 def save_along(dim: int, x: Tensor | None, operands: Quantized) -> Operand:
     """The operand that is scaled along ``dim``."""
     return operands.along(dim)
@@ -299,6 +311,17 @@ def gather_x(
     return parallel.gather(part, rowwise=along == ROWWISE, columnwise=along != ROWWISE, multiplied=False)
 
 
+def saved_w(w: Operand, weight: Tensor | None) -> Operand:
+    """W as it was saved."""
+    return w
+
+
+def gather_w(dim: int, w: Operand, weight: Any) -> Operand:
+    """W gathered from the parts that ranks have saved."""
+    whole: Operand = weight.etp.backward(dim, w)
+    return whole
+
+
 def dgrad(
     multiply: Gemm, load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand,
     *out: Tensor,
@@ -337,3 +360,8 @@ def column_sum(dy: Tensor, groups: None = None) -> Tensor:
 def reduced_column_sum(parallel: TensorParallel, dy: Tensor, groups: None = None) -> Pending[Tensor | None]:
     """The same, summed over the ranks where each has rows of its own."""
     return parallel.start_reduce_bias_gradient(column_sum(dy))
+
+
+def reduce_dw(sink: Callable[..., object], options: LinearOptions, weight: Any, product: Callable[..., Tensor]) -> None:
+    """dW summed over ranks with other data, each of which gives its rows to ``sink``; autograd gets nothing."""
+    weight.etp.reduce(product, sink, options.main_grad)

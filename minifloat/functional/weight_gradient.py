@@ -34,7 +34,7 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
     if parameters[0] is not weight:
         dtype = next(parameter.main_grad.dtype for parameter in parameters if parameter.requires_grad)
         given = [
-            into_main_grad(overwrite, own, partial(_computed, dw))
+            into_main_grad(overwrite, own, partial(computed, dw))
             for own, dw in _parts_of(product(dtype), parameters)
             if own.requires_grad
         ]
@@ -49,7 +49,24 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else None
 
 
-def _computed(dw: Tensor, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+def into_grad(weight: Any, product: Product) -> None:
+    """Adds dW to ``weight.grad``, which autograd does not see, with the hooks of tensors that it would run."""
+    dw = product(weight.dtype)
+    for hook in (weight._backward_hooks or {}).values():
+        replaced = hook(dw)
+        dw = dw if replaced is None else replaced
+    with torch.no_grad():
+        weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
+
+
+def accumulated(weight: Any) -> None:
+    """Runs what is to happen after a gradient has been added to, as autograd runs it after its own additions."""
+    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+        hook(weight)
+
+
+def computed(dw: Tensor, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+    """A product that is there already."""
     return matmul.written(dw.to(dtype), out, accumulate)
 
 

@@ -376,15 +376,6 @@ class GroupedLinear(LinearCalls):
         if not torch.compiler.is_compiling():
             self._bind_scales()
 
-    def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
-        for parameter in parameters_of(weight):
-            if parameter.requires_grad:
-                super()._check_own_gradients(parameter, main_grad)
-
-    def _mark_main_grad_old(self, weight: Any) -> None:
-        for parameter in parameters_of(weight):
-            super()._mark_main_grad_old(parameter)
-
     def _calibrate_groups(self, x: Tensor, layout: GroupLayout) -> None:
         """Where ``autocast`` calibrates delayed scaling: records what is about to be computed in high precision."""
         context = current()

@@ -136,7 +136,7 @@ class LayerNormLinear(parts.LayerOfLinears):
         special = fp8_output or is_first_microbatch is False or recompute._inside
         if (
             type(linear) is Linear  # which may have been replaced
-            and (special or linear.delay_wgrad_compute or linear.fuse_wgrad_accumulation)
+            and (special or linear.delay_wgrad_compute or linear.fuse_wgrad_accumulation or linear._etp is not None)
             and torch.compiler.is_compiling()
             and needs_eager(linear, is_first_microbatch, fp8_output)
         ):

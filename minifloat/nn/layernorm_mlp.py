@@ -150,7 +150,7 @@ class LayerNormMLP(parts.LayerOfLinears):
         for fc in (self.fc1, self.fc2):
             if (
                 type(fc) is Linear  # which may have been replaced
-                and (special or fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation)
+                and (special or fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation or fc._etp is not None)
                 and torch.compiler.is_compiling()
                 and needs_eager(fc, is_first_microbatch, checkpointed=self.checkpoint)
             ):

@@ -15,6 +15,7 @@ from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
 from minifloat.functional.autograd import apply_eager
+from minifloat.functional.etp.weight import Reduction
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_steps import quantized_in_graph
 from minifloat.functional.quantize import reuse
@@ -59,6 +60,11 @@ class Linear(LinearCalls, LinearParameters):
         sequence_parallel: activations that are not split by columns are split by rows, along dim 0.
         tp_group, tp_mesh: the ranks: a process group, or one dim of a device mesh.
         tp_size: their number, which may be given too.
+        etp_group: ranks with other data, which share the rows of the weight: extended tensor parallelism
+            (:class:`~minifloat.functional.etp.weight.EtpWeight`). The parameter is this rank's rows; with ``tp_group``
+            those of the tensor-parallel part. A process group, or one dim of a device mesh; one rank changes nothing.
+            :func:`~minifloat.distributed.reduce_replicated` reduces the gradients of all other parameters.
+        etp_reduction: of the weight's gradients, over ``etp_group``: ``"mean"`` or ``"sum"``.
         fused_parts: rows of what a column-parallel weight is made of (gate and up), each of which is shared out by
             itself; those of ``parameters_split`` always are.
 
@@ -99,6 +105,8 @@ class Linear(LinearCalls, LinearParameters):
         tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
         fused_parts: Sequence[Count] | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         self._init_state(recipe, name or "")
         dtype = one_dtype("Linear", dtype, params_dtype)
@@ -115,6 +123,8 @@ class Linear(LinearCalls, LinearParameters):
         super().__init__(self.in_features, self.out_features, bias, device=device, dtype=dtype)
         if split is not None:
             self._split(split)
+        if (ranks := Group.of(etp_group)).size > 1:
+            self._shard_rows(ranks, etp_reduction)
         self._quantize_weights(parameter_init())
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
@@ -144,7 +154,7 @@ class Linear(LinearCalls, LinearParameters):
         """
         special = fp8_output or fp8_grad or is_first_microbatch is False or recompute._inside
         if (
-            (special or self.delay_wgrad_compute or self.fuse_wgrad_accumulation)
+            (special or self.delay_wgrad_compute or self.fuse_wgrad_accumulation or self._etp is not None)
             and torch.compiler.is_compiling()
             and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad)
         ):
@@ -157,7 +167,7 @@ class Linear(LinearCalls, LinearParameters):
         recipe = self._recipe_in_force()
         if recipe is None:
             self._calibrate(x)
-            if parallel.mode is not None:
+            if parallel.mode is not None or self._etp is not None:
                 self._check_dtype(x)
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
                 return self._high_precision(x)

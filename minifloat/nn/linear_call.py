@@ -21,6 +21,7 @@ from minifloat.functional.linear_plan import LinearPlan, make_plan
 from minifloat.functional.linear_steps import Call
 from minifloat.functional.quantize import calibrate
 from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
+from minifloat.functional.weight_gradient import parameters_of
 from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.linear_state import LinearState
 from minifloat.ops import matmul
@@ -73,7 +74,8 @@ class LinearCalls(LinearState):
         needs_w = grad and weight.requires_grad
         needs_b = grad and bias is not None and bias.requires_grad
         main_grad = needs_w and self.fuse_wgrad_accumulation
-        if needs_w and (main_grad or self.delay_wgrad_compute):
+        gathers = self._etp is not None
+        if needs_w and (main_grad or gathers or self.delay_wgrad_compute):
             self._check_own_gradients(weight, main_grad)
             if compiling and main_grad:  # backward sets no attribute there
                 weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -83,7 +85,7 @@ class LinearCalls(LinearState):
             self._mark_main_grad_old(weight)
         options = (
             weight.device.type, dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x,
-            fp8_output, fp8_grad, main_grad, is_first_microbatch is True,
+            fp8_output, fp8_grad, main_grad, is_first_microbatch is True, gathers,
             self._wgrad_tasks if self.delay_wgrad_compute else None,
         )  # fmt: skip
         key = (weight.dtype, *options[:5], parallel.mode and parallel, *options[6:-1], options[-1] is None)
@@ -100,6 +102,9 @@ class LinearCalls(LinearState):
         if delayed_call is not None and config.delayed is not None and parallel.sequence_parallel:
             why = f"{self._label}: sequence_parallel=True gathers tensors"
             check_same_scale(why, parallel.group, config.delayed, delayed_call.group)
+        if delayed_call is not None and config.delayed is not None and self._etp is not None:
+            why = f"{self._label}: the weight is sharded"
+            check_same_scale(why, self._etp.group, config.delayed, delayed_call.group)
         cast_now = type(weight) is nn.Parameter and is_first_microbatch is None
         w = None if cast_now else self._weight_operands(plan, delayed_call, weight, is_first_microbatch)
         return plan, Call(delayed_call, None, w, not compiling), weight, bias
@@ -116,18 +121,24 @@ class LinearCalls(LinearState):
 
     def _mark_main_grad_old(self, weight: Any) -> None:
         """The next dW replaces what is in main_grad."""
-        weight.main_grad_is_old = True
+        for parameter in parameters_of(weight):
+            parameter.main_grad_is_old = True
 
     def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
         """Raises where backward is to write the gradient of the weight by itself and cannot."""
-        check_reduced(self._label, weight)
-        if main_grad and getattr(weight, "main_grad", None) is None:
-            raise ValueError(f"{self._label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward")
-        if main_grad and weight.main_grad.is_meta and not weight.is_meta:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"{self._label}: weight.main_grad is on the meta device, where gradients are lost; make it on "
-                f"{weight.device}"
-            )
+        for own in parameters_of(weight):
+            if not own.requires_grad:
+                continue
+            check_reduced(self._label, own)
+            if main_grad and getattr(own, "main_grad", None) is None:
+                raise ValueError(
+                    f"{self._label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward"
+                )
+            if main_grad and own.main_grad.is_meta and not own.is_meta:
+                raise ValueError(
+                    f"{self._label}: weight.main_grad is on the meta device, where gradients are lost; make it on "
+                    f"{own.device}"
+                )
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype of the activations: of X, or of ``torch.autocast`` where that is on.
@@ -216,7 +227,11 @@ class LinearCalls(LinearState):
             self._check_on_meta()
             states = self.forward_scaling, self.backward_scaling
             delayed_call = DelayedCall(states, config.delayed, True, False, context)
-            calibrate([x.detach(), self._weight_matrix().detach()], ["input", "weight"], delayed_call)
+            calibrate([x.detach(), self._own_values()], ["input", "weight"], delayed_call)
+
+    def _own_values(self) -> Tensor:
+        """What this rank has of W."""
+        return self._weight_matrix().detach() if self._etp is None else torch.cat(self._etp_rows())
 
     def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
         """Raises if X or W is not finite, or later, in backward, if the gradient of Y is not."""
@@ -224,7 +239,7 @@ class LinearCalls(LinearState):
             return
         if y is None:
             finite.check(self._label, "input", x)
-            finite.check(self._label, "weight", self._weight_matrix())
+            finite.check(self._label, "weight", self._own_values())
         else:
             finite.watch_gradient(self._label, y)
 

@@ -8,78 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifloat.comm.dtensor import is_dtensor, own_part, own_rows
-from minifloat.functional.tensor_parallel import Mode, TensorParallel
+from minifloat.comm.dtensor import is_dtensor
 from minifloat.nn import parameters
+from minifloat.nn.etp import EtpRows
 from minifloat.nn.parameters import InitMethod
-from minifloat.nn.tensor_parallel import Partition, mark, partitions
+from minifloat.nn.tensor_parallel import mark, partitions
 from minifloat.tensor import QuantizedTensor
 
 
-class Weights(nn.Module):
-    """What the state and the calls of a linear ask of its parameters, however a class keeps them."""
-
-    in_features: int
-    out_features: int
-    name: str
-    fuse_wgrad_accumulation: bool
-    delay_wgrad_compute: bool
-    return_bias: bool
-    parameters_split: dict[str, int] | None
-    init_method: InitMethod | None
-    parallel_mode: Mode | None
-    sequence_parallel: bool
-    _parallel: TensorParallel
-    _partitions: dict[str, Partition]
-
-    @property
-    def _label(self) -> str:
-        """What errors call the layer."""
-        raise NotImplementedError
-
-    @property
-    def _weight_names(self) -> tuple[str, ...]:
-        """The names of the parameters that make up the weight."""
-        raise NotImplementedError
-
-    @property
-    def _matrices(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the parameters of each matrix [N, K] that is quantized by itself; none if parameters are no rows."""
-        raise NotImplementedError
-
-    def _weight(self, name: str) -> nn.Parameter:
-        """That of a name."""
-        return getattr(self, name)
-
-    def _weight_matrix(self) -> Tensor:
-        """W, this rank's, in the shape that the autograd function takes."""
-        raise NotImplementedError
-
-    def _bias_vector(self) -> Tensor | None:
-        """b, likewise."""
-        raise NotImplementedError
-
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """W, and b where forward adds it."""
-        raise NotImplementedError
-
-    def _gathered_weight(self) -> QuantizedTensor | None:
-        """W where FSDP2 has gathered it as one, of several parameters."""
-        return None
-
-    def _mark_parameters(self) -> None:
-        """Notes on the parameters of a sharded layer how they are."""
-
-    def reset_parameters(self) -> None:
-        """Initial values."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def _write(self, name: str, parameter: Tensor, values: Tensor) -> None:
-        own_rows(parameter).copy_(own_part(values, parameter))
-
-
-class LinearParameters(Weights, nn.Linear):
+class LinearParameters(EtpRows, nn.Linear):
     """The weight and bias of a :class:`~minifloat.Linear`: how they are kept, split and shared out over ranks."""
 
     @property
@@ -91,6 +28,8 @@ class LinearParameters(Weights, nn.Linear):
 
     def _weight_matrix(self) -> Tensor:
         """W [out_features, in_features], this rank's: the parameter, or all of ``parameters_split`` as one."""
+        if self._etp is not None:
+            return self._etp_stand_in((self.out_features, self.in_features))
         if self.parameters_split is None:
             return self.weight
         parts, whole = [getattr(self, name) for name in self._weight_names], self._gathered_weight()
@@ -103,7 +42,8 @@ class LinearParameters(Weights, nn.Linear):
         """W, and b where forward adds it. Straight from the parameters: nn.Module's ``__getattr__`` takes longer."""
         own = self._parameters
         weight = own.get("weight")
-        if weight is None or "bias" not in own or self.parameters_split is not None:  # some are no parameters any more
+        unusual = self.parameters_split is not None or self._etp is not None
+        if weight is None or "bias" not in own or unusual:  # some are no parameters any more
             return self._weight_matrix(), None if self.return_bias else self._bias_vector()
         return weight, None if self.return_bias else own["bias"]
 
@@ -158,17 +98,19 @@ class LinearParameters(Weights, nn.Linear):
         """
         parts, partition = [getattr(self, name) for name in names], self._partitions.get(kind)
         plain = all(not isinstance(part, QuantizedTensor) and not is_dtensor(part) for part in parts)
-        if len(parts) == 1 and plain and partition is None:
+        sharded = kind == "weight" and self._etp is not None
+        if len(parts) == 1 and plain and partition is None and not sharded:
             init(parts[0])
         elif parts:
-            rows = [part.shape[0] for part in parts]
+            rows = self._etp_lengths if sharded else [part.shape[0] for part in parts]
             shape = (sum(rows), *parts[0].shape[1:])
             shape = shape if partition is None else partition.whole_shape(shape)
             whole = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
             init(whole)
             own = whole if partition is None else partition.cut(whole)
-            for name, part, values in zip(names, parts, own.split(rows), strict=True):
-                self._write(name, part, values)
+            ranges = self._etp_ranges() if sharded else [slice(None)] * len(parts)
+            for name, part, values, kept in zip(names, parts, own.split(list(rows)), ranges, strict=True):
+                self._write(name, part, values[kept])
 
     def _named_split(self, split: Mapping[str, int] | Sequence[str] | None) -> Mapping[str, int] | None:
         """``parameters_split`` with the rows of each; names alone share all rows out equally.
@@ -208,6 +150,7 @@ class LinearParameters(Weights, nn.Linear):
 
     def _mark_parameters(self) -> None:
         """Notes on the parameters of a sharded layer how they are."""
+        super()._mark_parameters()
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)) if self._parallel.mode else ():
             whole = self._partitions.get(kind)
             for name in names:

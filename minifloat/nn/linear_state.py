@@ -19,7 +19,7 @@ from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.quantize import pairs_with, quantize, record, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED
 from minifloat.nn import parameters
-from minifloat.nn.linear_parameters import Weights
+from minifloat.nn.etp import EtpRows
 from minifloat.nn.parameters import CachedWeight, ParameterInit
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
@@ -30,7 +30,7 @@ _HISTORIES = ("forward_scaling", "backward_scaling")
 _CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
-class LinearState(Weights):
+class LinearState(EtpRows):
     """The state of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it."""
 
     _groups = 1
@@ -97,6 +97,8 @@ class LinearState(Weights):
             "sequence_parallel": False,
             "_parallel": UNSHARDED,
             "_partitions": {},
+            "_etp": None,
+            "_etp_weight": None,
             "_keeps_weight": True,
             "_wgrad_tasks": [],
             "_wgrad_hooks": [],
@@ -245,6 +247,12 @@ class LinearState(Weights):
     ) -> Quantized | None:
         """Operands of the weight that exist: its own, or those cached for several microbatches; None: cast it."""
         quantizer = plan.w_quantizer
+        if self._etp is not None:
+            gathered, part = self._etp_source().forward(
+                quantizer, plan.options.dtype, again=is_first_microbatch is True
+            )
+            self._record_weight(delayed_call, part)
+            return gathered
         if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
             weight = weight if (whole := self._gathered_weight()) is None else whole
         if isinstance(weight, QuantizedTensor):
@@ -270,11 +278,19 @@ class LinearState(Weights):
 
     def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
         """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
-        if delayed_call is None:
-            return
-        record(delayed_call, "weight", operands)
-        if not torch.compiler.is_compiling():
+        self._record_weight(delayed_call, operands)
+        if delayed_call is not None and not torch.compiler.is_compiling():
             self._bind_scale(self._weight_names[0], weight)
+
+    def _record_weight(self, delayed_call: DelayedCall | None, operands: Quantized) -> None:
+        """Records the amax of a weight that is not cast in this call; of a sharded one that of this rank's rows."""
+        if delayed_call is not None:
+            record(delayed_call, "weight", operands)
+
+    def _etp_scales(self) -> list[Tensor | None]:
+        if "forward_scaling" not in self._modules:
+            return [None] * len(self._matrices)
+        return [self._weight_scale(names[0]) for names in self._matrices]
 
     # ---- delayed scaling ----
 
@@ -295,10 +311,12 @@ class LinearState(Weights):
     def invalidate(self) -> None:
         """Forgets the quantized weight: call it after writing to the parameter in a way that PyTorch does not see."""
         self._weight_cache = None
+        if self._etp_weight is not None:
+            self._etp_weight.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
-        return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": [], "_plans": {}}
+        return self.__dict__ | {"_weight_cache": None, "_etp_weight": None, "_wgrad_tasks": [], "_plans": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -319,6 +337,7 @@ class LinearState(Weights):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        self.invalidate()
         assign = local_metadata.get("assign_to_params_buffers", False)
         self._load_histories(state_dict, prefix, assign)
         self._load_scale(state_dict, prefix)

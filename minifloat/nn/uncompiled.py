@@ -40,6 +40,8 @@ def needs_eager(
         return recompute.warns_of_compiled(True)
     if own_gradient and linear.delay_wgrad_compute:
         why = "delay_wgrad_compute=True leaves work for after backward, which no graph does; use False"
+    elif linear._etp is not None:
+        why = "etp_group gathers weights by a prediction that no graph makes; use None"
     elif writes:
         why = "out and dgrad_out are written to, which no graph does; use None"
     elif reads_cache and linear._recipe_in_force() is not None:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, NamedTuple
-from weakref import ReferenceType, ref
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.multihead_parts import check_parallel
 from minifloat.nn.tensor_parallel import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
+from minifloat.parallel.replicated import ReducedGradients
 from minifloat.tensor import QuantizedTensor, quantize
 
 Style = Literal["column", "row", "vocabulary", "sequence"]
@@ -209,7 +209,8 @@ def _plan_by_style(name: str, module: nn.Module, style: Style, parallel: TensorP
         assert isinstance(module, nn.Embedding)
         return [_plan_embedding(name, module, parallel)]
     if style == "sequence":
-        watch = partial(module.register_forward_pre_hook, _SumGradients(parallel))
+        reduced = ReducedGradients(partial(_sum_of_rows, parallel), recurse=False)
+        watch = partial(module.register_forward_pre_hook, reduced)
         own = parallel.sequence_parallel and any(True for _ in module.parameters(recurse=False))
         return [Sharding(module, {}, watch)] if own else []
     return [_plan_linear(name, module, style, parallel)]
@@ -257,27 +258,8 @@ def _plan_embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -
     return Sharding(module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
 
 
-class _SumGradients:
-    """A forward pre-hook of a module that sees this rank's rows: its gradients are summed over the ranks.
-
-    It watches the parameters that the module has by then, which ``to_empty`` and the like may have made anew.
-    """
-
-    def __init__(self, parallel: TensorParallel) -> None:
-        self._parallel = parallel
-        self._watched: dict[str, ReferenceType[Tensor]] = {}
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            known = self._watched.get(name)
-            if parameter.requires_grad and (known is None or known() is not parameter):
-                parameter.register_hook(self._sum)
-                self._watched[name] = ref(parameter)
-
-    def _sum(self, gradient: Tensor) -> Tensor:
-        total = self._parallel.start_sum_of_rows(gradient.clone()).wait()
-        assert total is not None
-        return total
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_watched": {}}
+def _sum_of_rows(parallel: TensorParallel, gradient: Tensor) -> Tensor:
+    """The gradient of a parameter of a module that sees this rank's rows."""
+    total = parallel.start_sum_of_rows(gradient.clone()).wait()
+    assert total is not None
+    return total

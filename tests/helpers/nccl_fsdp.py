@@ -36,10 +36,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import minifloat
+from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand
-from minifloat.parallel.fsdp import fully_shard, pytorch
+from minifloat.parallel.fsdp import fully_shard
 from minifloat.parallel.fsdp.rows import row_unit
 from tests.helpers import ddp_cases
 from tests.helpers.fsdp_cases import (
@@ -205,9 +206,7 @@ def wire(recipe: str, kind: str, rank: int, size: int, device: str) -> str:
         along = ROWWISE if quantizer.format(dim).symmetric else dim
         for k, n in list(pairwise(sizes))[::order]:
             expected.append(
-                pytorch.rows_of_ranks(n, size)
-                .whole_units(row_unit(quantizer))
-                .gather_bytes(quantizer.format(dim), along, k)
+                ShardMap.chunks(n, size).whole_units(row_unit(quantizer)).gather_bytes(quantizer.format(dim), along, k)
             )
     of_bf16 = [sent[0] / (2 * 1024 * 256), sent[-1] / (2 * 1024 * 256)] if sent else [0.0, 0.0]
     if sent != expected or max(of_bf16) > most:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import minifloat
+from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, pytorch, sharded_weights
@@ -87,7 +88,7 @@ def wire(rank: int, size: int, recipe: str, quantized: bool) -> tuple[list[int],
         for layer in layers:
             quantizer: Any = layer._config(layer.recipe).weight  # type: ignore[operator]
             fmt, (n, k) = quantizer.format(dim), (layer.out_features, layer.in_features)
-            shards = pytorch.rows_of_ranks(n, size).whole_units(row_unit(quantizer))  # type: ignore[arg-type]
+            shards = ShardMap.chunks(n, size).whole_units(row_unit(quantizer))  # type: ignore[arg-type]
             expected.append(3 * shards.gather_bytes(fmt, ROWWISE if fmt.symmetric else dim, k))  # type: ignore[arg-type]
     assert all(layer._joined is None for layer in model)
     return recorded.sent, expected, len(sharded_weights(model))

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import minifloat
+from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import fully_shard, pytorch
@@ -50,7 +51,7 @@ def wire(rank: int, size: int, recipe: str) -> list[tuple[int, int, int]]:
     for dim, order in ((ROWWISE, 1), (COLUMNWISE, -1)):
         along = ROWWISE if quantizer.format(dim).symmetric else dim
         for k, n in list(pairwise(sizes))[::order]:
-            shards = pytorch.rows_of_ranks(n, size).whole_units(row_unit(quantizer))
+            shards = ShardMap.chunks(n, size).whole_units(row_unit(quantizer))
             expected.append((shards.gather_bytes(quantizer.format(dim), along, k), 2 * shards.largest * k))
     return [(sent, *formula) for sent, formula in zip(recorded.sent, expected, strict=True)]
 

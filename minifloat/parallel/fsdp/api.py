@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from minifloat.arguments import checked
+from minifloat.comm.sharded_cast import is_plain
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
@@ -21,7 +22,7 @@ from minifloat.nn.linear_state import LinearState, owners
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
 from minifloat.parallel.fsdp.rows import row_unit, rows_of
-from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards, is_plain
+from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor

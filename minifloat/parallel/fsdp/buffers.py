@@ -14,7 +14,7 @@ from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
-from minifloat.parallel.fsdp.pytorch import alloc_storage, free_storage, is_allocated, preserved_versions, rows_of_ranks
+from minifloat.parallel.fsdp.pytorch import alloc_storage, free_storage, is_allocated, preserved_versions
 
 
 class Buffer(NamedTuple):
@@ -68,7 +68,7 @@ class Buffer(NamedTuple):
     def share(self, rank: int, size: int) -> tuple[Buffer, Tensor]:
         """What gathers ``whole`` from ``size`` equal parts, and a copy of one of them."""
         flat = self.whole.view(-1)
-        parts = rows_of_ranks(flat.numel(), size)
+        parts = ShardMap.chunks(flat.numel(), size)
         own = flat[parts.first(rank) : parts.end(rank)].clone()
         received = own.new_empty(size * parts.largest)
         return self._replace(rows=parts, received=received, whole=flat, copies=True), own

@@ -227,13 +227,7 @@ def is_sharded_by_rows(param: Any) -> bool:
 def shards_of(param: Any) -> tuple[ShardMap, Group]:
     """The rows of every rank, and the ranks: those of the mesh dim that shards, not of one that replicates."""
     group = Group.of(param.mesh_info.shard_process_group)
-    return rows_of_ranks(param._orig_size[0], group.size), group
-
-
-def rows_of_ranks(rows: int, size: int) -> ShardMap:
-    """How FSDP2 shards: equal numbers of rows, rounded up, so that the last ranks may have fewer or none."""
-    most = -(-rows // size)
-    return ShardMap(tuple([max(0, min(most, rows - rank * most)) for rank in range(size)]))
+    return ShardMap.chunks(param._orig_size[0], group.size), group
 
 
 def set_local_rows(param: Any, rows: Tensor) -> None:

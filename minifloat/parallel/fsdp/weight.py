@@ -12,7 +12,7 @@ from torch import Tensor
 from minifloat import delayed, recompute
 from minifloat.autocast import current
 from minifloat.comm.group import Group
-from minifloat.comm.sharded_cast import owned_rows, quantize_shard, reduce_amaxes
+from minifloat.comm.sharded_cast import is_plain, owned_rows, quantize_shard, reduce_amaxes
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_call import LinearCalls
 from minifloat.operand import Quantized
@@ -23,11 +23,6 @@ from minifloat.parallel.fsdp.rows import QuantizedRows, cut_rows, row_unit
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, operand_ops
-
-
-def is_plain(quantizer: Quantizer) -> bool:
-    """Codes follow from values and amaxes, for each orientation by itself, and no random bits are drawn."""
-    return not quantizer.chained and all(fmt.rounding != "stochastic" for fmt, _ in quantizer.casts)
 
 
 class Cast(NamedTuple):
