@@ -154,13 +154,16 @@ def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], delayed_call: DelayedC
 
 def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:
     """The operands of a quantized tensor if they are what ``quantizer`` would give, else None."""
-    if not isinstance(x, QuantizedTensor) or not x.holds_own_matrix:
-        return None
+    fits = isinstance(x, QuantizedTensor) and x.holds_own_matrix and holds(x.operands, quantizer)
+    return x.operands if fits else None  # type: ignore[attr-defined]
+
+
+def holds(operands: Quantized, quantizer: Quantizer) -> bool:
+    """There are operands of the formats of ``quantizer`` for the dims that it wants."""
     for dim, wanted in ((ROWWISE, quantizer.rowwise), (COLUMNWISE, quantizer.columnwise)):
-        fits = [o for o in x.operands if o is not None and o.serves(dim) and o.format == quantizer.format(dim)]
-        if wanted and not fits:
-            return None
-    return x.operands
+        if wanted and not any(o is not None and o.serves(dim) and o.format == quantizer.format(dim) for o in operands):
+            return False
+    return True
 
 
 def pairs_with(w: Quantized, config: LinearConfig, dgrad: bool) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,9 +11,12 @@ from torch import Tensor, nn
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.functional.etp.weight import EtpWeight, Reduction, Sharding, stand_in
+from minifloat.functional.quantize import holds
 from minifloat.nn.weights import Weights
 from minifloat.operand import Quantized
+from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.rows import QuantizedRows, rows_of
 
 
 class EtpRows(Weights):
@@ -29,17 +31,24 @@ class EtpRows(Weights):
     _etp_weight: EtpWeight | None = None  # made at first use: no copy and no file has it
 
     def _shard_rows(self, group: Group, reduction: Reduction) -> None:
-        """Replaces the parameters of the weight by this rank's rows of them."""
+        """Replaces the parameters of the weight, of which all ranks have the same, by this rank's rows of them."""
         weights = [self._weight(name) for name in self._weight_names]
-        if any(isinstance(weight, QuantizedTensor) for weight in weights):
-            raise ValueError(
-                f"{self._label}: etp_group shards weights in high precision, which are quantized before each gather; "
-                "make the layer outside of quantized_model_init"
-            )
         self._etp_lengths = tuple([weight.shape[0] for weight in weights])
         self._etp = Sharding(group, ShardMap.chunks(sum(self._etp_lengths), group.size), reduction)
-        for name, weight, own in zip(self._weight_names, weights, self._etp_ranges(), strict=True):
-            self._set_rows(name, weight, weight.detach()[own].clone())
+        for place, (name, weight) in enumerate(zip(self._weight_names, weights, strict=True)):
+            self._set_rows(name, weight, self._own_rows(place, weight.detach()))
+
+    def _own_rows(self, place: int, whole: Tensor) -> Tensor:
+        """This rank's rows of the parameter number ``place``, in memory of their own; quantized as the whole is."""
+        own = self._etp_range(place)
+        if not isinstance(whole, QuantizedTensor):
+            return whole[own].clone()
+        assert self._etp is not None
+        group = self._etp.group
+        ranges = [self._etp_range(place, rank) for rank in range(group.size)]
+        rows = rows_of(whole, ShardMap(tuple([each.stop - each.start for each in ranges])), group)
+        rows.scale, rows.amax_group = whole.scale, group.process_group
+        return rows
 
     def _mark_parameters(self) -> None:
         """Notes on the parameters which ranks share them, ``etp_group``; none where each has its own whole."""
@@ -47,21 +56,32 @@ class EtpRows(Weights):
             for parameter in self._etp_parameters():
                 parameter.etp_group = self._etp.group
 
+    def _own_part(self, name: str, values: Tensor) -> Tensor:
+        sharded = self._etp is not None and name in self._weight_names
+        return values[self._etp_range(self._weight_names.index(name))] if sharded else super()._own_part(name, values)
+
     def _set_rows(self, name: str, whole: nn.Parameter, rows: Tensor) -> None:
         parameter = nn.Parameter(rows, requires_grad=whole.requires_grad)
-        parameter.__dict__.update(vars(whole))
+        if isinstance(whole, QuantizedTensor) and isinstance(parameter, QuantizedTensor):
+            initial = whole.get_high_precision_init_val()
+            if initial is not None:
+                parameter.set_high_precision_init_val(initial[self._etp_range(self._weight_names.index(name))])
+        else:
+            parameter.__dict__.update(vars(whole))
         path, _, own = name.rpartition(".")
         self.get_submodule(path).register_parameter(own, parameter)
 
+    def _etp_range(self, place: int, rank: int | None = None) -> slice:
+        """A rank's rows, by default this one's, of the parameter number ``place``, counted in the whole of it."""
+        assert self._etp is not None
+        shards, rank = self._etp.shards, self._etp.group.rank if rank is None else rank
+        before, length = sum(self._etp_lengths[:place]), self._etp_lengths[place]
+        begin, end = (min(max(row - before, 0), length) for row in (shards.first(rank), shards.end(rank)))
+        return slice(begin, end)
+
     def _etp_ranges(self) -> list[slice]:
         """This rank's rows of each parameter, counted in the whole of it."""
-        assert self._etp is not None
-        own, ends = self._etp.own, list(accumulate(self._etp_lengths))
-        clamped = [
-            (min(max(own.start - first, 0), end - first), min(max(own.stop - first, 0), end - first))
-            for first, end in zip([0, *ends], ends, strict=False)
-        ]
-        return [slice(begin, end) for begin, end in clamped]
+        return [self._etp_range(place) for place in range(len(self._etp_lengths))]
 
     def _etp_source(self) -> EtpWeight:
         assert self._etp is not None
@@ -78,8 +98,18 @@ class EtpRows(Weights):
         return [self._weight(name) for name in self._weight_names]
 
     def _etp_rows(self) -> list[Tensor]:
-        rows = [weight.detach() for weight in self._etp_parameters()]
+        rows = [
+            weight.dequantize().detach() if isinstance(weight, QuantizedTensor) else weight.detach()
+            for weight in self._etp_parameters()
+        ]
         return rows if len(rows) == 1 else [torch.cat(rows)]
+
+    def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
+        parameters = self._etp_parameters()
+        if len(parameters) > 1 or not isinstance(parameters[0], QuantizedRows):
+            return None
+        rows = parameters[0]
+        return [rows.part] if holds(rows._operands, quantizer) else None
 
     def _etp_scales(self) -> list[Tensor | None]:
         raise NotImplementedError

@@ -123,9 +123,9 @@ class Linear(LinearCalls, LinearParameters):
         super().__init__(self.in_features, self.out_features, bias, device=device, dtype=dtype)
         if split is not None:
             self._split(split)
+        self._quantize_weights(parameter_init())
         if (ranks := Group.of(etp_group)).size > 1:
             self._shard_rows(ranks, etp_reduction)
-        self._quantize_weights(parameter_init())
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
             self._config(self.recipe)

@@ -108,9 +108,8 @@ class LinearParameters(EtpRows, nn.Linear):
             whole = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
             init(whole)
             own = whole if partition is None else partition.cut(whole)
-            ranges = self._etp_ranges() if sharded else [slice(None)] * len(parts)
-            for name, part, values, kept in zip(names, parts, own.split(list(rows)), ranges, strict=True):
-                self._write(name, part, values[kept])
+            for name, part, values in zip(names, parts, own.split(list(rows)), strict=True):
+                self._write(name, part, values)
 
     def _named_split(self, split: Mapping[str, int] | Sequence[str] | None) -> Mapping[str, int] | None:
         """``parameters_split`` with the rows of each; names alone share all rows out equally.

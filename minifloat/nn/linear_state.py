@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minifloat.arguments import check_value
 from minifloat.comm.ddp import check_synchronized
-from minifloat.comm.dtensor import own_part, own_rows
+from minifloat.comm.dtensor import own_rows
 from minifloat.delayed import AmaxHistory, history_length
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
@@ -171,7 +171,7 @@ class LinearState(EtpRows):
 
     @torch.no_grad()
     def _write(self, name: str, parameter: Tensor, values: Tensor) -> None:
-        rows, own = own_rows(parameter), own_part(values, parameter)
+        rows, own = own_rows(parameter), self._own_part(name, values)
         if isinstance(rows, QuantizedTensor):
             self._bind_scale(name, rows, [values])
             rows.quantize_(own)
@@ -248,6 +248,11 @@ class LinearState(EtpRows):
         """Operands of the weight that exist: its own, or those cached for several microbatches; None: cast it."""
         quantizer = plan.w_quantizer
         if self._etp is not None:
+            for rows in self._quantized_rows().values():
+                if pairs_with(rows._operands, plan.config, plan.options.needs_x):
+                    quantizer = rows.quantizer  # as it is kept, whatever the recipe would make of it
+                if delayed_call is not None:
+                    self._bind_scales()
             gathered, part = self._etp_source().forward(
                 quantizer, plan.options.dtype, again=is_first_microbatch is True
             )
@@ -391,7 +396,7 @@ class LinearState(EtpRows):
             if values is None or (has_scale and isinstance(values, QuantizedTensor) and own._same_form(values)):
                 continue
             loaded[name] = values.dequantize() if isinstance(values, QuantizedTensor) else values
-            amax_group = None if values is saved else own.amax_group
+            amax_group = None if values is saved and self._etp is None else own.amax_group
         if loaded:  # parameters_split share one scale
             device = self.forward_scaling.scale.device  # of the weight to come, where that is assigned
             present = [loaded.get(name, own) for name, own in rows.items() if name in loaded or not own.is_meta]

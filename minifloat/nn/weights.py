@@ -72,4 +72,8 @@ class Weights(nn.Module):
 
     @torch.no_grad()
     def _write(self, name: str, parameter: Tensor, values: Tensor) -> None:
-        own_rows(parameter).copy_(own_part(values, parameter))
+        own_rows(parameter).copy_(self._own_part(name, values))
+
+    def _own_part(self, name: str, values: Tensor) -> Tensor:
+        """Of ``values`` in the whole shape of the parameter ``name`` what this rank has."""
+        return own_part(values, self._weight(name))

@@ -41,7 +41,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand
 from minifloat.parallel.fsdp import fully_shard
-from minifloat.parallel.fsdp.rows import row_unit
+from minifloat.tensor.rows import row_unit
 from tests.helpers import ddp_cases
 from tests.helpers.fsdp_cases import (
     KINDS,

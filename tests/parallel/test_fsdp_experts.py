@@ -14,8 +14,8 @@ from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, pytorch, sharded_weights
-from minifloat.parallel.fsdp.rows import row_unit
 from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.rows import row_unit
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import KINDS, Case, RecordedGathers, mesh_of
 

@@ -20,6 +20,7 @@ from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.weight_gradient import Product, accumulated, computed
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
+from minifloat.tensor.rows import row_unit
 
 Reduction = Literal["mean", "sum"]
 """Of the gradients of ranks that have different data."""
@@ -58,6 +59,9 @@ class Owner(Protocol):
     def _etp_parameters(self) -> list[Any]:
         """The parameters that have these rows."""
 
+    def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
+        """This rank's part of each matrix where parameters are kept as ``quantizer`` gives them; else None."""
+
     def _etp_scales(self) -> list[Tensor | None]:
         """What delayed scaling casts each matrix with now, fp32 [1]; None under other recipes."""
 
@@ -69,13 +73,17 @@ class Owner(Protocol):
 
 
 class Cast(NamedTuple):
-    """This rank's rows of all matrices, as they were cast, and the parameters of then with counts of their writes."""
+    """This rank's rows of all matrices, as they were cast, and the parameters of then with counts of their writes.
+
+    ``shards``: the rows of each rank; of parameters that are kept quantized whole blocks in both orientations.
+    """
 
     quantizer: Quantizer
     dtype: torch.dtype
     parameters: list[Any]
     versions: tuple[int, ...]
     parts: list[Quantized]
+    shards: ShardMap
 
 
 class EtpWeight:
@@ -109,7 +117,7 @@ class EtpWeight:
             quantizer = quantizer.with_usage(
                 rowwise=rowwise, columnwise=quantizer.columnwise or known.quantizer.columnwise
             )
-        self._cast = Cast(quantizer, dtype, [], (), [])
+        self._cast = Cast(quantizer, dtype, [], (), [], self.sharding.shards)
         stale = [self] + [
             each
             for each in self.lane.used()
@@ -143,7 +151,8 @@ class EtpWeight:
 
     def start(self, dim: int, parts: Sequence[Quantized]) -> Pending[list[Quantized]]:
         """As of :class:`~minifloat.functional.etp.lane.Source`."""
-        shards, group, rowwise = self.sharding.shards, self.sharding.group, dim == ROWWISE
+        assert self._cast is not None
+        shards, group, rowwise = self._cast.shards, self.sharding.group, dim == ROWWISE
         return start_gather(parts, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=True)
 
     def nbytes(self, parts: Sequence[Quantized]) -> int:
@@ -213,12 +222,13 @@ class EtpWeight:
 def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Product, shards: ShardMap) -> Tensor:
     """dW as ranks are sent it: each rank's rows of every matrix, padded to the largest number; [size * ..., K]."""
     size, most, cols = shards.size, shards.largest, like.shape[-1]
+    options: dict[str, Any] = {"dtype": dtype, "device": like.device}
     if matrices == 1:  # only the last ranks have fewer rows, so that the product writes what is sent
-        send = like.new_empty(size * most, cols, dtype=dtype)
+        send = torch.empty(size * most, cols, **options)
         send[shards.total :].zero_()
         product(dtype, send[: shards.total], False)
         return send
-    send = like.new_zeros(size, matrices, most, cols, dtype=dtype)
+    send = torch.zeros(size, matrices, most, cols, **options)
     dw = product(dtype)
     for rank, count in enumerate(shards.rows):
         send[rank, :, :count] = dw[:, shards.first(rank) : shards.end(rank)]
@@ -231,21 +241,25 @@ def _cast_together(weights: Sequence[EtpWeight]) -> None:
     quantizers: list[Quantizer] = []
     maps: list[ShardMap] = []
     scales: list[Tensor | None] = []
-    counts: list[int] = []
-    for each in weights:
+    ready = [each.owner._etp_ready(each._cast.quantizer) for each in weights if each._cast is not None]
+    for each in [each for each, parts in zip(weights, ready, strict=True) if parts is None]:
         assert each._cast is not None
         rows, quantizer = each.owner._etp_rows(), each._cast.quantizer
         xs += rows if quantizer.quantized else [own.to(each._cast.dtype) for own in rows]
         quantizers += [quantizer] * len(rows)
         maps += [each.sharding.shards] * len(rows)
         scales += each.owner._etp_scales()
-        counts.append(len(rows))
     with torch.no_grad():
-        parts = iter(quantize_shards(xs, quantizers, maps, weights[0].sharding.group, scales))
-    for each, count in zip(weights, counts, strict=True):
+        made = iter(quantize_shards(xs, quantizers, maps, weights[0].sharding.group, scales))
+    for each, parts in zip(weights, ready, strict=True):
         assert each._cast is not None
-        own = [next(parts) for _ in range(count)]
-        each._cast = each._cast._replace(parameters=each.owner._etp_parameters(), versions=each._versions(), parts=own)
+        shards, own = each.sharding.shards, parts
+        if own is None:
+            own = [next(made) for _ in range(each.sharding.matrices)]
+        else:
+            shards = shards.whole_units(row_unit(each._cast.quantizer))
+        parameters, versions = each.owner._etp_parameters(), each._versions()
+        each._cast = each._cast._replace(parameters=parameters, versions=versions, parts=own, shards=shards)
 
 
 def _formats(quantizer: Quantizer) -> Quantizer:

@@ -21,11 +21,11 @@ from minifloat.nn.linear_call import LinearCalls
 from minifloat.nn.linear_state import LinearState, owners
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
-from minifloat.parallel.fsdp.rows import row_unit, rows_of
 from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.rows import row_unit, rows_of
 
 _TP_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts")
 """What a tensor-parallel parameter says of itself, and the DTensor that takes its place must say too."""

@@ -16,8 +16,8 @@ from minifloat.comm.dtensor import sharded_like
 from minifloat.comm.gather import gather
 from minifloat.nn.linear_state import LinearState, owners
 from minifloat.operand import Operand
-from minifloat.parallel.fsdp.rows import QuantizedRows, rows_of
 from minifloat.tensor import QuantizedTensor, operand_ops
+from minifloat.tensor.rows import QuantizedRows, rows_of
 
 
 @checked

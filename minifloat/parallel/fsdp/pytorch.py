@@ -20,8 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.parallel.fsdp.rows import adopt_group
 from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.rows import adopt_group
 
 if TYPE_CHECKING:
     from minifloat.parallel.fsdp.buffers import Buffer

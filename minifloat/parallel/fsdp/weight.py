@@ -19,10 +19,10 @@ from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.buffers import Buffer, GatheredWeight
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
-from minifloat.parallel.fsdp.rows import QuantizedRows, cut_rows, row_unit
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, operand_ops
+from minifloat.tensor.rows import QuantizedRows, cut_rows, row_unit
 
 
 class Cast(NamedTuple):

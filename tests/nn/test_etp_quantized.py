@@ -1,0 +1,121 @@
+"""``Linear(etp_group=...)`` inside of ``quantized_model_init``: rows of codes, which are gathered as they are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import minifloat
+from minifloat.functional.etp import weight
+from minifloat.optim import MasterWeights
+from minifloat.tensor import QuantizedTensor
+from tests.helpers.distributed_pool import Pools
+
+SIZES = (24, 70, 33, 128, 4)
+
+
+def _models(recipe: str, later: str | None, **options: Any) -> tuple[nn.Sequential, nn.Sequential]:
+    """The same layers, whole and with rows that blocks straddle; ``later``: the recipe that they get afterwards."""
+
+    def make(group: Any) -> nn.Sequential:
+        torch.manual_seed(1)
+        with minifloat.quantized_model_init(recipe=recipe, **options):
+            layers = [minifloat.Linear(k, n, False, recipe=recipe, etp_group=group) for k, n in pairwise(SIZES)]
+        for layer in layers if later is not None else ():
+            layer.recipe = later
+        return nn.Sequential(*layers)
+
+    return make(None), make(dist.group.WORLD)
+
+
+def _own(layer: Any, whole: Tensor) -> Tensor:
+    return whole[layer._etp.own]
+
+
+def _seeded(run: Any, *args: Any) -> Any:
+    """Both models draw the same random bits."""
+    torch.manual_seed(7)
+    return run(*args)
+
+
+def _train(rank: int, size: int, recipe: str, later: str | None) -> None:
+    whole, sharded = _models(recipe, later)
+    optimizers = [MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1) for model in (whole, sharded)]
+    quantize_shards = weight.quantize_shards
+    casts: list[int] = []
+
+    def count(xs: Any, *args: Any) -> Any:
+        casts.append(len(xs))
+        return quantize_shards(xs, *args)
+
+    with mock.patch.object(weight, "quantize_shards", count):
+        for step in range(3):
+            torch.manual_seed(100 * step + rank)
+            x, dy = torch.randn(32, SIZES[0]), torch.randn(32, SIZES[-1])
+            x1, x2 = (x.clone().requires_grad_() for _ in range(2))
+            y1, y2 = _seeded(whole, x1), _seeded(sharded, x2)
+            _seeded(y1.backward, dy)
+            _seeded(y2.backward, dy)
+            assert torch.equal(y1, y2)
+            assert x1.grad is not None and x2.grad is not None and torch.equal(x1.grad, x2.grad)
+            for a, b in zip(whole, sharded, strict=True):
+                dist.all_reduce(a.weight.grad)
+                atol = 0 if size == 2 else 1e-6
+                torch.testing.assert_close(_own(b, a.weight.grad / size), b.weight.grad, rtol=0, atol=atol)
+                grads: list[Any] = [None] * size
+                dist.all_gather_object(grads, b.weight.grad)
+                a.weight.grad = torch.cat(grads)  # of three ranks to the bit as they were added
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for a, b in zip(whole, sharded, strict=True):
+                assert isinstance(b.weight, QuantizedTensor)
+                assert torch.equal(_own(b, a.weight.dequantize()), b.weight.dequantize())
+    if later is None:
+        assert sum(casts) == 0  # parameters are what is gathered
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+def test_training_is_that_of_whole_quantized_weights(worker_pool: Pools, size: int, recipe: str) -> None:
+    worker_pool(size).run(_train, recipe, None)
+
+
+@pytest.mark.parametrize(("recipe", "later"), [("mxfp8", "current"), ("delayed", "none"), ("block", "none")])
+def test_other_recipe_than_that_of_the_weights(worker_pool: Pools, recipe: str, later: str) -> None:
+    worker_pool(2).run(_train, recipe, later)
+
+
+def _start(rank: int, size: int) -> None:
+    whole, sharded = _models("current", None, preserve_high_precision_init_val=True)
+    for a, b in zip(whole, sharded, strict=True):
+        assert torch.equal(_own(b, a.weight.get_high_precision_init_val()), b.weight.get_high_precision_init_val())
+    for recipe in ("delayed", "mxfp8"):
+        whole, sharded = _models(recipe, None)
+        for model in (whole, sharded):
+            torch.manual_seed(3)
+            for layer in model:
+                layer.reset_parameters()
+        for a, b in zip(whole, sharded, strict=True):
+            assert torch.equal(_own(b, a.weight.dequantize()), b.weight.dequantize())
+        sharded.load_state_dict(
+            {name: value.dequantize() * 2 for name, value in sharded.state_dict().items() if name.endswith("weight")},
+            strict=False,
+        )
+        whole.load_state_dict(
+            {name: value.dequantize() * 2 for name, value in whole.state_dict().items() if name.endswith("weight")},
+            strict=False,
+        )
+        for a, b in zip(whole, sharded, strict=True):
+            assert torch.equal(_own(b, a.weight.dequantize()), b.weight.dequantize()), recipe
+
+
+def test_start_values(worker_pool: Pools) -> None:
+    """Preserved ones, those of ``reset_parameters``, and those of a checkpoint in high precision."""
+    worker_pool(3).run(_start)
