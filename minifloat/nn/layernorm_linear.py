@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import recompute
 from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
+from minifloat.functional.etp.weight import Reduction
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
 from minifloat.functional.linear_steps import quantized_in_graph
 from minifloat.functional.tensor_parallel import Mode
@@ -34,7 +35,7 @@ class LayerNormLinear(parts.LayerOfLinears):
     Args:
         in_features, out_features, bias, init_method, parameters_split, return_bias, recipe, name, params_dtype, dtype,
             device, fuse_wgrad_accumulation, delay_wgrad_compute, sequence_parallel, tp_group, tp_size, tp_mesh,
-            fused_parts: as of :class:`~minifloat.Linear`.
+            fused_parts, etp_group, etp_reduction: as of :class:`~minifloat.Linear`.
         parallel_mode: ``"column"``, as of :class:`~minifloat.Linear`; every rank has the whole norm. Under sequence
             parallelism X and the norm's result are this rank's rows.
         eps, zero_centered_gamma: as of :class:`~minifloat.RMSNorm`.
@@ -76,6 +77,8 @@ class LayerNormLinear(parts.LayerOfLinears):
         tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
         fused_parts: Sequence[Count] | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
@@ -109,6 +112,8 @@ class LayerNormLinear(parts.LayerOfLinears):
             tp_size=tp_size,
             tp_mesh=tp_mesh,
             fused_parts=fused_parts,
+            etp_group=etp_group,
+            etp_reduction=etp_reduction,
         )
 
     def forward(

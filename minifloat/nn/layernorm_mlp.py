@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat import recompute
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import Activation, activate
+from minifloat.functional.etp.weight import Reduction
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.nn import parts
@@ -52,6 +53,7 @@ class LayerNormMLP(parts.LayerOfLinears):
         set_parallel_mode: fc1 is column-parallel, each half of a gated one by itself, and fc2 row-parallel, over the
             ranks of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them. The sizes given are those of all ranks.
         sequence_parallel: X and Y are split by rows over the same ranks; see :class:`~minifloat.Linear`.
+        etp_group, etp_reduction: of both linears, as of :class:`~minifloat.Linear`.
         name: recipes and errors call the linears ``name.fc1`` and ``name.fc2``; without it ``fc1`` and ``fc2``.
 
     Raises:
@@ -89,6 +91,8 @@ class LayerNormMLP(parts.LayerOfLinears):
         tp_group: ProcessGroup | None = None,
         tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
@@ -113,6 +117,8 @@ class LayerNormMLP(parts.LayerOfLinears):
             tp_group=tp_group,
             tp_size=tp_size,
             tp_mesh=tp_mesh,
+            etp_group=etp_group,
+            etp_reduction=etp_reduction,
         )
         halves = [ffn_hidden_size] * (2 if self.activation.gated else 1)
         self.fc1 = linear(

@@ -219,6 +219,8 @@ class Linear(LinearCalls, LinearParameters):
         if self._parallel.mode is not None:
             split += f", parallel_mode={self._parallel.mode!r}, tp_size={self._parallel.group.size}"
             split += ", sequence_parallel=True" * self._parallel.sequence_parallel
+        if self._etp is not None:
+            split += f", etp_size={self._etp.group.size}"
         recipe, from_autocast = self._recipe_in_force(), self.recipe is None
         name = type(recipe).__name__ if recipe is not None else "autocast" if from_autocast else "none"
         return sizes + split + f", recipe={name}" + (" (autocast)" if recipe is not None and from_autocast else "")

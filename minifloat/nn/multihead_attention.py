@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
 from minifloat.comm.random_state import draw_apart
 from minifloat.functional.autograd import autocast_to
+from minifloat.functional.etp.weight import Reduction
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn import parts
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
@@ -70,6 +71,7 @@ class MultiheadAttention(parts.LayerOfLinears):
             is row-parallel. The sizes given are those of all ranks.
         sequence_parallel: X, ``encoder_output`` and Y are split by rows over the same ranks, along the sequence (for
             ``thd``: the tokens); attention sees all of it.
+        etp_group, etp_reduction: of the linears, as of :class:`~minifloat.Linear`.
 
     With H query heads and G key and value heads of D channels, p ranks, s positions of S on a rank, b sequences:
 
@@ -134,6 +136,8 @@ class MultiheadAttention(parts.LayerOfLinears):
         tp_group: ProcessGroup | None = None,
         tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
@@ -159,6 +163,8 @@ class MultiheadAttention(parts.LayerOfLinears):
             "recipe": recipe,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "sequence_parallel": sequence_parallel,
+            "etp_group": etp_group,
+            "etp_reduction": etp_reduction,
             **ranks,
         }
         input_norm: dict[str, Any] = {

@@ -22,6 +22,7 @@ from minifloat.arguments import (
     checked,
 )
 from minifloat.comm.random_state import draw_apart
+from minifloat.functional.etp.weight import Reduction
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
@@ -32,7 +33,8 @@ from minifloat.nn.parts import LayerOfLinears, Normalization, call_on_stream, pa
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
 
-_OF_DENSE = ("recompute_norm", "set_parallel_mode", "sequence_parallel", "tp_group", "tp_size", "tp_mesh")
+_OF_TP = ("set_parallel_mode", "sequence_parallel", "tp_group", "tp_size", "tp_mesh")
+_OF_DENSE = ("recompute_norm", *_OF_TP, "etp_group", "etp_reduction")
 """What parts are given that experts do not take."""
 
 
@@ -65,6 +67,8 @@ class TransformerLayer(LayerOfLinears):
             and :class:`~minifloat.LayerNormMLP`: their first linears are column-parallel, their second row-parallel.
             Under sequence parallelism the residual stream is split too: X and Y [s, b, hidden_size] are this rank's
             positions, and ranks draw different numbers for ``hidden_dropout``, else the same.
+        etp_group, etp_reduction: of the linears of attention and MLP, as of :class:`~minifloat.Linear`; experts are
+            given theirs in ``moe``.
 
     Raises:
         ValueError: an unknown layer type, parallel attention and MLP in a decoder, experts under tensor parallelism,
@@ -122,6 +126,8 @@ class TransformerLayer(LayerOfLinears):
         tp_group: ProcessGroup | None = None,
         tp_size: Size = 1,
         tp_mesh: DeviceMesh | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
@@ -148,6 +154,8 @@ class TransformerLayer(LayerOfLinears):
             "tp_group": tp_group,
             "tp_size": tp_size,
             "tp_mesh": tp_mesh,
+            "etp_group": etp_group,
+            "etp_reduction": etp_reduction,
         }
         attention = partial(
             MultiheadAttention,
