@@ -79,7 +79,7 @@ NAMES: dict[str, str] = {
         "fp8_gemm_dgrad fp8_gemm_wgrad nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
         "quantization_alignment tensor_type row_format columnwise_source logits target hidden weight t freqs "
         "quantizer shards group part x w dy out_dtype betas rows xs params "
-        "indices routing y score_function"
+        "indices routing y score_function groups etp_reduction"
     ),
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
@@ -110,7 +110,7 @@ NAMES: dict[str, str] = {
         "recipe device dtype params_dtype parallel_mode parameters_split tp_group tp_mesh fused_parts "
         "activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy offload_policy "
         "ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
-        "moe router noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
+        "moe router etp_group expert_etp_group noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
     ),
     "mapping": "state",
     "iterable": "rules",
@@ -139,6 +139,7 @@ EXTRA: dict[str, set[str]] = {
     "scales": {"list"},
     "xs": {"list"},
     "rows_per_rank": {"list"},
+    "groups": {"list"},
     "reshard_after_forward": {"True", "None", "-1", "0", "10**18"},
     "activation_params": NOTHING,
     "moe": NOTHING,
@@ -166,6 +167,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "CustomRecipe": {"qfactory": lambda role: q},
         "DefaultFilter": of_model,
         "router_losses": of_model,
+        "reduce_replicated": of_model | {"groups": group},
         "DotProductAttention": {"num_attention_heads": 2, "kv_channels": 4},
         "GroupedMLP": {"num_experts": 2, "hidden_size": 4, "ffn_hidden_size": 4},
         "MoE": {"hidden_size": 4, "ffn_hidden_size": 4, "num_experts": 2},

@@ -49,11 +49,14 @@ def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> GroupedPl
     dy_casts = GroupedCasts(plan.dy_quantizer, "grad_output", device)
     quantize_dy: Any = unquantized_dy if override is not None else partial(quantize_gradient, dy_casts)
     save_w: Any = plan.save_w
-    if override == "high_precision" and options.needs_x:
+    if override == "high_precision" and options.needs_x and not options.gathers_weight:
         save_w = save_weight_value
+    cast_inputs: Any = partial(quantize_inputs, x_casts, GroupedCasts(plan.w_quantizer, "weight", device))
+    if options.gathers_weight:
+        cast_inputs = partial(steps.with_gathered_w, cast_inputs)
     own = dict(
         shares_x=False,
-        quantize_inputs=partial(quantize_inputs, x_casts, GroupedCasts(plan.w_quantizer, "weight", device)),
+        quantize_inputs=cast_inputs,
         fprop=partial(steps.fprop, multiply_weight, options.dtype, config.fast_fprop),
         save_x=save_x,
         save_w=save_w,

@@ -171,7 +171,7 @@ def multiply_weight(gemm: str, a: GroupedOperand, b: GroupedOperand | SeparateOp
 # ---- several parameters as one weight ----
 
 
-def _of_all(experts: Sequence[Quantized], make: Callable[[list[Any]], Any]) -> Quantized:
+def of_all(experts: Sequence[Quantized], make: Callable[[list[Any]], Any]) -> Quantized:
     """What ``make`` gives of the operands in each place; one that fills both places still does."""
     rowwise, columnwise = experts[0]
     row = None if rowwise is None else make([each.rowwise for each in experts])
@@ -182,7 +182,7 @@ def _of_all(experts: Sequence[Quantized], make: Callable[[list[Any]], Any]) -> Q
 
 def join_all(weights: Sequence[QuantizedTensor]) -> Quantized:
     """The operands of weights [N, K] that are alike as those of [G, N, K]: a copy."""
-    return _of_all([weight._operands for weight in weights], join)
+    return of_all([weight._operands for weight in weights], join)
 
 
 def are_alike(weights: Sequence[Tensor]) -> bool:
@@ -260,7 +260,7 @@ def stack_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Tenso
     if joined is not None and joined.holds(weights):
         make = partial(_quantized_as_one, weights, joined.whole)
     elif are_alike(weights):
-        operands = _of_all([weight._operands for weight in weights], SeparateOperands.of)
+        operands = of_all([weight._operands for weight in weights], SeparateOperands.of)
         make = partial(_quantized_as_one, weights, operands)
     elif _are_neighbours(weights):
         make = partial(_neighbours_as_one, weights)

@@ -120,6 +120,12 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     if gathers_dy:
         quantize_dy = partial(steps.gather_dy, options, dy_quantizer)
 
+    quantize_inputs: Callable[..., Any] = partial(steps.quantize_inputs, casts)
+    if gathers_x:
+        quantize_inputs = partial(steps.quantize_and_gather, casts, x_quantizer, parallel)
+    if options.gathers_weight:
+        quantize_inputs = partial(steps.with_gathered_w, quantize_inputs)
+
     sharded = parallel.mode is not None
     compiling = torch.compiler.is_compiling()
     multiply = gemm.multiply if compiling else gemm.multiply_eager
@@ -136,9 +142,7 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         gathers_x,
         options.main_grad or options.gathers_weight or options.wgrad_tasks is not None,
         recompute_x,
-        quantize_inputs=partial(steps.quantize_and_gather, casts, x_quantizer, parallel)
-        if gathers_x
-        else partial(steps.quantize_inputs, casts),
+        quantize_inputs=quantize_inputs,
         fprop=partial(steps.sharded_fprop, parallel, options.dtype, config.fast_fprop)
         if sharded
         else partial(steps.fprop, multiply, options.dtype, config.fast_fprop),

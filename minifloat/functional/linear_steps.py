@@ -176,6 +176,17 @@ def quantize_and_gather(
     return shared_cast.offer(part, gathered), w, part
 
 
+def with_gathered_w(
+    quantize_inputs: Callable[..., tuple[Any, Quantized, Quantized]], call: Call, x: Tensor | None, weight: Any,
+    *options: Any,
+) -> tuple[Any, Quantized, Quantized]:  # fmt: skip
+    """The same where W is gathered: not before it is multiplied, and kept by nothing else."""
+    call.w = weight.etp.forward()
+    operands = quantize_inputs(call, x, weight, *options)
+    call.w = None
+    return operands
+
+
 def fprop(
     multiply: Gemm, dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None, *out: Tensor
 ) -> Tensor:

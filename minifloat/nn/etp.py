@@ -33,16 +33,19 @@ class EtpRows(Weights):
     def _shard_rows(self, group: Group, reduction: Reduction) -> None:
         """Replaces the parameters of the weight, of which all ranks have the same, by this rank's rows of them."""
         weights = [self._weight(name) for name in self._weight_names]
-        self._etp_lengths = tuple([weight.shape[0] for weight in weights])
-        self._etp = Sharding(group, ShardMap.chunks(sum(self._etp_lengths), group.size), reduction)
+        self._etp_lengths = tuple([weight.shape[-2] for weight in weights])
+        self._etp = self._sharding(group, reduction)
         for place, (name, weight) in enumerate(zip(self._weight_names, weights, strict=True)):
             self._set_rows(name, weight, self._own_rows(place, weight.detach()))
+
+    def _sharding(self, group: Group, reduction: Reduction) -> Sharding:
+        return Sharding(group, ShardMap.chunks(sum(self._etp_lengths), group.size), reduction)
 
     def _own_rows(self, place: int, whole: Tensor) -> Tensor:
         """This rank's rows of the parameter number ``place``, in memory of their own; quantized as the whole is."""
         own = self._etp_range(place)
         if not isinstance(whole, QuantizedTensor):
-            return whole[own].clone()
+            return whole[..., own, :].clone()
         assert self._etp is not None
         group = self._etp.group
         ranges = [self._etp_range(place, rank) for rank in range(group.size)]
@@ -58,7 +61,9 @@ class EtpRows(Weights):
 
     def _own_part(self, name: str, values: Tensor) -> Tensor:
         sharded = self._etp is not None and name in self._weight_names
-        return values[self._etp_range(self._weight_names.index(name))] if sharded else super()._own_part(name, values)
+        if not sharded:
+            return super()._own_part(name, values)
+        return values[..., self._etp_range(self._weight_names.index(name)), :]
 
     def _set_rows(self, name: str, whole: nn.Parameter, rows: Tensor) -> None:
         parameter = nn.Parameter(rows, requires_grad=whole.requires_grad)
@@ -97,11 +102,14 @@ class EtpRows(Weights):
     def _etp_parameters(self) -> list[Any]:
         return [self._weight(name) for name in self._weight_names]
 
-    def _etp_rows(self) -> list[Tensor]:
-        rows = [
+    def _etp_values(self) -> list[Tensor]:
+        return [
             weight.dequantize().detach() if isinstance(weight, QuantizedTensor) else weight.detach()
             for weight in self._etp_parameters()
         ]
+
+    def _etp_rows(self) -> list[Tensor]:
+        rows = self._etp_values()
         return rows if len(rows) == 1 else [torch.cat(rows)]
 
     def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
@@ -117,6 +125,9 @@ class EtpRows(Weights):
     def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
         return matrices[0]
 
-    def _etp_gradients(self, gradients: Sequence[Tensor]) -> Iterable[tuple[Any, Tensor]]:
+    def _etp_part(self, matrices: Sequence[Quantized]) -> Quantized:
+        return matrices[0]
+
+    def _etp_gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
         parameters = self._etp_parameters()
         return zip(parameters, gradients[0].split([each.shape[0] for each in parameters]), strict=True)

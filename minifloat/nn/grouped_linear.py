@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import finite, recompute
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import checks_finite, current
-from minifloat.comm.dtensor import is_dtensor
+from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
 from minifloat.functional.autograd import apply_eager
+from minifloat.functional.etp.weight import Reduction
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.grouped_plan import GroupedPlan, make_grouped_plan, quantize_weight
-from minifloat.functional.grouped_weight import JoinedWeights, are_alike, join_all, join_weights, stack_weights
+from minifloat.functional.grouped_weight import (
+    are_alike,
+    join_all,
+)
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.linear_steps import Call
 from minifloat.functional.quantize import record_groups
 from minifloat.functional.weight_gradient import parameters_of
-from minifloat.nn import parameters
+from minifloat.nn.grouped_parameters import Expert, GroupedParameters
 from minifloat.nn.inputs import layout_of
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.linear_state import fitting
-from minifloat.nn.parameters import InitMethod, ParameterInit, given_format, one_dtype, parameter_init
+from minifloat.nn.parameters import InitMethod, given_format, one_dtype, parameter_init
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.operand import Quantized
 from minifloat.ops.grouped import grouped_amax
@@ -38,19 +44,7 @@ from minifloat.recipe import Recipe, RecipeLike
 from minifloat.tensor import QuantizedTensor
 
 
-class Expert(nn.Module):
-    """The parameters of one expert: ``weight`` [out_features, in_features] and ``bias`` [out_features], or None."""
-
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
-    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        super().__init__()
-        self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-
-
-class GroupedLinear(LinearCalls):
+class GroupedLinear(GroupedParameters, LinearCalls):
     """Y_g = X_g W_g^T + b_g for the rows X_g of each expert g, quantized as a linear of each would, in one launch.
 
     ======  ================  ==================  ===============================
@@ -63,6 +57,7 @@ class GroupedLinear(LinearCalls):
 
     fprop Y_g = X_g W_g^T + b_g; dgrad dX_g = dY_g W_g; wgrad dW_g = dY_g^T X_g; db_g = the sum of the rows of dY_g.
     No scale and no block spans two experts: codes and scales are those of one :class:`~minifloat.Linear` for each.
+    With ``etp_group`` a rank holds some rows of each expert's W, [n, K] or [G, n, K], and multiplies all N.
 
     Args:
         num_gemms: the number of experts, G.
@@ -73,6 +68,8 @@ class GroupedLinear(LinearCalls):
         single_grouped_bias: the same of biases, ``bias`` [G, N].
         fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input, return_bias: as of ``Linear``; ``main_grad``
             is that of each parameter.
+        etp_group, etp_reduction: as of ``Linear``; the rows of each expert's weight are shared out alike, and those of
+            all experts are cast and gathered together. Biases are whole on each rank.
 
     Separate weights that start in one piece of memory are multiplied there; once they are not neighbours any more (as
     where something assigns ``.data``) they are copied together in each forward. Under delayed scaling each expert has
@@ -83,8 +80,6 @@ class GroupedLinear(LinearCalls):
         TypeError, ValueError: as of ``Linear``.
         ValueError: ``single_grouped_weight`` inside of ``quantized_model_init``.
     """
-
-    _joined: JoinedWeights | None = None  # of separate quantized weights, as long as they lie in one piece of memory
 
     @checked
     def __init__(
@@ -106,6 +101,8 @@ class GroupedLinear(LinearCalls):
         return_bias: bool = False,
         init_method: InitMethod | None = None,
         params_dtype: FloatDtype | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         self._init_state(recipe, name or "")
@@ -129,127 +126,11 @@ class GroupedLinear(LinearCalls):
                 self.add_module(str(i), Expert(None if single_grouped_weight else weights[i], own))
         self.reset_parameters()
         self._quantize_weights(parameter_init())
+        if (ranks := Group.of(etp_group)).size > 1:
+            self._shard_rows(ranks, etp_reduction)
+            self._mark_parameters()
         if self.recipe is not None:
             self._config(self.recipe if isinstance(self.recipe, Recipe) else UNQUANTIZED)
-
-    # ---- parameters ----
-
-    @property
-    def _label(self) -> str:
-        if self.name or torch.compiler.is_compiling():
-            return f"GroupedLinear {self.name!r}"
-        return f"GroupedLinear({self.num_gemms}, {self.in_features}, {self.out_features})"
-
-    @property
-    def _has_bias(self) -> bool:
-        first: Any = self._modules.get("0")
-        return self._parameters.get("bias") is not None or (first is not None and first.bias is not None)
-
-    @property
-    def _weight_names(self) -> tuple[str, ...]:
-        return ("weight",) if self.single_grouped_weight else tuple(f"{i}.weight" for i in range(self.num_gemms))
-
-    @property
-    def _matrices(self) -> tuple[tuple[str, ...], ...]:
-        return () if self.single_grouped_weight else tuple((name,) for name in self._weight_names)
-
-    def _weight(self, name: str) -> nn.Parameter:
-        return self.get_parameter(name)
-
-    def _group_of(self, name: str) -> int:
-        return int(name.partition(".")[0])
-
-    def _each(self, kind: str) -> list[Any]:
-        """The parameters of the experts, if each has its own."""
-        return [getattr(self._modules[str(i)], kind) for i in range(self.num_gemms)]
-
-    def _weight_matrix(self) -> Tensor:
-        """W [G, N, K]."""
-        if self.single_grouped_weight:
-            return self.get_parameter("weight")
-        experts = self._each("weight")
-        whole = stack_weights(experts, self._joined)
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            whole.made_of = experts  # type: ignore[attr-defined]
-        return whole
-
-    def _bias_vector(self) -> Tensor | None:
-        """b [G, N]."""
-        together = self._parameters.get("bias")
-        if together is not None or self.single_grouped_bias or "0" not in self._modules:
-            return together
-        biases = self._each("bias")
-        return None if biases[0] is None else torch.stack(biases)
-
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        return self._weight_matrix(), None if self.return_bias else self._bias_vector()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initial values: those of one ``Linear`` after the other from the same seed."""
-        for name in ("forward_scaling", "backward_scaling"):
-            if name in self._modules:
-                getattr(self, name).reset_parameters()
-        together = {kind: p for kind in ("weight", "bias") if (p := self._parameters.get(kind)) is not None}
-        whole = {kind: _to_fill(parameter) for kind, parameter in together.items()}
-        bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
-        for i in range(self.num_gemms):
-            for kind in ("weight", "bias"):
-                own = None if kind in whole or "0" not in self._modules else getattr(self._modules[str(i)], kind)
-                values = whole[kind][i] if kind in whole else None if own is None else _to_fill(own)
-                if values is None:
-                    continue
-                if kind == "weight":
-                    parameters.initialize(values, self.init_method)
-                else:
-                    nn.init.uniform_(values, -bound, bound)
-                if own is not None and values is not own:
-                    self._write(f"{i}.{kind}", own, values)
-        for kind, parameter in together.items():
-            if whole[kind] is not parameter:
-                self._write(kind, parameter, whole[kind])
-
-    def _quantize_weights(self, init: ParameterInit | None) -> None:
-        quantizes = init is not None and self.recipe != "none" and self._config(init.recipe).weight.quantized
-        if quantizes and self.single_grouped_weight:
-            raise ValueError(
-                f"{self._label}: one parameter of all experts cannot be kept quantized; use "
-                "single_grouped_weight=False, or make the layer inside of quantized_model_init(enabled=False)"
-            )
-        super()._quantize_weights(init)
-        self._join_weights()
-
-    def _join_weights(self) -> None:
-        """Lets separate weights lie in one piece of memory, after something has made or moved each by itself."""
-        if not self.single_grouped_weight:
-            self._joined = join_weights(self._each("weight"), self._joined)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_joined": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._join_weights()  # copy.deepcopy copies each by itself
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._join_weights()
-        return self
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        for kind, together in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
-            whole, each = f"{prefix}{kind}", [f"{prefix}{i}.{kind}" for i in range(self.num_gemms)]
-            if together and whole not in state_dict and all(name in state_dict for name in each):
-                state_dict[whole] = torch.stack([state_dict.pop(name) for name in each])
-            saved = state_dict.get(whole)
-            if not together and isinstance(saved, Tensor) and saved.dim() and len(saved) == self.num_gemms:
-                del state_dict[whole]
-                state_dict.update(zip(each, saved.unbind(), strict=True))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-        if local_metadata.get("assign_to_params_buffers", False):
-            self._joined = None  # of weights that others replace now
 
     # ---- calls ----
 
@@ -282,7 +163,7 @@ class GroupedLinear(LinearCalls):
         special = is_first_microbatch is False or recompute._inside
         writes = out is not None or dgrad_out is not None
         if (
-            (special or writes or self.delay_wgrad_compute or self.fuse_wgrad_accumulation)
+            (special or writes or self.delay_wgrad_compute or self.fuse_wgrad_accumulation or self._etp is not None)
             and torch.compiler.is_compiling()
             and needs_eager(self, is_first_microbatch, writes=writes)
         ):
@@ -342,7 +223,7 @@ class GroupedLinear(LinearCalls):
             for own in call.owners:
                 if own.requires_grad:
                     own.grad_added_to_main_grad = True
-        if weight.dtype != dtype and not plan.config.weight.quantized:
+        if weight.dtype != dtype and not plan.config.weight.quantized and self._etp is None:
             of, weight = parameters_of(weight), weight.to(dtype)
             if plan.writes_to_weight and call.eager:
                 weight.made_of = of
@@ -367,6 +248,12 @@ class GroupedLinear(LinearCalls):
         self._follow_own_scale(experts[0], delayed_call, operands)
         return operands
 
+    def _record_weight(self, delayed_call: DelayedCall | None, operands: Quantized) -> None:
+        """Of rows, whose amaxes the ranks reduce at the update."""
+        held: Any = operands.any
+        if delayed_call is not None and held.format.scale_rule == "given":
+            record_groups(delayed_call, "weight", [torch.cat([each.amax for each in held.split()])])
+
     def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
         rows = self._quantized_rows().values()
         if delayed_call is None or given_format(weight.quantizer) is None:
@@ -386,9 +273,9 @@ class GroupedLinear(LinearCalls):
             return
         self._check_on_meta()
         call = DelayedCall((self.forward_scaling, self.backward_scaling), config.delayed, True, False, context)
-        weight = self._weight_matrix().detach()
-        uniform = GroupLayout.uniform(self.num_gemms, self.out_features, x.device)
-        of_groups = ("input", as_matrix(x.detach()), layout), ("weight", weight.flatten(0, 1), uniform)
+        weight = as_matrix(self._own_values())
+        uniform = GroupLayout.uniform(self.num_gemms, weight.shape[0] // self.num_gemms, x.device)
+        of_groups = ("input", as_matrix(x.detach()), layout), ("weight", weight, uniform)
         for kind, matrix, groups in of_groups:
             record_groups(call, kind, grouped_amax(matrix, groups.offsets, [Format().spec], [-1]))
 
@@ -401,7 +288,7 @@ class GroupedLinear(LinearCalls):
             return
         total = int(layout.offsets[-1])
         finite.check(self._label, "input", as_matrix(x)[:total])
-        finite.check(self._label, "weight", self._weight_matrix())
+        finite.check(self._label, "weight", self._own_values())
         if y.requires_grad:
             y.register_hook(partial(_check_gradient, self._label, total))
 
@@ -413,13 +300,6 @@ class GroupedLinear(LinearCalls):
 def _check_gradient(label: str, total: int, dy: Tensor) -> None:
     """Of the first ``total`` rows."""
     finite.check(label, "grad_output", as_matrix(dy)[:total])
-
-
-def _to_fill(parameter: Tensor) -> Tensor:
-    """Itself; of one that is sharded or quantized memory for the whole, from which it is written."""
-    if not is_dtensor(parameter) and not isinstance(parameter, QuantizedTensor):
-        return parameter
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 __all__ = ["GroupedLinear"]

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import finite, recompute
 from minifloat.arguments import Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.activation import Activation, activate
+from minifloat.functional.etp.weight import Reduction
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
@@ -39,7 +42,8 @@ class GroupedMLP(parts.LayerOfLinears):
         num_experts: E.
         hidden_size, ffn_hidden_size, bias, activation, activation_params, init_method, output_layer_init_method,
             params_dtype, dtype, device, recipe, name: of each, as of :class:`~minifloat.LayerNormMLP`.
-        single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: as of :class:`~minifloat.GroupedLinear`.
+        single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute, etp_group, etp_reduction: as of
+            :class:`~minifloat.GroupedLinear`; of W1 and W2 a rank holds some rows for each expert.
         recompute_activation: save the input of the activation, which its gradient needs anyway, and in backward
             recompute what fc2 reads of its result.
 
@@ -69,6 +73,8 @@ class GroupedMLP(parts.LayerOfLinears):
         device: Device | None = None,
         recipe: RecipeLike | None = None,
         name: str | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         self.activation = Activation.of(activation, activation_params)
@@ -85,6 +91,8 @@ class GroupedMLP(parts.LayerOfLinears):
             single_grouped_bias=single_grouped_weight,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
+            etp_group=etp_group,
+            etp_reduction=etp_reduction,
         )
         width = ffn_hidden_size * (2 if self.activation.gated else 1)
         self.fc1 = linear(
@@ -167,7 +175,7 @@ class GroupedMLP(parts.LayerOfLinears):
             return None
         special = is_first_microbatch is False or recompute._inside
         if torch.compiler.is_compiling() and (
-            special or any(fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation for fc in both)
+            special or any(fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation or fc._etp is not None for fc in both)
         ):
             return None  # they know what of it can be traced
         first, second = (fc._recipe_in_force() for fc in both)

@@ -245,19 +245,20 @@ class LinearState(EtpRows):
     def _weight_operands(
         self, plan: LinearPlan, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
     ) -> Quantized | None:
-        """Operands of the weight that exist: its own, or those cached for several microbatches; None: cast it."""
+        """Operands of the weight that exist: its own, or those cached for several microbatches; None: cast it.
+
+        None as well of a sharded one, whose rows are cast here and gathered when they are multiplied.
+        """
         quantizer = plan.w_quantizer
         if self._etp is not None:
             for rows in self._quantized_rows().values():
                 if pairs_with(rows._operands, plan.config, plan.options.needs_x):
                     quantizer = rows.quantizer  # as it is kept, whatever the recipe would make of it
-                if delayed_call is not None:
-                    self._bind_scales()
-            gathered, part = self._etp_source().forward(
-                quantizer, plan.options.dtype, again=is_first_microbatch is True
-            )
-            self._record_weight(delayed_call, part)
-            return gathered
+            if delayed_call is not None:
+                self._bind_scales()
+            parts = self._etp_source().cast(quantizer, plan.options.dtype, again=is_first_microbatch is True)
+            self._record_weight(delayed_call, self._etp_part(parts))
+            return None
         if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
             weight = weight if (whole := self._gathered_weight()) is None else whole
         if isinstance(weight, QuantizedTensor):

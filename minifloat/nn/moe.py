@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import activate
+from minifloat.functional.etp.weight import Reduction
 from minifloat.functional.permutation import sort_by_expert
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
@@ -40,6 +43,11 @@ class MoE(parts.LayerOfLinears):
             ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below. It is
             given X [..., hidden_size], and ``token_mask`` if there is one.
         aux_loss_coefficient: of the router's load balancing loss.
+        expert_etp_group: the ranks that share out the rows of the experts' weights, as of :class:`GroupedMLP`.
+        etp_group: those that share out the rows of the shared MLP's, as of :class:`~minifloat.Linear`: others, or as
+            many, or none. The router is whole on each rank, and its gradients are reduced as all that is whole
+            (:func:`~minifloat.distributed.reduce_replicated`).
+        etp_reduction: over either.
 
     Attributes:
         router_loss: of the latest forward; add :func:`router_losses` of the model to its loss.
@@ -74,6 +82,9 @@ class MoE(parts.LayerOfLinears):
         device: Device | None = None,
         recipe: RecipeLike | None = None,
         name: str | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        expert_etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         dtype = one_dtype(type(self).__name__, dtype, params_dtype)
@@ -84,6 +95,7 @@ class MoE(parts.LayerOfLinears):
             "recipe": recipe,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "delay_wgrad_compute": delay_wgrad_compute,
+            "etp_reduction": etp_reduction,
         }
         self.hidden_size, self.num_experts = hidden_size, num_experts
         if router is None:
@@ -108,10 +120,12 @@ class MoE(parts.LayerOfLinears):
             init_method=init_method,
             output_layer_init_method=output_layer_init_method,
             name=parts.part_name(name, "experts"),
+            etp_group=expert_etp_group,
             **of_all,
         )
         self.shared_fc1 = self.shared_fc2 = None
         if shared_ffn_hidden_size is not None:
+            of_all["etp_group"] = etp_group
             width = shared_ffn_hidden_size * (2 if self.experts.activation.gated else 1)
             self.shared_fc1 = Linear(
                 hidden_size, width, init_method=init_method, name=parts.part_name(name, "shared_fc1"), **of_all

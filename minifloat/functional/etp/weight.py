@@ -66,10 +66,13 @@ class Owner(Protocol):
         """What delayed scaling casts each matrix with now, fp32 [1]; None under other recipes."""
 
     def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
-        """The operands of the weight from those of its matrices."""
+        """The operands of the weight from those of its matrices, as products read them."""
 
-    def _etp_gradients(self, gradients: Sequence[Tensor]) -> Iterable[tuple[Any, Tensor]]:
-        """The parameters with their gradients, from those of :meth:`_etp_rows`."""
+    def _etp_part(self, matrices: Sequence[Quantized]) -> Quantized:
+        """The same of this rank's rows, which are saved: in the memory of the matrices."""
+
+    def _etp_gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
+        """The parameters with their gradients, from those of :meth:`_etp_rows`, [matrices, n, K]."""
 
 
 class Cast(NamedTuple):
@@ -153,7 +156,8 @@ class EtpWeight:
         """As of :class:`~minifloat.functional.etp.lane.Source`."""
         assert self._cast is not None
         shards, group, rowwise = self._cast.shards, self.sharding.group, dim == ROWWISE
-        return start_gather(parts, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=True)
+        single = self.sharding.matrices == 1  # others are put in their order as they are joined
+        return start_gather(parts, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=single)
 
     def nbytes(self, parts: Sequence[Quantized]) -> int:
         """As of :class:`~minifloat.functional.etp.lane.Source`; codes and scales."""
@@ -161,22 +165,22 @@ class EtpWeight:
         tensors = [tensor for each in held for tensor in (each.codes, each.scale_inv) if tensor is not None]
         return self.sharding.group.size * sum(tensor.nbytes for tensor in tensors)
 
-    def forward(self, quantizer: Quantizer, dtype: torch.dtype, *, again: bool = False) -> tuple[Quantized, Quantized]:
-        """The weight for fprop, and this rank's part of it; arguments as of :meth:`cast`."""
-        parts = self.cast(quantizer, dtype, again=again)
-        return self.owner._etp_join(self.lane.take(self, ROWWISE, parts)), self.owner._etp_join(parts)
+    def forward(self) -> Quantized:
+        """The weight for fprop, gathered from what :meth:`cast` gave last."""
+        assert self._cast is not None
+        return self.owner._etp_join(self.lane.take(self, ROWWISE, self._cast.parts))
 
     def saved(self, dim: int) -> Any:
-        """This rank's part of the operand for ``dim``, of what :meth:`forward` gave last."""
+        """This rank's part of the operand for ``dim``, likewise."""
         assert self._cast is not None
-        return self.owner._etp_join(self._cast.parts).along(dim)
+        return self.owner._etp_part(self._cast.parts).along(dim)
 
     def values(self) -> Any:
         """The same in high precision."""
         rows = self.owner._etp_rows()
         shape = rows[0].shape[0], rows[0].shape[1]
         parts = [Quantized(Operand(own, None, None, IDENTITY, ROWWISE, shape, own.dtype), None) for own in rows]
-        return self.owner._etp_join(parts).along(ROWWISE)
+        return self.owner._etp_part(parts).along(ROWWISE)
 
     def backward(self, dim: int, part: Any) -> Any:
         """The operand that ``part`` is this rank's part of."""
@@ -213,7 +217,7 @@ class EtpWeight:
         if self.sharding.reduction == "mean":
             total.div_(group.size * self.sharding.replicas.size)
         each = total.view(self.sharding.matrices, shards.largest, total.shape[1])[:, : shards.rows[group.rank]]
-        for parameter, own in self.owner._etp_gradients(each.unbind()):
+        for parameter, own in self.owner._etp_gradients(each):
             if parameter.requires_grad:
                 sink(parameter, partial(computed, own))
                 accumulated(parameter)
@@ -228,7 +232,7 @@ def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Produ
         send[shards.total :].zero_()
         product(dtype, send[: shards.total], False)
         return send
-    send = torch.zeros(size, matrices, most, cols, **options)
+    send = (torch.empty if shards.is_even else torch.zeros)(size, matrices, most, cols, **options)
     dw = product(dtype)
     for rank, count in enumerate(shards.rows):
         send[rank, :, :count] = dw[:, shards.first(rank) : shards.end(rank)]

@@ -1,0 +1,218 @@
+"""The parameters of a grouped linear: one for each expert or one of all, whole or this rank's rows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.comm.dtensor import is_dtensor
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
+from minifloat.functional.etp.weight import Reduction, Sharding
+from minifloat.functional.grouped_weight import (
+    JoinedWeights,
+    SeparateOperands,
+    join,
+    join_weights,
+    of_all,
+    stack_weights,
+)
+from minifloat.functional.linear_config import FORWARD_SLOTS
+from minifloat.functional.quantize import holds
+from minifloat.nn import parameters
+from minifloat.nn.linear_state import LinearState
+from minifloat.nn.parameters import ParameterInit
+from minifloat.operand import Quantized
+from minifloat.quantizer import Quantizer
+from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.rows import QuantizedRows
+
+
+class Expert(nn.Module):
+    """The parameters of one expert: ``weight`` [out_features, in_features] and ``bias`` [out_features], or None."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+
+class GroupedParameters(LinearState):
+    """The weights and biases of a :class:`~minifloat.GroupedLinear`: how they are kept, joined and shared out."""
+
+    num_gemms: int
+    single_grouped_weight: bool
+    single_grouped_bias: bool
+    _joined: JoinedWeights | None = None  # of separate quantized weights, as long as they lie in one piece of memory
+
+    @property
+    def _label(self) -> str:
+        if self.name or torch.compiler.is_compiling():
+            return f"GroupedLinear {self.name!r}"
+        return f"GroupedLinear({self.num_gemms}, {self.in_features}, {self.out_features})"
+
+    @property
+    def _has_bias(self) -> bool:
+        first: Any = self._modules.get("0")
+        return self._parameters.get("bias") is not None or (first is not None and first.bias is not None)
+
+    @property
+    def _weight_names(self) -> tuple[str, ...]:
+        return ("weight",) if self.single_grouped_weight else tuple(f"{i}.weight" for i in range(self.num_gemms))
+
+    @property
+    def _matrices(self) -> tuple[tuple[str, ...], ...]:
+        return () if self.single_grouped_weight else tuple((name,) for name in self._weight_names)
+
+    def _weight(self, name: str) -> nn.Parameter:
+        return self.get_parameter(name)
+
+    def _group_of(self, name: str) -> int:
+        return int(name.partition(".")[0])
+
+    def _each(self, kind: str) -> list[Any]:
+        """The parameters of the experts, if each has its own."""
+        return [getattr(self._modules[str(i)], kind) for i in range(self.num_gemms)]
+
+    def _weight_matrix(self) -> Tensor:
+        """W [G, N, K]."""
+        if self._etp is not None:
+            return self._etp_stand_in((self.num_gemms, self.out_features, self.in_features))
+        if self.single_grouped_weight:
+            return self.get_parameter("weight")
+        experts = self._each("weight")
+        whole = stack_weights(experts, self._joined)
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            whole.made_of = experts  # type: ignore[attr-defined]
+        return whole
+
+    def _bias_vector(self) -> Tensor | None:
+        """b [G, N]."""
+        together = self._parameters.get("bias")
+        if together is not None or self.single_grouped_bias or "0" not in self._modules:
+            return together
+        biases = self._each("bias")
+        return None if biases[0] is None else torch.stack(biases)
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        return self._weight_matrix(), None if self.return_bias else self._bias_vector()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values: those of one ``Linear`` after the other from the same seed."""
+        for name in ("forward_scaling", "backward_scaling"):
+            if name in self._modules:
+                getattr(self, name).reset_parameters()
+        together = {kind: p for kind in ("weight", "bias") if (p := self._parameters.get(kind)) is not None}
+        whole = {kind: self._to_fill(kind, parameter) for kind, parameter in together.items()}
+        bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
+        for i in range(self.num_gemms):
+            for kind in ("weight", "bias"):
+                own = None if kind in whole or "0" not in self._modules else getattr(self._modules[str(i)], kind)
+                values = whole[kind][i] if kind in whole else None if own is None else self._to_fill(kind, own)
+                if values is None:
+                    continue
+                if kind == "weight":
+                    parameters.initialize(values, self.init_method)
+                else:
+                    nn.init.uniform_(values, -bound, bound)
+                if own is not None and values is not own:
+                    self._write(f"{i}.{kind}", own, values)
+        for kind, parameter in together.items():
+            if whole[kind] is not parameter:
+                self._write(kind, parameter, whole[kind])
+
+    def _to_fill(self, kind: str, parameter: Tensor) -> Tensor:
+        """Itself; of one that is sharded or quantized memory for the whole, from which it is written."""
+        rows = self._etp is not None and kind == "weight"
+        if not rows and not is_dtensor(parameter) and not isinstance(parameter, QuantizedTensor):
+            return parameter
+        shape = (*parameter.shape[:-2], self.out_features, self.in_features) if rows else parameter.shape
+        return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+
+    def _sharding(self, group: Group, reduction: Reduction) -> Sharding:
+        self._joined = None
+        return Sharding(group, ShardMap.chunks(self.out_features, group.size), reduction, self.num_gemms)
+
+    def _etp_range(self, place: int, rank: int | None = None) -> slice:
+        assert self._etp is not None
+        shards, rank = self._etp.shards, self._etp.group.rank if rank is None else rank
+        return slice(shards.first(rank), shards.end(rank))
+
+    # ---- what functional/etp asks, of rows ----
+
+    def _etp_parameters(self) -> list[Any]:
+        return [self._weight("weight")] if self.single_grouped_weight else self._each("weight")
+
+    def _etp_rows(self) -> list[Tensor]:
+        own = self._etp_values()
+        return list(own[0].unbind()) if self.single_grouped_weight else own
+
+    def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
+        own = self._etp_parameters()
+        kept = all(isinstance(each, QuantizedRows) and holds(each._operands, quantizer) for each in own)
+        return [each.part for each in own] if kept else None
+
+    def _etp_scales(self) -> list[Tensor | None]:
+        if "forward_scaling" not in self._modules:
+            return [None] * self.num_gemms
+        first = FORWARD_SLOTS.index("weight") * self.num_gemms
+        return list(self.forward_scaling.scale[first : first + self.num_gemms].split(1))
+
+    def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
+        return of_all(matrices, join)
+
+    def _etp_part(self, matrices: Sequence[Quantized]) -> Quantized:
+        return of_all(matrices, SeparateOperands.of)
+
+    def _etp_gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
+        own = self._etp_parameters()
+        return [(own[0], gradients.contiguous())] if self.single_grouped_weight else zip(own, gradients, strict=True)
+
+    def _quantize_weights(self, init: ParameterInit | None) -> None:
+        quantizes = init is not None and self.recipe != "none" and self._config(init.recipe).weight.quantized
+        if quantizes and self.single_grouped_weight:
+            raise ValueError(
+                f"{self._label}: one parameter of all experts cannot be kept quantized; use "
+                "single_grouped_weight=False, or make the layer inside of quantized_model_init(enabled=False)"
+            )
+        super()._quantize_weights(init)
+        self._join_weights()
+
+    def _join_weights(self) -> None:
+        """Lets separate weights lie in one piece of memory, after something has made or moved each by itself."""
+        if not self.single_grouped_weight and self._etp is None:
+            self._joined = join_weights(self._each("weight"), self._joined)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_joined": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._join_weights()  # copy.deepcopy copies each by itself
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._join_weights()
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        for kind, together in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
+            whole, each = f"{prefix}{kind}", [f"{prefix}{i}.{kind}" for i in range(self.num_gemms)]
+            if together and whole not in state_dict and all(name in state_dict for name in each):
+                state_dict[whole] = torch.stack([state_dict.pop(name) for name in each])
+            saved = state_dict.get(whole)
+            if not together and isinstance(saved, Tensor) and saved.dim() and len(saved) == self.num_gemms:
+                del state_dict[whole]
+                state_dict.update(zip(each, saved.unbind(), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._joined = None  # of weights that others replace now
