@@ -151,7 +151,9 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         output=output,
         quantize_dy=quantize_dy,
         load_x=load_x,
-        load_w=partial(steps.gather_w, along) if options.gathers_weight else steps.saved_w,
+        load_w=partial(steps.gather_w, along, override == "high_precision")
+        if options.gathers_weight
+        else steps.saved_w,
         dgrad=partial(steps.sharded_dgrad, options, load, config.fast_dgrad)
         if sharded
         else partial(steps.dgrad, multiply, load, options.dtype, config.fast_dgrad),

@@ -82,12 +82,14 @@ def save_weight_value(weight: Tensor, operands: Quantized) -> Operand:
 
 def save_part(dim: int, weight: Any, operands: Quantized) -> Operand:
     """Of a weight that was gathered this rank's part."""
+    weight.etp_cast = weight.etp.casts
     part: Operand = weight.etp.saved(dim)
     return part
 
 
 def save_part_value(weight: Any, operands: Quantized) -> Operand:
     """The same in high precision."""
+    weight.etp_cast = weight.etp.casts
     part: Operand = weight.etp.values()
     return part
 
@@ -327,9 +329,9 @@ def saved_w(w: Operand, weight: Tensor | None) -> Operand:
     return w
 
 
-def gather_w(dim: int, w: Operand, weight: Any) -> Operand:
-    """W gathered from the parts that ranks have saved."""
-    whole: Operand = weight.etp.backward(dim, w)
+def gather_w(dim: int, values: bool, w: Operand, weight: Any) -> Operand:
+    """W gathered from the parts that ranks have saved; ``values``: in high precision."""
+    whole: Operand = weight.etp.backward(dim, w, weight.etp_cast, values=values)
     return whole
 
 
@@ -375,4 +377,4 @@ def reduced_column_sum(parallel: TensorParallel, dy: Tensor, groups: None = None
 
 def reduce_dw(sink: Callable[..., object], options: LinearOptions, weight: Any, product: Callable[..., Tensor]) -> None:
     """dW summed over ranks with other data, each of which gives its rows to ``sink``; autograd gets nothing."""
-    weight.etp.reduce(product, sink, options.main_grad)
+    weight.etp.reduce(product, sink, options.main_grad, options.wgrad_tasks is not None)

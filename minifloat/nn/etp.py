@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.functional.etp.weight import EtpWeight, Reduction, Sharding, stand_in
+from minifloat.functional.etp.rows import Reduction, Sharding
+from minifloat.functional.etp.weight import EtpWeight, stand_in
 from minifloat.functional.quantize import holds
 from minifloat.nn.weights import Weights
 from minifloat.operand import Quantized
@@ -20,7 +21,7 @@ from minifloat.tensor.rows import QuantizedRows, rows_of
 
 
 class EtpRows(Weights):
-    """A layer that may keep its rows of the weight alone; see :class:`~minifloat.functional.etp.weight.Owner`.
+    """A layer that may keep its rows of the weight alone; see :class:`~minifloat.functional.etp.rows.Owner`.
 
     Its weight is one matrix, of one parameter or of several below each other: ranks share out the rows of the matrix,
     so that of a parameter among several one may have all, and another none.

@@ -18,7 +18,7 @@ from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
 from minifloat.functional.autograd import apply_eager
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.grouped_plan import GroupedPlan, make_grouped_plan, quantize_weight
 from minifloat.functional.grouped_weight import (

@@ -15,7 +15,7 @@ from minifloat import finite, recompute
 from minifloat.arguments import Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.activation import Activation, activate
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.functional.etp.weight import Reduction, Sharding
+from minifloat.functional.etp.rows import Reduction, Sharding
 from minifloat.functional.grouped_weight import (
     JoinedWeights,
     SeparateOperands,

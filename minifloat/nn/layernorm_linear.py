@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import recompute
 from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
 from minifloat.functional.linear_steps import quantized_in_graph
 from minifloat.functional.tensor_parallel import Mode

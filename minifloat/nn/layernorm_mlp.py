@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat import recompute
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import Activation, activate
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.nn import parts

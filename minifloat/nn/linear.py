@@ -15,7 +15,7 @@ from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
 from minifloat.functional.autograd import apply_eager
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_steps import quantized_in_graph
 from minifloat.functional.quantize import reuse

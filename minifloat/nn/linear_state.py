@@ -16,7 +16,7 @@ from minifloat.delayed import AmaxHistory, history_length
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
 from minifloat.functional.linear_plan import LinearPlan
-from minifloat.functional.quantize import pairs_with, quantize, record, reuse
+from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, record, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED
 from minifloat.nn import parameters
 from minifloat.nn.etp import EtpRows
@@ -256,7 +256,8 @@ class LinearState(EtpRows):
                     quantizer = rows.quantizer  # as it is kept, whatever the recipe would make of it
             if delayed_call is not None:
                 self._bind_scales()
-            parts = self._etp_source().cast(quantizer, plan.options.dtype, again=is_first_microbatch is True)
+            scales = self._replayed_scales(delayed_call)
+            parts = self._etp_source().cast(quantizer, plan.options.dtype, first=is_first_microbatch, scales=scales)
             self._record_weight(delayed_call, self._etp_part(parts))
             return None
         if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
@@ -292,6 +293,13 @@ class LinearState(EtpRows):
         """Records the amax of a weight that is not cast in this call; of a sharded one that of this rank's rows."""
         if delayed_call is not None:
             record(delayed_call, "weight", operands)
+
+    def _replayed_scales(self, delayed_call: DelayedCall | None) -> list[Tensor | None] | None:
+        """Those of the matrices, where a recomputation reads other scales than the layer has by now."""
+        if delayed_call is None or delayed_call.histories[0].scale is self.forward_scaling.scale:
+            return None
+        scales = delayed_scale(delayed_call, "weight")
+        return None if scales is None else list(scales.split(1))
 
     def _etp_scales(self) -> list[Tensor | None]:
         if "forward_scaling" not in self._modules:

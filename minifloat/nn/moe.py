@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import activate
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.permutation import sort_by_expert
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP

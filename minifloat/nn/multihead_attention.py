@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
 from minifloat.comm.random_state import draw_apart
 from minifloat.functional.autograd import autocast_to
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn import parts
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat

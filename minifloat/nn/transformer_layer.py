@@ -22,7 +22,7 @@ from minifloat.arguments import (
     checked,
 )
 from minifloat.comm.random_state import draw_apart
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP

@@ -15,7 +15,7 @@ from minifloat.arguments import checked
 from minifloat.comm.collectives import all_reduce
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
-from minifloat.functional.etp.weight import Reduction
+from minifloat.functional.etp.rows import Reduction
 
 Ranks = dist.ProcessGroup | DeviceMesh | Group
 

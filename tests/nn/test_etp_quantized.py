@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import minifloat
-from minifloat.functional.etp import weight
+from minifloat.functional.etp import rows
 from minifloat.optim import MasterWeights
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools
@@ -47,14 +47,14 @@ def _seeded(run: Any, *args: Any) -> Any:
 def _train(rank: int, size: int, recipe: str, later: str | None) -> None:
     whole, sharded = _models(recipe, later)
     optimizers = [MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1) for model in (whole, sharded)]
-    quantize_shards = weight.quantize_shards
+    quantize_shards = rows.quantize_shards
     casts: list[int] = []
 
     def count(xs: Any, *args: Any) -> Any:
         casts.append(len(xs))
         return quantize_shards(xs, *args)
 
-    with mock.patch.object(weight, "quantize_shards", count):
+    with mock.patch.object(rows, "quantize_shards", count):
         for step in range(3):
             torch.manual_seed(100 * step + rank)
             x, dy = torch.randn(32, SIZES[0]), torch.randn(32, SIZES[-1])

@@ -26,32 +26,69 @@ _MOST_SUCCESSORS = 64  # of one weight; contexts that never repeat must not fill
 class Source(Protocol):
     """A weight, or those of all experts of a layer: what is gathered at once."""
 
-    successors: dict[tuple[Step | None, Step], Step]
+    number: int  # that no other has
+    casts: int  # how many casts there have been of it, equal on all ranks
+    successors: dict[tuple[Key | None, Key], Step]
 
-    def parts(self) -> Sequence[Quantized] | None:
-        """This rank's rows as they were cast last; None if the parameters have changed since."""
+    def parts(self, values: bool) -> Sequence[Quantized] | None:
+        """This rank's rows as they were cast last, or their ``values``; None if the parameters have changed since."""
 
     def start(self, dim: int, parts: Sequence[Quantized]) -> Pending[list[Quantized]]:
         """Gathers ``parts``, for products that contract ``dim``."""
 
-    def nbytes(self, parts: Sequence[Quantized]) -> int:
-        """How much memory the whole takes."""
+    def nbytes(self, dim: int, parts: Sequence[Quantized]) -> int:
+        """How much memory the wholes of ``parts`` take, for products that contract ``dim``: the same on all ranks."""
+
+
+Key = tuple[int, int, bool, bool]
+"""A step without its source, which a table would keep alive."""
 
 
 class Step(NamedTuple):
-    """A gather: of what, for which dim, and whether its caller records gradients."""
+    """A gather: of what, for which dim, of values or of what they were cast to; does its caller want gradients?"""
 
     source: Source
     dim: int
+    values: bool
     grad: bool
+
+    @property
+    def key(self) -> Key:
+        return self.source.number, self.dim, self.values, self.grad
 
 
 class Ahead(NamedTuple):
     """A gather that was started because it is likely to be the next."""
 
     step: Step
-    parts: Sequence[Quantized]
+    cast: int  # which of its source's
     pending: Pending[list[Quantized]]
+
+
+class Gradient:
+    """Of a weight in one backward, which may use it several times: what has been reduced so far.
+
+    Args:
+        deliver: is given the sum, once: hooks on parameters see no part of it.
+        complete: no further one is to come.
+    """
+
+    def __init__(self, deliver: Callable[[Tensor], None], complete: bool = False) -> None:
+        self.deliver, self.complete = deliver, complete
+        self.awaited = 0
+        self.total: Tensor | None = None
+
+    def add(self, own: Tensor) -> None:
+        """One that was awaited."""
+        self.total = own if self.total is None else self.total.add_(own)
+        self.awaited -= 1
+        self.deliver_complete()
+
+    def deliver_complete(self) -> None:
+        """Delivers the sum if none is awaited any more."""
+        if self.complete and not self.awaited and self.total is not None:
+            total, self.total = self.total, None
+            self.deliver(total)
 
 
 class Lane:
@@ -77,36 +114,63 @@ class Lane:
         self._latest: Step | None = None
         self._used: dict[Source, None] = {}  # since the last backward ended, and before, in the order of first use
         self._used_before: dict[Source, None] = {}
+        self._renewed: set[Source] = set()
+        self._gradients: dict[Source, Gradient] = {}
         self._reducing: deque[tuple[Pending[Tensor], Callable[[Tensor], None]]] = deque()
         self._backward: BackwardPass | None = None
 
-    def used(self) -> list[Source]:
-        """What was gathered in the latest pass over the model: what is likely to be gathered in the next."""
-        return list(self._used_before | self._used)
+    def used_with(self, source: Source) -> list[Source]:
+        """What was gathered in the latest pass over a model, ``source`` among it: likely to be gathered in the next.
+
+        Nothing else: of another model, which may have been deleted, some ranks may have collected the garbage.
+        """
+        used = self._used_before | self._used
+        return [each for each in used if each is not source] if source in used else []
+
+    def renew(self, sources: Sequence[Source]) -> None:
+        """They are cast though nothing was seen to change, before each is told to be in this pass."""
+        self._renewed.update(sources)
+
+    def renewed(self, source: Source) -> bool:
+        """It was, since it was last used."""
+        known = source in self._renewed
+        self._renewed.discard(source)
+        return known
+
+    def has_renewed(self) -> bool:
+        """Some are still to be used."""
+        return len(self._renewed) > 0
 
     # ---- gathers ----
 
-    def take(self, source: Source, dim: int, parts: Sequence[Quantized], *, saved: bool = False) -> list[Quantized]:
+    def take(
+        self, source: Source, dim: int, parts: Sequence[Quantized], cast: int, *, values: bool = False
+    ) -> list[Quantized]:
         """The wholes of ``parts``; what is likely to follow is started, to be gathered while they are multiplied.
 
-        ``saved``: a forward has saved the parts, which autograd has given back as other objects.
+        Args:
+            source: the weight.
+            dim: that the product contracts.
+            parts: this rank's rows, or what a backward saved of them.
+            cast: the number of the cast that they are of. Not their memory, which hooks of autograd may have moved, and
+                which a rank without rows has none of: all ranks must find the same.
+            values: they are those that were cast, in high precision.
         """
         self._watch_backward()
-        step = Step(source, dim, torch.is_grad_enabled())
+        step = Step(source, dim, values, torch.is_grad_enabled())
         self._used[source] = None
-        pending = self._find(step, parts, saved)
+        pending = self._find(step, cast)
         if pending is None:
             pending = self._start(step, parts)
         self._learn(step)
         self._look_ahead()
         return pending.wait()
 
-    def _find(self, step: Step, parts: Sequence[Quantized], saved: bool) -> Pending[list[Quantized]] | None:
+    def _find(self, step: Step, cast: int) -> Pending[list[Quantized]] | None:
         """What was started for this step; what was to be used before it is dropped."""
         while self._ahead:
             guess = self._ahead.popleft()
-            alike = guess.step.source is step.source and guess.step.dim == step.dim
-            if alike and (guess.parts is parts or (saved and _share_memory(guess.parts, parts, step.dim))):
+            if guess.step[:3] == step[:3] and guess.cast == cast:
                 return guess.pending
             self._drop(guess)
         return None
@@ -124,27 +188,40 @@ class Lane:
             known = self._latest.source.successors
             if len(known) >= _MOST_SUCCESSORS:
                 known.clear()
-            known[self._before, self._latest] = step
+            known[None if self._before is None else self._before.key, self._latest.key] = step
         self._before, self._latest = self._latest, step
 
     def _look_ahead(self) -> None:
         before, latest = self._before, self._latest
         nbytes = 0
         for place in range(self.depth):
-            step = None if latest is None else latest.source.successors.get((before, latest))
-            parts = None if step is None else step.source.parts()
+            step = latest and latest.source.successors.get((before and before.key, latest.key))
+            parts = step and step.source.parts(step.values)
             if step is None or parts is None or not _holds(parts, step.dim):
                 return
-            nbytes += step.source.nbytes(parts)
+            nbytes += step.source.nbytes(step.dim, parts)
             if place and self.most_bytes is not None and nbytes > self.most_bytes:
                 return
             if place == len(self._ahead):
-                self._ahead.append(Ahead(step, parts, self._start(step, parts)))
+                self._ahead.append(Ahead(step, step.source.casts, self._start(step, parts)))
             elif self._ahead[place].step != step:
                 return
             before, latest = latest, step
 
     # ---- reductions ----
+
+    def gradient(self, source: Source, deliver: Callable[[Tensor], None], at_once: bool) -> Gradient:
+        """What the gradients of ``source`` in this backward are added up in; ``at_once``: there is no other."""
+        if at_once:
+            return Gradient(deliver, complete=True)
+        return self._gradients.setdefault(source, Gradient(deliver))
+
+    def complete(self, source: Source) -> None:
+        """All uses of ``source`` in this backward have started to reduce their gradients."""
+        gradient = self._gradients.pop(source, None)
+        if gradient is not None:
+            gradient.complete = True
+            gradient.deliver_complete()
 
     def reduce(self, pending: Pending[Tensor], finish: Callable[[Tensor], None]) -> None:
         """Gives the result of ``pending`` to ``finish`` when the next one has started, or at the end of backward."""
@@ -173,7 +250,10 @@ class Lane:
     def _end(self, early: bool) -> None:
         while self._reducing:
             self._finish_oldest()
-        self._forget()
+        if early and self._backward is not None:
+            self._backward.at_end.append(self._end)
+        else:
+            self._forget()
 
     def _fail(self) -> None:
         """Nothing is added to gradients of a backward that has raised."""
@@ -185,6 +265,8 @@ class Lane:
         while self._ahead:
             self._drop(self._ahead.popleft())
         self._before = self._latest = self._backward = None
+        self._renewed.clear()
+        self._gradients.clear()  # of a backward that does not accumulate them, as torch.autograd.grad
         self._used_before, self._used = self._used, {}
 
 
@@ -199,9 +281,3 @@ def lane_of(group: Group) -> Lane:
 def _holds(parts: Sequence[Quantized], dim: int) -> bool:
     """There is an operand for products that contract ``dim``."""
     return all(any(each is not None and each.serves(dim) for each in part) for part in parts)
-
-
-def _share_memory(some: Sequence[Quantized], others: Sequence[Quantized], dim: int) -> bool:
-    """The operands for ``dim`` are the same."""
-    pairs = zip(some, others, strict=True)
-    return all(a.along(dim).codes.data_ptr() == b.along(dim).codes.data_ptr() for a, b in pairs)

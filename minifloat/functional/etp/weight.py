@@ -2,91 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minifloat.comm.collectives import Pending, start_all_reduce, start_reduce_scatter_rows
 from minifloat.comm.gather import start_gather
-from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.comm.sharded_cast import quantize_shards
 from minifloat.formats import IDENTITY, ROWWISE
-from minifloat.functional.etp.lane import Step, lane_of
+from minifloat.functional.etp.lane import Gradient, Key, Step, lane_of
+from minifloat.functional.etp.rows import Cast, Owner, Sharding, Wanted, cast_together, versions
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.weight_gradient import Product, accumulated, computed
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
-from minifloat.tensor.rows import row_unit
 
-Reduction = Literal["mean", "sum"]
-"""Of the gradients of ranks that have different data."""
-
-
-class Sharding(NamedTuple):
-    """How the rows of a weight are shared out.
-
-    Args:
-        group: the ranks.
-        shards: the rows of each, of a matrix [N, K]; those of all experts alike.
-        reduction: what becomes of the gradients of all ranks.
-        matrices: how many there are.
-        replicas: ranks with other data that have the same rows; gradients are summed over them too, and averaged over
-            both.
-    """
-
-    group: Group
-    shards: ShardMap
-    reduction: Reduction
-    matrices: int = 1
-    replicas: Group = Group()
-
-    @property
-    def own(self) -> slice:
-        """This rank's rows, counted in the whole."""
-        return slice(self.shards.first(self.group.rank), self.shards.end(self.group.rank))
-
-
-class Owner(Protocol):
-    """The layer of a weight: what it keeps of it on this rank."""
-
-    def _etp_rows(self) -> list[Tensor]:
-        """This rank's rows [n, K] of each matrix."""
-
-    def _etp_parameters(self) -> list[Any]:
-        """The parameters that have these rows."""
-
-    def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
-        """This rank's part of each matrix where parameters are kept as ``quantizer`` gives them; else None."""
-
-    def _etp_scales(self) -> list[Tensor | None]:
-        """What delayed scaling casts each matrix with now, fp32 [1]; None under other recipes."""
-
-    def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
-        """The operands of the weight from those of its matrices, as products read them."""
-
-    def _etp_part(self, matrices: Sequence[Quantized]) -> Quantized:
-        """The same of this rank's rows, which are saved: in the memory of the matrices."""
-
-    def _etp_gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
-        """The parameters with their gradients, from those of :meth:`_etp_rows`, [matrices, n, K]."""
-
-
-class Cast(NamedTuple):
-    """This rank's rows of all matrices, as they were cast, and the parameters of then with counts of their writes.
-
-    ``shards``: the rows of each rank; of parameters that are kept quantized whole blocks in both orientations.
-    """
-
-    quantizer: Quantizer
-    dtype: torch.dtype
-    parameters: list[Any]
-    versions: tuple[int, ...]
-    parts: list[Quantized]
-    shards: ShardMap
+_numbers = itertools.count()
 
 
 class EtpWeight:
@@ -99,56 +34,72 @@ class EtpWeight:
     def __init__(self, owner: Owner, sharding: Sharding) -> None:
         self.owner, self.sharding = owner, sharding
         self.lane = lane_of(sharding.group)
-        self.successors: dict[tuple[Step | None, Step], Step] = {}
+        self.number = next(_numbers)
+        self.casts = 0
+        self.successors: dict[tuple[Key | None, Key], Step] = {}
         self._cast: Cast | None = None
+        self._leaf: Tensor | None = None
 
     # ---- the cast ----
 
-    def cast(self, quantizer: Quantizer, dtype: torch.dtype, *, again: bool = False) -> list[Quantized]:
+    def cast(
+        self,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        *,
+        first: bool | None = None,
+        scales: Sequence[Tensor | None] | None = None,
+    ) -> list[Quantized]:
         """This rank's rows as ``quantizer`` casts those of all ranks; a collective if they have changed.
 
         Args:
             dtype: of values that are not quantized.
-            again: whether or not PyTorch has seen them change.
+            first: True: they may have changed in a way that PyTorch does not see; False: not even delayed scaling's
+                new scale changes what they are cast to.
+            scales: delayed scaling's that a recomputation reads in place of the layer's; what they give is not kept.
         """
-        known = self._cast
+        known, unseen = self._cast, first is True and not self.lane.renewed(self)
         if known is not None and known.dtype == dtype and _formats(known.quantizer) == _formats(quantizer):
             fits = known.quantizer.rowwise >= quantizer.rowwise and known.quantizer.columnwise >= quantizer.columnwise
-            if fits and not again and not _capturing() and self._is_current(known):
+            current = self._is_current(known, scales=first is not False)
+            if fits and current and not unseen and scales is None and not _capturing():
                 return known.parts
             rowwise = quantizer.rowwise or known.quantizer.rowwise
             quantizer = quantizer.with_usage(
                 rowwise=rowwise, columnwise=quantizer.columnwise or known.quantizer.columnwise
             )
-        self._cast = Cast(quantizer, dtype, [], (), [], self.sharding.shards)
-        stale = [self] + [
-            each
-            for each in self.lane.used()
-            if isinstance(each, EtpWeight) and each is not self and each._cast is not None and each.parts() is None
-        ]
-        _cast_together(stale)
+        others: list[EtpWeight] = []
+        if scales is None:
+            used = [each for each in self.lane.used_with(self) if isinstance(each, EtpWeight)]
+            begins = unseen and not self.lane.has_renewed()
+            others = [each for each in used if each._cast is not None and (begins or not each._is_current(each._cast))]
+            if begins:
+                self.lane.renew(others)
+        wanted = [Wanted(self.owner, self.sharding, quantizer, dtype)]
+        wanted += [Wanted(each.owner, each.sharding, *each._cast[:2]) for each in others if each._cast is not None]
+        for each, made in zip([self, *others], cast_together(wanted, scales), strict=True):
+            each._cast, each.casts = made, each.casts + 1
         assert self._cast is not None
         return self._cast.parts
 
-    def parts(self) -> list[Quantized] | None:
+    def parts(self, values: bool = False) -> list[Quantized] | None:
         """As of :class:`~minifloat.functional.etp.lane.Source`."""
         known = self._cast
-        return known.parts if known is not None and known.parts and self._is_current(known) else None
+        if known is None or not self._is_current(known):
+            return None
+        return self._values() if values else known.parts
 
     def forget(self) -> None:
         """Rows may have changed in a way that PyTorch does not see."""
-        self._cast = None
+        self._cast = self._cast and self._cast._replace(parts=[])
 
-    def _versions(self) -> tuple[int, ...]:
-        scales = [scale for scale in self.owner._etp_scales() if scale is not None]
-        tensors = *self.owner._etp_parameters(), *scales
-        return tuple([0 if each.is_inference() else each._version for each in tensors])
-
-    def _is_current(self, cast: Cast) -> bool:
-        """It is what casting the rows now would give."""
+    def _is_current(self, cast: Cast, scales: bool = True) -> bool:
+        """It is what casting the rows now would give; ``scales``: delayed scaling's have to be the same."""
         parameters = self.owner._etp_parameters()
-        same = all(mine is theirs for mine, theirs in zip(cast.parameters, parameters, strict=True))
-        return same and cast.versions == self._versions()
+        same = cast.parts and all(mine is theirs for mine, theirs in zip(cast.parameters, parameters, strict=True))
+        if not same or cast.versions != versions(parameters) or cast.scale_versions is None:
+            return False
+        return not scales or cast.scale_versions == versions(self.owner._etp_scales())
 
     # ---- the gather ----
 
@@ -159,16 +110,17 @@ class EtpWeight:
         single = self.sharding.matrices == 1  # others are put in their order as they are joined
         return start_gather(parts, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=single)
 
-    def nbytes(self, parts: Sequence[Quantized]) -> int:
-        """As of :class:`~minifloat.functional.etp.lane.Source`; codes and scales."""
-        held = [part.any for part in parts]
-        tensors = [tensor for each in held for tensor in (each.codes, each.scale_inv) if tensor is not None]
-        return self.sharding.group.size * sum(tensor.nbytes for tensor in tensors)
+    def nbytes(self, dim: int, parts: Sequence[Quantized]) -> int:
+        """As of :class:`~minifloat.functional.etp.lane.Source`."""
+        assert self._cast is not None
+        own = [part.along(dim) for part in parts]
+        counts = [self._cast.shards.gather_bytes(x.format, x.dim, x.shape[1], x.codes.itemsize) for x in own]
+        return self.sharding.group.size * sum(counts)
 
     def forward(self) -> Quantized:
         """The weight for fprop, gathered from what :meth:`cast` gave last."""
         assert self._cast is not None
-        return self.owner._etp_join(self.lane.take(self, ROWWISE, self._cast.parts))
+        return self.owner._etp_join(self.lane.take(self, ROWWISE, self._cast.parts, self.casts))
 
     def saved(self, dim: int) -> Any:
         """This rank's part of the operand for ``dim``, likewise."""
@@ -177,40 +129,58 @@ class EtpWeight:
 
     def values(self) -> Any:
         """The same in high precision."""
+        return self.owner._etp_part(self._values()).along(ROWWISE)
+
+    def _values(self) -> list[Quantized]:
         rows = self.owner._etp_rows()
         shape = rows[0].shape[0], rows[0].shape[1]
-        parts = [Quantized(Operand(own, None, None, IDENTITY, ROWWISE, shape, own.dtype), None) for own in rows]
-        return self.owner._etp_part(parts).along(ROWWISE)
+        return [Quantized(Operand(own, None, None, IDENTITY, ROWWISE, shape, own.dtype), None) for own in rows]
 
-    def backward(self, dim: int, part: Any) -> Any:
-        """The operand that ``part`` is this rank's part of."""
+    def backward(self, dim: int, part: Any, cast: int, *, values: bool = False) -> Any:
+        """The operand that ``part`` is this rank's part of, which :meth:`saved` or :meth:`values` gave after a cast."""
         parts = [Quantized(each, None) if each.dim == ROWWISE else Quantized(None, each) for each in split(part)]
-        return self.owner._etp_join(self.lane.take(self, dim, parts, saved=True)).along(dim)
+        return self.owner._etp_join(self.lane.take(self, dim, parts, cast, values=values)).along(dim)
 
     # ---- the gradient ----
 
-    def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool) -> None:
+    def leaf(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """What stands in for W in autograd, which comes to it in each backward after all nodes that use W."""
+        trained = any(each.requires_grad for each in self.owner._etp_parameters())
+        known = self._leaf
+        kind = torch.Size(shape), like.dtype, like.device, trained
+        if known is not None and (known.shape, known.dtype, known.device, known.requires_grad) == kind:
+            return known
+        with torch.inference_mode(False):
+            leaf = torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(tuple(shape))
+            if trained:
+                leaf.requires_grad_().register_hook(lambda gradient: self.lane.complete(self))
+        self._leaf = leaf
+        return leaf
+
+    def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool, delayed: bool) -> None:
         """Gives this rank's rows of the reduced gradient to ``sink``, once later work has been started.
 
-        It is computed, sent and summed in the dtype of what it is added to.
+        It is computed, sent and summed in the dtype of what it is added to. Of a weight that is used several times in
+        a backward ``sink`` is given the sum, as hooks of autograd are.
 
         Args:
             product: computes dW [N, K] or [G, N, K].
             sink: is called for each parameter, with a product that gives the gradient.
             main_grad: it adds to ``parameter.main_grad``, not to ``parameter.grad``.
+            delayed: it is computed after the backward, and added for each use.
         """
         group, shards = self.sharding.group, self.sharding.shards
         wanted = next(each for each in self.owner._etp_parameters() if each.requires_grad)
         dtype = wanted.main_grad.dtype if main_grad else wanted.dtype
         send = _send_buffer(wanted, self.sharding.matrices, dtype, product, shards)
         pending = start_reduce_scatter_rows(send, ShardMap.even(send.shape[0] // group.size, group.size), group)
-        if self.sharding.replicas.size == 1:
-            self.lane.reduce(pending, partial(self._finish, sink))
-        else:
-            self.lane.reduce(pending, partial(self._reduce_replicas, sink))
+        gradient = self.lane.gradient(self, partial(self._finish, sink), delayed)
+        gradient.awaited += 1
+        add = gradient.add if self.sharding.replicas.size == 1 else partial(self._reduce_replicas, gradient)
+        self.lane.reduce(pending, add)
 
-    def _reduce_replicas(self, sink: Callable[..., object], total: Tensor) -> None:
-        self.lane.reduce(start_all_reduce(total, self.sharding.replicas), partial(self._finish, sink))
+    def _reduce_replicas(self, gradient: Gradient, total: Tensor) -> None:
+        self.lane.reduce(start_all_reduce(total, self.sharding.replicas), gradient.add)
 
     def _finish(self, sink: Callable[..., object], total: Tensor) -> None:
         group, shards = self.sharding.group, self.sharding.shards
@@ -239,33 +209,6 @@ def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Produ
     return send.view(-1, cols)
 
 
-def _cast_together(weights: Sequence[EtpWeight]) -> None:
-    """Casts the rows of weights that one group shares; a collective."""
-    xs: list[Tensor] = []
-    quantizers: list[Quantizer] = []
-    maps: list[ShardMap] = []
-    scales: list[Tensor | None] = []
-    ready = [each.owner._etp_ready(each._cast.quantizer) for each in weights if each._cast is not None]
-    for each in [each for each, parts in zip(weights, ready, strict=True) if parts is None]:
-        assert each._cast is not None
-        rows, quantizer = each.owner._etp_rows(), each._cast.quantizer
-        xs += rows if quantizer.quantized else [own.to(each._cast.dtype) for own in rows]
-        quantizers += [quantizer] * len(rows)
-        maps += [each.sharding.shards] * len(rows)
-        scales += each.owner._etp_scales()
-    with torch.no_grad():
-        made = iter(quantize_shards(xs, quantizers, maps, weights[0].sharding.group, scales))
-    for each, parts in zip(weights, ready, strict=True):
-        assert each._cast is not None
-        shards, own = each.sharding.shards, parts
-        if own is None:
-            own = [next(made) for _ in range(each.sharding.matrices)]
-        else:
-            shards = shards.whole_units(row_unit(each._cast.quantizer))
-        parameters, versions = each.owner._etp_parameters(), each._versions()
-        each._cast = each._cast._replace(parameters=parameters, versions=versions, parts=own, shards=shards)
-
-
 def _formats(quantizer: Quantizer) -> Quantizer:
     """Equal for quantizers that differ in nothing but the orientations that are wanted."""
     return quantizer.with_usage(rowwise=True, columnwise=True)
@@ -282,8 +225,8 @@ def stand_in(weight: EtpWeight, shape: Sequence[int], like: Tensor) -> Tensor:
     The gradient of the parameters goes past autograd, which would call their hooks without one. Nothing reads its
     values, NaN.
     """
-    whole = torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(tuple(shape))
-    whole.requires_grad_(any(each.requires_grad for each in weight.owner._etp_parameters()))
+    leaf = weight.leaf(shape, like)
+    whole = leaf.view_as(leaf)
     whole.etp = weight  # type: ignore[attr-defined]
     whole.made_of = weight.owner._etp_parameters()  # type: ignore[attr-defined]
     return whole

@@ -1,0 +1,131 @@
+"""This rank's rows of a weight: how they are shared out, and how they are cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.sharded_cast import quantize_shards
+from minifloat.operand import Quantized
+from minifloat.quantizer import Quantizer
+from minifloat.tensor.rows import row_unit
+
+Reduction = Literal["mean", "sum"]
+"""Of the gradients of ranks that have different data."""
+
+
+class Sharding(NamedTuple):
+    """How the rows of a weight are shared out.
+
+    Args:
+        group: the ranks.
+        shards: the rows of each, of a matrix [N, K]; those of all experts alike.
+        reduction: what becomes of the gradients of all ranks.
+        matrices: how many there are.
+        replicas: ranks with other data that have the same rows; gradients are summed over them too, and averaged over
+            both.
+    """
+
+    group: Group
+    shards: ShardMap
+    reduction: Reduction
+    matrices: int = 1
+    replicas: Group = Group()
+
+    @property
+    def own(self) -> slice:
+        """This rank's rows, counted in the whole."""
+        return slice(self.shards.first(self.group.rank), self.shards.end(self.group.rank))
+
+
+class Owner(Protocol):
+    """The layer of a weight: what it keeps of it on this rank."""
+
+    def _etp_rows(self) -> list[Tensor]:
+        """This rank's rows [n, K] of each matrix."""
+
+    def _etp_parameters(self) -> list[Any]:
+        """The parameters that have these rows."""
+
+    def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
+        """This rank's part of each matrix where parameters are kept as ``quantizer`` gives them; else None."""
+
+    def _etp_scales(self) -> list[Tensor | None]:
+        """What delayed scaling casts each matrix with now, fp32 [1]; None under other recipes."""
+
+    def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
+        """The operands of the weight from those of its matrices, as products read them."""
+
+    def _etp_part(self, matrices: Sequence[Quantized]) -> Quantized:
+        """The same of this rank's rows, which are saved: in the memory of the matrices."""
+
+    def _etp_gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
+        """The parameters with their gradients, from those of :meth:`_etp_rows`, [matrices, n, K]."""
+
+
+class Cast(NamedTuple):
+    """This rank's rows of all matrices, as they were cast.
+
+    Args:
+        quantizer, dtype: by which, and of values that it leaves as they are.
+        parts: of each matrix; none once the parameters have changed in a way that PyTorch does not see.
+        shards: the rows of each rank; of parameters that are kept quantized whole blocks in both orientations.
+        parameters, versions: of then, with counts of their writes.
+        scale_versions: likewise of delayed scaling's scales; None of those that a recomputation has read.
+    """
+
+    quantizer: Quantizer
+    dtype: torch.dtype
+    parts: list[Quantized]
+    shards: ShardMap
+    parameters: list[Any]
+    versions: tuple[int, ...]
+    scale_versions: tuple[int, ...] | None
+
+
+class Wanted(NamedTuple):
+    """Rows to cast."""
+
+    owner: Owner
+    sharding: Sharding
+    quantizer: Quantizer
+    dtype: torch.dtype
+
+
+@torch.inference_mode(False)  # a training step may use what an evaluation has cast
+@torch.no_grad()
+def cast_together(wanted: Sequence[Wanted], replayed: Sequence[Tensor | None] | None = None) -> list[Cast]:
+    """Casts the rows of weights that one group shares; a collective. ``replayed``: scales of the one weight."""
+    xs: list[Tensor] = []
+    quantizers: list[Quantizer] = []
+    maps: list[ShardMap] = []
+    scales: list[Tensor | None] = []
+    ready = [each.owner._etp_ready(each.quantizer) for each in wanted]
+    for each in [each for each, parts in zip(wanted, ready, strict=True) if parts is None]:
+        rows = each.owner._etp_rows()
+        xs += rows if each.quantizer.quantized else [own.to(each.dtype) for own in rows]
+        quantizers += [each.quantizer] * len(rows)
+        maps += [each.sharding.shards] * len(rows)
+        scales += each.owner._etp_scales() if replayed is None else replayed
+    made = iter(quantize_shards(xs, quantizers, maps, wanted[0].sharding.group, scales))
+    casts = []
+    for each, parts in zip(wanted, ready, strict=True):
+        shards, own = each.sharding.shards, parts
+        if own is None:
+            own = [next(made) for _ in range(each.sharding.matrices)]
+        else:
+            shards = shards.whole_units(row_unit(each.quantizer))
+        parameters = each.owner._etp_parameters()
+        scale_versions = versions(each.owner._etp_scales()) if replayed is None else None
+        casts.append(Cast(each.quantizer, each.dtype, own, shards, parameters, versions(parameters), scale_versions))
+    return casts
+
+
+def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """How often each has been written to, as far as PyTorch sees it."""
+    return tuple([0 if each.is_inference() else each._version for each in tensors if each is not None])
