@@ -16,6 +16,7 @@ from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import IDENTITY, ROWWISE
 from minifloat.functional.etp.lane import Gradient, Key, Step, lane_of
 from minifloat.functional.etp.rows import Cast, Owner, Sharding, Wanted, cast_together, versions
+from minifloat.functional.etp.writes import count_steps
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.weight_gradient import Product, accumulated, computed
 from minifloat.operand import Operand, Quantized
@@ -32,6 +33,7 @@ class EtpWeight:
     """
 
     def __init__(self, owner: Owner, sharding: Sharding) -> None:
+        count_steps()
         self.owner, self.sharding = owner, sharding
         self.lane = lane_of(sharding.group)
         self.number = next(_numbers)
