@@ -2,28 +2,303 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from itertools import product
+from typing import Any
+from unittest import mock
+from weakref import ref
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_experts import Case, beside
+import minifloat
+from minifloat.comm.group import Group
+from minifloat.distributed import reduce_replicated
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
+from minifloat.functional.etp.lane import lane_of
+from minifloat.functional.linear_config import linear_config
+from minifloat.tensor import QuantizedTensor
+from tests.helpers.distributed_pool import Pools, process_group
+from tests.helpers.etp_experts import (
+    COUNTS,
+    HIDDEN,
+    KINDS,
+    ROWS,
+    Case,
+    Gathers,
+    Rows,
+    beside,
+    compare,
+    made,
+    own_rows,
+    run,
+)
 from tests.helpers.recipes import NAMED
 
 RECIPES = (None, *NAMED)
 SINGLE = {"single_grouped_weight": True}
-
-
-def assert_cases(pools: Pools, size: int, *cases: Case, steps: int = 3) -> None:
-    for case in cases:
-        pools(size).run(beside, case, steps)
+BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_numbers(worker_pool: Pools, kind: str, size: int, recipe: str | None) -> None:
-    """Rows of blocks that straddle ranks, uneven shards and empty ones; one parameter and several."""
-    widths = (200, 1) if kind == "linear" else (72,)
-    for width, options in product(widths, ({"bias": True}, SINGLE)):
-        assert_cases(worker_pool, size, Case(kind, width, recipe, options))
+    """Rows of blocks that straddle ranks, uneven shards and empty ones; one parameter and several.
+
+    Of a mixture of experts the router too, whose parameters every rank has.
+    """
+    reduction = "sum" if recipe in ("current", "mxfp8") else "mean"
+    separate, single = {"bias": True}, {"single_grouped_weight": True}
+    sizes = [(200, separate), (1, single)] if kind == "linear" else [(71, separate if size == 2 else single)]
+    for width, options in sizes:
+        worker_pool(size).run(beside, Case(kind, width, recipe, options, reduction), 3 if recipe == "delayed" else 2)
+
+
+def frozen(model: nn.Module) -> None:
+    """The second expert of all, and all of the last layer's weights."""
+    layers = [each for each in model.modules() if isinstance(each, minifloat.GroupedLinear)]
+    for layer in layers:
+        layer.get_parameter("1.weight").requires_grad_(False)
+    for i in range(len(COUNTS)):
+        layers[-1].get_parameter(f"{i}.weight").requires_grad_(False)
+
+
+def with_main_grad(model: nn.Module) -> None:
+    for layer in [each for each in model.modules() if isinstance(each, minifloat.GroupedLinear)]:
+        for name in layer._weight_names:
+            weight: Any = layer.get_parameter(name)
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+
+
+def checkpointed(model: nn.Module, x: Tensor) -> Any:
+    return minifloat.checkpoint(model, x)
+
+
+def first_microbatch(model: nn.Module, x: Tensor) -> Any:
+    """Two of them, of which the second uses the weights that the first has cast."""
+    return model(x, is_first_microbatch=True) + model(x * 0.5, is_first_microbatch=False)
+
+
+def into_memory(model: nn.Module, x: Tensor) -> Any:
+    out, dgrad_out = torch.empty(ROWS, model.layer.out_features, dtype=x.dtype), torch.empty_like(x)  # type: ignore[union-attr]
+    y = model(x, out=out, dgrad_out=dgrad_out)
+    assert y.data_ptr() == out.data_ptr()
+    return y
+
+
+def with_bias(model: nn.Module, x: Tensor) -> Any:
+    y, biases = model(x)
+    return y + biases.sum()
+
+
+def unlike_dtype(model: nn.Module, x: Tensor) -> Any:
+    """Parameters in fp32, activations in bf16."""
+    return model(x.to(BF16))
+
+
+def overridden(recipe: str, override: str) -> Any:
+    return replace(NAMED[recipe], backward_override=override)  # type: ignore[type-var]
+
+
+OPTIONS = {
+    "main_grad": (Case("mlp", 72, "mxfp8", {"fuse_wgrad_accumulation": True}, "sum"), with_main_grad),
+    "main_grad of one": (Case("mlp", 71, "current", {"fuse_wgrad_accumulation": True, **SINGLE}), with_main_grad),
+    "delayed wgrad": (Case("linear", 33, "block", {"delay_wgrad_compute": True}), None),
+    "delayed wgrad of two": (Case("mlp", 33, "nvfp4", {"delay_wgrad_compute": True, **SINGLE}), None),
+    "first microbatch": (Case("linear", 33, "delayed", wrap=first_microbatch, error=3e-6), None),
+    "original input": (Case("linear", 33, "mxfp8", {"save_original_input": True}), None),
+    "returned bias": (
+        Case("linear", 33, "current", {"return_bias": True, "single_grouped_bias": True}, wrap=with_bias), None,
+    ),
+    "frozen": (Case("mlp", 72, "current"), frozen),
+    "out": (Case("linear", 33, "mxfp8", wrap=into_memory), None),
+    "bf16": (Case("mlp", 72, None, {"bias": True}, dtype=BF16), None),
+    "bf16 activations": (Case("linear", 72, "current", wrap=unlike_dtype, error=2**-7), None),
+    "recomputed activation": (Case("mlp", 72, "block", {"recompute_activation": True}), None),
+    "checkpoint": (Case("mlp", 72, "mxfp8", wrap=checkpointed), None),
+    "checkpoint of delayed scaling": (Case("mlp", 72, "delayed", wrap=checkpointed), None),
+    "checkpoint of moe": (Case("moe", 72, "block", {"checkpoint": True}), None),
+    "high precision backward": (Case("linear", 33, own_recipe=overridden("nvfp4", "high_precision")), None),
+    "dequantized backward": (Case("mlp", 72, own_recipe=overridden("block", "dequantized")), None),
+    "high precision backward, unlike dtype": (
+        Case("linear", 9, None, SINGLE, own_recipe=overridden("mxfp8", "high_precision"), wrap=unlike_dtype,
+             error=2**-7), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(worker_pool: Pools, option: str) -> None:
+    case, prepare = OPTIONS[option]
+    worker_pool(2).run(beside, case, 4 if case.recipe == "delayed" else 2, prepare)
+
+
+def test_gathers_ahead_change_no_bit(worker_pool: Pools) -> None:
+    """Each weight is gathered once in forward and once in backward, but for the first guesses."""
+    for depth in (0, 1, 2):
+        gathered = worker_pool(2).run(beside, Case("mlp", 72, "mxfp8", depth=depth), 3)
+        assert gathered[0] == gathered[1] and gathered[0] in range(3 * 8, 3 * 8 + 1 + 2 * depth)
+
+
+def starts(rank: int, size: int) -> None:
+    """From one seed, from meta and again: the unsharded layer's rows; checkpoints of one parameter and of several."""
+    group = process_group()
+    for single, biased in product((False, True), (False, True)):
+        options = {"single_grouped_weight": single, "single_grouped_bias": single, "bias": biased}
+        torch.manual_seed(5)
+        whole = minifloat.GroupedLinear(3, 8, 7, **options)
+        torch.manual_seed(5)
+        sharded = minifloat.GroupedLinear(3, 8, 7, etp_group=group, **options)
+        empty = minifloat.GroupedLinear(3, 8, 7, device="meta", etp_group=group, **options).to_empty(device="cpu")
+        copied = copy.deepcopy(sharded)
+        for again in (sharded, empty):
+            torch.manual_seed(5)
+            again.reset_parameters()
+        other = minifloat.GroupedLinear(
+            3, 8, 7, bias=biased, single_grouped_weight=not single, single_grouped_bias=not single, etp_group=group
+        )
+        other.load_state_dict(sharded.state_dict())
+        back = minifloat.GroupedLinear(3, 8, 7, etp_group=group, **options)
+        back.load_state_dict(other.state_dict())
+        for name, parameter in whole.named_parameters():
+            own = own_rows(sharded, name, parameter)
+            for model in (sharded, empty, back, copied):
+                assert torch.equal(model.get_parameter(name), own), name
+                assert hasattr(model.get_parameter(name), "etp_group") == name.endswith("weight")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_start_values_and_checkpoints(worker_pool: Pools, size: int) -> None:
+    worker_pool(size).run(starts)
+
+
+def volume(rank: int, size: int, recipe: str | None, single: bool) -> None:
+    """All experts in one gather, of the bytes that the formula says."""
+    case = Case("linear", 70, recipe, {"bias": False, "single_grouped_weight": single})
+    model = made(case, etp_group=process_group())
+    lane_of(Group.of(process_group())).depth = 0
+    with Gathers() as sent:
+        run(case, model, torch.randn(ROWS, HIDDEN), 0)
+    weight = None if recipe is None else linear_config(NAMED[recipe]).weight
+    formats = [IDENTITY] * 2 if weight is None else [weight.format(ROWWISE), weight.format(COLUMNWISE)]
+    dims = [ROWWISE, ROWWISE if formats[1].symmetric else COLUMNWISE]
+    shards = model.layer._etp.shards
+    wanted = [len(COUNTS) * shards.gather_bytes(fmt, dim, HIDDEN, 4) for fmt, dim in zip(formats, dims, strict=True)]
+    assert sent == wanted
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_volume(worker_pool: Pools, recipe: str | None) -> None:
+    for size, single in ((2, True), (3, False)):
+        worker_pool(size).run(volume, recipe, single)
+
+
+def other_sizes(rank: int, size: int, dense: int, recipe: str | None) -> None:
+    """Dense layers over ``dense`` of four ranks, experts over two; rows that several have are reduced over them too."""
+    pairs = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))], [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
+    beside_me, across = pairs[0][rank // 2], pairs[1][rank % 2]
+    torch.manual_seed(2)
+    reference = nn.Sequential(minifloat.Linear(HIDDEN, HIDDEN, recipe=recipe), KINDS["moe"](48, recipe=recipe))
+    model = copy.deepcopy(reference)
+    linears = [each for each in model.modules() if isinstance(each, minifloat.Linear | minifloat.GroupedLinear)]
+    for layer in linears:
+        experts = isinstance(layer, minifloat.GroupedLinear)
+        group, replicas = (across, beside_me) if experts else (beside_me, across) if dense == 2 else (None, None)
+        layer._shard_rows(Group.of(group or process_group()), "mean")
+        assert layer._etp is not None
+        layer._etp = layer._etp._replace(replicas=Group.of(replicas))
+        layer._mark_parameters()
+    reduce_replicated(model, process_group())
+    case = Case("moe", 48, error=3e-6)
+    for step in range(2):
+        x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
+        compare(model, reference, case, x, step)
+
+
+@pytest.mark.parametrize("dense", [4, 2])
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "current"])
+def test_experts_over_other_ranks_than_dense_layers(worker_pool: Pools, dense: int, recipe: str | None) -> None:
+    worker_pool(4).run(other_sizes, dense, recipe)
+
+
+def lifetimes(rank: int, size: int) -> None:
+    """No gathered weight is alive any more when the next one is put together."""
+    wholes: list[Any] = []
+    join = minifloat.GroupedLinear._etp_join
+
+    def joined(self: Any, matrices: Any) -> Any:
+        assert not [each for each in wholes if each() is not None]
+        operands = join(self, matrices)
+        wholes.append(ref(operands.any.codes))
+        return operands
+
+    with mock.patch.object(minifloat.GroupedLinear, "_etp_join", joined):
+        for depth, kind in product((0, 1), ("mlp", "moe")):
+            for recipe in ("mxfp8", None):
+                beside(rank, size, Case(kind, 72, recipe, {"bias": True}, depth=depth), 2)
+    assert len(wholes) > 60
+
+
+def test_gathered_weights_are_freed_after_their_product(worker_pool: Pools) -> None:
+    worker_pool(2).run(lifetimes)
+
+
+def quantized(rank: int, size: int, recipe: str) -> None:
+    """Weights that are kept quantized are gathered as they are; an optimizer's write is the whole's."""
+    group = process_group()
+
+    def build(**options: Any) -> Any:
+        torch.manual_seed(1)
+        with minifloat.quantized_model_init(recipe=recipe):
+            return minifloat.GroupedLinear(3, HIDDEN, 70, recipe=recipe, **options)
+
+    whole, sharded = build(), build(etp_group=group)
+    reduce_replicated(sharded, group)
+    case = Case("linear", 70)
+    for step in range(3):
+        x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(10 * step + rank))
+        compare(Rows(sharded), Rows(whole), case, x, step)
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                values = parameter.dequantize() if name.endswith("weight") else parameter.clone()
+                sharded.get_parameter(name).copy_(own_rows(sharded, name, values * 1.5 + 0.25))
+                parameter.copy_(values * 1.5 + 0.25)
+    for name, parameter in sharded.named_parameters():
+        assert isinstance(parameter, QuantizedTensor) == name.endswith("weight")
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_quantized_parameters(worker_pool: Pools, recipe: str) -> None:
+    worker_pool(2).run(quantized, recipe)
+
+
+def checks(rank: int, size: int) -> None:
+    group, x = process_group(), torch.randn(ROWS, HIDDEN)
+    with (
+        minifloat.quantized_model_init(recipe="mxfp8"),
+        pytest.raises(ValueError, match="one parameter of all experts cannot be kept quantized"),
+    ):
+        minifloat.GroupedLinear(3, HIDDEN, 8, single_grouped_weight=True, etp_group=group)
+    whole = minifloat.GroupedLinear(3, HIDDEN, 9)
+    layer = copy.deepcopy(whole)
+    layer._shard_rows(Group.of(group), "mean")
+    for each in (layer, whole):
+        with minifloat.autocast(False, recipe=NAMED["delayed"], calibrating=True, amax_reduction_group=group):
+            each(x, COUNTS)
+    assert torch.equal(layer.forward_scaling.scale, whole.forward_scaling.scale)
+    with pytest.raises(RuntimeError, match=r"GroupedLinear.*etp_group gathers weights .* no graph"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x, COUNTS)
+    with minifloat.autocast(recipe=NAMED["current"], check_finite=True):
+        layer(x, COUNTS)
+        with torch.no_grad():
+            layer.get_parameter("2.weight").fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match=r"weight of shape .* is not finite"):
+            layer(x, COUNTS)
+
+
+def test_checks(worker_pool: Pools) -> None:
+    worker_pool(2).run(checks)
