@@ -17,6 +17,7 @@ from minifloat.formats import Format
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.nn import (
     DotProductAttention,
+    EtpEmbedding,
     GroupedLinear,
     GroupedMLP,
     LayerNorm,
@@ -67,6 +68,7 @@ __all__ = [
     "DelayedScaling",
     "DelayedScalingRequest",
     "DotProductAttention",
+    "EtpEmbedding",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8RowwiseScaling",

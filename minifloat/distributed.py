@@ -9,6 +9,7 @@ from minifloat.functional import prepare_shard as _prepare_shard
 from minifloat.functional.shared_cast import gathered_once
 from minifloat.functional.tensor_parallel import set_check, set_overlap
 from minifloat.parallel.ddp import data_parallel
+from minifloat.parallel.etp import etp_parameters
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
 from minifloat.parallel.parallelize import parallelize
 from minifloat.parallel.replicated import reduce_replicated
@@ -29,6 +30,7 @@ __all__ = [
     "Group",
     "ShardMap",
     "data_parallel",
+    "etp_parameters",
     "full_state_dict",
     "fully_shard",
     "gather",

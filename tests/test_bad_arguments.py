@@ -90,9 +90,10 @@ NAMES: dict[str, str] = {
         "shared_ffn_hidden_size kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes "
         "num_groups group_top_k"
     ),
-    "count": "in_features out_features block smallest max_seq_len offset",
-    "count?": "layer_number",
+    "count": "in_features out_features block smallest max_seq_len offset prefetch",
+    "count?": "layer_number prefetch_bytes",
     "int": "ignore_index",
+    "int?": "padding_idx",
     "small int": "margin",
     "at least 0": (
         "eps layernorm_epsilon qk_norm_eps amax_epsilon lr weight_decay aux_loss_coefficient z_loss_coefficient"
@@ -183,6 +184,8 @@ def _needed() -> dict[str, dict[str, Any]]:
         "RotaryPositionEmbedding": {"dim": 4},
         "TopKRouter": {"hidden_size": 4, "num_experts": 8, "top_k": 2},
         "VocabParallelEmbedding": {"num_embeddings": 4, "embedding_dim": 4},
+        "EtpEmbedding": {"num_embeddings": 4, "embedding_dim": 4},
+        "etp_parameters": of_model,
         "apply_rotary_pos_emb": {"t": torch.ones(2, 1, 1, 4), "freqs": torch.ones(2, 1, 1, 4)},
         "cast_all": {"xs": [x], "quantizers": [q]},
         "find_amaxes": {"xs": [x], "quantizers": [q]},

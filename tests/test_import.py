@@ -22,6 +22,7 @@ PUBLIC = [
     "DelayedScaling",
     "DelayedScalingRequest",
     "DotProductAttention",
+    "EtpEmbedding",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8RowwiseScaling",

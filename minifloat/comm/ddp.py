@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +49,25 @@ def check_reduced(label: str, weight: Tensor) -> None:
     """
     if running() is not None and not getattr(weight, "_ddp_ignored", False):
         raise unreduced(label)
+
+
+def check_same_rows(label: str, parameters: Iterable[Tensor]) -> None:
+    """To be called by a layer of whose weight this rank has other rows than the ranks of ``etp_group``.
+
+    Raises:
+        ValueError: the wrapper, which does not ignore them, takes them for the same ones.
+    """
+    if running() is not None and not all(getattr(each, "_ddp_ignored", False) for each in parameters):
+        raise not_replicated(label)
+
+
+def not_replicated(label: str) -> ValueError:
+    """The error."""
+    return ValueError(
+        f"{label}: DistributedDataParallel broadcasts and all-reduces parameters that all ranks have, and each rank of "
+        "etp_group has other rows of this weight; make the model anew and give minifloat.distributed.parallelize a "
+        "mesh with a 'dp' dim, which reduces the gradients of all parameters"
+    )
 
 
 def unreduced(label: str) -> ValueError:

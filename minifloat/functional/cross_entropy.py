@@ -209,6 +209,11 @@ def linear_cross_entropy(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"cross_entropy: bias has shape {tuple(bias.shape)}; one entry for each of {len(weight)} rows")
+    if hasattr(weight, "etp_group"):
+        raise ValueError(
+            f"linear_cross_entropy: weight {tuple(weight.shape)} has this rank's rows of etp_group alone; pass "
+            "head.whole_weight(), or 'replicated' for the head in the plan of parallelize"
+        )
     group = Group.of(tp_group)
     parallel = TensorParallel("column", sequence_parallel, group, check=check)
     parallel = parallel.of_call(hidden.shape, rows_per_rank, "linear_cross_entropy")

@@ -2,6 +2,7 @@
 
 from minifloat.nn.attention import DotProductAttention
 from minifloat.nn.embedding import VocabParallelEmbedding
+from minifloat.nn.etp_embedding import EtpEmbedding
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -18,6 +19,7 @@ from minifloat.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
+    "EtpEmbedding",
     "GroupedLinear",
     "GroupedMLP",
     "LayerNorm",

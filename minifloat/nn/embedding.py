@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,16 @@ from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import as_output
 from minifloat.functional.cross_entropy import vocabulary_shards
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.nn.etp_embedding import EtpEmbedding
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import Partition, mark, tensor_parallel
+from minifloat.nn.uncompiled import run_eager
 from minifloat.recompute import parallel_of
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(EtpEmbedding):
     """``weight[tokens]`` where each of p ranks has about V/p rows of the table [V, D].
 
     A rank looks up the tokens that it has rows of and puts 0 for the others; the sum over the ranks is the result,
@@ -51,6 +54,7 @@ class VocabParallelEmbedding(nn.Embedding):
         tp_size: their number, which may be given too.
         init_method: fills the whole table in place; default: as ``nn.Embedding``, normal.
         params_dtype: another name of ``dtype``.
+        etp_group, etp_reduction: ranks with other tokens share this rank's rows, as of :class:`EtpEmbedding`.
 
     ``num_embeddings`` is this rank's number of rows, ``first`` its first one and ``vocabulary`` the number of all. The
     weight has Megatron's attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
@@ -60,9 +64,6 @@ class VocabParallelEmbedding(nn.Embedding):
     """
 
     _parallel: TensorParallel
-    init_method: InitMethod | None
-    first: int
-    vocabulary: int
 
     @checked
     def __init__(
@@ -78,13 +79,15 @@ class VocabParallelEmbedding(nn.Embedding):
         tp_mesh: DeviceMesh | None = None,
         init_method: InitMethod | None = None,
         params_dtype: FloatDtype | None = None,
+        etp_group: ProcessGroup | DeviceMesh | None = None,
+        etp_reduction: Reduction = "mean",
     ) -> None:
         self.__dict__.update(vocabulary=num_embeddings, embedding_dim=embedding_dim)  # which errors name
         parallel = tensor_parallel(self._label, "row", sequence_parallel, tp_group, tp_size, tp_mesh)
         rows = self._init_state(num_embeddings, parallel, init_method)  # first: nn.Embedding.__init__ fills the weight
         dtype = one_dtype(self._label, dtype, params_dtype)
-        super().__init__(rows, embedding_dim, device=device, dtype=dtype)
-        self._mark()
+        nn.Embedding.__init__(self, rows, embedding_dim, device=device, dtype=dtype)
+        self._share_rows(etp_group, etp_reduction)
 
     @classmethod
     def _adopt(cls, module: nn.Embedding, parallel: TensorParallel) -> None:
@@ -98,7 +101,7 @@ class VocabParallelEmbedding(nn.Embedding):
         parallel = replace(parallel, mode="row")
         module.num_embeddings = module._init_state(module.num_embeddings, parallel, None)
         assert len(module.weight) == module.num_embeddings, (module.weight.shape, module.num_embeddings)
-        module._mark()
+        module._mark_parameters()
 
     def _init_state(self, vocabulary: int, parallel: TensorParallel, init_method: InitMethod | None) -> int:
         """Everything that an ``nn.Embedding`` lacks, and how many rows it has."""
@@ -107,13 +110,6 @@ class VocabParallelEmbedding(nn.Embedding):
             vocabulary=vocabulary, _parallel=parallel, init_method=init_method, first=shards.first(rank)
         )  # nn.Module.__init__ may not have run yet
         return shards.rows[rank]
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws the whole table and keeps this rank's rows."""
-        whole = self.weight.new_empty(self.vocabulary, self.embedding_dim)
-        (self.init_method or nn.init.normal_)(whole)
-        self.weight.copy_(whole[self.first : self.first + self.num_embeddings])
 
     def forward(self, tokens: Tensor, rows_per_rank: Sequence[int] | None = None) -> Tensor:
         """Tokens [S, ...], the same on all ranks, to their rows [S, ..., D], or this rank's part of dim 0 of them.
@@ -129,10 +125,13 @@ class VocabParallelEmbedding(nn.Embedding):
         call = parallel_of(self).of_call(shape, rows_per_rank, self._label)
         if self._parallel.group.size == 1:
             return super().forward(tokens)
+        if self._etp is not None and torch.compiler.is_compiling():
+            compiled: Tensor = run_eager(VocabParallelEmbedding.forward, self, tokens, rows_per_rank)
+            return compiled
         row = tokens - self.first
         elsewhere = ((row < 0) | (row >= self.num_embeddings)) & (tokens >= 0) & (tokens < self.vocabulary)
         result: Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
-            self.weight, row.masked_fill(elsewhere, 0), elsewhere, call, call.output_shape(shape, self.embedding_dim)
+            self._table(), row.masked_fill(elsewhere, 0), elsewhere, call, call.output_shape(shape, self.embedding_dim)
         )
         return result
 
@@ -148,32 +147,14 @@ class VocabParallelEmbedding(nn.Embedding):
             raise ValueError(f"{self._label}: its table is cut for {old.size} ranks, not for a group of {group.size}")
         self._parallel = self._parallel.over(group)
 
-    @property
-    def _label(self) -> str:
-        """What errors call the layer."""
-        return f"VocabParallelEmbedding({self.vocabulary}, {self.embedding_dim})"
-
     def extra_repr(self) -> str:
         group = self._parallel.group
         part = f", rows {self.first} to {self.first + self.num_embeddings - 1} on rank {group.rank} of {group.size}"
-        return f"{self.vocabulary}, {self.embedding_dim}" + part * (group.size > 1)
+        shared = "" if self._etp is None else f", etp_size={self._etp.group.size}"
+        return f"{self.vocabulary}, {self.embedding_dim}" + part * (group.size > 1) + shared
 
-    # A parameter that is copied or replaced has lost its attributes.
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._mark()
-
-    def _mark(self) -> None:
+    def _mark_parameters(self) -> None:
+        super()._mark_parameters()
         group = self._parallel.group
         if group.size > 1:
             mark(self.weight, Partition(0, (self.vocabulary,), group.size, group.rank))

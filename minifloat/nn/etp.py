@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from minifloat.comm.ddp import check_same_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
+from minifloat.formats import ROWWISE
 from minifloat.functional.etp.rows import Reduction, Sharding
 from minifloat.functional.etp.weight import EtpWeight, stand_in
 from minifloat.functional.quantize import holds
+from minifloat.functional.weight_gradient import computed, into_grad
 from minifloat.nn.weights import Weights
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.rows import QuantizedRows, rows_of
+
+_ALONE = Group()
+_VALUES = Quantizer.identity().with_usage(columnwise=False)
 
 
 class EtpRows(Weights):
@@ -31,13 +39,28 @@ class EtpRows(Weights):
     _etp_lengths: tuple[int, ...] = ()  # rows of each parameter of the whole
     _etp_weight: EtpWeight | None = None  # made at first use: no copy and no file has it
 
-    def _shard_rows(self, group: Group, reduction: Reduction) -> None:
-        """Replaces the parameters of the weight, of which all ranks have the same, by this rank's rows of them."""
+    def _shard_rows(
+        self,
+        group: Group,
+        reduction: Reduction,
+        replicas: Group = _ALONE,
+        shared: MutableMapping[Tensor, nn.Parameter] | None = None,
+    ) -> None:
+        """Replaces the parameters of the weight, of which all ranks have the same, by this rank's rows of them.
+
+        Args:
+            group, reduction, replicas: as of :class:`~minifloat.functional.etp.rows.Sharding`.
+            shared: by the whole of each, the rows that other layers have: a parameter that layers share stays one.
+        """
         weights = [self._weight(name) for name in self._weight_names]
         self._etp_lengths = tuple([weight.shape[-2] for weight in weights])
-        self._etp = self._sharding(group, reduction)
+        self._etp = self._sharding(group, reduction)._replace(replicas=replicas)
+        shared = {} if shared is None else shared
         for place, (name, weight) in enumerate(zip(self._weight_names, weights, strict=True)):
-            self._set_rows(name, weight, self._own_rows(place, weight.detach()))
+            if weight not in shared:
+                shared[weight] = self._rows_parameter(place, weight, self._own_rows(place, weight.detach()))
+            path, _, own = name.rpartition(".")
+            self.get_submodule(path).register_parameter(own, shared[weight])
 
     def _sharding(self, group: Group, reduction: Reduction) -> Sharding:
         return Sharding(group, ShardMap.chunks(sum(self._etp_lengths), group.size), reduction)
@@ -66,16 +89,16 @@ class EtpRows(Weights):
             return super()._own_part(name, values)
         return values[..., self._etp_range(self._weight_names.index(name)), :]
 
-    def _set_rows(self, name: str, whole: nn.Parameter, rows: Tensor) -> None:
+    def _rows_parameter(self, place: int, whole: nn.Parameter, rows: Tensor) -> nn.Parameter:
+        """That of this rank's rows, with the attributes of the whole but the gradient of all rows."""
         parameter = nn.Parameter(rows, requires_grad=whole.requires_grad)
         if isinstance(whole, QuantizedTensor) and isinstance(parameter, QuantizedTensor):
             initial = whole.get_high_precision_init_val()
             if initial is not None:
-                parameter.set_high_precision_init_val(initial[self._etp_range(self._weight_names.index(name))])
+                parameter.set_high_precision_init_val(initial[self._etp_range(place)])
         else:
-            parameter.__dict__.update(vars(whole))
-        path, _, own = name.rpartition(".")
-        self.get_submodule(path).register_parameter(own, parameter)
+            parameter.__dict__.update({name: noted for name, noted in vars(whole).items() if name != "main_grad"})
+        return parameter
 
     def _etp_range(self, place: int, rank: int | None = None) -> slice:
         """A rank's rows, by default this one's, of the parameter number ``place``, counted in the whole of it."""
@@ -90,10 +113,24 @@ class EtpRows(Weights):
         return [self._etp_range(place) for place in range(len(self._etp_lengths))]
 
     def _etp_source(self) -> EtpWeight:
+        """To be asked in each forward.
+
+        Raises:
+            ValueError: ``DistributedDataParallel`` would take the rows of all ranks for the same ones.
+        """
         assert self._etp is not None
+        check_same_rows(self._label, self._etp_parameters())
         if self._etp_weight is None:
             self._etp_weight = EtpWeight(self, self._etp)
         return self._etp_weight
+
+    def _etp_whole(self) -> Tensor:
+        """The matrix [N, K] of all ranks, in the dtype of the parameter, whose gradient is that of its rows."""
+        source = self._etp_source()
+        source.cast(_VALUES, self._weight(self._weight_names[0]).dtype)
+        whole: Tensor = source.forward().along(ROWWISE).codes
+        gathered: Tensor = _Gathered.apply(self._etp_stand_in(whole.shape), whole)  # type: ignore[no-untyped-call]
+        return gathered
 
     def _etp_stand_in(self, shape: Sequence[int]) -> Tensor:
         return stand_in(self._etp_source(), shape, self._weight(self._weight_names[0]))
@@ -121,7 +158,7 @@ class EtpRows(Weights):
         return [rows.part] if holds(rows._operands, quantizer) else None
 
     def _etp_scales(self) -> list[Tensor | None]:
-        raise NotImplementedError
+        return [None] * len(self._matrices)
 
     def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
         return matrices[0]
@@ -132,3 +169,28 @@ class EtpRows(Weights):
     def _etp_gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
         parameters = self._etp_parameters()
         return zip(parameters, gradients[0].split([each.shape[0] for each in parameters]), strict=True)
+
+    # ---- copies ----
+
+    def invalidate(self) -> None:
+        """Forgets what was cast: call it after writing to the parameter in a way that PyTorch does not see."""
+        if self._etp_weight is not None:
+            self._etp_weight.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_etp_weight": None}  # whose parameters a copy's are not
+
+
+class _Gathered(torch.autograd.Function):
+    """A gathered weight as what the rows of all ranks make up; ``weight``: its stand-in."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, whole: Tensor) -> Tensor:
+        ctx.source = weight.etp
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.source.reduce(partial(computed, gradient), into_grad, main_grad=False, delayed=False)
+        return None, None

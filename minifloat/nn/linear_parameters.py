@@ -38,6 +38,14 @@ class LinearParameters(EtpRows, nn.Linear):
         joined: Tensor = _Joined.apply(whole, *parts)  # type: ignore[no-untyped-call]
         return joined
 
+    def whole_weight(self) -> Tensor:
+        """W of all ranks of ``etp_group``, in the dtype of the parameter: a collective; without a group W itself.
+
+        For functions that read the weight, as :func:`~minifloat.functional.linear_cross_entropy`: its gradient is
+        reduced, and added to that of this rank's rows. Tensor-parallel parts stay as they are.
+        """
+        return self._weight_matrix() if self._etp is None else self._etp_whole()
+
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """W, and b where forward adds it. Straight from the parameters: nn.Module's ``__getattr__`` takes longer."""
         own = self._parameters

@@ -303,7 +303,7 @@ class LinearState(EtpRows):
 
     def _etp_scales(self) -> list[Tensor | None]:
         if "forward_scaling" not in self._modules:
-            return [None] * len(self._matrices)
+            return super()._etp_scales()
         return [self._weight_scale(names[0]) for names in self._matrices]
 
     # ---- delayed scaling ----
@@ -325,12 +325,11 @@ class LinearState(EtpRows):
     def invalidate(self) -> None:
         """Forgets the quantized weight: call it after writing to the parameter in a way that PyTorch does not see."""
         self._weight_cache = None
-        if self._etp_weight is not None:
-            self._etp_weight.forget()
+        super().invalidate()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
-        return self.__dict__ | {"_weight_cache": None, "_etp_weight": None, "_wgrad_tasks": [], "_plans": {}}
+        return super().__getstate__() | {"_weight_cache": None, "_wgrad_tasks": [], "_plans": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""``parallelize``: the layers of a model that exists become those of a tensor-parallel group, in place."""
+"""``parallelize``: the layers of a model that exists become those of the ranks of a device mesh, in place."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifloat.arguments import checked
+from minifloat.arguments import Count, checked
 from minifloat.comm.group import Group
 from minifloat.functional.cross_entropy import vocabulary_shards
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.tensor_parallel import Mode, Overlap, TensorParallel
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -27,16 +28,18 @@ from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.multihead_parts import check_parallel
 from minifloat.nn.tensor_parallel import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
+from minifloat.parallel.etp import Ranks, check_once, plan_rows, shard_rows, weight_rows
 from minifloat.parallel.replicated import ReducedGradients
 from minifloat.tensor import QuantizedTensor, quantize
 
-Style = Literal["column", "row", "vocabulary", "sequence"]
+Style = Literal["column", "row", "vocabulary", "sequence", "replicated"]
 _LAYERS = (TransformerLayer, MultiheadAttention, LayerNormMLP)
 _TYPES: dict[str, tuple[type[nn.Module], ...]] = {
     "column": (Linear, LayerNormLinear),
     "row": (Linear,),
     "vocabulary": (nn.Embedding,),
     "sequence": (nn.Module,),
+    "replicated": (),
 }
 
 
@@ -57,10 +60,28 @@ def parallelize(
     plan: Mapping[str, Style] | None = None,
     check: bool = False,
     overlap: Overlap = "handles",
+    etp_reduction: Reduction = "mean",
+    prefetch: Count = 1,
+    prefetch_bytes: Count | None = None,
 ) -> nn.Module:
     """Shares the layers of ``model`` out over ranks, which all have the whole of it, in place.
 
-    As ``torch.distributed.tensor.parallel.parallelize_module`` does for PyTorch's own layers. Each
+    ==========  ========  ===========================================================================================
+    dim         data      what a rank keeps
+    ==========  ========  ===========================================================================================
+    ``"tp"``    the same  its part of the parameters of the layers below, and of what ``plan`` names
+    ``"etp"``   its own   its rows of the weight of each :class:`~minifloat.Linear` and
+                          :class:`~minifloat.GroupedLinear`, on its own or part of a layer, and of each
+                          ``nn.Embedding``, gathered before they are used (extended tensor parallelism); with ``"tp"``
+                          rows of that part
+    ``"dp"``    its own   the same as the other ranks of this dim
+    ==========  ========  ===========================================================================================
+
+    Gradients of all parameters are reduced over ``"etp"`` and ``"dp"``, in backward: do without
+    ``DistributedDataParallel``. Subclasses of these layers and PyTorch's own stay whole over ``"etp"``. The forward of
+    ``model`` itself must run, whose hook finds the parameters.
+
+    ``"tp"`` does what ``torch.distributed.tensor.parallel.parallelize_module`` does for PyTorch's own layers. Each
     :class:`~minifloat.TransformerLayer`, :class:`~minifloat.MultiheadAttention` and :class:`~minifloat.LayerNormMLP`
     becomes what ``set_parallel_mode=True`` would have made of it: a rank keeps its part of every parameter, with the
     values it has, so that a model made from a seed and parallelized is the one made parallel from the seed. On the
@@ -74,29 +95,36 @@ def parallelize(
 
     Args:
         model: the same on all ranks: sizes and values.
-        mesh: the ranks: one dim of a device mesh, or a process group. A single rank changes nothing.
+        mesh: the ranks: a device mesh whose dims are named among ``"dp"``, ``"etp"`` and ``"tp"``; a process group, or
+            one dim of another name, is ``"tp"``. A single rank changes nothing.
         sequence_parallel: as of the layers: activations between them are split along their first dim.
         plan: for further modules, by glob patterns for dotted names (``*`` matches dots too, the first that matches
             wins): ``"column"`` or ``"row"`` for a :class:`~minifloat.Linear` (``"column"`` also for a
             :class:`~minifloat.LayerNormLinear`); ``"vocabulary"`` for an ``nn.Embedding``, which becomes a
             ``VocabParallelEmbedding``; ``"sequence"`` for a module that works on rows of its own, such as a final norm:
             the gradients of its parameters are summed over the ranks. What is not named stays as it is.
+            ``"replicated"`` for a module whose weight stays whole over ``"etp"``.
         check: as :func:`set_check` does.
         overlap: as :func:`~minifloat.distributed.set_overlap` does.
+        etp_reduction: of the gradients of ranks with other data: ``"mean"`` or ``"sum"``.
+        prefetch: how many weights are gathered ahead of their use; ``prefetch_bytes``: at most, of several.
 
     Returns:
         ``model``.
 
     Raises:
         ValueError: a size does not divide by the number of ranks; a parameter is a DTensor, sharded already or shared
-            with a module that is cut in another way; a pattern fits nothing; ``overlap`` is none. Nothing was
-            changed then.
+            with a module that is cut in another way; a pattern fits nothing; ``overlap`` is none; dims of several have
+            other names; an embedding is sparse or has ``max_norm``; a linear that stays whole fuses or delays its
+            weight gradient. Nothing was changed then.
     """
-    group = Group.of(mesh)
-    if group.size == 1:
-        return model
-    shards = _plan_modules(model, TensorParallel("column", sequence_parallel, group, overlap, check=check), plan or {})
-    _check_parameters(model, shards)
+    ranks, plan = Ranks.of(mesh), plan or {}
+    parallel = TensorParallel("column", sequence_parallel, ranks.tp, overlap, check=check)
+    shards = _plan_modules(model, parallel, plan) if ranks.tp.size > 1 else []
+    if shards or ranks.share_data:
+        check_once(model)
+    layers = plan_rows(model, ranks, plan)
+    _check_parameters(model, shards, weight_rows(layers))
     made: dict[Tensor, nn.Parameter] = {}
     for shard in shards:
         for name, partition in shard.cuts.items():
@@ -106,6 +134,7 @@ def parallelize(
             shard.module.register_parameter(name, made[whole])
     for shard in shards:
         shard.finish()
+    shard_rows(model, layers, ranks, etp_reduction, prefetch, prefetch_bytes)
     return model
 
 
@@ -132,15 +161,18 @@ def _local_piece(whole: Tensor, partition: Partition) -> Tensor:
     return whole.chunk(partition.size, partition.dim)[partition.rank].clone().contiguous()
 
 
-def _check_parameters(model: nn.Module, shards: list[Sharding]) -> None:
-    """Raises where a parameter is none that can be cut, or is another one elsewhere."""
+def _check_parameters(
+    model: nn.Module, shards: list[Sharding], rows: Mapping[tuple[nn.Module, str], tuple[int, int]]
+) -> None:
+    """Raises where a parameter is none that can be cut, or is another one elsewhere; ``rows``: over ``"etp"``."""
     cuts = {(shard.module, name): partition for shard in shards for name, partition in shard.cuts.items()}
-    users: dict[Tensor, dict[str, Partition | None]] = {}
+    users: dict[Tensor, dict[str, tuple[Partition | None, tuple[int, int] | None]]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            users.setdefault(parameter, {})[f"{prefix}.{name}"] = cuts.get((module, name))
+            both = cuts.get((module, name)), rows.get((module, name))
+            users.setdefault(parameter, {})[f"{prefix}.{name}"] = both
     for parameter, uses in users.items():
-        name, partition = next(iter(uses.items()))
+        name, (partition, _) = next(iter(uses.items()))
         if len(set(uses.values())) > 1:
             raise ValueError(
                 f"parallelize: {' and '.join(uses)} are one parameter, which would be cut in different ways; name all "
@@ -162,7 +194,7 @@ def _plan_modules(model: nn.Module, parallel: TensorParallel, plan: Mapping[str,
         if isinstance(module, _LAYERS):
             shards += _plan_layer(name, module, parallel)
             inside |= set(module.modules())
-    unused = dict(plan)
+    unused = {pattern: style for pattern, style in plan.items() if style != "replicated"}
     for name, module in model.named_modules():
         pattern = next((each for each in plan if fnmatchcase(name, each)), None)
         if pattern is not None and module not in inside and isinstance(module, _TYPES.get(plan[pattern], ())):
@@ -210,9 +242,10 @@ def _plan_by_style(name: str, module: nn.Module, style: Style, parallel: TensorP
         return [_plan_embedding(name, module, parallel)]
     if style == "sequence":
         reduced = ReducedGradients(partial(_sum_of_rows, parallel), recurse=False)
-        watch = partial(module.register_forward_pre_hook, reduced)
+        watch = partial(_watch, module, reduced)
         own = parallel.sequence_parallel and any(True for _ in module.parameters(recurse=False))
         return [Sharding(module, {}, watch)] if own else []
+    assert style in ("column", "row"), style
     return [_plan_linear(name, module, style, parallel)]
 
 
@@ -256,6 +289,11 @@ def _plan_embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -
     vocabulary_shards(vocabulary, group.size)  # which raises now, before anything is changed
     cuts = {"weight": Partition(0, (vocabulary,), group.size, group.rank)}
     return Sharding(module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
+
+
+def _watch(module: nn.Module, reduced: ReducedGradients) -> None:
+    module.register_forward_pre_hook(reduced)
+    reduced(module, ())  # before what reduces over ranks with other data sees the gradients
 
 
 def _sum_of_rows(parallel: TensorParallel, gradient: Tensor) -> Tensor:

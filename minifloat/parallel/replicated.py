@@ -28,11 +28,11 @@ class ReducedGradients:
     """
 
     def __init__(self, reduce: Callable[[Tensor], Tensor], *, recurse: bool) -> None:
-        self._reduce, self._recurse = reduce, recurse
+        self._reduce, self.recurse = reduce, recurse
         self._watched: dict[str, ReferenceType[Tensor]] = {}
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        for name, parameter in module.named_parameters(recurse=self._recurse):
+        for name, parameter in module.named_parameters(recurse=self.recurse):
             known = self._watched.get(name)
             own = not hasattr(parameter, "etp_group") and not is_dtensor(parameter)
             if own and parameter.requires_grad and (known is None or known() is not parameter):

@@ -1,0 +1,153 @@
+"""Extended tensor parallelism of a model that exists: what ``parallelize`` shares out over ranks with other data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from minifloat.arguments import checked
+from minifloat.comm.group import Group
+from minifloat.functional.etp.rows import Reduction
+from minifloat.nn.embedding import VocabParallelEmbedding
+from minifloat.nn.etp import EtpRows
+from minifloat.nn.etp_embedding import EtpEmbedding
+from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import LinearState
+from minifloat.parallel.replicated import ReducedGradients, reduce_replicated
+
+_SHARDED = (Linear, GroupedLinear, nn.Embedding, EtpEmbedding, VocabParallelEmbedding)
+_DIMS = ("dp", "etp", "tp")
+
+
+class Ranks(NamedTuple):
+    """The dims of a mesh.
+
+    Args:
+        tp: tensor parallelism.
+        etp: ranks with other data that share the rows of weights.
+        dp: ranks with other data that have the same rows.
+    """
+
+    tp: Group = Group()
+    etp: Group = Group()
+    dp: Group = Group()
+
+    @staticmethod
+    def of(mesh: DeviceMesh | ProcessGroup | Group) -> Ranks:
+        """Of dims named ``"dp"``, ``"etp"`` and ``"tp"``; a group, or a mesh of one dim of another name, is ``tp``.
+
+        Raises:
+            ValueError: one of several dims has another name, or none.
+        """
+        names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+        if not isinstance(mesh, DeviceMesh) or (mesh.ndim == 1 and not set(names) & set(_DIMS)):
+            return Ranks(tp=Group.of(mesh))
+        if len(names) != mesh.ndim or not set(names) <= set(_DIMS):
+            raise ValueError(
+                f"parallelize: the dims of the mesh are named {mesh.mesh_dim_names}; name them "
+                "init_device_mesh(..., mesh_dim_names=('dp', 'etp', 'tp')), or pass one of them, as in mesh['tp']"
+            )
+        return Ranks(**{name: Group.of(mesh[name]) for name in names})
+
+    @property
+    def share_data(self) -> bool:
+        """There are ranks with other data."""
+        return self.etp.size * self.dp.size > 1
+
+
+def check_once(model: nn.Module) -> None:
+    """Raises where something in ``model`` is sharded, or has its gradients reduced, over ranks with other data."""
+    for name, module in model.named_modules():
+        if isinstance(module, EtpRows) and module._etp is not None:
+            raise ValueError(
+                f"parallelize: {name} is sharded already, over {module._etp.group.size} ranks of etp_group"
+            )
+        if any(isinstance(hook, ReducedGradients) and hook.recurse for hook in module._forward_pre_hooks.values()):
+            raise ValueError(
+                f"parallelize: the gradients of {name or type(module).__name__} are reduced over ranks with other data "
+                "already; call parallelize once, with a mesh of all dims"
+            )
+
+
+def plan_rows(model: nn.Module, ranks: Ranks, plan: Mapping[str, str]) -> dict[str, nn.Module]:
+    """By name the modules of whose weight each rank of ``etp`` is to keep some rows; ``plan``: as of ``parallelize``.
+
+    Raises:
+        ValueError: one cannot be sharded; autograd does not see the gradient of one that is not.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules() if ranks.share_data else ():
+        style = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
+        if type(module) in _SHARDED and ranks.etp.size > 1 and style != "replicated":
+            _check_layer(name, module)
+            found[name] = module
+        elif isinstance(module, LinearState) and (module.fuse_wgrad_accumulation or module.delay_wgrad_compute):
+            raise ValueError(
+                f"parallelize: {name} has fuse_wgrad_accumulation or delay_wgrad_compute and is not sharded over "
+                "'etp', so that nothing reduces its gradient; do without them"
+            )
+    return found
+
+
+def _check_layer(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
+        raise ValueError(
+            f"parallelize: {name} has sparse={module.sparse} and max_norm={module.max_norm}, with which ranks cannot "
+            "share or replicate it; make the embedding without"
+        )
+    for each, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parallelize: {name}.{each} is a DTensor, whose rows are shared out already; parallelize the model "
+                "before fully_shard"
+            )
+
+
+def weight_rows(layers: Mapping[str, nn.Module]) -> dict[tuple[nn.Module, str], tuple[int, int]]:
+    """By module and name the parameters that are sharded: rows of the matrix, and the first of the parameter."""
+    found: dict[tuple[nn.Module, str], tuple[int, int]] = {}
+    for module in layers.values():
+        names = module._weight_names if isinstance(module, EtpRows) else ("weight",)
+        lengths = [module.get_parameter(name).shape[-2] for name in names]
+        for place, name in enumerate(names):
+            found[module, name] = sum(lengths), sum(lengths[:place])
+    return found
+
+
+def shard_rows(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    ranks: Ranks,
+    reduction: Reduction,
+    prefetch: int,
+    prefetch_bytes: int | None,
+) -> None:
+    """Does what :func:`plan_rows` has planned, and reduces the gradients of all other parameters."""
+    shared: dict[Tensor, nn.Parameter] = {}
+    for module in layers.values():
+        layer = EtpEmbedding._adopt_whole(module) if type(module) is nn.Embedding else module
+        assert isinstance(layer, EtpRows)
+        layer._shard_rows(ranks.etp, reduction, ranks.dp, shared)
+        layer._mark_parameters()
+        layer.invalidate()
+        lane = layer._etp_source().lane
+        lane.depth, lane.most_bytes = prefetch, prefetch_bytes
+    if ranks.share_data:
+        reduce_replicated(model, (ranks.etp, ranks.dp), reduction)
+
+
+@checked
+def etp_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters below ``model`` that are a rank's rows of a weight that ``etp_group`` shares.
+
+    They gather and reduce themselves: give them to ``fully_shard`` as ``ignored_params``.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp is not None]
+    return {parameter for layer in layers for parameter in layer._etp_parameters()}
