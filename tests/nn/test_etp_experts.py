@@ -45,7 +45,7 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["linear", "mlp", "moe"])
 def test_numbers(worker_pool: Pools, kind: str, size: int, recipe: str | None) -> None:
     """Rows of blocks that straddle ranks, uneven shards and empty ones; one parameter and several.
 
@@ -100,6 +100,25 @@ def unlike_dtype(model: nn.Module, x: Tensor) -> Any:
     return model(x.to(BF16))
 
 
+def without_rows(model: nn.Module, x: Tensor) -> Any:
+    """The first rank has no tokens at all, the second one's are all of one expert."""
+    counts = [0, 0, 0] if dist.get_rank() == 0 else [0, 0, ROWS]
+    for each in model.children():
+        x = each.layer(x[: sum(counts)], counts)  # type: ignore[operator, union-attr]
+    return x
+
+
+def transformer(width: int, **options: Any) -> nn.Module:
+    moe = {"num_experts": 3, "dtype": torch.float32}
+    if "etp_group" in options:
+        moe["expert_etp_group"] = options["etp_group"]
+    options |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
+    return nn.Sequential(nn.Unflatten(0, (-1, 2)), minifloat.TransformerLayer(HIDDEN, width, 4, moe=moe, **options))
+
+
+KINDS["transformer"] = transformer
+
+
 def overridden(recipe: str, override: str) -> Any:
     return replace(NAMED[recipe], backward_override=override)  # type: ignore[type-var]
 
@@ -121,6 +140,9 @@ OPTIONS = {
     "recomputed activation": (Case("mlp", 72, "block", {"recompute_activation": True}), None),
     "checkpoint": (Case("mlp", 72, "mxfp8", wrap=checkpointed), None),
     "checkpoint of delayed scaling": (Case("mlp", 72, "delayed", wrap=checkpointed), None),
+    "no rows": (Case("mlp", 72, "mxfp8", wrap=without_rows), None),
+    "no rows, no recipe": (Case("mlp", 72, None, wrap=without_rows), None),
+    "transformer": (Case("transformer", 48, "current"), None),
     "checkpoint of moe": (Case("moe", 72, "block", {"checkpoint": True}), None),
     "high precision backward": (Case("linear", 33, own_recipe=overridden("nvfp4", "high_precision")), None),
     "dequantized backward": (Case("mlp", 72, own_recipe=overridden("block", "dequantized")), None),
