@@ -1,4 +1,7 @@
-"""Suite ``fsdp``: training steps of eight of Llama 3 8B's layers, sharded, beside PyTorch's bf16 and torchao's FP8."""
+"""Suite ``fsdp``: training steps of eight of Llama 3 8B's layers, sharded, beside PyTorch's bf16 and torchao's FP8.
+
+Sharded by FSDP2, layer by layer or linear by linear, or by extended tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from minifloat import quantized_model_init
 from minifloat.comm.group import Group
-from minifloat.distributed import fully_shard
+from minifloat.distributed import fully_shard, parallelize
 from minifloat.optim import MasterWeights
 from minifloat.tensor import QuantizedTensor
 from minifloat.tools.bench.fused import FULL, Sizes, layer_shapes, our_layers, random_weights, torch_layers
@@ -29,6 +32,7 @@ from minifloat.tools.bench.peers import fsdp_scales, torchao_converted
 from minifloat.tools.bench.registry import UnavailableError
 from minifloat.tools.bench.rounds import timed
 
+Sharded = Literal["layers", "linears", "etp"]
 LAYERS = 8
 STEPS = 3  # a round
 WARMUP = 3  # steps before anything is looked at: delayed scaling has found its scales
@@ -39,6 +43,7 @@ BOUNDS = {
     "delayed": StepBounds(0.09, 0.18, 0.21),
     "current": StepBounds(0.09, 0.18, 0.21),
     "block": StepBounds(0.09, 0.15, 0.18),
+    "mxfp8": StepBounds(0.09, 0.18, 0.21),
 }
 """Of one layer, by recipe: twice what was measured on a CPU (hidden 64 and 128, 64 and 128 tokens), which hardly
 depends on the size. Eight layers had 2.5 times the errors of one, and gains of up to -0.08: noise shrinks gradients."""
@@ -95,7 +100,7 @@ class Setting(NamedTuple):
     @staticmethod
     def of(group: Group, device: torch.device, sizes: Sizes, layers: int) -> Setting:
         """Weights that all ranks have alike, and data of this rank's own."""
-        mesh = init_device_mesh(device.type, (group.size,))
+        mesh = init_device_mesh(device.type, (group.size,), mesh_dim_names=("etp",))
         weights = random_weights(layer_shapes(sizes) * layers, device)
         generator = torch.Generator(device).manual_seed(1 + group.rank)
         shape = sizes.batch, sizes.tokens, sizes.hidden
@@ -121,25 +126,40 @@ def plain(setting: Setting, compiled: bool, torchao: str | None = None, codes: b
     return _trainer(model, optimizer, setting, "current" if torchao else "bf16", after)
 
 
-def ours(setting: Setting, recipe: str, quantized: bool = False, save_memory: bool = False) -> Trainer:
-    """Our layers and :func:`~minifloat.distributed.fully_shard`; ``quantized``: parameters too, with fp32 masters."""
+def ours(
+    setting: Setting, recipe: str, quantized: bool = False, save_memory: bool = False, how: Sharded = "layers"
+) -> Trainer:
+    """Our layers, sharded; ``quantized``: parameters too, with fp32 masters."""
     dtype = torch.bfloat16 if quantized else torch.float32  # of what quantized parameters stand for
     with quantized_model_init(quantized, recipe=recipe if quantized else None):
         made, parameters = our_layers(
-            setting.sizes, setting.layers, setting.weights, recipe, dtype, save_memory=save_memory
+            setting.sizes,
+            setting.layers,
+            setting.weights,
+            None if recipe == "bf16" else recipe,
+            dtype,
+            save_memory=save_memory,
         )
     for parameter, weight in zip(parameters, setting.weights, strict=True):
         if isinstance(parameter, QuantizedTensor):
             parameter.set_high_precision_init_val(weight)  # where masters start, as all other contenders do
-    model = _sharded(fully_shard, made, setting)
+    if how == "etp":
+        model = parallelize(made, setting.mesh)
+    else:
+        model = _sharded(fully_shard, made, setting, by_linear=how == "linears")
     adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     optimizer = MasterWeights(model.parameters(), adamw) if quantized else adamw(model.parameters())
-    return _trainer(model, optimizer, setting, recipe)
+    return _trainer(model, optimizer, setting, recipe, autocast=how == "etp" and recipe == "bf16")
 
 
-def _sharded(shard: Callable[..., Any], model: nn.Module, setting: Setting) -> nn.Module:
-    """By layers, with fp32 shards, computing in bf16, and gradients added in fp32: what torchtitan does."""
+def _sharded(shard: Callable[..., Any], model: nn.Module, setting: Setting, by_linear: bool = False) -> nn.Module:
+    """By layers, with fp32 shards, computing in bf16, and gradients added in fp32: what torchtitan does.
+
+    ``by_linear``: each of its linears by itself before, so that only one weight and the next are whole.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for linear in [each for each in model.modules() if by_linear and isinstance(each, nn.Linear)]:
+        shard(linear, mesh=setting.mesh, mp_policy=policy)
     for layer in model.children():
         shard(layer, mesh=setting.mesh, mp_policy=policy)
     shard(model, mesh=setting.mesh, mp_policy=policy)
@@ -147,18 +167,21 @@ def _sharded(shard: Callable[..., Any], model: nn.Module, setting: Setting) -> n
 
 
 def _trainer(
-    model: nn.Module, optimizer: Any, setting: Setting, recipe: str, after: Callable[[], object] = nullcontext
-) -> Trainer:
+    model: nn.Module, optimizer: Any, setting: Setting, recipe: str, after: Callable[[], object] = nullcontext,
+    autocast: bool = False,
+) -> Trainer:  # fmt: skip
+    """``after``: is called after each step; ``autocast``: in bf16, which FSDP2 casts fp32 weights to."""
     leaf = setting.x.detach().requires_grad_()
     tokens = leaf.shape[0] * leaf.shape[1]
 
     def step(update: bool = True) -> list[Tensor]:
         leaf.grad = None
-        y = model(leaf)
+        with torch.autocast(leaf.device.type, torch.bfloat16, enabled=autocast):
+            y = model(leaf)
         # a token's loss is a sum, as in a language model: gradients that are tiny from the start, delayed scaling loses
         loss = F.mse_loss(y, setting.target, reduction="sum") / tokens
         loss.backward()
-        gradients = [] if update else [_local_gradient(parameter) for parameter in model.parameters()]
+        gradients = [] if update else [_local_gradient(each, setting.mesh) for each in model.parameters()]
         if update:
             optimizer.step()
         optimizer.zero_grad()
@@ -169,10 +192,12 @@ def _trainer(
     return Trainer(step, recipe)
 
 
-def _local_gradient(parameter: Tensor) -> Tensor:
+def _local_gradient(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's shard of it, zeros where there is none."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    if isinstance(gradient, DTensor):
+        return gradient.to_local()
+    return gradient if hasattr(parameter, "etp_group") else gradient.chunk(mesh.size())[mesh.get_local_rank()]
 
 
 CONTENDERS: Mapping[str, Callable[[Setting], Trainer]] = {
@@ -187,6 +212,13 @@ CONTENDERS: Mapping[str, Callable[[Setting], Trainer]] = {
     "minifloat block, save_memory": partial(ours, recipe="block", save_memory=True),
     "minifloat current, FP8 parameters": partial(ours, recipe="current", quantized=True),
     "minifloat block, FP8 parameters": partial(ours, recipe="block", quantized=True),
+    "minifloat current, by linear": partial(ours, recipe="current", how="linears"),
+    "minifloat block, by linear": partial(ours, recipe="block", how="linears"),
+    "minifloat bf16, ETP": partial(ours, recipe="bf16", how="etp"),
+    "minifloat current, ETP": partial(ours, recipe="current", how="etp"),
+    "minifloat block, ETP": partial(ours, recipe="block", how="etp"),
+    "minifloat mxfp8, ETP": partial(ours, recipe="mxfp8", how="etp"),
+    "minifloat current, FP8 parameters, ETP": partial(ours, recipe="current", quantized=True, how="etp"),
 }  # fmt: skip
 
 
