@@ -8,8 +8,8 @@ from minifloat.comm.shard_map import ShardMap
 from minifloat.functional import prepare_shard as _prepare_shard
 from minifloat.functional.shared_cast import gathered_once
 from minifloat.functional.tensor_parallel import set_check, set_overlap
+from minifloat.nn.etp import etp_parameters
 from minifloat.parallel.ddp import data_parallel
-from minifloat.parallel.etp import etp_parameters
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
 from minifloat.parallel.parallelize import parallelize
 from minifloat.parallel.replicated import reduce_replicated

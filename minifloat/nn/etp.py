@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from minifloat.arguments import checked
 from minifloat.comm.ddp import check_same_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
@@ -179,6 +180,16 @@ class EtpRows(Weights):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_etp_weight": None}  # whose parameters a copy's are not
+
+
+@checked
+def etp_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters below ``model`` that are a rank's rows of a weight that ``etp_group`` shares.
+
+    They gather and reduce themselves: give them to ``fully_shard`` as ``ignored_params``.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp is not None]
+    return {parameter for layer in layers for parameter in layer._etp_parameters()}
 
 
 class _Gathered(torch.autograd.Function):

@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifloat.arguments import checked
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn.embedding import VocabParallelEmbedding
@@ -141,13 +140,3 @@ def shard_rows(
         lane.depth, lane.most_bytes = prefetch, prefetch_bytes
     if ranks.share_data:
         reduce_replicated(model, (ranks.etp, ranks.dp), reduction)
-
-
-@checked
-def etp_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters below ``model`` that are a rank's rows of a weight that ``etp_group`` shares.
-
-    They gather and reduce themselves: give them to ``fully_shard`` as ``ignored_params``.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp is not None]
-    return {parameter for layer in layers for parameter in layer._etp_parameters()}

@@ -16,6 +16,7 @@ from minifloat.comm.collectives import all_reduce
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Reduction
+from minifloat.parallel.fsdp import pytorch
 
 Ranks = dist.ProcessGroup | DeviceMesh | Group
 
@@ -24,7 +25,8 @@ class ReducedGradients:
     """A forward pre-hook of a module: ``reduce`` sees each gradient of its parameters before it is accumulated.
 
     It watches the parameters that the module has by then, which ``to_empty`` and the like may have made anew; neither
-    rows of a weight, whose gradients are reduced as they are computed, nor DTensors.
+    rows of a weight, whose gradients are reduced as they are computed, nor DTensors; with ``recurse`` none that FSDP2
+    reduces, be it gathered or not.
     """
 
     def __init__(self, reduce: Callable[[Tensor], Tensor], *, recurse: bool) -> None:
@@ -32,7 +34,11 @@ class ReducedGradients:
         self._watched: dict[str, ReferenceType[Tensor]] = {}
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
+        elsewhere = pytorch.managed_below(module) if self.recurse else ()
         for name, parameter in module.named_parameters(recurse=self.recurse):
+            path, _, own_name = name.rpartition(".")
+            if elsewhere and (module.get_submodule(path), own_name) in elsewhere:
+                continue
             known = self._watched.get(name)
             own = not hasattr(parameter, "etp_group") and not is_dtensor(parameter)
             if own and parameter.requires_grad and (known is None or known() is not parameter):

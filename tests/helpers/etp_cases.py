@@ -101,6 +101,7 @@ def run(
     model: nn.Module, batches: Sequence[Tensor], recipe: Recipe | None
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Y of each batch, and the gradients of each batch by itself."""
+    model.zero_grad()  # also of what FSDP2 shows gathered between forward and backward
     with autocast(enabled=recipe is not None, recipe=recipe):
         ys = [model(batch) for batch in batches]
     gradients = []

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_cases import LLAMA, Case, compare
+from tests.helpers.etp_layers import compare_layers
+from tests.helpers.etp_wrappers import (
+    embeddings,
+    made_on_meta,
+    refuse_models,
+    refuse_wrappers,
+    sharded_rest,
+    whole_weight,
+)
 from tests.helpers.recipes import NAMED
 
 SUM = {"etp_reduction": "sum"}
@@ -37,8 +49,62 @@ CASES = {
 def test_is_one_process_with_all_data(worker_pool: Pools, name: str) -> None:
     """Outputs and all gradients of two steps: bit for bit where sums have one order, else within that of the orders."""
     case = CASES[name]
-    size = 1
-    for ranks in case.dims.values():
-        size *= ranks
-    for different in worker_pool(size).run(compare, case):
+    for different in worker_pool(math.prod(case.dims.values())).run(compare, case):
         assert not different
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
+def test_options_of_layers(worker_pool: Pools, recipe: str) -> None:
+    """Fused layers with each of their options, two microbatches: bit for bit."""
+    for different in worker_pool(2).run(compare_layers, recipe):
+        assert not different
+
+
+@pytest.mark.parametrize("case", [embeddings, whole_weight])
+def test_whole_weights(worker_pool: Pools, case: Callable[..., list[str]]) -> None:
+    """Uneven rows; lookups and losses read what all ranks have."""
+    for size in (2, 3):
+        for different in worker_pool(size).run(case):
+            assert not different
+
+
+@pytest.mark.parametrize("dims", [{"etp": 3}, ETP_TP], ids=["etp", "etp, tp"])
+def test_starts_on_meta_as_the_whole_model(worker_pool: Pools, dims: dict[str, int]) -> None:
+    for different in worker_pool(math.prod(dims.values())).run(made_on_meta, dims):
+        assert not different
+
+
+def test_fsdp_shards_the_rest(worker_pool: Pools) -> None:
+    for different in worker_pool(4).run(sharded_rest):
+        assert not different
+
+
+def test_wrappers_refuse_rows(worker_pool: Pools) -> None:
+    """On all ranks, before anything waits."""
+    for ddp, wrapped, frozen, block, root, loss in worker_pool(2).run(refuse_wrappers):
+        assert "EtpEmbedding(26, 24): DistributedDataParallel" in ddp and "'dp' dim" in ddp
+        assert "EtpEmbedding(26, 24): DistributedDataParallel" in wrapped
+        assert "Linear(8, 8): DistributedDataParallel" in frozen
+        assert "self_attention.qkv.linear.weight" in block and "etp_parameters(model)" in block
+        assert "embedding.weight" in root
+        assert "whole_weight()" in loss
+
+
+def test_parallelize_refuses_and_changes_nothing(worker_pool: Pools) -> None:
+    wanted = {
+        "sparse": "embedding has sparse=True",
+        "max_norm": "max_norm=1.0",
+        "fused": "layers.1.layernorm_mlp.fc1 has fuse_wgrad_accumulation",
+        "fused, dp": "layers.1.layernorm_mlp.fc1 has fuse_wgrad_accumulation",
+        "tied": "embedding.weight and head.weight are one parameter",
+        "dtensor": "head.weight is a DTensor",
+        "dims": "'data'",
+        "twice": "call parallelize once",
+        "made with rows": "layers.0.self_attention.qkv.linear is sharded already, over 2 ranks",
+        "twice, dp": "call parallelize once",
+    }
+    for found in worker_pool(2).run(refuse_models):
+        assert found.keys() == wanted.keys()
+        for name, (said, unchanged) in found.items():
+            assert wanted[name] in said and said.startswith("parallelize: "), (name, said)
+            assert unchanged, name

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from minifloat.arguments import checked
 from minifloat.comm.sharded_cast import is_plain
 from minifloat.formats import COLUMNWISE
+from minifloat.nn.etp import etp_parameters
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_call import LinearCalls
@@ -65,8 +66,10 @@ def fully_shard(
 
     Raises:
         TypeError, ValueError: ``recipe`` is not one; several modules, which take a call each.
-        ValueError: a linear fuses or delays its weight gradient, which FSDP2 would not reduce.
+        ValueError: a linear fuses or delays its weight gradient, which FSDP2 would not reduce; rows that ``etp_group``
+            shares out are not among ``ignored_params``.
     """
+    _check_ignored(module, ignored_params or set())
     _set_recipes(module, recipe)
     options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
     given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
@@ -115,6 +118,17 @@ def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
     return found
 
 
+def _check_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Raises where FSDP2 would take rows that differ between ranks for the same ones."""
+    held = etp_parameters(module) - ignored
+    name = next((name for name, parameter in module.named_parameters() if parameter in held), None)
+    if name is not None:
+        raise ValueError(
+            f"fully_shard: {name} is a rank's rows of a weight that etp_group shares, and gathers itself; pass "
+            "ignored_params=minifloat.distributed.etp_parameters(model)"
+        )
+
+
 def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
     chosen = None if recipe is None or recipe == "none" else as_recipe(recipe)
     kinds = {type(each) for each in module.modules() if each is not module}
@@ -128,7 +142,7 @@ def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
         if not isinstance(layer, LinearState):
             continue
         for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
-            if getattr(layer, option):
+            if getattr(layer, option) and layer._etp is None:
                 raise ValueError(
                     f"{layer._label}: {option} leaves gradients where FSDP2 does not reduce them; do without it"
                 )

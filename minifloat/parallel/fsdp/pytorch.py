@@ -204,6 +204,15 @@ def parameters_below(module: nn.Module) -> list[ShardedParameter]:
     return [param for group in groups for param in group.fsdp_params if isinstance(param, ShardedParameter)]
 
 
+def managed_below(module: nn.Module) -> set[tuple[nn.Module, str]]:
+    """The parameters that FSDP2 shards and reduces below ``module``, by the modules that have them and their names."""
+    groups = [group for each in module.modules() if isinstance(each, FSDPModule) for group in param_groups(each)]
+    found: set[tuple[nn.Module, str]] = set()
+    for info in [param._module_info for group in groups for param in group.fsdp_params]:
+        found |= {(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)}
+    return found
+
+
 def in_backward() -> bool:
     """A recomputation runs forwards inside of backward."""
     return torch._C._current_graph_task_id() != -1
