@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from minifloat import capability
@@ -63,6 +64,30 @@ def start_gather(
     """
     targets = [None] * len(parts) if into is None else list(into)
     return _start(parts, shards, group, _dims(rowwise, columnwise), targets, gemm_ready, check, overlapped=True)
+
+
+def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group) -> Pending[list[Operand]]:
+    """The same of operands that are alike in all but their tensors, as those of experts, which are sent side by side.
+
+    So their number costs no transfers. The wholes are views, ranges of columns of what was received.
+    """
+    fields = shards.gathered(parts[0].format, parts[0].dim)
+    each = {field: [_as_columns(getattr(part, field)) for part in parts] for field, _ in fields}
+    xs, maps = [torch.cat(tensors, 1) for tensors in each.values()], [rows for _, rows in fields]
+    transfer = start_all_gather_rows(xs, maps, group)
+
+    def finish() -> list[Operand]:
+        wholes: list[dict[str, Tensor]] = [{} for _ in parts]
+        for (field, own), gathered in zip(each.items(), transfer.wait(), strict=True):
+            for made, part, columns in zip(wholes, parts, gathered.split(own[0].shape[1], 1), strict=True):
+                made[field] = columns if getattr(part, field).dim() == 2 else columns[:, 0]
+        return [with_fields(part, made, shards.total) for part, made in zip(parts, wholes, strict=True)]
+
+    return Pending([], finish)
+
+
+def _as_columns(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x[:, None]
 
 
 def _dims(rowwise: bool, columnwise: bool) -> list[int]:

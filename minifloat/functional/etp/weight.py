@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minifloat.comm.collectives import Pending, start_all_reduce, start_reduce_scatter_rows
-from minifloat.comm.gather import start_gather
+from minifloat.comm.gather import start_gather, start_gather_alike
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import IDENTITY, ROWWISE
 from minifloat.functional.etp.lane import Gradient, Key, Step, lane_of
@@ -109,8 +109,10 @@ class EtpWeight:
         """As of :class:`~minifloat.functional.etp.lane.Source`."""
         assert self._cast is not None
         shards, group, rowwise = self._cast.shards, self.sharding.group, dim == ROWWISE
-        single = self.sharding.matrices == 1  # others are put in their order as they are joined
-        return start_gather(parts, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=single)
+        if self.sharding.matrices == 1:
+            return start_gather(parts, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=True)
+        pending = start_gather_alike([part.along(dim) for part in parts], shards, group)
+        return Pending([], lambda: [Quantized(x, None) if rowwise else Quantized(None, x) for x in pending.wait()])
 
     def nbytes(self, dim: int, parts: Sequence[Quantized]) -> int:
         """As of :class:`~minifloat.functional.etp.lane.Source`."""
