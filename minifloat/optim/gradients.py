@@ -35,15 +35,16 @@ def gradient_norm(
     """The 2-norm of the gradients of the whole model, each parameter counted once, wherever it is sharded; fp32 scalar.
 
     Parameters that say ``tensor_model_parallel`` are parts, each of which counts; all others are the same on the ranks
-    of ``tp_group``, and count once. A DTensor, as FSDP2 makes them, counts by its placements. Data-parallel replicas
-    count once: their gradients must have been averaged before.
+    of ``tp_group``, and count once. Those that say ``etp_group`` are parts over that group, and may be tensor-parallel
+    parts too. A DTensor, as FSDP2 makes them, counts by its placements. Data-parallel replicas count once: their
+    gradients must have been averaged before.
 
     PyTorch's ``fully_shard`` makes new parameters, which no longer say that they are parts, and are not counted rightly
     in a model that is tensor-parallel too; those of ``minifloat.distributed.fully_shard`` are.
 
     Norms of single gradients are computed in fp32. The ranks exchange them in one all-gather, so that all of them get
-    the same bits; DTensors cost one all-reduce a sharded dim of a mesh. Where nothing is sharded and gradients are
-    fp32, the bits are those of ``torch.nn.utils.clip_grad_norm_``.
+    the same bits, after one over each ``etp_group``; DTensors cost one all-reduce a sharded dim of a mesh. Where
+    nothing is sharded and gradients are fp32, the bits are those of ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
         parameters: the same ones in the same order on all ranks of the group; those without a gradient are skipped.
@@ -54,21 +55,13 @@ def gradient_norm(
         ValueError: some parameter is a part, and there is no group of several ranks.
     """
     group = Group.of(tp_group)
-    replicated: list[Tensor] = []
-    parts: list[Tensor] = []
-    for p in _listed(parameters):
-        grad = gradient(p)
-        if grad is not None:
-            (parts if getattr(p, "tensor_model_parallel", False) else replicated).append(grad)
-    if parts and group.size == 1:
+    replicated, parts = _norms_of_parameters(_listed(parameters))
+    if len(parts) and group.size == 1:
         raise ValueError(
             f"gradient_norm: {len(parts)} parameters are a rank's parts (tensor_model_parallel) and there is no group "
             "of several ranks; pass the one that they are sharded over as tp_group"
         )
-    found = [*_norms(replicated), *_norms(parts)] or [torch.zeros(0)]
-    norms = torch.cat([each.to(found[0].device) for each in found])[None]
-    if group.size > 1:
-        norms = all_gather_rows(norms, ShardMap.even(1, group.size), group)
+    norms = _gathered(_joined([replicated, parts]), group)
     once, everywhere = norms.split([len(replicated), len(parts)], 1)
     return torch.linalg.vector_norm(torch.cat([once[0], everywhere.flatten()]))
 
@@ -101,6 +94,31 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         if not isinstance(each, Tensor):
             raise TypeError(f"parameters: {shown(each)} is among them; tensors are needed, as of model.parameters()")
     return listed
+
+
+def _norms_of_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The norms, fp32, of gradients that tensor-parallel ranks all have, and of their parts; over each etp_group."""
+    by_group: dict[Group, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for p in parameters:
+        grad = gradient(p)
+        if grad is not None:
+            by_group[getattr(p, "etp_group", Group())][getattr(p, "tensor_model_parallel", False)].append(grad)
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for group, (replicated, parts) in by_group.items():
+        own = _gathered(_joined([*_norms(replicated), *_norms(parts)]), group)
+        whole = own[0] if group.size == 1 else torch.linalg.vector_norm(own, dim=0)
+        for norms, each in zip(found, whole.split([len(replicated), len(parts)]), strict=True):
+            norms.append(each)
+    return _joined(found[0]), _joined(found[1])
+
+
+def _joined(norms: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.to(norms[0].device) for each in norms]) if norms else torch.zeros(0)
+
+
+def _gathered(norms: Tensor, group: Group) -> Tensor:
+    """Those of all ranks, [size, n]."""
+    return norms[None] if group.size == 1 else all_gather_rows(norms[None], ShardMap.even(1, group.size), group)
 
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
