@@ -159,11 +159,11 @@ class LinearParameters(EtpRows, nn.Linear):
         """Notes on the parameters of a sharded layer how they are."""
         super()._mark_parameters()
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)) if self._parallel.mode else ():
-            whole = self._partitions.get(kind)
+            whole, split = self._partitions.get(kind), self.parameters_split or {}
+            one_of_parts = whole is not None and whole.dim == 0 and len(names) > 1
             for name in names:
-                parameter = getattr(self, name)
-                one_of_parts = whole is not None and whole.dim == 0 and len(names) > 1
-                mark(parameter, whole.of_single(parameter.shape[0]) if whole and one_of_parts else whole)
+                own = whole.of_single(split[name.removesuffix(f"_{kind}")]) if whole and one_of_parts else whole
+                mark(getattr(self, name), own)
 
     def _split(self, sizes: Mapping[str, int]) -> None:
         """Replaces weight and bias by parameters for ranges of their rows, with the same values."""
