@@ -83,6 +83,8 @@ class EtpRows(Weights):
         if self._etp is not None:
             for parameter in self._etp_parameters():
                 parameter.etp_group = self._etp.group
+                if isinstance(parameter, QuantizedRows):
+                    parameter.join(self._etp.group)
 
     def _own_part(self, name: str, values: Tensor) -> Tensor:
         sharded = self._etp is not None and name in self._weight_names
@@ -112,6 +114,20 @@ class EtpRows(Weights):
     def _etp_ranges(self) -> list[slice]:
         """This rank's rows of each parameter, counted in the whole of it."""
         return [self._etp_range(place) for place in range(len(self._etp_lengths))]
+
+    def _etp_extents(self) -> dict[str, tuple[int, slice]]:
+        """Of each parameter by name the rows of the whole, its dim -2, and which of them this rank has."""
+        if self._etp is None:
+            return {}
+        return dict(zip(self._weight_names, zip(self._etp_lengths, self._etp_ranges(), strict=True), strict=True))
+
+    def _cut_wholes(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Puts this rank's rows in the place of weights that a state dict has whole."""
+        for place, (name, (length, _)) in enumerate(self._etp_extents().items()):
+            saved, weight = state_dict.get(prefix + name), self._weight(name)
+            whole = (*weight.shape[:-2], length, weight.shape[-1])
+            if isinstance(saved, Tensor) and saved.shape == whole != weight.shape:
+                state_dict[prefix + name] = self._own_rows(place, saved)
 
     def _etp_source(self) -> EtpWeight:
         """To be asked in each forward.

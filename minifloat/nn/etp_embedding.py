@@ -123,7 +123,8 @@ class EtpEmbedding(EtpRows, nn.Embedding):
         self._mark_parameters()
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self.invalidate()
-        super()._load_from_state_dict(*args, **kwargs)
+        self._cut_wholes(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._mark_parameters()

@@ -352,6 +352,7 @@ class LinearState(EtpRows):
     ) -> None:
         self.invalidate()
         assign = local_metadata.get("assign_to_params_buffers", False)
+        self._cut_wholes(state_dict, prefix)
         self._load_histories(state_dict, prefix, assign)
         self._load_scale(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)

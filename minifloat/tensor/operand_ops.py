@@ -52,12 +52,12 @@ _NO_MEMORY = (
 )
 
 
-def refuse_data_pointer(t: Tensor) -> None:
+def refuse_data_pointer(t: Tensor, message: str = _NO_MEMORY) -> None:
     """Makes C++ code that asks for the data pointer raise; as a null pointer it ended the process in c10d's scatter."""
     if _SET_ERROR is None:
         torch._C._set_throw_on_mutable_data_ptr(t)  # with PyTorch's message
     else:
-        _SET_ERROR(t.untyped_storage()._cdata, _NO_MEMORY)
+        _SET_ERROR(t.untyped_storage()._cdata, message)
 
 
 # ---- rows ----

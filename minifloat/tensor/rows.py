@@ -115,6 +115,12 @@ class QuantizedRows(QuantizedTensor):
         self.cover = cover
         return self
 
+    def join(self, group: Group) -> None:
+        """Agrees with the ranks of ``group``: it may have been unpickled, and no file has a process group."""
+        self._group = group.name
+        if self.cover.group is None:
+            self.cover = Cover(self.cover.unit, self.cover.shards, self.cover.rank, group)
+
     @property
     def holds_own_matrix(self) -> bool:
         """The operands are of these rows, not of more."""
@@ -133,11 +139,14 @@ class QuantizedRows(QuantizedTensor):
         """What this rank saves: whole blocks, at most one range of rows."""
         begin, end = self.cover.owned
         first_of_none = self.cover.shards.total == 0 == self.cover.rank  # for the key to be there
-        return [write_item(fqn, whole, begin, end)] if end > begin or first_of_none else []
+        return [write_item(fqn, whole, self._chunk(begin, end))] if end > begin or first_of_none else []
 
     def __create_chunk_list__(self) -> list[Any]:
         """What this rank loads."""
-        return [saved_chunk(*self.cover.loaded, self.shape[1])]
+        return [self._chunk(*self.cover.loaded)]
+
+    def _chunk(self, begin: int, end: int) -> Any:
+        return saved_chunk((begin, 0), (end - begin, self.shape[1]))
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The rows from ``index.offset`` on, of one of the above."""

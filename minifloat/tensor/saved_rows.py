@@ -94,18 +94,17 @@ def _saved(self: QuantizedTensor, index: Any) -> Tensor:
 setattr(QuantizedTensor, "__get_tensor_shard__", _saved)  # noqa: B010 - which this module is above
 
 
-def saved_chunk(begin: int, end: int, cols: int) -> Any:
-    """DCP's description of rows ``begin`` to ``end`` of a matrix."""
+def saved_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Any:
+    """DCP's description of a part of a tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return ChunkStorageMetadata(offsets=torch.Size((begin, 0)), sizes=torch.Size((end - begin, cols)))
+    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
-def write_item(fqn: str, whole: Tensor, begin: int, end: int) -> Any:
-    """DCP's order to save rows ``begin`` to ``end`` of ``whole`` [M, K]."""
+def write_item(fqn: str, whole: Tensor, chunk: Any) -> Any:
+    """DCP's order to save ``chunk`` of ``whole``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    chunk = saved_chunk(begin, end, whole.shape[1])
     data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=whole.dtype), size=whole.size())
     return WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
