@@ -29,7 +29,7 @@ class ReducedGradients:
     reduces, be it gathered or not.
     """
 
-    def __init__(self, reduce: Callable[[Tensor], Tensor], *, recurse: bool) -> None:
+    def __init__(self, reduce: Callable[[Tensor], Tensor | None], *, recurse: bool) -> None:
         self._reduce, self.recurse = reduce, recurse
         self._watched: dict[str, ReferenceType[Tensor]] = {}
 
@@ -55,7 +55,7 @@ def reduce_replicated(model: nn.Module, groups: Ranks | Sequence[Ranks], reducti
 
     For models whose layers were made with ``etp_group``; :func:`~minifloat.distributed.parallelize` sees to it itself.
     Weights that those layers share out reduce their own gradients and are left alone. Call it once, on the module whose
-    forward runs first.
+    forward runs first. What goes past autograd, into ``main_grad`` or to ``backward_dw``, is left to you.
 
     Args:
         groups: the ranks: ``etp_group``, and those of data parallelism where it is not ``DistributedDataParallel``'s.
@@ -67,7 +67,9 @@ def reduce_replicated(model: nn.Module, groups: Ranks | Sequence[Ranks], reducti
         model.register_forward_pre_hook(ReducedGradients(partial(_reduced, ranks, reduction), recurse=True))
 
 
-def _reduced(groups: Sequence[Group], reduction: Reduction, gradient: Tensor) -> Tensor:
+def _reduced(groups: Sequence[Group], reduction: Reduction, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:  # it goes past autograd
+        return None
     total, size = gradient.clone(), 1
     for group in groups:
         total, size = all_reduce(total, group), size * group.size

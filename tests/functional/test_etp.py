@@ -1,42 +1,300 @@
-"""Extended tensor parallelism of linears: numbers are those of unsharded ones whatever is predicted."""
+"""Extended tensor parallelism of linears: bytes, predictions and memory; numbers are those of unsharded ones."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from minifloat import Linear
+from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.etp import weight
+from minifloat.functional.linear_config import linear_config
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_linears import Data, lane, make
+from tests.helpers.etp_linears import Data, lane, make, recorded, sgd, step
+from tests.helpers.memory import live_storages
+from tests.helpers.recipes import STATELESS_LINEAR
+
+# ---- bytes ----
 
 
-def scenarios(rank: int, size: int, recipe: Any, names: list[str], depth: int, most: int | None) -> list[str]:
-    wrong = []
+def gathered(rank: int, size: int, recipe: Any) -> None:
+    """Of even, uneven and empty shards."""
+    for n in (16 * size, 23, size - 1) if size == 2 else (23, size - 1):
+        torch.manual_seed(n)
+        whole = Linear(20, n, recipe=recipe)
+        torch.manual_seed(n)
+        layer = Linear(20, n, recipe=recipe, etp_group=dist.group.WORLD)
+        source, quantizer = layer._etp_source(), layer._config(recipe).weight
+        parts = source.cast(quantizer, torch.float32)
+        expected = quantizer(whole.weight.detach())
+        for dim in (ROWWISE, COLUMNWISE):
+            with recorded() as calls:
+                (got,) = source.start(dim, parts).wait()
+            assert torch.equal(got.along(dim).codes, expected.along(dim).codes)
+            for field in ("scale_inv", "amax"):
+                a, b = getattr(got.along(dim), field), getattr(expected.along(dim), field)
+                assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+            own = parts[0].along(dim)
+            formula = source.sharding.shards.gather_bytes(own.format, own.dim, 20, own.codes.itemsize)
+            assert sum(nbytes for _, nbytes, _ in calls) == formula and source.nbytes(dim, parts) == size * formula
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_gathered_is_the_quantized_whole(worker_pool: Pools, size: int) -> None:
+    weights = {linear_config(recipe).weight: name for name, recipe in STATELESS_LINEAR.items()}
+    worker_pool(size).run(gathered_by_all, list(weights.values()))
+
+
+def gathered_by_all(rank: int, size: int, names: list[str]) -> None:
     for name in names:
-        results = []
-        for sharded in (True, False):
-            net = make(sharded, recipe)
+        gathered(rank, size, STATELESS_LINEAR[name])
+
+
+# ---- predictions ----
+
+
+def scenarios(
+    rank: int, size: int, recipe: Any, names: list[str], depth: int, most: int | None, width: int
+) -> tuple[list[str], list[Any]]:
+    """What is wrong, and the collectives."""
+    wrong, sent = [], []
+    for name in names:
+        results, nets = [], []
+        for sharded in (False, True):
+            net = make(sharded, recipe, width=width)
+            nets.append(net)
             if sharded:
-                etp_net = net
                 lane(net).depth, lane(net).most_bytes = depth, most
             torch.manual_seed(7)
-            results.append(etp.SCENARIOS[name](net, Data(rank)))
-        wrong += [f"{name}: {each}" for each in etp.differences(etp_net, net, *results, 1e-5 * (name == "used twice"))]
-        wrong += [f"{name}: a gather is left"] * bool(lane(etp_net)._ahead)
-    return wrong
+            with recorded() as calls:
+                results.append(etp.SCENARIOS[name](net, Data(rank, width=width)))
+                sent += calls if sharded else []
+        bound = 1e-5 if name == "used twice" or size == 3 else 0.0
+        wrong += [f"{name}: {each}" for each in etp.differences(nets[1], nets[0], *results[::-1], bound)]
+        wrong += [f"{name}: a gather is left"] * bool(lane(nets[1])._ahead)
+    return wrong, sent
 
 
-FEW = ["steps", "used twice", "interleaved", "checkpoint", "saved on CPU"]
-DEPTHS = [(0, None), (1, None), (2, None), (3, 600)]
+def check_scenarios(pools: Pools, size: int, *case: Any) -> None:
+    answers = pools(size).run(scenarios, *case)
+    assert [wrong for wrong, _ in answers] == [[]] * size
+    assert all(calls == answers[0][1] for _, calls in answers)  # the same on all ranks, in the same order
 
 
-@pytest.mark.parametrize(("depth", "most"), DEPTHS)
-def test_predictions_change_no_number(worker_pool: Pools, depth: int, most: int | None) -> None:
-    assert worker_pool(2).run(scenarios, "current", list(etp.SCENARIOS), depth, most) == [[]] * 2
+FEW = ["used twice", "interleaved", "checkpoint", "saved on CPU"]
+
+
+ALL = list(etp.SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    ("names", "depth", "most"),
+    [(FEW, 0, None), (ALL, 1, None), (ALL, 2, None), (FEW, 3, 600)],
+    ids=["0", "1", "2", "600 bytes"],
+)
+def test_predictions_change_no_number(worker_pool: Pools, names: list[str], depth: int, most: int | None) -> None:
+    check_scenarios(worker_pool, 2, "current", names, depth, most, etp.WIDTH)
 
 
 @pytest.mark.parametrize("recipe", ["none", "mxfp8", "nvfp4", "block"])
 def test_predictions_change_no_number_under(worker_pool: Pools, recipe: str) -> None:
-    assert worker_pool(2).run(scenarios, recipe, FEW, 2, None) == [[]] * 2
+    check_scenarios(worker_pool, 2, recipe, FEW, 2, None, etp.WIDTH)
+
+
+@pytest.mark.parametrize("most", [None, 40])
+def test_ranks_without_rows_decide_as_others_do(worker_pool: Pools, most: int | None) -> None:
+    check_scenarios(worker_pool, 3, "current", ["saved on CPU", "written between"], 2, most, 4)
+
+
+def hits(rank: int, size: int, depth: int) -> list[tuple[int, int, int]]:
+    """Of each step: gathers, those that were not used, and products that waited for a gather of their own."""
+    net, data = make(True), Data(rank)
+    ahead = lane(net)
+    ahead.depth = depth
+    find, counts = ahead._find, []
+    missed = [0]
+
+    def count(*args: Any) -> Any:
+        found = find(*args)
+        missed[0] += found is None
+        return found
+
+    before = (ahead.gathered, ahead.wasted, 0)
+    with mock.patch.object(ahead, "_find", count):
+        for _ in range(4):
+            sgd(net)
+            step(net, data)
+            now = ahead.gathered, ahead.wasted, missed[0]
+            counts.append((now[0] - before[0], now[1] - before[1], now[2] - before[2]))
+            before = now
+    return counts
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_steady_loop_wastes_no_gather(worker_pool: Pools, depth: int) -> None:
+    for counts in worker_pool(2).run(hits, depth):
+        assert counts[0] == (8, 0, 8)  # of 4 layers, each forward and backward
+        assert counts[1:] == [(8, 0, 8 if depth == 0 else 1)] * 3  # nothing is predicted of a step's first
+
+
+def count_casts(rank: int, size: int, recipe: str, first: tuple[bool | None, ...]) -> list[tuple[int, int]]:
+    """Of each step of several microbatches: weights that are cast, and all-reduces of their amaxes."""
+    net, data = make(True, recipe), Data(rank)
+    counts, casts = [], [0]
+    together = weight.cast_together
+
+    def count(wanted: Any, replayed: Any = None) -> Any:
+        casts[0] += len(wanted)
+        return together(wanted, replayed)
+
+    with mock.patch.object(weight, "cast_together", count):
+        for _ in range(3):
+            sgd(net)
+            casts[0] = reduced = 0
+            for each in first:
+                with recorded() as calls:
+                    y = net(data.draw(), first=each)
+                reduced += sum(name == "all-reduce" for name, *_ in calls)
+                y.backward(data.draw())
+            counts.append((casts[0], reduced))
+    return counts
+
+
+@pytest.mark.parametrize("first", [(None,) * 3, (True, False, False)])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_weights_are_cast_once_a_step_together(worker_pool: Pools, recipe: str, first: tuple[bool | None, ...]) -> None:
+    for counts in worker_pool(2).run(count_casts, recipe, first):
+        assert counts[1:] == [(4, 1 if recipe == "current" else 0)] * 2
+
+
+# ---- writes ----
+
+
+def writes(rank: int, size: int, recipe: str) -> None:
+    nets, data = [make(sharded, recipe) for sharded in (False, True)], Data(rank)
+    reference, net = nets
+    ahead = lane(net)
+    ahead.depth = 2
+    x = data.draw()
+
+    def alike(first: bool | None = None) -> bool:
+        with torch.no_grad():
+            return torch.equal(net(x, first=first), reference(x, first=first))
+
+    def scale(by: float) -> None:
+        """In a way that PyTorch does not see."""
+        for each in nets:
+            for layer in each.layers:
+                layer.weight.data.mul_(by)
+
+    for _ in range(3):  # of evaluations, where the next one's first weight is gathered at the end
+        assert alike()
+    assert ahead._ahead[0].step.source is etp.sources(net)[0]
+    with torch.no_grad():
+        for each in nets:
+            for layer in each.layers:
+                layer.weight.mul_(-2)
+    assert alike()
+    for each in nets:
+        each.load_state_dict({name: value * 0.5 for name, value in each.state_dict().items()})
+    assert alike()
+    with torch.no_grad():
+        before = net(x)
+    scale(3.0)
+    with torch.no_grad():
+        assert recipe == "none" or torch.equal(net(x), before)  # "none": the rows are the parameter's memory
+    for layer in net.layers:
+        layer.invalidate()
+    assert alike()
+    scale(0.5)
+    assert alike(first=True) and alike(first=False)
+    for each in nets:
+        y = each(x.clone().requires_grad_())
+        with torch.no_grad():
+            each.layers[1].weight.add_(1)
+        if recipe == "none":  # as nn.Linear, whose backward reads the parameter
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+    first = net.layers[0]
+    assert recipe == "none" or etp.same(first.weight.grad, etp.own(first, reference.layers[0].weight.grad))
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
+def test_a_write_gives_no_old_values(worker_pool: Pools, recipe: str) -> None:
+    worker_pool(2).run(writes, recipe)
+
+
+# ---- several models ----
+
+
+def one_after_another(rank: int, size: int) -> list[str]:
+    """Training one model after the other, of which only one rank has collected the garbage."""
+    wrong = []
+    gc.disable()
+    for number in range(3):
+        nets = [make(False), make(True)]
+        results = [etp.steps(net, Data(rank + 10 * number)) for net in nets]
+        wrong += etp.differences(nets[1], nets[0], *results[::-1])
+        for net in nets:
+            sgd(net)
+        del nets, net
+        if rank == 0:
+            gc.collect()
+    gc.enable()
+    return wrong
+
+
+def test_models_one_after_another(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(one_after_another) == [[]] * 2
+
+
+# ---- memory and races ----
+
+
+def memory(rank: int, size: int, recipe: str) -> list[int]:
+    """Storages that live after every fifth step."""
+    net, data, living = make(True, recipe, 2), Data(rank), []
+    lane(net).depth = 2
+    for _ in range(4):
+        for _ in range(5):
+            sgd(net)
+            step(net, data)
+        living.append(len(live_storages()))
+    return living
+
+
+@pytest.mark.parametrize("recipe", ["none", "current"])
+def test_steps_leave_no_memory_behind(worker_pool: Pools, recipe: str) -> None:
+    for counts in worker_pool(2).run(memory, recipe):
+        assert len(set(counts)) == 1
+
+
+def race(rank: int, size: int) -> None:
+    """Neighbours of one shape, filled with 1 and -1, whose gathers and sums begin late."""
+    net = nn.Sequential(*(Linear(8, 8, bias=False, etp_group=dist.group.WORLD, recipe="none") for _ in range(4)))
+    lane(net).depth = 2
+    for i, layer in enumerate(net):
+        nn.init.constant_(layer.weight, (-1.0) ** i)
+    with recorded(slow=0.0005):
+        for _ in range(100):
+            x = torch.full((2, 8), float(rank + 1), requires_grad=True)
+            y = net(x)
+            y.sum().backward()
+            assert torch.equal(y, x * 8**4) and torch.equal(x.grad, torch.full_like(x, 8.0**4))
+            for i, layer in enumerate(net):
+                expected = (2 * 1.5) * 8.0**3 * (-1) ** i
+                assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, expected)), i
+            net.zero_grad()
+
+
+def test_late_collectives_change_no_number(worker_pool: Pools) -> None:
+    worker_pool(2).run(race)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -48,6 +50,8 @@ def make(
     """With ``etp`` over all ranks, else unsharded with gradients that are reduced alike."""
     if etp:
         options |= {"etp_group": dist.group.WORLD, "etp_reduction": reduction}
+        ahead = lane_of(Group.of(dist.group.WORLD))
+        ahead.depth, ahead.most_bytes = 1, None
     net = Net(layers, recipe, dtype, width, **options)
     reduce_replicated(net, dist.group.WORLD, reduction)  # type: ignore[arg-type]
     return net
@@ -183,6 +187,18 @@ def microbatches(net: Net, data: Data, schedule: str, first: tuple[bool | None, 
     return results
 
 
+def written_between(net: Net, data: Data) -> list[Tensor | None]:
+    """Parameters change between a forward and its backward, which uses what the forward used."""
+    steps(net, data)
+    xs = [data.draw(True), data.draw(True)]
+    first = net(xs[0])
+    sgd(net, clear=False)
+    second = net(xs[1])
+    first.backward(data.draw())
+    second.backward(data.draw())
+    return [first.detach(), second.detach(), xs[0].grad, xs[1].grad]
+
+
 def checkpointed(net: Net, data: Data, how: str) -> list[Tensor | None]:
     results: list[Tensor | None] = []
     for _ in range(2):
@@ -246,6 +262,7 @@ SCENARIOS: dict[str, Scenario] = {
     "accumulated": lambda net, data: microbatches(net, data, "aabbcc", (None,)),
     "interleaved": lambda net, data: microbatches(net, data, "abab", (None,)),
     "1F1B": lambda net, data: microbatches(net, data, "abacbdcd", (True, False)),
+    "written between": written_between,
     "checkpoint": lambda net, data: checkpointed(net, data, "minifloat"),
     "torch checkpoint": lambda net, data: checkpointed(net, data, "torch"),
     "reentrant checkpoint": lambda net, data: checkpointed(net, data, "reentrant"),
@@ -293,27 +310,36 @@ def same(a: Tensor | None, b: Tensor | None, bound: float = 0.0) -> bool:
 # ---- what ranks send ----
 
 
+METHODS = {
+    "_allgather_base": "all-gather",
+    "_reduce_scatter_base": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",  # from PyTorch 2.13 on
+    "allreduce": "all-reduce",
+    "alltoall_base": "all-to-all",
+}
+"""Of a process group, and what they are."""
+
+
 @contextmanager
-def recorded() -> Iterator[list[tuple[str, int]]]:
-    """Names and bytes of the collectives inside."""
-    calls: list[tuple[str, int]] = []
+def recorded(slow: float = 0.0) -> Iterator[list[tuple[str, int, str]]]:
+    """Names, bytes and dtypes of the collectives inside; each begins up to ``slow`` seconds late."""
+    calls: list[tuple[str, int, str]] = []
+    dawdle = random.Random(dist.get_rank())
 
     def wrapped(name: str) -> Any:
         method = getattr(dist.ProcessGroup, name)
 
         def call(group: Any, *args: Any) -> Any:
+            time.sleep(dawdle.random() * slow)
             sent = args[0] if name == "allreduce" else args[1]
-            calls.append((name, sum(t.nbytes for t in (sent if isinstance(sent, list) else [sent]))))
+            tensors = sent if isinstance(sent, list) else [sent]
+            calls.append((METHODS[name], sum(t.nbytes for t in tensors), str(tensors[0].dtype)))
             return method(group, *args)
 
         return mock.patch.object(dist.ProcessGroup, name, call)
 
-    names = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall_base"
-    patches = [wrapped(name) for name in names]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for name in METHODS:
+            if hasattr(dist.ProcessGroup, name):
+                stack.enter_context(wrapped(name))
         yield calls
-    finally:
-        for patch in patches:
-            patch.stop()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -270,12 +269,15 @@ class Lane:
         self._used_before, self._used = self._used, {}
 
 
-_lanes: WeakValueDictionary[Group, Lane] = WeakValueDictionary()
+_lanes: dict[Group, Lane] = {}  # not weakly: ranks collect garbage at different times, and then decide differently
 
 
 def lane_of(group: Group) -> Lane:
     """The one of a group: whoever gathers over it does so in one order."""
-    return _lanes.setdefault(group, Lane(group))
+    found = _lanes.get(group)
+    if found is None:
+        found = _lanes[group] = Lane(group)
+    return found
 
 
 def _holds(parts: Sequence[Quantized], dim: int) -> bool:

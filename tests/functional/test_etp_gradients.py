@@ -1,0 +1,363 @@
+"""Extended tensor parallelism of linears: where gradients go, hooks, failures, delayed scaling and training."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import minifloat
+from minifloat import DelayedScaling, Linear, autocast
+from minifloat.comm.group import Group
+from tests.helpers import etp_linears as etp
+from tests.helpers.distributed_pool import Pools
+from tests.helpers.etp_linears import Data, differences, lane, make, own, recorded, same, sgd, step
+
+# ---- where gradients go ----
+
+
+def sums(rank: int, size: int, recipe: str) -> list[str]:
+    nets = [make(sharded, recipe, reduction="sum") for sharded in (False, True)]
+    results = [etp.steps(net, Data(rank)) for net in nets]
+    return differences(nets[1], nets[0], results[1], results[0])
+
+
+def test_sum_of_gradients(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(sums, "current") == [[]] * 2
+
+
+def in_main_grad(rank: int, size: int, dtype: torch.dtype, first: tuple[bool | None, ...], delay: bool) -> None:
+    """Of microbatches, against unsharded ones whose sums ranks reduce in the end; activations are in bf16."""
+    options = dict(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    nets = [make(sharded, "current", 3, dtype, **options) for sharded in (False, True)]
+    for net in nets:
+        data = Data(rank, torch.bfloat16)
+        for layer in net.layers:
+            layer.weight.main_grad = torch.full(layer.weight.shape, 7.0 if first[0] else 0.0)
+        with recorded() as calls:
+            for each in first:
+                y = net(data.draw(True), first=each)
+                y.backward(data.draw())
+                for layer in net.layers[::-1] if delay else ():
+                    layer.backward_dw()
+        kinds = [kind for name, _, kind in calls if name == "reduce-scatter"]
+        assert net is nets[0] or kinds == ["torch.float32"] * 3 * len(first)
+    for reference, layer in zip(nets[0].layers, nets[1].layers, strict=True):
+        total = reference.weight.main_grad
+        dist.all_reduce(total)
+        torch.testing.assert_close(layer.weight.main_grad, own(layer, total / size), rtol=0, atol=1e-5)
+        assert layer.weight.grad is None and layer.weight.grad_added_to_main_grad
+        if len(first) == 1:  # else ranks' gradients are summed before those of microbatches
+            assert same(layer.weight.main_grad, own(layer, total / size))
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_main_grad_is_reduced_in_its_own_dtype(
+    worker_pool: Pools, dtype: torch.dtype, first: tuple[bool | None, ...], delay: bool
+) -> None:
+    worker_pool(2).run(in_main_grad, dtype, first, delay)
+
+
+def dtypes(rank: int, size: int) -> None:
+    """fp32 parameters under torch.autocast: gradients are computed and sent in fp32, as no recipe's backward rounds."""
+    for recipe in ("none", "current"):
+        net, data = make(True, recipe), Data(rank)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(data.draw(True))
+        assert y.dtype == torch.bfloat16
+        with recorded() as calls:
+            y.backward(data.draw().bfloat16())
+        sent = [kind for name, _, kind in calls if name == "reduce-scatter"]
+        assert sent == ["torch.float32"] * 4
+        assert any(bool((layer.weight.grad.bfloat16() != layer.weight.grad).any()) for layer in net.layers)
+
+
+def test_gradients_of_fp32_parameters_are_not_rounded(worker_pool: Pools) -> None:
+    worker_pool(2).run(dtypes)
+
+
+def delayed_wgrad(rank: int, size: int) -> None:
+    nets = [make(sharded, "current", delay_wgrad_compute=True) for sharded in (False, True)]
+    seen: list[Tensor] = []
+    nets[1].layers[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for net in nets:
+        step(net, Data(rank))
+        assert all(layer.weight.grad is None for layer in net.layers) and not seen
+        for layer in net.layers:
+            layer.backward_dw()
+    for reference, layer in zip(nets[0].layers, nets[1].layers, strict=True):
+        dist.all_reduce(reference.weight.grad)
+        assert same(layer.weight.grad, own(layer, reference.weight.grad / size))
+    assert len(seen) == 1 and torch.equal(seen[0], nets[1].layers[1].weight.grad)
+
+
+def test_delayed_gradients_of_weights(worker_pool: Pools) -> None:
+    worker_pool(2).run(delayed_wgrad)
+
+
+def split(rank: int, size: int) -> None:
+    """Of parameters that make up a weight one is frozen; another is all on one rank."""
+    layers = []
+    for group in (None, dist.group.WORLD):
+        torch.manual_seed(1)
+        split = {"query": 20, "key": 3, "value": 4}
+        layers.append(Linear(8, 27, recipe="current", parameters_split=split, etp_group=group))
+        layers[-1].key_weight.requires_grad_(False)
+    layer = layers[1]
+    for each in layers:
+        data = Data(rank, width=8)
+        for _ in range(2):
+            each(data.draw()).sum().backward()
+    for name, rows in zip(("query", "key", "value"), layer._etp_ranges(), strict=True):
+        want, got = (getattr(each, f"{name}_weight").grad for each in layers)
+        assert (got is None) == (name == "key")
+        if want is not None:
+            dist.all_reduce(want)
+            torch.testing.assert_close(got, (want / size)[rows], rtol=0, atol=1e-5)
+    assert layer.key_weight.shape[0] == (0, 3)[rank]
+
+
+def test_split_parameters_of_which_one_is_frozen(worker_pool: Pools) -> None:
+    worker_pool(2).run(split)
+
+
+def replicated(rank: int, size: int, reduction: str) -> None:
+    """Rows on two ranks each, with other data on all four: as where all four share them out."""
+    results = []
+    for replicas in (True, False):
+        group = dist.new_subgroups(2)[0] if replicas else dist.group.WORLD
+        torch.manual_seed(1)
+        layers = [Linear(8, 8, recipe="none", etp_group=group, etp_reduction=reduction) for _ in range(3)]
+        if replicas:
+            other = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+            for layer in layers:
+                layer._etp = layer._etp._replace(replicas=Group.of(other))
+        data = Data(rank, width=8)
+        for _ in range(2):
+            x = data.draw()
+            for layer in layers:
+                x = layer(x)
+            x.sum().backward()
+        whole = [torch.zeros(4 if replicas else 2, 8) for _ in range(2 if replicas else 4)]
+        for layer in layers:
+            dist.all_gather(whole, layer.weight.grad, group=group)
+            results.append(torch.cat(whole))
+    for a, b in zip(results[:3], results[3:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_replicas_of_rows(worker_pool: Pools, reduction: str) -> None:
+    worker_pool(4).run(replicated, reduction)
+
+
+# ---- hooks ----
+
+
+def watch(layer: Any, calls: dict[str, list[Any]], alone: bool, main_grad: bool) -> None:
+    """Notes what hooks are given; ``alone``: no tensor hook, which changes the gradient."""
+
+    def before(gradient: Tensor) -> Tensor:
+        calls.setdefault(f"tensor {layer.name}", []).append(gradient.clone())
+        return 2 * gradient
+
+    def after(p: Any) -> None:
+        calls.setdefault(f"post {layer.name}", []).append((p.main_grad if main_grad else p.grad).clone())
+
+    if not alone:
+        layer.weight.register_hook(before)
+    layer.weight.register_post_accumulate_grad_hook(after)
+
+
+def hooks(rank: int, size: int, main_grad: bool, order: tuple[int, ...]) -> None:
+    """Each runs once in a backward, with the whole gradient, or after it was added."""
+    nets = [make(sharded, "none", fuse_wgrad_accumulation=main_grad and sharded) for sharded in (False, True)]
+    seen: list[dict[str, list[Any]]] = []
+    for net in nets:
+        calls: dict[str, list[Any]] = {}
+        for layer in net.layers:
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+        net(torch.zeros(1, etp.WIDTH))  # registers the hooks that reduce
+        for layer in net.layers:
+            watch(layer, calls, main_grad, main_grad and net is nets[1])
+        seen.append(calls)
+        data = Data(rank)
+        for _ in range(2):
+            step(net, data, order)
+        y = net(data.draw(), order)
+        y.backward(data.draw(), retain_graph=True)
+        y.backward(data.draw())
+        torch.autograd.grad(net(x := data.draw(True), order).sum(), x)
+    reference, got = seen
+    assert set(got) == set(reference) and all(len(each) == 4 for each in got.values())
+    for name, values in got.items():
+        layer = nets[1].layers[int(name[-1])]
+        for a, b in zip(values, reference[name], strict=True):
+            torch.testing.assert_close(a, own(layer, b), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 1, 2, 0)])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_hooks_run_once_with_the_whole_gradient(worker_pool: Pools, main_grad: bool, order: tuple[int, ...]) -> None:
+    worker_pool(2).run(hooks, main_grad, order)
+
+
+# ---- failures ----
+
+
+class _Fails(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+def failure(rank: int, size: int) -> list[str]:
+    """A forward and a backward that raise in the middle, between steps."""
+    nets = [make(sharded) for sharded in (False, True)]
+    results = []
+    for net in nets:
+        data = Data(rank)
+        step(net, data)
+        net.zero_grad()
+        with pytest.raises(ValueError):
+            net.layers[2](net(data.draw(), (0, 1)).repeat(1, 2))
+        y = net(_Fails.apply(net(data.draw(True), (0, 1))), (2, 3))
+        with pytest.raises(ArithmeticError):
+            y.backward(data.draw())
+        if net is nets[1]:
+            ahead = lane(net)
+            assert not ahead._ahead and not ahead._reducing and not ahead._gradients
+            assert [layer.weight.grad is None for layer in net.layers] == [True, True, True, False]
+        net.zero_grad()
+        results.append(etp.steps(net, data))
+    return differences(nets[1], nets[0], results[1], results[0])
+
+
+def test_steps_after_a_failure(worker_pool: Pools) -> None:
+    """Of the backward that raised gradients are added whole or not at all, and what was under way is not."""
+    assert worker_pool(2).run(failure) == [[]] * 2
+
+
+# ---- delayed scaling ----
+
+
+def delayed(rank: int, size: int, how: str) -> list[str]:
+    """Against unsharded layers whose amaxes are reduced over the ranks; inputs that grow."""
+    recipe = DelayedScaling(amax_history_len=3)
+    nets = [make(sharded, None) for sharded in (False, True)]
+    results: list[list[Tensor | None]] = [[], []]
+    for number, net in enumerate(nets):
+        data = Data(rank)
+        for i in range(4):
+            sgd(net)
+            x = (data.draw() * 2.0**i).requires_grad_()
+            with autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+                if how == "checkpoint":
+                    y = minifloat.checkpoint(net, minifloat.checkpoint(net, x, (0, 1)), (2, 3))
+                else:
+                    y = net(x)
+            y.backward(data.draw())
+            results[number] += [y.detach(), x.grad]
+            for direction in ("forward_scaling", "backward_scaling"):
+                for layer in net.layers:
+                    state = getattr(layer, direction)
+                    results[number] += [state.scale.clone(), state.amax_history.clone()]
+    return differences(nets[1], nets[0], results[1], results[0])
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint"])
+def test_delayed_scales_are_those_of_the_whole(worker_pool: Pools, how: str) -> None:
+    assert worker_pool(2).run(delayed, how) == [[]] * 2
+
+
+def unreduced(rank: int, size: int) -> None:
+    layer = Linear(8, 8, etp_group=dist.group.WORLD, name="fc")
+    with autocast(recipe=DelayedScaling(reduce_amax=False)), pytest.raises(ValueError, match=r"'fc'.*reduce_amax"):
+        layer(torch.ones(2, 8))
+
+
+def test_delayed_scaling_without_reduction_is_refused(worker_pool: Pools) -> None:
+    worker_pool(2).run(unreduced)
+
+
+# ---- dtypes and compilers ----
+
+
+def surroundings(rank: int, size: int) -> None:
+    net, reference, x = make(True, None), make(False, None), Data(rank).draw()
+    for context in (nullcontext(), autocast(recipe="mxfp8"), torch.autocast("cpu", torch.bfloat16)):
+        with context:
+            assert torch.equal(net(x), reference(x))
+    for each in (net, reference):
+        for dtype in (torch.bfloat16, torch.float64):
+            with pytest.raises(ValueError, match=r"bf16|dtype"):
+                each(x.to(dtype))
+        with autocast(recipe="current"), pytest.raises(ValueError, match="float64"):
+            each(x.double())
+    both = [each.bfloat16() for each in (reference, net)]
+    results = [step(each, Data(rank, torch.bfloat16)) for each in both]
+    assert differences(net, reference, results[1], results[0]) == []
+
+
+def test_without_a_recipe_and_in_other_dtypes(worker_pool: Pools) -> None:
+    worker_pool(2).run(surroundings)
+
+
+def compiled(rank: int, size: int) -> list[str]:
+    nets = [make(sharded) for sharded in (False, True)]
+    with pytest.raises(Exception, match="etp_group"):
+        torch.compile(nets[1], fullgraph=True, backend="eager")(torch.ones(2, etp.WIDTH))
+    torch._dynamo.reset()
+    nets[1].compile(backend="aot_eager")
+    results = [etp.steps(net, Data(rank)) for net in nets]
+    torch._dynamo.reset()
+    return differences(nets[1], nets[0], results[1], results[0])
+
+
+def test_a_compiled_model_breaks_its_graph_at_the_layer(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(compiled) == [[]] * 2
+
+
+# ---- training ----
+
+
+def training(rank: int, size: int, recipe: str, main_grad: bool) -> list[str]:
+    nets = [make(sharded, recipe, 2, width=18, fuse_wgrad_accumulation=main_grad) for sharded in (False, True)]
+    losses: list[list[Tensor | None]] = [[], []]
+    for net, found in zip(nets, losses, strict=True):
+        data = Data(rank, width=18)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        target = Data(99, width=18).draw()
+        for layer in net.layers:
+            layer.weight.main_grad = torch.empty_like(layer.weight) if main_grad else None
+        for number in range(200):
+            torch.manual_seed(number)
+            loss = (net(data.draw(), first=True) @ target.t()).sub(1).square().mean()
+            loss.backward()
+            for layer in net.layers if main_grad else ():
+                layer.weight.grad = layer.weight.main_grad
+                if net is nets[0]:
+                    dist.all_reduce(layer.weight.grad)
+                    layer.weight.grad /= size
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            found.append(loss.detach())
+    assert losses[0][-1] < losses[0][0]
+    return differences(nets[1], nets[0], losses[1], losses[0])
+
+
+@pytest.mark.parametrize(("recipe", "main_grad"), [("current", False), ("current", True), ("nvfp4", False)])
+def test_training_is_that_of_the_whole(worker_pool: Pools, recipe: str, main_grad: bool) -> None:
+    assert worker_pool(2).run(training, recipe, main_grad) == [[]] * 2
