@@ -87,7 +87,8 @@ def parallelize(
     values it has, so that a model made from a seed and parallelized is the one made parallel from the seed. On the
     ``meta`` device too: ``to_empty`` and ``reset_parameters`` then give a rank its part. Modules stay the objects that
     they are, with recipes, names, hooks and delayed scaling's state; sharded parameters are new objects, so optimizers
-    are made afterwards. Parameters that modules share stay shared where all of these are sharded alike.
+    are made afterwards. Parameters that modules share stay shared where all of these are sharded alike; over ``"etp"``
+    each of these adds its own gradient, so that post-accumulate hooks run as often.
 
     Of a quantized parameter (``quantized_model_init``) the piece is cast anew, by itself: from the values before the
     first cast if these were preserved and the parameter still has them, which gives the layer that was made parallel

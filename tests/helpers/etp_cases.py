@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import minifloat
-from minifloat import autocast
+from minifloat import autocast, quantized_model_init
 from minifloat.nn.etp import EtpRows
 from minifloat.parallel.parallelize import parallelize
 from minifloat.recipe import Recipe
@@ -56,6 +56,7 @@ class Case:
 
     Args:
         options, arguments: of :class:`Model`, of ``parallelize``.
+        quantized: weights are kept as the recipe casts them.
         tolerance: relative to the largest gradient of a parameter, where sums have no order that is known.
     """
 
@@ -64,6 +65,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     steps: int = 2
+    quantized: bool = False
     tolerance: float = 0.0
 
 
@@ -116,7 +118,8 @@ def compare(rank: int, size: int, case: Case) -> list[str]:
     """What differs from the oracle on this rank: nothing."""
     mesh = mesh_of(case.dims)
     torch.manual_seed(1)
-    model = Model(**case.options)
+    with quantized_model_init(enabled=case.quantized, recipe=case.recipe):
+        model = Model(**case.options)
     oracle = copy.deepcopy(model)
     arguments = {"plan": PLAN if "tp" in case.dims else None} | case.arguments
     if "tp" in case.dims:

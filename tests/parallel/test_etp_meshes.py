@@ -32,6 +32,7 @@ CASES = {
     "etp, mxfp8, much prefetch": Case(ETP, NAMED["mxfp8"], LLAMA, {"prefetch": 3, "prefetch_bytes": 10**6}),
     "etp, checkpointed": Case(ETP, NAMED["current"], {"checkpoint_mlp": True, "fuse_qkv_params": True}),
     "etp, whole head": Case(ETP, NAMED["current"], arguments={"plan": {"head": "replicated"}}),
+    "etp, quantized weights": Case(ETP, NAMED["mxfp8"], quantized=True),
     "etp, tied": Case(ETP, NAMED["current"], FP32 | {"tied": True}, steps=1, tolerance=1e-6),
     "etp, experts": Case(ETP, NAMED["current"], {"moe": {"num_experts": 3, "top_k": 2}}),
     "uneven": Case({"etp": 3}, None, FP32 | LLAMA, steps=1),
