@@ -61,6 +61,12 @@ def check_same_rows(label: str, parameters: Iterable[Tensor]) -> None:
         raise not_replicated(label)
 
 
+def keep_rows(module: nn.Module, names: Iterable[str]) -> None:
+    """Keeps the constructor of a wrapper from comparing and broadcasting these parameters; its forward is refused."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    module._ddp_params_and_buffers_to_ignore = ignored | set(names)  # type: ignore[assignment]
+
+
 def not_replicated(label: str) -> ValueError:
     """The error."""
     return ValueError(

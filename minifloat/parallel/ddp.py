@@ -42,9 +42,12 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
     for name, linear in module.named_modules():
         if not isinstance(linear, EtpRows) or (linear._etp is None and not _writes_gradients(linear)):
             continue
+        if linear._etp is not None:
+            if not all(getattr(each, "_ddp_ignored", False) for each in linear._etp_parameters()):
+                raise not_replicated(linear._label)
         # As PyTorch asks it, with a dot also where a module has no name.
-        if not ignored.issuperset(f"{name}.{weight}" for weight in linear._weight_names):
-            raise unreduced(linear._label) if linear._etp is None else not_replicated(linear._label)
+        elif not ignored.issuperset(f"{name}.{weight}" for weight in linear._weight_names):
+            raise unreduced(linear._label)
     histories = history_names(module)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored | histories)
     quantized = [

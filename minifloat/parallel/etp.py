@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from minifloat.comm.ddp import keep_rows
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn.embedding import VocabParallelEmbedding
@@ -120,6 +121,12 @@ def weight_rows(layers: Mapping[str, nn.Module]) -> dict[tuple[nn.Module, str], 
     return found
 
 
+def _weights(layers: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+    """The parameters by the names of their layers and their own."""
+    each = [(name, layer) for name, layer in layers.items() if isinstance(layer, EtpRows)]
+    return [(name, weight) for name, layer in each for weight in layer._weight_names]
+
+
 def shard_rows(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
@@ -138,5 +145,6 @@ def shard_rows(
         layer.invalidate()
         lane = layer._etp_source().lane
         lane.depth, lane.most_bytes = prefetch, prefetch_bytes
+    keep_rows(model, [".".join(each).lstrip(".") for each in _weights(layers)])
     if ranks.share_data:
         reduce_replicated(model, (ranks.etp, ranks.dp), reduction)

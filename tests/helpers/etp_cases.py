@@ -127,6 +127,9 @@ def compare(rank: int, size: int, case: Case) -> list[str]:
     parallelize(model, mesh, **arguments)
     rows, count = own_rows(model), size // case.dims.get("tp", 1)
     assert bool(rows) == (case.dims.get("etp", 1) > 1)
+    lanes = {layer._etp_source().lane for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp}
+    wanted = case.arguments.get("prefetch", 1), case.arguments.get("prefetch_bytes")
+    assert [(lane.depth, lane.most_bytes) for lane in lanes] == [wanted] * bool(rows)
     different = []
     for step in range(case.steps):
         generator = torch.Generator().manual_seed(step)

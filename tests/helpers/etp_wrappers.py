@@ -40,8 +40,10 @@ def refusal(call: Any, *args: Any, **options: Any) -> str:
 def refuse_wrappers(rank: int, size: int) -> list[str]:
     """Errors of DDP at its first forward, and of the functions that wrap a model or read a weight."""
     mesh, tokens = mesh_of({"etp": size}), torch.zeros(3, 2, dtype=torch.int64)
-    model = parallelize(made(fuse_qkv_params=True), mesh)  # PyTorch refuses rows of unequal numbers by itself
+    model = parallelize(made(), mesh)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     found = [refusal(DistributedDataParallel(model), tokens), refusal(data_parallel, model)]
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     frozen = minifloat.Linear(8, 8, etp_group=mesh).requires_grad_(False)
     found.append(refusal(DistributedDataParallel(nn.Sequential(frozen, nn.Linear(8, 8))), torch.ones(2, 8)))
     found += [refusal(fully_shard, model.layers[0], mesh=mesh), refusal(fully_shard, model, mesh=mesh)]

@@ -86,7 +86,7 @@ def test_wrappers_refuse_rows(worker_pool: Pools) -> None:
         assert "EtpEmbedding(26, 24): DistributedDataParallel" in ddp and "'dp' dim" in ddp
         assert "EtpEmbedding(26, 24): DistributedDataParallel" in wrapped
         assert "Linear(8, 8): DistributedDataParallel" in frozen
-        assert "self_attention.qkv.linear.weight" in block and "etp_parameters(model)" in block
+        assert "self_attention.qkv.linear.query_weight" in block and "etp_parameters(model)" in block
         assert "embedding.weight" in root
         assert "whole_weight()" in loss
 
