@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -76,8 +76,14 @@ def check_once(model: nn.Module) -> None:
             )
 
 
-def plan_rows(model: nn.Module, ranks: Ranks, plan: Mapping[str, str]) -> dict[str, nn.Module]:
-    """By name the modules of whose weight each rank of ``etp`` is to keep some rows; ``plan``: as of ``parallelize``.
+def plan_rows(
+    model: nn.Module, ranks: Ranks, plan: Mapping[str, str], summed: Set[nn.Module] = frozenset()
+) -> dict[str, nn.Module]:
+    """By name the modules of whose weight each rank of ``etp`` is to keep some rows.
+
+    Args:
+        plan: as of ``parallelize``.
+        summed: modules whose gradients are summed over tensor-parallel ranks as autograd sees them; they stay whole.
 
     Raises:
         ValueError: one cannot be sharded; autograd does not see the gradient of one that is not.
@@ -85,7 +91,7 @@ def plan_rows(model: nn.Module, ranks: Ranks, plan: Mapping[str, str]) -> dict[s
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules() if ranks.share_data else ():
         style = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
-        if type(module) in _SHARDED and ranks.etp.size > 1 and style != "replicated":
+        if type(module) in _SHARDED and ranks.etp.size > 1 and style != "replicated" and module not in summed:
             _check_layer(name, module)
             found[name] = module
         elif isinstance(module, LinearState) and (module.fuse_wgrad_accumulation or module.delay_wgrad_compute):

@@ -44,11 +44,15 @@ _TYPES: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 class Sharding(NamedTuple):
-    """What is to become of one module: how its parameters are cut, by their names, and what is done once they are."""
+    """What is to become of one module: how its parameters are cut, by their names, and what is done once they are.
+
+    ``summed``: autograd has to see its gradients, which are summed over the ranks, so that no rows are shared out.
+    """
 
     module: nn.Module
     cuts: dict[str, Partition]
     finish: Callable[[], object]
+    summed: bool = False
 
 
 @checked
@@ -104,7 +108,7 @@ def parallelize(
             :class:`~minifloat.LayerNormLinear`); ``"vocabulary"`` for an ``nn.Embedding``, which becomes a
             ``VocabParallelEmbedding``; ``"sequence"`` for a module that works on rows of its own, such as a final norm:
             the gradients of its parameters are summed over the ranks. What is not named stays as it is.
-            ``"replicated"`` for a module whose weight stays whole over ``"etp"``.
+            ``"replicated"`` for a module whose weight stays whole over ``"etp"``, as such a sum leaves it too.
         check: as :func:`set_check` does.
         overlap: as :func:`~minifloat.distributed.set_overlap` does.
         etp_reduction: of the gradients of ranks with other data: ``"mean"`` or ``"sum"``.
@@ -124,7 +128,7 @@ def parallelize(
     shards = _plan_modules(model, parallel, plan) if ranks.tp.size > 1 else []
     if shards or ranks.share_data:
         check_once(model)
-    layers = plan_rows(model, ranks, plan)
+    layers = plan_rows(model, ranks, plan, {shard.module for shard in shards if shard.summed})
     _check_parameters(model, shards, weight_rows(layers))
     made: dict[Tensor, nn.Parameter] = {}
     for shard in shards:
@@ -245,7 +249,7 @@ def _plan_by_style(name: str, module: nn.Module, style: Style, parallel: TensorP
         reduced = ReducedGradients(partial(_sum_of_rows, parallel), recurse=False)
         watch = partial(_watch, module, reduced)
         own = parallel.sequence_parallel and any(True for _ in module.parameters(recurse=False))
-        return [Sharding(module, {}, watch)] if own else []
+        return [Sharding(module, {}, watch, summed=True)] if own else []
     assert style in ("column", "row"), style
     return [_plan_linear(name, module, style, parallel)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_cases import LLAMA, Case, compare
+from tests.helpers.etp_cases import LLAMA, PLAN, Case, compare
 from tests.helpers.etp_layers import compare_layers
 from tests.helpers.etp_wrappers import (
     embeddings,
@@ -42,6 +42,7 @@ CASES = {
     "dp, etp, delayed": Case(DP_ETP, NAMED["delayed"], LLAMA),
     "etp, tp": Case(ETP_TP, NAMED["block"], LLAMA),
     "etp, tp, delayed": Case(ETP_TP, NAMED["delayed"], arguments=SUM),
+    "etp, tp, head of positions": Case(ETP_TP, NAMED["current"], LLAMA, {"plan": PLAN | {"head": "sequence"}}),
     "etp, tp, replicated": Case(ETP_TP, NAMED["current"], LLAMA, {"sequence_parallel": False}),
 }
 
