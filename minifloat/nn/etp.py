@@ -79,10 +79,14 @@ class EtpRows(Weights):
         return rows
 
     def _mark_parameters(self) -> None:
-        """Notes on the parameters which ranks share them, ``etp_group``; none where each has its own whole."""
+        """Notes on the parameters which ranks share them, ``etp_group``, and how many rows and which, ``etp_rows``.
+
+        Neither where each has its own whole.
+        """
         if self._etp is not None:
-            for parameter in self._etp_parameters():
-                parameter.etp_group = self._etp.group
+            for name, extent in self._etp_extents().items():
+                parameter: Any = self._weight(name)
+                parameter.etp_group, parameter.etp_rows = self._etp.group, extent
                 if isinstance(parameter, QuantizedRows):
                     parameter.join(self._etp.group)
 

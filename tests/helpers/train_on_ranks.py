@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from minifloat.recipe import named
 from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import TrainConfig, train
-from minifloat.tools.train.model import MODELS
-from minifloat.tools.train.ranks import ALONE, Ranks, is_dtensor
+from minifloat.tools.train.model import MODELS, ModelConfig
+from minifloat.tools.train.ranks import ALONE, Ranks, etp_rows, is_dtensor
 from tests.helpers.micro_training import CPU, MICRO, children, micro_corpus
 
 SIZES = replace(MICRO, heads=2, kv_heads=2)  # for two tensor-parallel ranks
@@ -54,10 +54,12 @@ def run(
     sequence_parallel: bool = True,
     folder: Path | None = None,
     context: int = MICRO.context,
+    etp: int | None = None,
+    sizes: ModelConfig = SIZES,
 ) -> Outcome:
     """A training from the newest checkpoint in ``folder`` on, which saves every second step there."""
-    ranks = ALONE if world_size == 1 else Ranks.of_world(CPU, tp, sequence_parallel)
-    model = SIZES.make(None if recipe is None else named(recipe), 3, ranks)
+    ranks = ALONE if world_size == 1 else Ranks.of_world(CPU, tp, sequence_parallel, etp=etp)
+    model = sizes.make(None if recipe is None else named(recipe), 3, ranks)
     checkpoints = None
     if folder is not None:
         checkpoints = Checkpoints(folder, {"of": "a test"}, 2, keep=9, start=latest(folder))
@@ -74,6 +76,10 @@ def run(
 def whole(tensor: Tensor, parameter: Tensor, ranks: Ranks) -> Tensor:
     """What all ranks together have of a parameter, gathered by PyTorch; a collective."""
     tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    if etp_rows(parameter) is not None:
+        shards: list[Any] = [None] * ranks.etp.size
+        dist.all_gather_object(shards, tensor, group=ranks.etp.process_group)
+        tensor = torch.cat(shards)
     cut = ranks.partition(parameter)
     if cut is None:
         return tensor

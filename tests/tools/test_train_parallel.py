@@ -140,8 +140,18 @@ def test_a_resumed_command_with_a_failed_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "started, tp, fsdp, message",
     [
-        (2, 4, False, "--tp is 4, but torchrun has started 2; give --tp 2, or --fsdp to share the batch, or start 4 "),
-        (4, 1, False, "--tp is 1, but torchrun has started 4; give --tp 4, or --fsdp to share the batch, or start 1 "),
+        (
+            2,
+            4,
+            False,
+            "--tp is 4, but torchrun has started 2; give --tp 2, or --fsdp or --etp to share the batch, or start 4 ",
+        ),
+        (
+            4,
+            1,
+            False,
+            "--tp is 1, but torchrun has started 4; give --tp 4, or --fsdp or --etp to share the batch, or start 1 ",
+        ),
         (1, 2, False, "start 2 with: torchrun --nproc-per-node 2 --no-python minifloat train --tp 2 ..."),
         (4, 3, True, "--tp is 3, but torchrun has started 4; start a multiple of 3, or start 3 with"),
         (4, 0, True, "--tp is 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ TIMEOUT = 10.0
 
 @contextmanager
 def joined(
-    tp: int, fsdp: bool, sequence_parallel: bool, device: torch.device, timeout: float = TIMEOUT
+    tp: int, fsdp: bool, etp: int | None, sequence_parallel: bool, device: torch.device, timeout: float = TIMEOUT
 ) -> Iterator[tuple[Ranks, torch.device]]:
     """The ranks of this command and the device of this one; inside, all but the first one's standard output is lost.
 
@@ -34,11 +35,12 @@ def joined(
     ranks the end of this context is that of the process.
 
     Raises:
-        ValueError: torchrun has not started `tp` processes, with `fsdp` a multiple of that; there are fewer GPUs than
-            ranks on this machine, or `device` is one of them; `timeout` is no number of minutes.
+        ValueError: torchrun has not started `tp` processes, with `fsdp` a multiple of that, with `etp` one of `tp`
+            times `etp`; both of these are given; there are fewer GPUs than ranks on this machine, or `device` is one of
+            them; `timeout` is no number of minutes.
     """
     patience = minutes(timeout)
-    if check_started(tp, fsdp) == 1:
+    if check_started(tp, fsdp, etp) == 1:
         yield ALONE, device
         return
     if device.type == "cuda":
@@ -52,7 +54,7 @@ def joined(
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
-    ranks = Ranks.of_world(device, tp, sequence_parallel, patience)
+    ranks = Ranks.of_world(device, tp, sequence_parallel, patience, etp)
     with ExitStack() as stack:
         if not ranks.first:
             stack.enter_context(redirect_stdout(io.StringIO()))
@@ -67,20 +69,30 @@ def minutes(timeout: float) -> timedelta:
     return timedelta(minutes=timeout)
 
 
-def check_started(tp: int, fsdp: bool) -> int:
+def check_started(tp: int, fsdp: bool, etp: int | None = None) -> int:
     """How many processes torchrun has started, this one alone without it; raises ValueError where options differ."""
     launched = dist.is_torchelastic_launched()
+    if fsdp and etp is not None:
+        raise ValueError(
+            f"--fsdp shards all parameters over the ranks that share the batch, --etp {etp} the rows of weights over "
+            "some of them; give one of the two"
+        )
     if fsdp and not launched:
         raise ValueError(
             f"--fsdp shards over the processes that torchrun starts, and this is none; start N with: {launcher('N')}"
             "minifloat train --fsdp ..."
         )
-    started, wanted = int(os.environ["WORLD_SIZE"]) if launched else 1, max(tp, 1)
-    if tp < 1 or (started % tp if fsdp else started != tp):
-        right = f"start a multiple of {wanted}" if fsdp else f"give --tp {started}, or --fsdp to share the batch"
+    given = {"--tp": tp} if etp is None else {"--tp": tp, "--etp": etp} if tp != 1 else {"--etp": etp}
+    started = int(os.environ["WORLD_SIZE"]) if launched else 1
+    wanted, shares = math.prod(max(each, 1) for each in given.values()), fsdp or etp is not None
+    if min(given.values()) < 1 or (started % wanted if shares else started != wanted):
+        right = f"give --tp {started}, or --fsdp or --etp to share the batch"
+        right = f"start a multiple of {wanted}" if shares else right
+        told = " and ".join(f"{name} is {each}" for name, each in given.items())
+        again = " ".join(f"{name} {max(each, 1)}" for name, each in given.items())
         raise ValueError(
-            f"--tp is {tp}, but torchrun has started {started}; {right}, or start {wanted} with: {launcher(wanted)}"
-            f"minifloat train --tp {wanted} ..."
+            f"{told}, but torchrun has started {started}; {right}, or start {wanted} with: {launcher(wanted)}"
+            f"minifloat train {again} ..."
         )
     return started
 

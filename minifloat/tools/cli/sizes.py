@@ -70,8 +70,8 @@ def sizes_of(model: str | None, own: OwnSizes, hf: Path | None = None) -> ModelC
 def check_memory(sizes: ModelConfig | HuggingFace, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:
     """Raises ValueError where the least that a training needs is more than there is, before anything is made."""
     there = memory_of(device)
-    shared = ranks.size if device.type == "cuda" else 1  # on a CPU all ranks are in one memory
-    state = STATE_BYTES * sizes.parameters // shared
+    shared, shards = (ranks.size, ranks.shards) if device.type == "cuda" else (1, 1)  # a CPU's memory is all ranks'
+    state = STATE_BYTES * sizes.parameters // shards
     if state > there:
         raise ValueError(
             f"{sizes.parameters:,} parameters take {state / GIB:,.1f} GiB with gradients and optimizer, {device} has "

@@ -79,6 +79,12 @@ def train(
     fsdp: Annotated[
         bool, typer.Option("--fsdp", help="under torchrun: ranks shard the parameters (FSDP2) and share the batch")
     ] = False,
+    etp: Annotated[
+        int | None,
+        typer.Option(
+            help="in place of --fsdp: so many of the ranks that share the batch shard weights, cast in shards"
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option(help="ranks that share each layer: tensor parallelism, under torchrun")] = 1,
     sequence_parallel: Annotated[
         bool, typer.Option(help="with --tp: what is not split by columns is split by tokens")
@@ -117,7 +123,7 @@ def train(
             sizes = sizes.with_vocabulary(corpus.vocabulary)
             if tensorboard:
                 tensorboard_class()  # now, not after the first step
-            ranks, chosen = held.enter_context(joined(tp, fsdp, sequence_parallel, choose_device(device), timeout))
+            ranks, chosen = held.enter_context(joined(tp, fsdp, etp, sequence_parallel, choose_device(device), timeout))
             sizes.check_ranks(ranks.size if hf else ranks.tp.size)
             check_memory(sizes, config, chosen, ranks)
             check_saves(save_every, keep)

@@ -218,6 +218,10 @@ def facts(job: Job, runs: list[Run]) -> dict[str, str]:
 
 def _ranks(ranks: Ranks) -> str:
     tokens = "split by tokens elsewhere" if ranks.sequence_parallel else "all tokens on each elsewhere"
-    told = [f"{ranks.data.size}, which shard the parameters and share the batch"] if ranks.data.size > 1 else []
+    told = []
+    if ranks.mesh is not None:
+        told = [f"{ranks.data.size}, which share the batch, and {ranks.etp.size} at a time the rows of each weight"]
+    elif ranks.data.size > 1:
+        told = [f"{ranks.data.size}, which shard the parameters and share the batch"]
     told += [f"{ranks.tp.size}, which share each linear; {tokens}"] if ranks.tp.size > 1 else []
     return "; times ".join(told)

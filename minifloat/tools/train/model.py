@@ -79,7 +79,7 @@ class ModelConfig:
     def check_ranks(self, ranks: int) -> None:
         """Raises ValueError where a rank would have a part of a head, or of an expert."""
         if self.experts and ranks > 1:
-            raise ValueError("--experts are not tensor-parallel; use --fsdp without --tp")
+            raise ValueError("--experts are not tensor-parallel; use --fsdp or --etp without --tp")
         most = math.gcd(self.heads, self.kv_heads)
         if most % ranks:
             raise ValueError(
@@ -177,12 +177,13 @@ class Transformer(nn.Module):
                 weight.normal_(std=scale * weight.shape[1] ** -0.5, generator=generator)
 
     def shard(self) -> Transformer:
-        """Leaves this rank its part of each linear, and of each parameter the rows that FSDP2 gives it."""
+        """Leaves this rank its part of each linear, and the rows that extended tensor parallelism or FSDP2 gives it."""
         if self.ranks.alone:
             return self
         plan: dict[str, Any] = dict.fromkeys(("embedding", "norm", "head"), "sequence")
-        parallelize(self, self.ranks.tp, sequence_parallel=self.ranks.sequence_parallel, plan=plan)
-        if self.ranks.data.size > 1:
+        mesh = self.ranks.tp if self.ranks.mesh is None else self.ranks.mesh
+        parallelize(self, mesh, sequence_parallel=self.ranks.sequence_parallel, plan=plan)
+        if self.ranks.mesh is None and self.ranks.data.size > 1:
             for module in (*self.blocks, self):
                 fully_shard(module, mesh=self.ranks.data_mesh)
         return self

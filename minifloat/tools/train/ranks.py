@@ -1,7 +1,8 @@
 """A training on several ranks: who has which parameters and which tokens, and what the ranks tell each other.
 
 Ranks are a grid, data x tensor-parallel. Those of one data position share each linear (``--tp``), those of one
-tensor-parallel position shard their parameters and share the batch (``--fsdp``).
+tensor-parallel position share the batch. They shard all parameters (``--fsdp``), or neighbours among them the rows of
+the linears' weights, and replicate all else (``--etp``).
 
 Every rank draws all batches and takes its sequences. Under sequence parallelism what works on tokens one by one
 (embedding, norms, head, loss) sees the rank's own positions of these only; without it every tensor-parallel rank has
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,9 +39,11 @@ class Ranks:
 
     Args:
         tp: the ranks that share each linear.
-        data_mesh: those that shard parameters and share the batch, one dim; None: this rank alone.
+        data_mesh: those that share the batch, one dim; None: this rank alone.
         timeout: how long a step may wait for another rank, once the first one is done; None: as the groups were made.
         savers: all ranks, in a group for the threads that save, whose messages must not mix with a training's.
+        mesh: of extended tensor parallelism the ranks by ``"dp"``, ``"etp"`` and ``"tp"``; None: ranks that share the
+            batch shard all parameters.
     """
 
     tp: Group = THIS_PROCESS
@@ -48,23 +51,51 @@ class Ranks:
     data_mesh: DeviceMesh | None = None
     timeout: timedelta | None = None
     savers: Group = THIS_PROCESS
+    mesh: DeviceMesh | None = None
 
     @staticmethod
     def of_world(
-        device: torch.device, tp: int, sequence_parallel: bool = True, timeout: timedelta | None = None
+        device: torch.device,
+        tp: int,
+        sequence_parallel: bool = True,
+        timeout: timedelta | None = None,
+        etp: int | None = None,
     ) -> Ranks:
-        """All ranks there are, neighbours in a tensor-parallel group of ``tp``; a collective."""
+        """All ranks there are, neighbours in a tensor-parallel group of ``tp``; a collective.
+
+        ``etp``: neighbours of these groups, so many, share the rows of weights; None: as with ``--fsdp``.
+        """
         size = dist.get_world_size()
         savers = Group.of(dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
         if size == tp:
             return Ranks(Group.of(dist.group.WORLD), sequence_parallel, timeout=timeout, savers=savers)
         mesh = init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("data", "tp"))
-        return Ranks(Group.of(mesh["tp"]), sequence_parallel, mesh["data"], timeout, savers)
+        ranks = Ranks(Group.of(mesh["tp"]), sequence_parallel, mesh["data"], timeout, savers)
+        if etp is None:
+            return ranks
+        shape = size // (tp * etp), etp, tp
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "etp", "tp"))
+        return replace(ranks, tp=Group.of(mesh["tp"]), mesh=mesh)
 
     @property
     def data(self) -> Group:
-        """The ranks that shard parameters and share the batch."""
+        """The ranks that share the batch."""
         return Group.of(self.data_mesh)
+
+    @property
+    def etp(self) -> Group:
+        """Those of them that share the rows of weights."""
+        return THIS_PROCESS if self.mesh is None else Group.of(self.mesh["etp"])
+
+    @property
+    def replicas(self) -> Group:
+        """Those of them that have the same rows of weights."""
+        return THIS_PROCESS if self.mesh is None else Group.of(self.mesh["dp"])
+
+    @property
+    def shards(self) -> int:
+        """Ranks that together have the model once."""
+        return self.tp.size * (self.data.size if self.mesh is None else self.etp.size)
 
     @property
     def size(self) -> int:
@@ -167,8 +198,8 @@ class Ranks:
         """From now on no exchange waits longer than that for another rank: with gloo it raises, with NCCL it aborts."""
         if self.alone or timeout is None:
             return
-        names = {group.name for group in (Group.of(dist.group.WORLD), self.tp, self.data) if group.size > 1}
-        for name in names:
+        groups = Group.of(dist.group.WORLD), self.tp, self.data, self.etp, self.replicas
+        for name in {group.name for group in groups if group.size > 1}:
             dist.distributed_c10d._set_pg_timeout(timeout, Group(name).process_group)
 
     def clip(self, model: nn.Module, limit: float) -> Tensor:
@@ -186,24 +217,26 @@ class Ranks:
         own: dict[str, Tensor] = {}
         chunks: dict[str, list[Chunk]] = {}
         for name, tensor in tensors.items():
-            parameter, by_rows = parameters.get(name), is_dtensor(tensor)
-            cut = self.partition(parameter) if parameter is not None and tensor.shape == parameter.shape else None
-            if (self.data.rank and not by_rows) or (self.tp.rank and cut is None):
+            parameter = parameters.get(name)
+            if parameter is None or tensor.shape != parameter.shape:
+                parameter = tensor  # a value of its own, as a count of steps
+            cut, by_rows = self.partition(parameter), self._by_rows(parameter)
+            same = self.replicas.rank if by_rows else self.data.rank  # among the ranks that have the same rows
+            if same or (self.tp.rank and cut is None):
                 continue
-            rows = own_rows(tensor).detach()
-            own[name] = rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            local = own_rows(tensor).detach()
+            own[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
             if by_rows or cut is not None:
-                chunks[name] = self._chunks(tensor.shape, cut, by_rows)
+                chunks[name] = self._chunks(parameter)
         return LocalTensors(own, chunks)
 
-    def _chunks(self, shape: Sequence[int], cut: Partition | None, by_rows: bool) -> list[Chunk]:
-        """Where this rank's part of a tensor lies in the whole; `shape` is that of all data ranks' rows."""
-        whole = shape if cut is None else cut.whole_shape(shape)
+    def _chunks(self, parameter: Tensor) -> list[Chunk]:
+        """Where this rank's part of a parameter lies in the whole."""
+        whole, cut = self.shape(parameter), self.partition(parameter)
         indices = [torch.arange(extent) for extent in whole]
         if cut is not None:
             indices[cut.dim] = cut._replace(dim=0).cut(indices[cut.dim])
-        if by_rows:
-            indices[0] = self._chunk(indices[0])
+        indices[0] = self._own_rows(indices[0], parameter)
         runs = indices[0].tensor_split((indices[0].diff() != 1).nonzero().flatten() + 1)
         return [
             Chunk(list(whole), [int(each[0]) for each in (run, *indices[1:])], len(run)) for run in runs if len(run)
@@ -218,8 +251,8 @@ class Ranks:
                 continue
             if (cut := self.partition(parameter)) is not None:
                 result[name] = cut.cut(tensor)
-            if is_dtensor(parameter):
-                own = self._chunk(result[name]).to(own_rows(parameter).device, copy=True)
+            if self._by_rows(parameter):
+                own = self._own_rows(result[name], parameter).to(own_rows(parameter).device, copy=True)
                 result[name] = sharded_like(parameter, own, parameter.shape)
         return result
 
@@ -232,20 +265,34 @@ class Ranks:
 
     def shape(self, parameter: Tensor) -> list[int]:
         """The shape of the whole of a parameter."""
-        cut = self.partition(parameter)
-        return list(parameter.shape if cut is None else cut.whole_shape(parameter.shape))
+        cut, rows = self.partition(parameter), etp_rows(parameter)
+        shape = parameter.shape if rows is None else (rows[0], *parameter.shape[1:])
+        return list(shape if cut is None else cut.whole_shape(shape))
 
     def numel(self, parameter: Tensor) -> int:
         """Elements of the whole of a parameter."""
         return math.prod(self.shape(parameter))
 
-    def _chunk(self, tensor: Tensor) -> Tensor:
-        """This data rank's rows, as FSDP2 cuts them."""
-        rows = tensor.chunk(self.data.size)  # fewer where there are too few rows
-        return rows[self.data.rank] if self.data.rank < len(rows) else tensor[:0]
+    def _by_rows(self, parameter: Tensor) -> bool:
+        """Data ranks have shared out the rows of a parameter."""
+        return is_dtensor(parameter) or etp_rows(parameter) is not None
+
+    def _own_rows(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """This data rank's rows of ``tensor``, which has those of all, shared out as the parameter's."""
+        if (rows := etp_rows(parameter)) is not None:
+            return tensor[rows[1]]
+        if not is_dtensor(parameter):
+            return tensor
+        chunks = tensor.chunk(self.data.size)  # as FSDP2 cuts them: fewer where there are too few rows
+        return chunks[self.data.rank] if self.data.rank < len(chunks) else tensor[:0]
 
 
 ALONE = Ranks()
+
+
+def etp_rows(parameter: Tensor) -> tuple[int, slice] | None:
+    """Under extended tensor parallelism how many rows there are, and which this rank has; None: all of them."""
+    return getattr(parameter, "etp_rows", None)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
