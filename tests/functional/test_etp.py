@@ -32,7 +32,9 @@ def gathered(rank: int, size: int, recipe: Any) -> None:
         torch.manual_seed(n)
         layer = Linear(20, n, recipe=recipe, etp_group=dist.group.WORLD)
         source, quantizer = layer._etp_source(), layer._config(recipe).weight
-        parts = source.cast(quantizer, torch.float32)
+        source.cast(quantizer, torch.float32)
+        parts = source.parts()
+        assert parts is not None
         expected = quantizer(whole.weight.detach())
         for dim in (ROWWISE, COLUMNWISE):
             with recorded() as calls:
@@ -41,7 +43,7 @@ def gathered(rank: int, size: int, recipe: Any) -> None:
             for field in ("scale_inv", "amax"):
                 a, b = getattr(got.along(dim), field), getattr(expected.along(dim), field)
                 assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-            own = parts[0].along(dim)
+            own = parts.matrices[0].along(dim)
             formula = source.sharding.shards.gather_bytes(own.format, own.dim, 20, own.codes.itemsize)
             assert sum(nbytes for _, nbytes, _ in calls) == formula and source.nbytes(dim, parts) == size * formula
 

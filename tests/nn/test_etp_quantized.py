@@ -92,6 +92,35 @@ def test_other_recipe_than_that_of_the_weights(worker_pool: Pools, recipe: str, 
     worker_pool(2).run(_train, recipe, later)
 
 
+def _other_rows(rank: int, size: int, experts: bool, override: Any) -> None:
+    """Backward sends other rows than forward: values where codes are whole blocks, or codes after a cast of values."""
+    recipe, results = minifloat.recipe.MXFP8BlockScaling(backward_override=override), []
+    for group in (None, dist.group.WORLD):
+        torch.manual_seed(1)
+        layer: Any
+        with minifloat.quantized_model_init(recipe=recipe):
+            if experts:
+                layer = minifloat.GroupedLinear(2, 64, 96, False, recipe=recipe, etp_group=group)
+            else:
+                layer = minifloat.Linear(64, 96, False, recipe=recipe, etp_group=group)
+        for step in range(2):
+            torch.manual_seed(100 * step + rank)
+            x = torch.randn(32, 64, requires_grad=True)
+            y = layer(x, [10, 22]) if experts else layer(x)
+            if override == "dequantized" and not experts:
+                layer.whole_weight()
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad))
+    for whole, sharded in zip(results[:2], results[2:], strict=True):
+        assert all(map(torch.equal, whole, sharded))
+
+
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_backward_sends_the_rows_that_it_saved(worker_pool: Pools, experts: bool, override: str | None) -> None:
+    worker_pool(2).run(_other_rows, experts, override)
+
+
 def _start(rank: int, size: int) -> None:
     whole, sharded = _models("current", None, preserve_high_precision_init_val=True)
     for a, b in zip(whole, sharded, strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor
 from minifloat.backward_pass import BackwardPass, running
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
+from minifloat.functional.etp.rows import Parts
 from minifloat.operand import Quantized
 
 _MOST_SUCCESSORS = 64  # of one weight; contexts that never repeat must not fill the memory
@@ -29,13 +30,13 @@ class Source(Protocol):
     casts: int  # how many casts there have been of it, equal on all ranks
     successors: dict[tuple[Key | None, Key], Step]
 
-    def parts(self, values: bool) -> Sequence[Quantized] | None:
+    def parts(self, values: bool) -> Parts | None:
         """This rank's rows as they were cast last, or their ``values``; None if the parameters have changed since."""
 
-    def start(self, dim: int, parts: Sequence[Quantized]) -> Pending[list[Quantized]]:
+    def start(self, dim: int, parts: Parts) -> Pending[list[Quantized]]:
         """Gathers ``parts``, for products that contract ``dim``."""
 
-    def nbytes(self, dim: int, parts: Sequence[Quantized]) -> int:
+    def nbytes(self, dim: int, parts: Parts) -> int:
         """How much memory the wholes of ``parts`` take, for products that contract ``dim``: the same on all ranks."""
 
 
@@ -142,9 +143,7 @@ class Lane:
 
     # ---- gathers ----
 
-    def take(
-        self, source: Source, dim: int, parts: Sequence[Quantized], cast: int, *, values: bool = False
-    ) -> list[Quantized]:
+    def take(self, source: Source, dim: int, parts: Parts, cast: int, *, values: bool = False) -> list[Quantized]:
         """The wholes of ``parts``; what is likely to follow is started, to be gathered while they are multiplied.
 
         Args:
@@ -174,7 +173,7 @@ class Lane:
             self._drop(guess)
         return None
 
-    def _start(self, step: Step, parts: Sequence[Quantized]) -> Pending[list[Quantized]]:
+    def _start(self, step: Step, parts: Parts) -> Pending[list[Quantized]]:
         self.gathered += 1
         return step.source.start(step.dim, parts)
 
@@ -280,6 +279,6 @@ def lane_of(group: Group) -> Lane:
     return found
 
 
-def _holds(parts: Sequence[Quantized], dim: int) -> bool:
+def _holds(parts: Parts, dim: int) -> bool:
     """There is an operand for products that contract ``dim``."""
-    return all(any(each is not None and each.serves(dim) for each in part) for part in parts)
+    return all(any(each is not None and each.serves(dim) for each in part) for part in parts.matrices)

@@ -68,6 +68,13 @@ class Owner(Protocol):
         """The parameters with their gradients, from those of :meth:`_etp_rows`, [matrices, n, K]."""
 
 
+class Parts(NamedTuple):
+    """What a rank sends of all matrices, and the rows of each rank in it."""
+
+    matrices: Sequence[Quantized]
+    shards: ShardMap
+
+
 class Cast(NamedTuple):
     """This rank's rows of all matrices, as they were cast.
 

@@ -15,7 +15,7 @@ from minifloat.comm.gather import start_gather, start_gather_alike
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import IDENTITY, ROWWISE
 from minifloat.functional.etp.lane import Gradient, Key, Step, lane_of
-from minifloat.functional.etp.rows import Cast, Owner, Sharding, Wanted, cast_together, versions
+from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together, versions
 from minifloat.functional.etp.writes import count_steps
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.weight_gradient import Product, accumulated, computed
@@ -84,12 +84,12 @@ class EtpWeight:
         assert self._cast is not None
         return self._cast.parts
 
-    def parts(self, values: bool = False) -> list[Quantized] | None:
+    def parts(self, values: bool = False) -> Parts | None:
         """As of :class:`~minifloat.functional.etp.lane.Source`."""
         known = self._cast
         if known is None or not self._is_current(known):
             return None
-        return self._values() if values else known.parts
+        return self._values() if values else Parts(known.parts, known.shards)
 
     def forget(self) -> None:
         """Rows may have changed in a way that PyTorch does not see."""
@@ -105,26 +105,31 @@ class EtpWeight:
 
     # ---- the gather ----
 
-    def start(self, dim: int, parts: Sequence[Quantized]) -> Pending[list[Quantized]]:
+    def start(self, dim: int, parts: Parts) -> Pending[list[Quantized]]:
         """As of :class:`~minifloat.functional.etp.lane.Source`."""
-        assert self._cast is not None
-        shards, group, rowwise = self._cast.shards, self.sharding.group, dim == ROWWISE
+        (matrices, shards), group, rowwise = parts, self.sharding.group, dim == ROWWISE
         if self.sharding.matrices == 1:
-            return start_gather(parts, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=True)
-        pending = start_gather_alike([part.along(dim) for part in parts], shards, group)
+            return start_gather(matrices, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=True)
+        pending = start_gather_alike([each.along(dim) for each in matrices], shards, group)
         return Pending([], lambda: [Quantized(x, None) if rowwise else Quantized(None, x) for x in pending.wait()])
 
-    def nbytes(self, dim: int, parts: Sequence[Quantized]) -> int:
+    def nbytes(self, dim: int, parts: Parts) -> int:
         """As of :class:`~minifloat.functional.etp.lane.Source`."""
-        assert self._cast is not None
-        own = [part.along(dim) for part in parts]
-        counts = [self._cast.shards.gather_bytes(x.format, x.dim, x.shape[1], x.codes.itemsize) for x in own]
+        own = [each.along(dim) for each in parts.matrices]
+        counts = [parts.shards.gather_bytes(x.format, x.dim, x.shape[1], x.codes.itemsize) for x in own]
         return self.sharding.group.size * sum(counts)
 
     def forward(self) -> Quantized:
         """The weight for fprop, gathered from what :meth:`cast` gave last."""
         assert self._cast is not None
-        return self.owner._etp_join(self.lane.take(self, ROWWISE, self._cast.parts, self.casts))
+        parts = Parts(self._cast.parts, self._cast.shards)
+        return self.owner._etp_join(self.lane.take(self, ROWWISE, parts, self.casts))
+
+    @property
+    def latest(self) -> tuple[int, ShardMap]:
+        """The number of the latest cast, and the rows of each rank in it: what a backward has to know of it."""
+        assert self._cast is not None
+        return self.casts, self._cast.shards
 
     def saved(self, dim: int) -> Any:
         """This rank's part of the operand for ``dim``, likewise."""
@@ -133,17 +138,23 @@ class EtpWeight:
 
     def values(self) -> Any:
         """The same in high precision."""
-        return self.owner._etp_part(self._values()).along(ROWWISE)
+        return self.owner._etp_part(self._values().matrices).along(ROWWISE)
 
-    def _values(self) -> list[Quantized]:
+    def _values(self) -> Parts:
         rows = self.owner._etp_rows()
         shape = rows[0].shape[0], rows[0].shape[1]
-        return [Quantized(Operand(own, None, None, IDENTITY, ROWWISE, shape, own.dtype), None) for own in rows]
+        own = [Quantized(Operand(each, None, None, IDENTITY, ROWWISE, shape, each.dtype), None) for each in rows]
+        return Parts(own, self.sharding.shards)
 
-    def backward(self, dim: int, part: Any, cast: int, *, values: bool = False) -> Any:
-        """The operand that ``part`` is this rank's part of, which :meth:`saved` or :meth:`values` gave after a cast."""
-        parts = [Quantized(each, None) if each.dim == ROWWISE else Quantized(None, each) for each in split(part)]
-        return self.owner._etp_join(self.lane.take(self, dim, parts, cast, values=values)).along(dim)
+    def backward(self, dim: int, part: Any, cast: tuple[int, ShardMap], *, values: bool = False) -> Any:
+        """The operand that ``part`` is this rank's part of, which :meth:`saved` or :meth:`values` gave after a cast.
+
+        ``cast``: what was the :attr:`latest` then.
+        """
+        number, shards = cast
+        own = [Quantized(each, None) if each.dim == ROWWISE else Quantized(None, each) for each in split(part)]
+        parts = Parts(own, self.sharding.shards if values else shards)
+        return self.owner._etp_join(self.lane.take(self, dim, parts, number, values=values)).along(dim)
 
     # ---- the gradient ----
 
