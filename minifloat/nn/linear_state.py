@@ -25,6 +25,7 @@ from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, OwnRecipe, Recipe, RecipeLike, own_recipe
 from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.steps import count_steps
 
 _HISTORIES = ("forward_scaling", "backward_scaling")
 _CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
@@ -277,6 +278,7 @@ class LinearState(EtpRows):
         if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
             return cached.operands
         operands = self._quantize_weight(weight.detach(), quantizer, delayed_call)
+        count_steps(sources)
         self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
         return operands
 

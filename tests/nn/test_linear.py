@@ -580,6 +580,16 @@ def test_microbatches_of_inference_parameters() -> None:
         assert torch.equal(layer(x, is_first_microbatch=False), y)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_kept_weight_is_not_older_than_a_step(fused: bool) -> None:
+    """Fused optimizers write without raising the version of a parameter."""
+    layer, x = Linear(48, 40, recipe="current"), torch.randn(8, 48)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=fused)
+    layer(x, is_first_microbatch=True).sum().backward()
+    optimizer.step()
+    assert torch.equal(layer(x, is_first_microbatch=False), layer(x))
+
+
 # ---- What is kept between forward and backward ----------------------------------------------------------------------
 
 
@@ -1404,7 +1414,7 @@ def test_default_init_is_that_of_torch() -> None:
 # What other libraries may look for, as PEFT does for bitsandbytes' ``compute_dtype``: methods for users and options.
 PUBLIC = {"backward_dw", "invalidate", "register_wgrad_accumulation_and_reduce_hooks", "set_tensor_parallel_group"} | {
     *("name", "recipe", "init_method", "return_bias", "save_original_input", "parameters_split"),
-    *("fuse_wgrad_accumulation", "delay_wgrad_compute", "parallel_mode", "sequence_parallel"),
+    *("fuse_wgrad_accumulation", "delay_wgrad_compute", "parallel_mode", "sequence_parallel", "whole_weight"),
 }
 
 

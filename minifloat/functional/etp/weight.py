@@ -16,11 +16,11 @@ from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import IDENTITY, ROWWISE
 from minifloat.functional.etp.lane import Gradient, Key, Step, lane_of
 from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together, versions
-from minifloat.functional.etp.writes import count_steps
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.weight_gradient import Product, accumulated, computed
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
+from minifloat.tensor.steps import count_steps
 
 _numbers = itertools.count()
 
@@ -33,7 +33,6 @@ class EtpWeight:
     """
 
     def __init__(self, owner: Owner, sharding: Sharding) -> None:
-        count_steps()
         self.owner, self.sharding = owner, sharding
         self.lane = lane_of(sharding.group)
         self.number = next(_numbers)
@@ -80,6 +79,7 @@ class EtpWeight:
         wanted = [Wanted(self.owner, self.sharding, quantizer, dtype)]
         wanted += [Wanted(each.owner, each.sharding, *each._cast[:2]) for each in others if each._cast is not None]
         for each, made in zip([self, *others], cast_together(wanted, scales), strict=True):
+            count_steps(made.parameters)
             each._cast, each.casts = made, each.casts + 1
         assert self._cast is not None
         return self._cast.parts

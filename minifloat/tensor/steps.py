@@ -1,0 +1,34 @@
+"""Steps of optimizers, whose writes PyTorch does not always count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from minifloat.tensor.base import count_writes
+
+_counted: Any = WeakTensorKeyDictionary()
+_hooks: list[Any] = []
+
+
+def count_steps(parameters: Iterable[Any]) -> None:
+    """From now on a step of any optimizer raises the versions of ``parameters``: fused kernels of PyTorch do not.
+
+    For whoever keeps what was cast of a parameter as long as its version is the same.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for parameter in parameters:
+        _counted[parameter] = True
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_count))
+
+
+def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    count_writes(parameter for parameter in held if parameter in _counted)
