@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -24,6 +23,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from tests.helpers.children import children
 
 TIMEOUT = 120.0
 GRACE = 1.0  # seconds that the other ranks have to answer after one has failed
@@ -109,7 +110,7 @@ class WorkerPool:
         self.kill()
         self._folder = tempfile.TemporaryDirectory(prefix="minifloat-ranks-")
         store = os.path.join(self._folder.name, "store")  # a file needs no free port, which another could take first
-        context = multiprocessing.get_context("spawn")
+        context = children()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             args = (rank, self.world_size, store, theirs, self._setup)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -65,20 +63,6 @@ def train_and_save(folder: Path, recipe: str | None, steps: int, *, every: int |
 def losses(run: Run) -> list[tuple[float, float, float | None]]:
     """Everything of a run's history that its computation decides."""
     return [(m.loss, m.gradient_norm, m.validation_loss) for m in run.history]
-
-
-@functools.cache
-def children() -> Any:
-    """A context whose processes start at once: a server that has imported everything forks them."""
-    context = multiprocessing.get_context("forkserver")
-    slow = [f"minifloat.tools.cli.{name}" for name in ("bench", "doctor", "generate", "study")]
-    slow += ["matplotlib.backends.backend_agg", "pydantic.main", "pydantic.types", "rich.progress", "safetensors.torch"]
-    slow += ["minifloat.parallel.fsdp", "torch._dynamo", "torch.distributed.checkpoint"]
-    context.set_forkserver_preload(["tests.helpers.train_on_ranks", *slow])
-    first = context.Process(target=torch.get_num_threads)
-    first.start()
-    first.join()
-    return context
 
 
 def train_in_child(folder: Path, recipe: str, steps: int, slow_saves: bool = False) -> None:

@@ -21,7 +21,8 @@ from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import TrainConfig, train
 from minifloat.tools.train.model import MODELS, ModelConfig
 from minifloat.tools.train.ranks import ALONE, Ranks, etp_rows, is_dtensor
-from tests.helpers.micro_training import CPU, MICRO, children, micro_corpus
+from tests.helpers.children import children
+from tests.helpers.micro_training import CPU, MICRO, micro_corpus
 
 SIZES = replace(MICRO, heads=2, kv_heads=2)  # for two tensor-parallel ranks
 CONFIG = TrainConfig(4, batch_size=2, learning_rate=1e-2, evaluations=2, evaluation_batches=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import minifloat
 from minifloat.tensor import QuantizedTensor
+from tests.helpers.children import children
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import MODELS
 from tests.helpers.fsdp_kill import EVERY, latest, process, train
@@ -22,13 +22,11 @@ STEPS = 10
 KILLS = 20
 BOUND = 1e-4
 """Of a loss, relative. Sums in another order change it by some 1e-7; more where a code falls to the other side."""
-PROCESSES = multiprocessing.get_context("forkserver")  # has the imports done
-PROCESSES.set_forkserver_preload(["tests.helpers.fsdp_kill"])
 
 
 def killed(folder: Path, rank: int, steps: int, delay: float) -> None:
     """Trains on two ranks and kills one, so many seconds after so many steps; it may be done by then."""
-    ranks = [PROCESSES.Process(target=process, args=(each, 2, folder, "mxfp8", STEPS)) for each in range(2)]
+    ranks = [children().Process(target=process, args=(each, 2, folder, "mxfp8", STEPS)) for each in range(2)]
     for each in ranks:
         each.start()
     while any(each.is_alive() for each in ranks) and _logged(folder) < steps:

@@ -30,7 +30,8 @@ from minifloat.tools.train.loop import Metrics, Run
 from minifloat.tools.train.model import ModelConfig
 from minifloat.tools.train.study import Conditions, Job, Result
 from minifloat.tools.train.study_statistics import Outcome, interval, outcomes, p_value, student_t
-from tests.helpers.micro_training import CPU, MICRO, children, invoke
+from tests.helpers.children import children
+from tests.helpers.micro_training import CPU, MICRO, invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

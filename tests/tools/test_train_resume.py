@@ -25,8 +25,8 @@ from minifloat.tools.train import checkpoint_writer, loop, report
 from minifloat.tools.train.checkpoint import Checkpoint, CheckpointError, complete, latest, locate
 from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, Run
 from minifloat.tools.train.state import TrainState, history_tensor, own_random_numbers, read_history
+from tests.helpers.children import children
 from tests.helpers.micro_training import (
-    children,
     invoke,
     losses,
     micro_model,
