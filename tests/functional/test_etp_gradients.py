@@ -12,7 +12,9 @@ from torch import Tensor
 
 import minifloat
 from minifloat import DelayedScaling, Linear, autocast
+from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
+from minifloat.functional.etp.lane import Lane
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_linears import Data, differences, lane, make, own, recorded, same, sgd, step
@@ -155,6 +157,40 @@ def replicated(rank: int, size: int, reduction: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_replicas_of_rows(worker_pool: Pools, reduction: str) -> None:
     worker_pool(4).run(replicated, reduction)
+
+
+class Use(torch.autograd.Function):
+    """Whose backward starts a reduction over the rows, and one over replicas when that has arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lane: Lane, number: int, log: list[str]) -> Tensor:
+        ctx.given = lane, number, log
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        lane, number, log = ctx.given
+
+        def pending(name: str) -> Pending[Tensor]:
+            log.append(f"start {name}{number}")
+            return Pending([], lambda: log.append(f"wait {name}{number}") or dy)
+
+        def further(total: Tensor) -> None:
+            lane.reduce_further(pending("b"), lambda total: None)
+
+        lane.reduce(pending("a"), further)
+        return dy, None, None, None
+
+
+def test_no_reduction_is_awaited_as_soon_as_it_starts() -> None:
+    lane, log = Lane(Group()), list[str]()
+    x = torch.zeros((), requires_grad=True)
+    y = x
+    for number in (3, 2, 1):
+        y = Use.apply(y, lane, number, log)
+    y.backward()
+    during = ["start a1", "start a2", "wait a1", "start b1", "start a3", "wait a2", "start b2", "wait b1"]
+    assert log == [*during, "wait a3", "start b3", "wait b2", "wait b3"]
 
 
 # ---- hooks ----

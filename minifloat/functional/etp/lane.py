@@ -223,11 +223,17 @@ class Lane:
 
     def reduce(self, pending: Pending[Tensor], finish: Callable[[Tensor], None]) -> None:
         """Gives the result of ``pending`` to ``finish`` when the next one has started, or at the end of backward."""
+        earlier = len(self._reducing)
         self._reducing.append((pending, finish))
         self._watch_backward()
-        waiting = 0 if self._backward is None else 1
-        while len(self._reducing) > waiting:
+        for _ in range(earlier):
             self._finish_oldest()
+        while self._reducing and self._backward is None:
+            self._finish_oldest()
+
+    def reduce_further(self, pending: Pending[Tensor], finish: Callable[[Tensor], None]) -> None:
+        """The same of what another ``finish`` has started, which must not wait for what began just before."""
+        self._reducing.append((pending, finish))
 
     def _finish_oldest(self) -> None:
         pending, finish = self._reducing.popleft()

@@ -195,7 +195,7 @@ class EtpWeight:
         self.lane.reduce(pending, add)
 
     def _reduce_replicas(self, gradient: Gradient, total: Tensor) -> None:
-        self.lane.reduce(start_all_reduce(total, self.sharding.replicas), gradient.add)
+        self.lane.reduce_further(start_all_reduce(total, self.sharding.replicas), gradient.add)
 
     def _finish(self, sink: Callable[..., object], total: Tensor) -> None:
         group, shards = self.sharding.group, self.sharding.shards
