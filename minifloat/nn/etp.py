@@ -154,6 +154,18 @@ class EtpRows(Weights):
         return gathered
 
     def _etp_stand_in(self, shape: Sequence[int]) -> Tensor:
+        """What autograd sees in the place of W.
+
+        Raises:
+            ValueError: a weight is computed, and would get no gradient, which goes to parameters past autograd.
+        """
+        for name in self._weight_names:
+            if not self._weight(name).is_leaf:
+                raise ValueError(
+                    f"{self._label}: {name} is computed from other tensors, as by a parametrization or "
+                    "functional_call, and a weight that etp_group shares gives its gradient to a parameter; do without "
+                    "one of them"
+                )
         return stand_in(self._etp_source(), shape, self._weight(self._weight_names[0]))
 
     # ---- what functional/etp asks ----

@@ -159,6 +159,21 @@ def test_replicas_of_rows(worker_pool: Pools, reduction: str) -> None:
     worker_pool(4).run(replicated, reduction)
 
 
+def computed(rank: int, size: int) -> None:
+    layers = [Linear(8, 8, recipe=recipe, etp_group=dist.group.WORLD) for recipe in ("current", None)]
+    for layer in layers:
+        with pytest.raises(ValueError, match=r"Linear.*: weight is computed from other tensors"):
+            torch.func.functional_call(layer, {"weight": 2 * layer.weight}, torch.ones(2, 8))
+        with torch.no_grad():
+            twice = torch.func.functional_call(layer, {"weight": 2 * layer.weight}, torch.ones(2, 8))
+            torch.testing.assert_close(twice - layer.bias, 2 * (layer(torch.ones(2, 8)) - layer.bias))
+
+
+def test_a_computed_weight_is_refused(worker_pool: Pools) -> None:
+    """It would get no gradient."""
+    worker_pool(2).run(computed)
+
+
 class Use(torch.autograd.Function):
     """Whose backward starts a reduction over the rows, and one over replicas when that has arrived."""
 
