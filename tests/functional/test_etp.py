@@ -98,14 +98,19 @@ ALL = list(etp.SCENARIOS)
 
 @pytest.mark.parametrize(
     ("names", "depth", "most"),
-    [(FEW, 0, None), (ALL, 1, None), (ALL, 2, None), (FEW, 3, 600)],
-    ids=["0", "1", "2", "600 bytes"],
+    [
+        pytest.param(FEW, 0, None, id="0"),
+        pytest.param(FEW, 1, None, id="1"),
+        pytest.param(ALL, 1, None, id="all, 1", marks=pytest.mark.slow),
+        pytest.param(ALL, 2, None, id="all, 2"),
+        pytest.param(FEW, 3, 600, id="600 bytes"),
+    ],
 )
 def test_predictions_change_no_number(worker_pool: Pools, names: list[str], depth: int, most: int | None) -> None:
     check_scenarios(worker_pool, 2, "current", names, depth, most, etp.WIDTH)
 
 
-@pytest.mark.parametrize("recipe", ["none", "mxfp8", "nvfp4", "block"])
+@pytest.mark.parametrize("recipe", ["none", "mxfp8", "nvfp4", pytest.param("block", marks=pytest.mark.slow)])
 def test_predictions_change_no_number_under(worker_pool: Pools, recipe: str) -> None:
     check_scenarios(worker_pool, 2, recipe, FEW, 2, None, etp.WIDTH)
 
@@ -263,11 +268,11 @@ def test_models_one_after_another(worker_pool: Pools) -> None:
 
 
 def memory(rank: int, size: int, recipe: str) -> list[int]:
-    """Storages that live after every fifth step."""
+    """Storages that live after every second step."""
     net, data, living = make(True, recipe, 2), Data(rank), []
     lane(net).depth = 2
-    for _ in range(4):
-        for _ in range(5):
+    for _ in range(3):
+        for _ in range(2):
             sgd(net)
             step(net, data)
         living.append(len(live_storages()))
@@ -287,7 +292,7 @@ def race(rank: int, size: int) -> None:
     for i, layer in enumerate(net):
         nn.init.constant_(layer.weight, (-1.0) ** i)
     with recorded(slow=0.0005):
-        for _ in range(100):
+        for _ in range(40):
             x = torch.full((2, 8), float(rank + 1), requires_grad=True)
             y = net(x)
             y.sum().backward()

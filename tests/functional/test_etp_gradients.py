@@ -384,7 +384,7 @@ def test_a_compiled_model_breaks_its_graph_at_the_layer(worker_pool: Pools) -> N
 # ---- training ----
 
 
-def training(rank: int, size: int, recipe: str, main_grad: bool) -> list[str]:
+def training(rank: int, size: int, recipe: str, main_grad: bool, steps: int) -> list[str]:
     nets = [make(sharded, recipe, 2, width=18, fuse_wgrad_accumulation=main_grad) for sharded in (False, True)]
     losses: list[list[Tensor | None]] = [[], []]
     for net, found in zip(nets, losses, strict=True):
@@ -393,7 +393,7 @@ def training(rank: int, size: int, recipe: str, main_grad: bool) -> list[str]:
         target = Data(99, width=18).draw()
         for layer in net.layers:
             layer.weight.main_grad = torch.empty_like(layer.weight) if main_grad else None
-        for number in range(200):
+        for number in range(steps):
             torch.manual_seed(number)
             loss = (net(data.draw(), first=True) @ target.t()).sub(1).square().mean()
             loss.backward()
@@ -409,6 +409,7 @@ def training(rank: int, size: int, recipe: str, main_grad: bool) -> list[str]:
     return differences(nets[1], nets[0], losses[1], losses[0])
 
 
+@pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("recipe", "main_grad"), [("current", False), ("current", True), ("nvfp4", False)])
-def test_training_is_that_of_the_whole(worker_pool: Pools, recipe: str, main_grad: bool) -> None:
-    assert worker_pool(2).run(training, recipe, main_grad) == [[]] * 2
+def test_training_is_that_of_the_whole(worker_pool: Pools, recipe: str, main_grad: bool, steps: int) -> None:
+    assert worker_pool(2).run(training, recipe, main_grad, steps) == [[]] * 2

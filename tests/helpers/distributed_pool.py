@@ -1,14 +1,15 @@
 """A pool of worker processes that outlives a test.
 
-Starting processes costs seconds, a task on running ones costs milliseconds. So the ranks start once, join one gloo
-group and wait for functions to run. A pool that may be out of step (a rank died, hung, or failed alone) is killed, and
-the next run starts a new one.
+A process spends up to a second on what it runs for the first time, and milliseconds on a task like an earlier one. So
+the ranks start once, join one gloo group and wait for functions to run. A pool that may be out of step (a rank died,
+hung, or failed alone) is killed, and the next run starts a new one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import signal
@@ -150,6 +151,7 @@ Pools = Callable[[int], WorkerPool]  # the fixture `worker_pool`: the pool of th
 def _serve(rank: int, world_size: int, store: str, connection: Connection, setup: Callable[[], None] | None) -> None:
     """The life of a worker process; an empty task ends it."""
     faulthandler.enable()  # an abort prints where it happened
+    gc.freeze()  # what was imported stays: a collection need not walk it
     torch.set_num_threads(1)
     if setup is not None:
         setup()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from minifloat.functional.etp import rows
 from minifloat.optim import MasterWeights
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools
+from tests.helpers.recipes import NAMED
 
 SIZES = (24, 70, 33, 128, 4)
 
@@ -81,9 +82,15 @@ def _train(rank: int, size: int, recipe: str, later: str | None) -> None:
         assert sum(casts) == 0  # parameters are what is gathered
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
-def test_training_is_that_of_whole_quantized_weights(worker_pool: Pools, size: int, recipe: str) -> None:
+SLOW = {("current", 3), ("block", 3), ("nvfp4", 3)}
+TRAININGS = [
+    pytest.param(recipe, size, marks=[pytest.mark.slow] * ((recipe, size) in SLOW))
+    for recipe, size in product(NAMED, (2, 3))
+]
+
+
+@pytest.mark.parametrize(("recipe", "size"), TRAININGS)
+def test_training_is_that_of_whole_quantized_weights(worker_pool: Pools, recipe: str, size: int) -> None:
     worker_pool(size).run(_train, recipe, None)
 
 

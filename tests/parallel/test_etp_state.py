@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 from pathlib import Path
@@ -135,12 +134,21 @@ def load(rank: int, size: int, folder: str, shape: Shape, master: bool = False) 
         other_optimizer.step()
 
 
+SHAPES = [(1, 2, 1), (1, 1, 2), (1, 4, 1), (1, 2, 2)]
+LOADS = [
+    pytest.param((1, 4, 1), [(1, 2, 1), (1, 2, 2)], id="rows"),
+    pytest.param((1, 2, 2), [(1, 1, 2), (1, 4, 1)], id="rows of tensor-parallel parts"),
+    pytest.param((2, 2, 1), [(1, 2, 2)], id="rows twice"),
+    *(pytest.param(saved, SHAPES, marks=pytest.mark.slow) for saved in ((1, 4, 1), (1, 2, 2), (2, 2, 1))),
+]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in one process
-@pytest.mark.parametrize("saved", [(1, 4, 1), (1, 2, 2), (2, 2, 1)])
-def test_saved_and_loaded(worker_pool: Pools, tmp_path: Path, saved: Shape) -> None:
+@pytest.mark.parametrize(("saved", "loaded"), LOADS)
+def test_saved_and_loaded(worker_pool: Pools, tmp_path: Path, saved: Shape, loaded: list[Shape]) -> None:
     folder = str(tmp_path / "checkpoint")
     worker_pool(4).run(save, folder, saved)
-    for shape in [(1, 2, 1), (1, 1, 2), (1, 4, 1), (1, 2, 2)]:
+    for shape in loaded:
         worker_pool(shape[0] * shape[1] * shape[2]).run(load, folder, shape)
     load(0, 1, folder, (1, 1, 1))
     state = sharded_state_dict(make(5))
@@ -348,7 +356,9 @@ def _rows_of(layer: Linear) -> dict[Tensor, tuple[int, slice]]:
     return {layer._weight(name): extent for name, extent in layer._etp_extents().items()}
 
 
-@pytest.mark.parametrize("name", ["foreach", "fused", "minifloat", "master", "remainder"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("foreach", marks=pytest.mark.slow), "fused", "minifloat", "master", "remainder"]
+)
 def test_optimizers_step_rows(worker_pool: Pools, name: str) -> None:
     worker_pool(4).run(_step_rows, name)
 
@@ -494,27 +504,7 @@ def _copies(rank: int, size: int, recipe: str | None) -> None:
         _same_outputs(empty, fresh(seed), rank)
 
 
-@pytest.mark.parametrize("recipe", [None, "mxfp8", "current"])
+@pytest.mark.parametrize("recipe", [None, "mxfp8", pytest.param("current", marks=pytest.mark.slow)])
 def test_copies_and_moves(worker_pool: Pools, recipe: str | None) -> None:
     """deepcopy, pickle, torch.save, dtypes, ``to_empty``, assigned parameters: a pass is that of a new model."""
     worker_pool(2).run(_copies, recipe)
-
-
-def _collect_apart(rank: int, size: int) -> None:
-    gc.disable()
-    try:
-        for _ in range(3):
-            model = nn.Sequential(*[Linear(HIDDEN, HIDDEN, etp_group=process_group()) for _ in range(3)])
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            _outputs(model, rank)
-            optimizer.step()
-            del model, optimizer
-            if rank == 0:
-                gc.collect()
-    finally:
-        gc.enable()
-
-
-def test_ranks_collect_garbage_apart(worker_pool: Pools) -> None:
-    """A model that some ranks have freed already, and others not yet, changes no collective of the next one."""
-    worker_pool(2).run(_collect_apart, timeout=30)
