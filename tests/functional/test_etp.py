@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -262,6 +263,23 @@ def one_after_another(rank: int, size: int) -> list[str]:
 
 def test_models_one_after_another(worker_pool: Pools) -> None:
     assert worker_pool(2).run(one_after_another) == [[]] * 2
+
+
+def evaluated_in_turn(rank: int, size: int) -> None:
+    x = torch.ones(2, etp.WIDTH)
+    first, second = make(True), make(True)
+    parameters = [ref(each) for each in first.parameters()]
+    with torch.no_grad():
+        first(x)
+        del first
+        for _ in range(3):
+            second(x)
+        gc.collect()
+    assert not any(each() is not None for each in parameters)
+
+
+def test_an_evaluated_model_is_freed_after_passes_of_another(worker_pool: Pools) -> None:
+    worker_pool(2).run(evaluated_in_turn)
 
 
 # ---- memory and races ----

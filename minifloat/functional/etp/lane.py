@@ -112,7 +112,7 @@ class Lane:
         self._ahead: deque[Ahead] = deque()
         self._before: Step | None = None
         self._latest: Step | None = None
-        self._used: dict[Source, None] = {}  # since the last backward ended, and before, in the order of first use
+        self._used: dict[Source, None] = {}  # since the latest pass ended, and before, in the order of first use
         self._used_before: dict[Source, None] = {}
         self._renewed: set[Source] = set()
         self._gradients: dict[Source, Gradient] = {}
@@ -156,6 +156,8 @@ class Lane:
         """
         self._watch_backward()
         step = Step(source, dim, values, torch.is_grad_enabled())
+        if source in self._used and not step.grad and self._backward is None:
+            self._end_pass()  # of an evaluation, which no backward ends
         self._used[source] = None
         pending = self._find(step, cast)
         if pending is None:
@@ -271,6 +273,9 @@ class Lane:
         self._before = self._latest = self._backward = None
         self._renewed.clear()
         self._gradients.clear()  # of a backward that does not accumulate them, as torch.autograd.grad
+        self._end_pass()
+
+    def _end_pass(self) -> None:
         self._used_before, self._used = self._used, {}
 
 
