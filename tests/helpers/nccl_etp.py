@@ -9,6 +9,7 @@ differs. On a CPU (``--device cpu``) the same over gloo, without sleeps.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -237,10 +238,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repetitions", type=int, default=100, help="of each race")
     options = parser.parse_args()
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    rank, size, failed = dist.get_rank(), dist.get_world_size(), 0
     if options.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        share, place = divmod(int(os.environ["RANK"]), torch.cuda.device_count())
+        os.environ["NCCL_HOSTID"] = str(share)  # NCCL lets ranks of different hosts alone have the same GPU
+        torch.cuda.set_device(place)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", place))
+    else:
+        dist.init_process_group("gloo")
+    rank, size, failed = dist.get_rank(), dist.get_world_size(), 0
     for name, check in cases(options.repetitions).items():
         if not re.search(options.only, name):
             continue

@@ -168,6 +168,8 @@ class Lane:
 
     def _find(self, step: Step, cast: int) -> Pending[list[Quantized]] | None:
         """What was started for this step; what was to be used before it is dropped."""
+        if capturing():
+            self._ahead.clear()  # started outside of the graph, which cannot wait for it
         while self._ahead:
             guess = self._ahead.popleft()
             if guess.step[:3] == step[:3] and guess.cast == cast:
@@ -194,7 +196,7 @@ class Lane:
     def _look_ahead(self) -> None:
         before, latest = self._before, self._latest
         nbytes = 0
-        for place in range(self.depth):
+        for place in range(0 if capturing() else self.depth):  # what a graph starts it must wait for itself
             step = latest and latest.source.successors.get((before and before.key, latest.key))
             parts = step and step.source.parts(step.values)
             if step is None or parts is None or not _holds(parts, step.dim):
@@ -288,6 +290,11 @@ def lane_of(group: Group) -> Lane:
     if found is None:
         found = _lanes[group] = Lane(group)
     return found
+
+
+def capturing() -> bool:
+    """A CUDA graph is being recorded."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _holds(parts: Parts, dim: int) -> bool:

@@ -14,7 +14,7 @@ from minifloat.comm.collectives import Pending, start_all_reduce, start_reduce_s
 from minifloat.comm.gather import start_gather, start_gather_alike
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import IDENTITY, ROWWISE
-from minifloat.functional.etp.lane import Gradient, Key, Step, lane_of
+from minifloat.functional.etp.lane import Gradient, Key, Step, capturing, lane_of
 from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together, versions
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.weight_gradient import Product, accumulated, computed
@@ -63,7 +63,7 @@ class EtpWeight:
         if known is not None and known.dtype == dtype and _formats(known.quantizer) == _formats(quantizer):
             fits = known.quantizer.rowwise >= quantizer.rowwise and known.quantizer.columnwise >= quantizer.columnwise
             current = self._is_current(known, scales=first is not False)
-            if fits and current and not unseen and scales is None and not _capturing():
+            if fits and current and not unseen and scales is None and not capturing():
                 return known.parts
             rowwise = quantizer.rowwise or known.quantizer.rowwise
             quantizer = quantizer.with_usage(
@@ -227,11 +227,6 @@ def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Produ
 def _formats(quantizer: Quantizer) -> Quantizer:
     """Equal for quantizers that differ in nothing but the orientations that are wanted."""
     return quantizer.with_usage(rowwise=True, columnwise=True)
-
-
-def _capturing() -> bool:
-    """A CUDA graph is being recorded: what it replays must cast the weights of then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def stand_in(weight: EtpWeight, shape: Sequence[int], like: Tensor) -> Tensor:
