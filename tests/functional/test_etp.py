@@ -14,6 +14,7 @@ from torch import nn
 
 from minifloat import Linear
 from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.etp import lane as lanes
 from minifloat.functional.etp import weight
 from minifloat.functional.linear_config import linear_config
 from tests.helpers import etp_linears as etp
@@ -323,3 +324,23 @@ def race(rank: int, size: int) -> None:
 
 def test_late_collectives_change_no_number(worker_pool: Pools) -> None:
     worker_pool(2).run(race)
+
+
+def in_a_graph(rank: int, size: int) -> None:
+    """A CUDA graph, as far as a CPU can tell: nothing is left started at its ends."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Linear(16, 16, recipe="current", etp_group=dist.group.WORLD) for _ in range(3)])
+    x, started = torch.randn(4, 16), []
+    for layer in net:
+        layer.register_forward_hook(lambda *_: started.append(len(lane(net)._ahead)))
+    with torch.no_grad():
+        for _ in range(3):
+            expected = net(x)
+        assert started[-3:-1] == [1, 1]
+        with mock.patch.object(lanes, "capturing", lambda: True), mock.patch.object(weight, "capturing", lambda: True):
+            assert torch.equal(net(x), expected) and started[-3:] == [0, 0, 0]
+        assert torch.equal(net(x), expected)
+
+
+def test_nothing_is_started_ahead_in_a_graph(worker_pool: Pools) -> None:
+    worker_pool(2).run(in_a_graph)

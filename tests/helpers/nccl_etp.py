@@ -67,10 +67,11 @@ def lockstep(model: str, recipe: str, depth: int, steps: int, rank: int, size: i
             loss(y).backward()
             assert leaf.grad is not None
             results.append((y.detach(), leaf.grad))
+        atol = 2e-6 if recipe == "none" and device == "cuda" else 0.0  # cuBLAS, which whole layers give another shape
         for name, a, b in zip(("Y", "dX"), *results, strict=True):
-            if not torch.equal(a, b):
+            if not torch.allclose(a, b, rtol=0, atol=atol):
                 return f"{name} differs in step {step} by {(a - b).abs().max():.2g}"
-        if wrong := _gradients(whole, shared, size):
+        if wrong := _gradients(whole, shared, size, atol):
             return f"step {step}: {wrong}"
         for optimizer in optimizers:
             optimizer.step()
@@ -78,8 +79,8 @@ def lockstep(model: str, recipe: str, depth: int, steps: int, rank: int, size: i
     return ""
 
 
-def _gradients(whole: nn.Module, shared: nn.Module, size: int) -> str:
-    """What is wrong with the gradients of ``shared``, which ``whole`` takes over."""
+def _gradients(whole: nn.Module, shared: nn.Module, size: int, atol: float) -> str:
+    """What is wrong with the gradients of ``shared``, which ``whole`` takes over; ``atol``: of two ranks."""
     others = dict(shared.named_parameters())
     for name, parameter in whole.named_parameters():
         assert parameter.grad is not None
@@ -93,7 +94,7 @@ def _gradients(whole: nn.Module, shared: nn.Module, size: int) -> str:
             parts: list[Any] = [None] * size
             dist.all_gather_object(parts, found.cpu())
             found = torch.cat(parts).to(mean.device)
-        if found.shape != mean.shape or not torch.allclose(found, mean, rtol=0, atol=0 if size == 2 else 1e-5):
+        if found.shape != mean.shape or not torch.allclose(found, mean, rtol=0, atol=atol if size == 2 else 1e-5):
             return f"the gradient of {name} differs by {(found - mean).abs().max():.2g}"
         parameter.grad = found
     return ""
