@@ -344,7 +344,7 @@ class LinearState(EtpRows):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, (rows, initial) in before.items():
             assert isinstance(rows, QuantizedTensor)
-            _keep_quantized(self._weight(name), rows, initial, fn)
+            parameters.keep_quantized(self._weight(name), rows, initial, fn)
         self._bind_scales()
         self._mark_parameters()
         return self
@@ -437,21 +437,3 @@ def fitting(weight: QuantizedTensor, plan: LinearPlan) -> Quantized | None:
     if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan.config, plan.options.needs_x):
         return weight.operands
     return ready
-
-
-@torch.no_grad()
-def _keep_quantized(
-    weight: Tensor, before: QuantizedTensor, initial: Tensor | None, fn: Callable[[Tensor], Tensor]
-) -> None:
-    """After ``fn`` has moved a weight, or changed its dtype, whose (or whose rows') codes were ``before``.
-
-    It keeps the codes where those of a plain tensor inside of a DTensor would be lost, and, while its codes are still
-    the same, the ``initial`` values in high precision.
-    """
-    rows = own_rows(weight)
-    if not isinstance(rows, QuantizedTensor):  # of parameters alone a change of the dtype leaves the codes as they are
-        rows = weight._local_tensor = fn(nn.Parameter(before, requires_grad=False)).detach()  # type: ignore[attr-defined]
-    if initial is not None and not rows.is_meta and isinstance(rows, QuantizedTensor):
-        old, new = before._operands.any.codes, rows._operands.any.codes
-        if torch.equal(old.to(new.device), new):
-            rows.set_high_precision_init_val(initial)

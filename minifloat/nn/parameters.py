@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
 from minifloat.comm.collectives import all_reduce_max
+from minifloat.comm.dtensor import own_rows
 from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.operand import Quantized
@@ -174,3 +175,21 @@ def set_scale(
     largest = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0**-margin)
     fresh = (largest / amax).clamp(max=FLT_MAX)
     scale.copy_(torch.where(amax.isfinite() & (amax > 0), fresh, scale))
+
+
+@torch.no_grad()
+def keep_quantized(
+    weight: Tensor, before: QuantizedTensor, initial: Tensor | None, fn: Callable[[Tensor], Tensor]
+) -> None:
+    """After ``fn`` has moved a weight, or changed its dtype, whose (or whose rows') codes were ``before``.
+
+    It keeps the codes where those of a plain tensor inside of a DTensor would be lost, and, while its codes are still
+    the same, the ``initial`` values in high precision.
+    """
+    rows = own_rows(weight)
+    if not isinstance(rows, QuantizedTensor):  # of parameters alone a change of the dtype leaves the codes as they are
+        rows = weight._local_tensor = fn(nn.Parameter(before, requires_grad=False)).detach()  # type: ignore[attr-defined]
+    if initial is not None and not rows.is_meta and isinstance(rows, QuantizedTensor):
+        old, new = before._operands.any.codes, rows._operands.any.codes
+        if torch.equal(old.to(new.device), new):
+            rows.set_high_precision_init_val(initial)

@@ -130,6 +130,13 @@ def parallelize(
         check_once(model)
     layers = plan_rows(model, ranks, plan, {shard.module for shard in shards if shard.summed})
     _check_parameters(model, shards, weight_rows(layers))
+    _cut(shards)
+    shard_rows(model, layers, ranks, etp_reduction, prefetch, prefetch_bytes)
+    return model
+
+
+def _cut(shards: list[Sharding]) -> None:
+    """Does what was planned for the tensor-parallel ranks."""
     made: dict[Tensor, nn.Parameter] = {}
     for shard in shards:
         for name, partition in shard.cuts.items():
@@ -139,8 +146,6 @@ def parallelize(
             shard.module.register_parameter(name, made[whole])
     for shard in shards:
         shard.finish()
-    shard_rows(model, layers, ranks, etp_reduction, prefetch, prefetch_bytes)
-    return model
 
 
 def _local_parameter(module: nn.Module, name: str, whole: Tensor, partition: Partition) -> nn.Parameter:
