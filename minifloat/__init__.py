@@ -15,6 +15,7 @@ from minifloat.autocast import autocast, get_default_recipe
 from minifloat.convert import ConversionReport, DefaultFilter, convert, export, revert
 from minifloat.formats import Format
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
+from minifloat.functional.rope import apply_rotary_pos_emb
 from minifloat.nn import (
     DotProductAttention,
     EtpEmbedding,
@@ -31,7 +32,6 @@ from minifloat.nn import (
     TopKRouter,
     TransformerLayer,
     VocabParallelEmbedding,
-    apply_rotary_pos_emb,
     prepare,
     quantized_model_init,
     router_losses,

@@ -13,7 +13,7 @@ from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.nn.parameters import quantized_model_init
 from minifloat.nn.prepare import prepare
-from minifloat.nn.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from minifloat.nn.rope import RotaryPositionEmbedding
 from minifloat.nn.router import TopKRouter
 from minifloat.nn.transformer_layer import TransformerLayer
 
@@ -33,7 +33,6 @@ __all__ = [
     "TopKRouter",
     "TransformerLayer",
     "VocabParallelEmbedding",
-    "apply_rotary_pos_emb",
     "prepare",
     "quantized_model_init",
     "router_losses",

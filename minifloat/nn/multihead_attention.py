@@ -14,6 +14,7 @@ from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegative
 from minifloat.comm.random_state import draw_apart
 from minifloat.functional.autograd import autocast_to
 from minifloat.functional.etp.rows import Reduction
+from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn import parts
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
@@ -30,7 +31,6 @@ from minifloat.nn.multihead_parts import (
     summing,
 )
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.rope import apply_rotary_pos_emb
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint as run_checkpointed
@@ -271,12 +271,11 @@ class MultiheadAttention(parts.LayerOfLinears):
         check_encoder_output(self.attention_type, encoder_output)
         options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows_per_rank}
         parallel = parallel_of(self)
-        (q, k, v), n, stream = self._query_key_value(
-            hidden_states, residual, encoder_output, encoder_rows_per_rank, options
-        )
         of_q, of_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        q = self._place(q, self.query_norm, of_q, cu_seqlens_q, parallel)
-        k = self._place(k, self.key_norm, of_k, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv, parallel)
+        starts = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv)
+        (q, k, v), n, stream = self._query_key_value(
+            hidden_states, residual, encoder_output, encoder_rows_per_rank, (of_q, of_k), starts, parallel, options
+        )
         bias = None if core_attention_bias is None else summing(parallel).replicated(core_attention_bias)
         attend = partial(
             self.core_attention,
@@ -298,17 +297,36 @@ class MultiheadAttention(parts.LayerOfLinears):
         residual: Tensor | None,
         encoder_output: Tensor | None,
         encoder_rows: Sequence[int] | None,
+        angles: tuple[Tensor | None, Tensor | None],
+        starts: tuple[Tensor | None, Tensor | None],
+        parallel: TensorParallel,
         options: dict[str, Any],
     ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
-        """Each [..., heads, channels]; the norm's result, if it is wanted; the stream. ``options``: of the linears."""
+        """Each [..., heads, channels], normed and turned; the norm's result, if it is wanted; the stream.
+
+        ``angles``, ``starts``: of queries and of keys. ``options``: of the linears.
+        """
         linear = self.qkv if encoder_output is None else self.query
         projected, n, stream = parts.call_on_stream(linear, (LayerNormLinear,), x, residual, **options)
         heads = projected.unflatten(-1, (-1, self.channels))
-        if encoder_output is None:
-            return heads.split((self.heads, self.groups, self.groups), -2), n, stream
-        options = options | {"rows_per_rank": encoder_rows}
-        key_value, _ = parts.call_unfused(self.key_value, encoder_output, **options)
-        return (heads, *key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)), n, stream
+        of_q, of_k = angles
+        if self.qkv_format != "thd":
+            starts = (None, None)
+        if encoder_output is not None:
+            options = options | {"rows_per_rank": encoder_rows}
+            key_value, _ = parts.call_unfused(self.key_value, encoder_output, **options)
+            q, (k, v) = heads, key_value.unflatten(-1, (-1, self.channels)).split(self.groups, -2)
+        elif of_q is None or of_k is None or (self.qk_norm_before_rope and self.query_norm is not None):
+            q, k, v = heads.split((self.heads, self.groups, self.groups), -2)
+        else:
+            q, k, v = split_rotated(
+                autocast_to(heads), (self.heads, self.groups, self.groups), (of_q, of_k), self.qkv_format,
+                self.rotary_pos_interleaved, starts,
+            )  # fmt: skip
+            of_q = of_k = None
+        q = self._place(q, self.query_norm, of_q, starts[0], parallel)
+        k = self._place(k, self.key_norm, of_k, starts[1], parallel)
+        return (q, k, v), n, stream
 
     def extra_repr(self) -> str:
         rotated = ", rotary_pos_interleaved=True" if self.rotary_pos_interleaved else ""
@@ -316,18 +334,12 @@ class MultiheadAttention(parts.LayerOfLinears):
         return f"attention_type={self.attention_type}" + rotated + shared
 
     def _place(
-        self,
-        x: Tensor,
-        norm: nn.Module | None,
-        angles: Tensor | None,
-        cu_seqlens: Tensor | None,
-        parallel: TensorParallel,
+        self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, starts: Tensor | None, parallel: TensorParallel
     ) -> Tensor:
         """Norm and rotation of queries or keys, in the order that was asked for."""
         if norm is not None and self.qk_norm_before_rope:
             x = parts.call_norm(norm, x, summing(parallel))
         if angles is not None:
-            starts = cu_seqlens if self.qkv_format == "thd" else None
             interleaved = self.rotary_pos_interleaved
             x = apply_rotary_pos_emb(autocast_to(x), angles, self.qkv_format, None, interleaved, cu_seqlens=starts)
         return x if norm is None or self.qk_norm_before_rope else parts.call_norm(norm, x, summing(parallel))

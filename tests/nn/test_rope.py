@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat.nn.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
+from minifloat.nn.rope import RotaryPositionEmbedding
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
@@ -215,3 +216,42 @@ def test_wrong_input_is_named() -> None:
         RotaryPositionEmbedding(8, 1.5)
     with pytest.raises(ValueError, match="7 channels"):
         RotaryPositionEmbedding(7)
+
+
+@INTERLEAVED
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+def test_heads_split_and_turned_at_once(tensor_format: Any, interleaved: bool) -> None:
+    """The bits of a split and two rotations, gradients too, where keys have angles of their own."""
+    shape = (6, 5, 16) if tensor_format == "thd" else (6, 6, 5, 16)
+    starts = [torch.tensor([0, 4, 6]), torch.tensor([0, 1, 6])] if tensor_format == "thd" else [None, None]
+    freqs = [RotaryPositionEmbedding(16, percent, interleaved=interleaved)(6) for percent in (1.0, 0.5)]
+    heads = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = split_rotated(heads, (3, 1, 1), freqs, tensor_format, interleaved, starts)
+    parts = heads.split((3, 1, 1), -2)
+    want = [
+        apply_rotary_pos_emb(part, f, tensor_format, None, interleaved, cu_seqlens=s)
+        for part, f, s in zip(parts[:2], freqs, starts, strict=True)
+    ] + [parts[2]]
+    dy = [torch.randn_like(each) for each in want]
+    for got, expected in zip((q, k, v), want, strict=True):
+        assert torch.equal(got, expected)
+    (got,), (expected,) = (torch.autograd.grad(of, heads, dy) for of in ((q, k, v), want))
+    assert torch.equal(got, expected) and got.is_contiguous()
+
+
+@INTERLEAVED
+def test_the_function_equals_what_compilers_see(interleaved: bool) -> None:
+    """One operation in eager code, PyTorch's own under a compiler or where angles have gradients: the same bits."""
+    freqs = RotaryPositionEmbedding(12, 0.7, interleaved=interleaved)(6)
+    learned = freqs.clone().requires_grad_()
+    t, dy = (torch.randn(6, 2, 3, 12, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    results = []
+    for angles in (freqs, learned):
+        y = apply_rotary_pos_emb(t, angles, "sbhd", interleaved=interleaved)
+        (dt,) = torch.autograd.grad(y, t, dy, create_graph=True)
+        (second,) = torch.autograd.grad(dt, dy, torch.ones_like(dt))
+        results.append((y, dt, second))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    (dfreqs,) = torch.autograd.grad(apply_rotary_pos_emb(t, learned, interleaved=interleaved).float().sum(), learned)
+    assert dfreqs.abs().sum() > 0
