@@ -68,18 +68,17 @@ def cast_tensor_kernel(
     place = program - first_program(starts, matrix, COUNT)
     first_m, first_k = corner(place, K, BLOCK_M, BLOCK_K)
     m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
-    values = load_tile(x, m, k, M, K)
     level = pick(levels, starts, matrix, COUNT)
     if PER_ROW:  # or column: one of ROW and COLUMN
         line = k if COLUMN else m
         inside = line < (K if COLUMN else M)
         scale, scale_inv = RULE.kernels.scale(tl.load(level + line, mask=inside, other=1.0), MAX, EPSILON, FLT_MAX)
-        scaled = values * tl.expand_dims(scale, 0 if COLUMN else 1)
+        factor = tl.expand_dims(scale, 0 if COLUMN else 1)
     else:
-        scale, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, FLT_MAX)
-        scaled = values * scale
+        factor, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, FLT_MAX)
+    values = load_tile(x, m, k, M, K)  # behind the factor, which would else be made with all of them in registers
     store_scaled(
-        scaled, pick_wide(row_codes, starts, matrix, COUNT, ALIGNED_K),
+        values * factor, pick_wide(row_codes, starts, matrix, COUNT, ALIGNED_K),
         pick_wide(column_codes, starts, matrix, COUNT, ALIGNED_P if K_MAJOR else ALIGNED_K),
         m, k, M, K, pick(Ps, starts, matrix, COUNT), 0 * K, K, ROW, COLUMN, K_MAJOR, ALIGNED_P, ELEMENT,
     )  # fmt: skip
