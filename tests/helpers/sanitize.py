@@ -37,7 +37,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.activation import NAMES, kernels, out_columns, parameters_of
 from minifloat.ops.delayed import gpu as delayed
 from minifloat.ops.launch import Kernel, count_launches
-from minifloat.ops.matmul.spread import Scales, finish, spread
+from minifloat.ops.matmul.spread import Scales, finish, spread, values
 from minifloat.ops.matmul.transpose import k_major_copy
 from minifloat.ops.norm import NORMALIZATIONS, backward, cast, forward
 from minifloat.ops.permute import kernels as permutation
@@ -172,6 +172,8 @@ def spread_out(device: torch.device) -> None:
         for shape, dim in (((129, 272), ROWWISE), (ODD, COLUMNWISE)):
             outer = shape[0] if dim == ROWWISE else shape[1]
             spread(*operand(fmt, dim, shape, device), fmt, dim, dim, outer)
+            if fmt.block and fmt.scaling.power_of_two:
+                values(*operand(fmt, dim, shape, device), fmt, dim, dim, outer)
     for (m, n), rows, dtype in (((129, 272), True, BF16), (ODD, False, FP32)):
         left, right = (ones((size if rows else 1,), device) for size in (m, n))
         for bias in (None, matrix((n,), BF16, device)):

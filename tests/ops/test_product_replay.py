@@ -131,6 +131,22 @@ def test_replays(name: str, gemm: str, size: str, device: torch.device) -> None:
         assert counts[0] == counts[1]
 
 
+def test_what_a_bf16_product_launches(device: torch.device) -> None:
+    """Scales of powers of two: a pass over each operand and the library's product, no fp32 result in between."""
+    for pair, bias, wanted in (
+        ((MX, MX), None, {"decode_kernel": 2}),
+        ((MX, MX4), None, {"decode_kernel": 2}),
+        ((MX, MX), torch.ones(32, device=device), {"largest_scale_kernel": 2, "decode_kernel": 2, "finish_kernel": 1}),
+        ((NV, NV), None, {"decode_kernel": 2, "finish_kernel": 1}),
+    ):
+        a, b = matrices("fprop", pair, (32, 32, 64), device)
+        product = matmul.by_kernels("emulated", *pair)
+        for _ in range(2):
+            with count_launches() as launches:
+                product(a, b, torch.bfloat16, bias, False, None)
+            assert launches == wanted
+
+
 def test_operands_that_kernels_read_copies_of(device: torch.device) -> None:
     """At odd addresses, or not consecutive at all, each call goes step by step."""
     product = matmul.by_kernels("emulated", MX, MX)

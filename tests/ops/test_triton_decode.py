@@ -14,7 +14,7 @@ from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import emulated, native
 from minifloat.ops.matmul.reference import Values, tensor_factor
-from minifloat.ops.matmul.spread import UNSCALED, Scales, finish, finish_kernel, largest_scale_kernel, spread
+from minifloat.ops.matmul.spread import UNSCALED, Scales, finish, finish_kernel, largest_scale_kernel, spread, values
 from minifloat.ops.matmul.transpose import TILE as COPY_TILE
 from minifloat.ops.matmul.transpose import copy_bytes_kernel, copy_scales, k_major_copy
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
@@ -225,6 +225,26 @@ def test_spread(fmt: Format, dim: int, device: torch.device) -> None:
             assert 1 in values.stride()
 
 
+@FOR_EACH_CAST
+def test_values(fmt: Format, dim: int, device: torch.device) -> None:
+    """Under scales of powers of two: one pass gives ``emulated.values``, NaN and what is cut included."""
+    if not (fmt.block and fmt.scaling.power_of_two):
+        return
+    for rows, cols in shapes(device):
+        codes, scales, _ = operand(fmt, dim, rows, cols)
+        if scales.dtype == torch.float32:
+            scales = torch.randint(-127, 128, scales.shape).float().exp2()
+            scales.view(-1)[::5] = torch.nan
+        for along in (ROWWISE, COLUMNWISE) if fmt.symmetric else (dim,):
+            layout = fmt, dim, along, rows if along == ROWWISE else cols
+            expected = emulated.values(codes, scales, None, *layout)
+            for given in (codes, scales), (transposed(codes), transposed(scales)):
+                with count_launches() as launches:
+                    actual = values(given[0].to(device), given[1].to(device), None, *layout)
+                assert launches == {"decode_kernel": 1} and 1 in actual.stride()
+                assert_same_bits_or_nan(actual, expected)
+
+
 def test_spread_looks_at_many_scales(device: torch.device) -> None:
     """More than a program looks at in one turn; the largest is in a later one, and NaN in the last of a row."""
     fmt = Format("e4m3", 2, False, "e8m0")
@@ -307,7 +327,7 @@ def test_transpose_bytes(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("k_major", [False, True], ids=["row_major", "k_major"])
-@pytest.mark.parametrize("level", ["none", "largest"])
+@pytest.mark.parametrize("level", ["none", "largest", "saturated"])
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
 def test_decode_compiles_to_wide_accesses(out: torch.dtype, level: str, k_major: bool) -> None:
     compiled = compile_for(

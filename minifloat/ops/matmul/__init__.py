@@ -194,6 +194,8 @@ def _reference(
 def _emulated(
     a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
 ) -> Tensor:
+    if emulated.is_direct(a.format, b.format, bias, out_dtype):
+        return emulated.multiply((emulated.values(*a), emulated.values(*b)), out_dtype)
     left, right = emulated.spread(*a), emulated.spread(*b)
     product = emulated.multiply((left.codes, right.codes)) * reference.tensor_factor(left, right)
     return _finish(product, bias, out_dtype)
@@ -254,7 +256,8 @@ def by_kernels(backend: str, a: Format, b: Format) -> _Backend:
     from minifloat.ops.matmul.replay import RecordedProduct, Steps
 
     if backend == "emulated":
-        return RecordedProduct(Steps(spread.prepare, emulated.multiply, spread.is_direct, spread.finish))
+        direct = partial(emulated.is_direct, a, b)
+        return RecordedProduct(Steps(spread.prepare, emulated.multiply, direct, spread.finish))
     multiply = partial(native.block128, a.tile, b.tile)
     return RecordedProduct(Steps(native.block128_operands, multiply, native.block128_is_direct, spread.finish))
 

@@ -6,9 +6,15 @@ are exact in fp32, the tensor cores sum those in fp32, and what scales the whole
 multiplied in last. From the reference this differs by the order and the roundings of fp32 sums alone.
 
 The scales of blocks are powers of two between 2^-127 and 2^127, and codes times such a scale can leave the range of
-bf16. Therefore each row (of the dim that is not contracted) is divided by its largest scale, which becomes the row's
-factor. What is still lost is a value that is over 2^124 times smaller than its row's largest scale: it becomes zero, or
-keeps fewer bits. A scale that is NaN makes its row NaN, as in the reference.
+bf16. What was cast from bf16 or fp16 does not: a code's value is the very number that was cast, or a multiple of a
+larger power of two than that number's last bit. So a bf16 result is the product of such values, which the library
+rounds once. Codes of other origin are rounded to multiples of 2^-133 below 2^-126; what is beyond bf16's largest number
+becomes that number.
+
+Where the result is fp32, or a bias or another factor is still to be applied to fp32 sums, each row (of the dim that is
+not contracted) is divided by its largest scale, which becomes the row's factor. What is lost then is a value that is
+over 2^124 times smaller than its row's largest scale: it becomes zero, or keeps fewer bits. A scale that is NaN makes
+its row NaN, as in the reference.
 
 Scales of 128-blocks that are any fp32 number do not fit bf16; such operands are left to the reference.
 """
@@ -24,16 +30,39 @@ from minifloat.formats import ROWWISE, Format
 from minifloat.ops.matmul.reference import Values, contracted_length
 from minifloat.ops.quantize.reference import _blocks, _unblock, decode
 
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+def is_direct(a: Format, b: Format, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """The product of :func:`values` is the result: no factor or bias is left to be applied to fp32 sums."""
+    scaled = all(fmt.block and fmt.scaling.power_of_two for fmt in (a, b))
+    return scaled and bias is None and out_dtype == torch.bfloat16
+
 
 def multiply(operands: Sequence[Tensor], out_dtype: torch.dtype = torch.float32) -> Tensor:
-    """fp32 [m, n]: the ``codes`` of two :class:`Values`, [m, k] and [n, k] in bf16, summed in fp32, not yet scaled."""
+    """[m, n]: the ``codes`` of two :class:`Values`, [m, k] and [n, k] in bf16, summed in fp32, not yet scaled."""
     left, right = operands
     if left.shape[1] != right.shape[1]:  # a packed operand may end with a zero code that the other lacks
         depth = min(left.shape[1], right.shape[1])
         left, right = left[:, :depth], right[:, :depth]
     if left.is_cuda:
         return torch.mm(left, right.t(), out_dtype=out_dtype)
-    return left.float() @ right.t().float()  # the same exact products; the CPU's bf16 product cannot give fp32
+    # The same exact products; the CPU's bf16 product cannot give fp32.
+    return (left.float() @ right.t().float()).to(out_dtype)
+
+
+def values(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, along: int, outer: int
+) -> Tensor:
+    """bf16 [outer, contracted]: what an operand stands for, under scales of blocks that are powers of two.
+
+    Arguments as of ``reference.spread``, layout as of :func:`spread`.
+    """
+    shape = _shape(codes, fmt, dim, along, outer)
+    scales = fmt.scaling.values(scale_inv).bfloat16()
+    scaled = _blocks(_bf16(codes, fmt, dim, shape), *fmt.scale_block(dim)) * scales[:, None, :, None]
+    result = _unblock(scaled.clamp(-LARGEST, LARGEST), shape)
+    return result if along == ROWWISE else result.t()
 
 
 def spread(
@@ -43,8 +72,7 @@ def spread(
 
     ``codes`` of the result is a view of the [M, K] layout, transposed or not: bf16 tensor cores take either.
     """
-    length = contracted_length(codes, fmt, dim, along)
-    shape = torch.Size((outer, length) if along == ROWWISE else (length, outer))
+    shape = _shape(codes, fmt, dim, along, outer)
     values = _bf16(codes, fmt, dim, shape)
     factor, divisor = scale_inv.reshape(-1), 1.0
     if fmt.block:
@@ -59,6 +87,12 @@ def spread(
         blocks = _blocks(values, *fmt.scale_block(dim))
         values = _unblock(blocks * scales.bfloat16()[:, None, :, None], shape)
     return Values(values if along == ROWWISE else values.t(), None, factor, divisor)
+
+
+def _shape(codes: Tensor, fmt: Format, dim: int, along: int, outer: int) -> torch.Size:
+    """[M, K] of the values."""
+    length = contracted_length(codes, fmt, dim, along)
+    return torch.Size((outer, length) if along == ROWWISE else (length, outer))
 
 
 def _bf16(codes: Tensor, fmt: Format, dim: int, shape: torch.Size) -> Tensor:

@@ -88,7 +88,7 @@ def per_tensor(
     return result
 
 
-def block128_operands(a: Any, b: Any) -> tuple[Sequence[Tensor], Any]:
+def block128_operands(a: Any, b: Any, direct: bool = True) -> tuple[Sequence[Tensor], Any]:
     """Codes and scales of ``a`` and of ``b``, in blocks of 1 x 128 or 128 x 128, as the library reads them.
 
     Codes are [outer, contracted] with both dims padded. The product is not to be scaled any more.

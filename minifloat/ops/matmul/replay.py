@@ -28,13 +28,13 @@ class Steps(NamedTuple):
     """A product in three steps; the first and the last launch kernels, or do nothing to tensors.
 
     Args:
-        prepare: (a, b) -> the tensors that the library reads, and what ``finish`` needs of the operands.
+        prepare: (a, b, direct) -> the tensors that the library reads, and what ``finish`` needs of the operands.
         multiply: (those tensors, dtype) -> the library's product.
         direct: (bias, dtype) -> whether the library's product in that dtype is the result already.
         finish: (fp32 product, what ``prepare`` left, bias, dtype) -> the result, where it is not.
     """
 
-    prepare: Callable[[Any, Any], tuple[Sequence[Tensor], Any]]
+    prepare: Callable[[Any, Any, bool], tuple[Sequence[Tensor], Any]]
     multiply: Callable[[Sequence[Tensor], torch.dtype], Tensor]
     direct: Callable[[Tensor | None, torch.dtype], bool]
     finish: Callable[[Tensor, Any, Tensor | None, torch.dtype], Tensor]
@@ -78,7 +78,7 @@ class RecordedProduct:
         self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, direct: bool, log: Log | None = None
     ) -> tuple[Sequence[Tensor], int, Tensor, Tensor]:
         """What the library reads, how many launches of ``log`` prepared it, its product, and the result."""
-        operands, left = self.steps.prepare(a, b)
+        operands, left = self.steps.prepare(a, b, direct)
         before = 0 if log is None else len(log.launches)
         product = self.steps.multiply(operands, out_dtype if direct else torch.float32)
         result = cut(product, a.outer, b.outer)

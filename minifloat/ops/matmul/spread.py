@@ -94,8 +94,6 @@ def spread(
 
     ``codes`` of the result is transposed in memory where the operand's codes are, so that both are consecutive.
     """
-    length = contracted_length(codes, fmt, dim, along)
-    shape = (outer, length) if along == ROWWISE else (length, outer)
     factor, divisor = scale_inv.reshape(-1), 1.0
     rule, level, strides = None, "none", (0, 0)
     if fmt.scale_rule == "two_level":
@@ -104,9 +102,25 @@ def spread(
     elif fmt.block:
         rule, level = fmt.scaling, "largest"
         factor, strides = _largest(scale_inv, fmt, dim, along, outer)
-    values = allocate(shape, torch.bfloat16, codes.device, transposed=codes.stride(1) != 1 and not fmt.packed)
-    decode(codes, fmt, dim, Factors(rule, scale_inv, level, factor, strides, 1.0, 0), values)
-    return Values(values if along == ROWWISE else values.t(), None, factor, divisor)
+    factors = Factors(rule, scale_inv, level, factor, strides, 1.0, 0)
+    return Values(_written(codes, fmt, dim, along, outer, factors), None, factor, divisor)
+
+
+def values(
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, along: int, outer: int
+) -> Tensor:
+    """``emulated.values`` in one pass."""
+    factors = Factors(fmt.scaling, scale_inv, "saturated", scale_inv, (0, 0), 1.0, 0)
+    return _written(codes, fmt, dim, along, outer, factors)
+
+
+def _written(codes: Tensor, fmt: Format, dim: int, along: int, outer: int, factors: Factors) -> Tensor:
+    """bf16 [outer, contracted]."""
+    length = contracted_length(codes, fmt, dim, along)
+    shape = (outer, length) if along == ROWWISE else (length, outer)
+    out = allocate(shape, torch.bfloat16, codes.device, transposed=codes.stride(1) != 1 and not fmt.packed)
+    decode(codes, fmt, dim, factors, out)
+    return out if along == ROWWISE else out.t()
 
 
 def _largest(scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -> tuple[Tensor, tuple[int, int]]:
@@ -135,15 +149,12 @@ class Scales(NamedTuple):
 UNSCALED = Scales(None, None, 1.0)
 
 
-def prepare(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Sequence[Tensor], Scales]:
+def prepare(a: tuple[Any, ...], b: tuple[Any, ...], direct: bool) -> tuple[Sequence[Tensor], Scales]:
     """The operands of the emulated product, each given as the arguments of :func:`spread`, and their scales."""
+    if direct:
+        return (values(*a), values(*b)), UNSCALED
     left, right = spread(*a), spread(*b)
     return (left.codes, right.codes), Scales(left.factor, right.factor, left.divisor * right.divisor)
-
-
-def is_direct(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
-    """The emulated product is always to be scaled."""
-    return False
 
 
 def finish(product: Tensor, scales: Scales, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

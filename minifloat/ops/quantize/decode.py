@@ -23,6 +23,7 @@ from minifloat.ops.tiles import Tile
 
 TILE = Tile(64, 128, 4)
 """Elements of a program."""
+BF16_MAX = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def block_factor(
     row = (row // ROWS)[:, None].to(tl.int64)
     col = (col // COLS)[None, :].to(tl.int64)
     factor = RULE.kernels.value(tl.load(scales + row * scale_stride_m + col * scale_stride_k, mask=inside, other=0))
-    if LEVEL != "none":
+    if LEVEL == "amax" or LEVEL == "largest":
         level = tl.load(levels + row * level_stride_m + col * level_stride_k, mask=inside, other=1.0)
         if LEVEL == "amax":
             factor = factor * level * INVERSE
@@ -116,6 +117,8 @@ def decode_tile(
             RULE, LEVEL, INVERSE, SCALE_ROWS, SCALE_COLS,
         )  # fmt: skip
         blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS)) * factor[:, None, :, None]
+        if LEVEL == "saturated":  # compared one by one: minimum and maximum would drop NaN
+            blocks = tl.where(blocks > BF16_MAX, BF16_MAX, tl.where(blocks < -BF16_MAX, -BF16_MAX, blocks))
         values = tl.reshape(blocks, (BLOCK_M, BLOCK_K))
     if NEGATIVE != 0:
         values = rotate_back(values, BLOCK_M, BLOCK_K, NEGATIVE)
@@ -158,7 +161,8 @@ class Factors(NamedTuple):
     Args:
         rule: that of ``scale_inv``; None to leave codes unscaled.
         scale_inv: [1], or the grid of blocks, of any strides.
-        level: ``"amax"``: times ``levels`` times ``inverse``; ``"largest"``: over ``levels``, rounded to bf16.
+        level: ``"amax"``: times ``levels`` times ``inverse``; ``"largest"``: over ``levels``, rounded to bf16;
+            ``"saturated"``: the values are cut at bf16's largest number; ``"none"``.
         levels, level_strides: fp32, and the elements from one block to the next along M and along K.
         signs: of the Hadamard transform to undo, a bit each; 0 for none.
     """
