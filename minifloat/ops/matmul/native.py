@@ -28,8 +28,10 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
     pad_outer, pad_inner = -codes.shape[0] % align[0], -codes.shape[1] % align[1]
     dtype = fmt.encoding.dtype
     assert dtype is not None
+    if not pad_outer and not pad_inner and codes.is_contiguous():
+        return codes.view(dtype)
     kernels = has_kernels(codes)
-    if not pad_outer and not pad_inner and (codes.is_contiguous() or not (codes.is_cuda or kernels)):
+    if not pad_outer and not pad_inner and not (codes.is_cuda or kernels):
         return codes.view(dtype)  # a CPU takes any strides
     if kernels:
         from minifloat.ops.matmul import transpose
