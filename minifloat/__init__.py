@@ -16,6 +16,7 @@ from minifloat.convert import ConversionReport, DefaultFilter, convert, export, 
 from minifloat.formats import Format
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.functional.rope import apply_rotary_pos_emb
+from minifloat.graphs import make_graphed_callables
 from minifloat.nn import (
     DotProductAttention,
     EtpEmbedding,
@@ -107,6 +108,7 @@ __all__ = [
     "find_amaxes",
     "get_default_recipe",
     "linear_cross_entropy",
+    "make_graphed_callables",
     "optim",
     "prepare",
     "quantized_model_init",

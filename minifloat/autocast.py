@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,6 +125,24 @@ def restore_contexts(contexts: list[autocast]) -> list[autocast]:
     replaced, _stack.contexts = _stack.contexts, contexts
     finite.add(sum(context.check_finite for context in contexts) - sum(c.check_finite for c in replaced))
     return replaced
+
+
+@contextmanager
+def captured(context: autocast) -> Iterator[list[Any]]:
+    """This thread is inside of ``context`` alone, for the capture of a CUDA graph.
+
+    Yields:
+        A list that gets each module's forward under delayed scaling, a ``DelayedCall``: amaxes are recorded, and no
+        history is updated. Who replays the graph makes such calls anew.
+    """
+    calls: list[Any] = []
+    context.region = Region(calls)
+    outside = restore_contexts([context])
+    try:
+        yield calls
+    finally:
+        restore_contexts(outside)
+        context.region = Region()
 
 
 def checks_finite() -> bool:

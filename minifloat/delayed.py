@@ -299,9 +299,12 @@ class Region:
 
     Modules and not their buffers: a compiled forward may not hand out buffers that its backward will write to. Linked
     and not a list: a compiler guards the length of a list, and would compile each layer anew for its place in it.
+
+    ``calls``: what a CUDA graph that is being captured is told of instead, see ``autocast.captured``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: list[Any] | None = None) -> None:
+        self.calls = calls
         self.forward: Member | None = None
         self.backward: Member | None = None
         self.compiled: Member | None = None

@@ -55,6 +55,10 @@ class DelayedCall:
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
         self.shared = self.region is not None and self.group is not None and not compiling
         self.first = True
+        self.captured = self.region is not None and self.region.calls is not None
+        if self.captured:
+            self._leave_to_replays()
+            return
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
         if records and not compiling:
@@ -69,6 +73,13 @@ class DelayedCall:
             if self.shared:
                 self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
 
+    def _leave_to_replays(self) -> None:
+        """Inside of a CUDA graph's capture amaxes are recorded; each replay has calls of its own for all else."""
+        self.first = False
+        assert self.region is not None and self.region.calls is not None
+        if self.records[0] or self.records[1]:
+            self.region.calls.append(self)
+
     def forward_finished(self) -> None:
         """Updates the forward history now if no ``autocast`` will do it at its end."""
         if self.region is None and self.records[0]:
@@ -79,7 +90,7 @@ class DelayedCall:
     def backward_begins(self) -> None:
         """To be called before a backward reads its scale, which an earlier region's backward may have completed."""
         state = self.states[1]
-        if torch.compiler.is_compiling() or not self.records[1]:
+        if torch.compiler.is_compiling() or not self.records[1] or self.captured:
             return
         pending = state.progress.pending
         if pending is not None and not (self.shared and pending[1] is self.region):

@@ -57,6 +57,30 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def graph_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured on a CPU, by a stand-in."""
+    from minifloat.graphs import graph
+    from tests.helpers.graph_on_cpu import GraphOnCpu
+
+    monkeypatch.setattr(graph, "Graph", GraphOnCpu)
+
+
+@pytest.fixture
+def graph_device(
+    device: torch.device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[torch.device]:
+    """A device of graphs: a GPU, which then gives the same bits each time, or a CPU with the stand-in."""
+    if device.type == "cpu":
+        request.getfixturevalue("graph_on_cpu")
+        yield device
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    yield torch.device("cuda", torch.cuda.current_device())
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def worker_pool() -> Iterator[Pools]:
     """`worker_pool(world_size).run(fn, *args)` runs a function on every rank; the processes stay for later tests."""

@@ -68,7 +68,7 @@ NAMES: dict[str, str] = {
         "disable_stochastic_rounding disable_2d_quantization row_scaled_activation fast_accum "
         "enable_2d_quantization use_f32_scales use_power_2_scales scales_agree use_reentrant "
         "use_split_accumulator power_2_scale random_hadamard_transform stochastic_rounding "
-        "fp4_2d_quantization accumulate score_before_top_k normalize_top_k"
+        "fp4_2d_quantization accumulate score_before_top_k normalize_top_k allow_unused_input cache_quantized_params"
     ),
     "object": (
         "fp8_dpa fp8_mha rotary_percent model module optimizer normalization activation attention_type "
@@ -84,7 +84,7 @@ NAMES: dict[str, str] = {
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
         "hidden_size ffn_hidden_size num_attention_heads num_embeddings embedding_dim tp_size dim "
-        "normalized_shape amax_history_len num_gemms num_experts top_k"
+        "normalized_shape amax_history_len num_gemms num_experts top_k num_warmup_iters"
     ),
     "size?": (
         "shared_ffn_hidden_size kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes "
@@ -116,7 +116,9 @@ NAMES: dict[str, str] = {
     "mapping": "state",
     "iterable": "rules",
     "values": "parameters",
-    "sizes": "quantizers parts",
+    "sizes": "quantizers parts modules sample_args",
+    "sizes?": "_order",
+    "iterable?": "sample_kwargs",
 }
 KINDS = {name: kind for kind, names in NAMES.items() for name in names.split()}
 
@@ -130,6 +132,7 @@ OTHERS: dict[str, str] = {
     "DotProductAttention.kv_channels": "size",
     "set_tensor_parallel_group.tp_group": "object",
     "update_expert_bias.group": "object?",
+    "make_graphed_callables.enabled": "bool?",
 }
 EXTRA: dict[str, set[str]] = {
     "QuantizerRole.tensor_type": NOTHING,
@@ -198,6 +201,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "revert": of_model,
         "ShardMap": {"rows": (1,)},
         "data_parallel": {"module": model},
+        "make_graphed_callables": {"modules": [], "sample_args": []},
         "full_state_dict": of_model,
         "load_full_state_dict": of_model | {"state": {}},
         "load_sharded_state_dict": of_model | {"state": {}},

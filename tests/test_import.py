@@ -61,6 +61,7 @@ PUBLIC = [
     "find_amaxes",
     "get_default_recipe",
     "linear_cross_entropy",
+    "make_graphed_callables",
     "optim",
     "prepare",
     "quantized_model_init",

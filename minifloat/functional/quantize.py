@@ -34,13 +34,17 @@ class RoleCasts:
         delayed_call: DelayedCall | None,
         input_scale: Tensor | None = None,
         amaxes: Sequence[Amaxes | None] | None = None,
+        noop_flag: Tensor | None = None,
     ) -> list[Quantized]:
-        """The operands of ``xs``; ``amaxes``: those of each tensor, None where they are still to be found."""
+        """The operands of ``xs``; ``amaxes``: those of each tensor, None where they are still to be found.
+
+        ``noop_flag``: as of :func:`cast_all`. An amax that delayed scaling records is then 0.
+        """
         scales = None if delayed_call is None else [delayed_scale(delayed_call, kind) for kind in self.kinds]
         if scales is not None and input_scale is not None:
             scales[self.kinds.index("input")] = input_scale
         if self.casts is not None:
-            results = self.casts(xs, amaxes, scales=scales)
+            results = self.casts(xs, amaxes, scales=scales, noop_flag=noop_flag)
         else:  # each by itself: under a compiler siblings' casts of one input are common subexpressions
             known, given = amaxes or [None] * len(xs), scales or [None] * len(xs)
             results = [
@@ -53,11 +57,18 @@ class RoleCasts:
 
 
 def quantize(
-    x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None, *, gemm_ready: bool = True
+    x: Tensor,
+    quantizer: Quantizer,
+    kind: str,
+    delayed_call: DelayedCall | None,
+    *,
+    gemm_ready: bool = True,
+    noop_flag: Tensor | None = None,
 ) -> Quantized:
     """The operands of one tensor, as :class:`RoleCasts` makes them; of a quantized one, of its values."""
     x = x.dequantize() if isinstance(x, QuantizedTensor) else x
-    return RoleCasts([quantizer], [kind], x.device.type if gemm_ready else "")([x], delayed_call)[0]
+    cast = RoleCasts([quantizer], [kind], x.device.type if gemm_ready else "")
+    return cast([x], delayed_call, noop_flag=noop_flag)[0]
 
 
 def quantize_part(

@@ -45,6 +45,7 @@ class LinearState(EtpRows):
     _wgrad_tasks: list[Callable[[], None]]
     _wgrad_hooks: list[Callable[[], None]]
     _weight_cache: CachedWeight | None
+    _skip_weight_cast: Tensor | None  # fp32 [1] that a captured cast reads in each replay: where it is 1, codes stay
     _latest_config: tuple[Recipe, LinearConfig] | None
     _custom_configs: list[tuple[Recipe, LinearConfig]]
     _plans: dict[Any, LinearPlan]  # under the latest config
@@ -104,6 +105,7 @@ class LinearState(EtpRows):
             "_wgrad_tasks": [],
             "_wgrad_hooks": [],
             "_weight_cache": None,
+            "_skip_weight_cast": None,
             "_latest_config": None,
             "_custom_configs": [],
             "_plans": {},
@@ -283,7 +285,7 @@ class LinearState(EtpRows):
         return operands
 
     def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
-        return quantize(weight, quantizer, "weight", delayed_call)
+        return quantize(weight, quantizer, "weight", delayed_call, noop_flag=self._skip_weight_cast)
 
     def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
         """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
