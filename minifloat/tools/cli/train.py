@@ -96,6 +96,9 @@ def train(
     tp_overlap: Annotated[
         Overlap, typer.Option(help="with --tp: what hides communication; symmetric_memory: GEMMs that communicate")
     ] = "handles",
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="on one GPU: capture a step and replay it; the same losses, faster")
+    ] = False,
     max_gap: Annotated[
         float | None,
         typer.Option(help=f"largest relative gap of the losses; default {MAX_GAP}, 4-bit {MAX_GAP_4BIT}; inf: any"),
@@ -139,7 +142,7 @@ def train(
             start = decided_by_first(begin, ranks)
             job = Job(
                 names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, check_ranks,
-                tp_overlap,
+                tp_overlap, cuda_graph,
             )  # fmt: skip
         if hf is not None and ranks.first:
             typer.echo(f"model: {sizes}")

@@ -21,6 +21,7 @@ from minifloat.tools.cli.output import Observer, observers
 from minifloat.tools.cli.ranks import PATIENCE, launcher
 from minifloat.tools.cli.resume import Start, checkpoint_folder, resume_command
 from minifloat.tools.train import data, report
+from minifloat.tools.train.captured import check_capture
 from minifloat.tools.train.checkpoint import TOKENIZER
 from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.hf import HuggingFace
@@ -56,8 +57,11 @@ class Job:
     ranks: Ranks = ALONE
     check_ranks: bool = False
     tp_overlap: Overlap = "handles"
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
+        if self.cuda_graph:
+            check_capture(self.device, self.ranks)
         self.model.check_ranks(self.ranks.tp.size)
         self.ranks.check_batch(self.config.batch_size, self.model.context)
         for name in self.names:
@@ -146,6 +150,7 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
                 train_model(
                     name, model, job.model.context, job.corpus, job.config, job.device, observer(name),
                     checkpoints=job.checkpoints(name), weights=job.start.weights.get(name), stop=stop, ranks=job.ranks,
+                    cuda_graph=job.cuda_graph,
                 )
             )  # fmt: skip
     return runs

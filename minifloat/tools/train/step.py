@@ -1,0 +1,106 @@
+"""One step of a training: losses, gradients, clipping and the optimizer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minifloat import MoE, router_losses
+from minifloat.comm.dtensor import own_rows
+from minifloat.tools.train.ranks import ALONE, Ranks
+from minifloat.tools.train.run import TrainConfig
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; only matrices decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    rate: float,
+    config: TrainConfig,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+) -> tuple[float, float]:
+    """One update at learning rate `rate`; returns the loss and the gradient norm before clipping.
+
+    Gradients are those of the mean over the micro-batches, one of which is in memory at a time.
+    Parameters and optimizer do not change when one of the two is not finite. Reading them waits for the device, which
+    is also what makes the step's time true: the optimizer's part shows in the next step's.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = fp32(rate)
+    value, norm = clipped_gradients(model, batch, config, device, ranks).tolist()
+    if math.isfinite(value) and math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return value, norm
+
+
+def clipped_gradients(
+    model: nn.Module, batch: Batch, config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
+) -> Tensor:
+    """Adds to the gradients those of the mean over a step's batch, clipped.
+
+    Returns:
+        The loss and the gradient norm before clipping, fp32 [2] on the device.
+    """
+    losses = []
+    for part in micro_batches(batch, config):
+        loss = batch_loss(model, part, config, device, ranks)
+        # Autograd's own thread for a GPU would cost the host up to half of its time (docs/layers.md), and a process
+        # has one GPU. Hooks, recomputations and callbacks run in this thread too; kernels stay on their streams.
+        with torch.autograd.set_multithreading_enabled(False):
+            ((loss + router_losses(model)) * (config.loss_scale / config.accumulate)).backward()
+        losses.append(loss.detach())
+    gradients = [own_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    torch._foreach_mul_(gradients, 1 / config.loss_scale)
+    norm = ranks.clip(model, config.clip)
+    return torch.stack((ranks.mean(torch.stack(losses).mean()), norm))
+
+
+def fp32(rate: float) -> float:
+    """A learning rate as a tensor on a device has it, which a captured step reads."""
+    return float(torch.tensor(rate, dtype=torch.float32))
+
+
+@torch.no_grad()
+def imbalance_of(model: nn.Module) -> Tensor | None:
+    """The most choices of an expert over the mean, in the latest forward; the largest of all layers of this rank.
+
+    A scalar on the device; None of a model without experts.
+    """
+    layers = [each.expert_counts for each in model.modules() if isinstance(each, MoE)]
+    shares = [each.max() * each.numel() / each.sum().clamp(min=1) for each in layers if each is not None]
+    return torch.stack(shares).max() if shares else None
+
+
+def micro_batches(batch: Batch, config: TrainConfig) -> list[Batch]:
+    """The parts of a step's batch whose gradients are summed."""
+    inputs, targets = (part.chunk(config.accumulate) for part in batch)
+    return list(zip(inputs, targets, strict=True))
+
+
+def batch_loss(
+    model: nn.Module, batch: Batch, config: TrainConfig, device: torch.device, ranks: Ranks = ALONE
+) -> Tensor:
+    """The mean cross entropy in nats a token, fp32 scalar, over the tokens that this rank has.
+
+    It is weighted so that :meth:`Ranks.mean` is that over the batch.
+    """
+    inputs_BT, targets_BT = (ranks.share(part).to(device, non_blocking=True) for part in batch)
+    with torch.autocast(device.type, dtype=config.dtype, enabled=config.dtype != torch.float32):
+        logits = model(inputs_BT)
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), ranks.own(targets_BT).flatten())
+    return loss * ranks.weight(batch[0])

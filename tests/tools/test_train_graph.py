@@ -1,0 +1,116 @@
+"""``minifloat train --cuda-graph``: steps that are replayed give the results of steps that are not, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minifloat.comm.group import Group
+from minifloat.tools.cli.train_job import recipe_of
+from minifloat.tools.train.captured import check_capture
+from minifloat.tools.train.checkpoint import latest
+from minifloat.tools.train.checkpoint_writer import Checkpoints
+from minifloat.tools.train.data import Corpus
+from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, TrainConfig, train
+from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.ranks import Ranks
+from tests.helpers.graph_on_cpu import GraphOnCpu
+
+MICRO = MODELS["micro"]
+CONFIG = TrainConfig(steps=6, batch_size=2, evaluations=3, evaluation_batches=2, accumulate=2)
+
+
+@pytest.fixture(autouse=True)
+def _runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the capture of a step is its first replay."""
+    monkeypatch.setattr(GraphOnCpu, "ran", True)
+
+
+def corpus() -> Corpus:
+    text = torch.randint(256, (20_000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    return Corpus(text[:16_000], text[16_000:], "random bytes")
+
+
+def run(device: torch.device, recipe: str, cuda_graph: bool, *, experts: int = 0, **options: Any) -> Any:
+    model = replace(MICRO, experts=experts).make(recipe_of(recipe), 0)
+    config = options.pop("config", CONFIG)
+    done = train(recipe, model, 64, corpus(), config, device, cuda_graph=cuda_graph, **options)
+    measured = [replace(each, seconds=0.0, tokens_per_second=0.0) for each in done.history]
+    return measured, done.gemms, {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+def assert_alike(found: Any, wanted: Any) -> None:
+    assert found[0] == wanted[0]
+    assert found[1] == wanted[1]
+    assert all(torch.equal(found[2][name], each) for name, each in wanted[2].items())
+
+
+@pytest.mark.parametrize(("recipe", "experts"), [("bf16", 0), ("delayed", 0), ("nvfp4", 0), ("current", 4)])
+def test_replayed_steps_are_the_same(graph_device: torch.device, recipe: str, experts: int) -> None:
+    """Losses, gradient norms, imbalances, evaluations in between, GEMMs, and parameters at the end."""
+    assert_alike(*(run(graph_device, recipe, captured, experts=experts) for captured in (True, False)))
+
+
+def test_resume(graph_device: torch.device, tmp_path: Path) -> None:
+    """A run that was stopped goes on with the same numbers."""
+    whole = run(graph_device, "delayed", False)
+    saved = Checkpoints(tmp_path, {}, None, 2, None, {})
+    steps = iter(range(1, 10))
+    with pytest.raises(Interrupted):
+        run(graph_device, "delayed", True, checkpoints=saved, stop=lambda: next(steps) == 3)
+    saved = replace(saved, start=latest(tmp_path))
+    assert_alike(run(graph_device, "delayed", True, checkpoints=saved), whole)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(graph_device: torch.device) -> None:
+    """It is replayed as others, and the optimizer in it does nothing."""
+
+    def spoilt(captured: bool) -> tuple[str, dict[str, Any]]:
+        model = MICRO.make(recipe_of("delayed"), 0)
+        kept: dict[str, Any] = {}
+
+        def observe(metrics: Metrics) -> None:
+            if metrics.step == 3:
+                model.head.weight.data[0] = torch.nan
+                kept.update({name: each.clone() for name, each in model.named_parameters()})
+
+        with pytest.raises(NonFiniteError, match="step 4 has loss nan") as error:
+            train("delayed", model, 64, corpus(), CONFIG, graph_device, observe, cuda_graph=captured)
+        assert all(torch.equal(kept[n].nan_to_num(), each.nan_to_num()) for n, each in model.named_parameters())
+        return str(error.value), kept
+
+    (found, mine), (wanted, its) = spoilt(True), spoilt(False)
+    assert found == wanted
+    assert all(torch.equal(mine[name].nan_to_num(), each.nan_to_num()) for name, each in its.items())
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    with pytest.raises(ValueError, match="--cuda-graph needs an NVIDIA GPU, and the device is cpu"):
+        run(torch.device("cpu"), "current", True)
+    with pytest.raises(ValueError, match="one of 2"):
+        check_capture(torch.device("cuda"), Ranks(Group("somewhere", 2)))
+
+
+class Waits(nn.Module):
+    """A model that reads a value back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        y = F.embedding(tokens_BT, self.weight)
+        return y * (1.0 if float(y.detach().sum()) > 0 else 0.5)
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_the_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="--cuda-graph: this model cannot be captured, leave it out"):
+        train("bf16", Waits(), 64, corpus(), CONFIG, torch.device("cuda"), cuda_graph=True)
+    run(torch.device("cuda"), "current", True)
