@@ -39,14 +39,21 @@ TILES = {
     "cast_block": [
         Tile(rows, cols, warps) for rows, cols in ((128, 128), (128, 64), (64, 128), (32, 128)) for warps in (4, 8, 16)
     ],
-    "cast_mx": [*[Tile(32, 128, warps) for warps in (1, 2, 4)], Tile(64, 128, 4), Tile(32, 256, 2), Tile(128, 128, 4)],
+    "cast_mx": [
+        *[Tile(32, 128, warps) for warps in (1, 2, 4)],
+        Tile(64, 128, 4),
+        Tile(128, 128, 4),
+        Tile(16, 256, 4),
+        *[Tile(32, 256, warps) for warps in (2, 4)],
+        Tile(32, 512, 4),
+    ],
     "cast_nvfp4": [
         Tile(16, cols, warps) for cols, warps in ((256, 2), (256, 4), (512, 4), (512, 8), (1024, 4), (1024, 8))
     ],
 }
 FUSED_CASTS = [
     Tile(rows, cols, warps)
-    for rows, cols in ((32, 128), (16, 128), (64, 128), (32, 64), (16, 256))
+    for rows, cols in ((32, 128), (16, 128), (64, 128), (32, 64), (16, 256), (32, 256), (128, 128))
     for warps in (2, 4, 8)
 ]
 """Enlarged to whole blocks, with their warps."""
@@ -95,9 +102,16 @@ def main(rows: int = 16384, cols: int = 8192) -> None:
             made, moved = job(x, fmt, dims)
             report(
                 f"{name} {what}", moved, TILES[kernel], lambda t, k=kernel, j=made: run[k]([j], None, t),
-                tile(kernel, device),
+                tile(kernel + _suffix(name, what), device),
             )  # fmt: skip
     fused_casts(x)
+
+
+def _suffix(name: str, what: str) -> str:
+    """Of the line in the table, for bf16 of sizes that allow wide accesses."""
+    if name.endswith("tiles"):
+        return "_columnwise"
+    return "_shared" if what != "row" and name.startswith(("cast_block", "cast_mx")) else ""
 
 
 def fused_casts(x: Tensor) -> None:
@@ -117,7 +131,7 @@ def fused_casts(x: Tensor) -> None:
             }  # fmt: skip
             for kernel, (read, launch) in calls.items():
                 written = sum(dims) * (2 if kernel == "activation_backward" else 1)
-                name = f"{kernel}_{kind}" + "_columnwise" * (kind == "block" and what == "both")
+                name = f"{kernel}_{kind}" + "_shared" * (what == "both")
                 moved = size * (read + written)
                 report(f"{name} {what}", moved, FUSED_CASTS, launch, tile(name, x.device))
 

@@ -22,6 +22,7 @@ OF_FEW = {
     "tile",
     "gemm_tile",
     "_multiprocessors",
+    "_runs_on",
     "_gather_options",
     "_max_options",
     "_compiled",

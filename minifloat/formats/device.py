@@ -13,7 +13,7 @@ MINUS_INFINITY_BITS = tl.constexpr(-0x800000)
 
 @triton.jit
 def reciprocal(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    return tl.div_rn(1.0, x)
 
 
 # ---- elements ----
@@ -80,7 +80,7 @@ def power_of_two(exponent):
 def _scale_fp32(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
     """numerics 0.3: ``MAX / amax``, ``LARGEST`` where that overflows, 1 where there is nothing to scale by."""
     amax = tl.where(amax < EPSILON, EPSILON, amax)
-    scale = tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax)
+    scale = tl.div_rn(MAX, amax)
     scale = tl.where(scale == float("inf"), LARGEST, scale)
     scale = tl.where((amax == float("inf")) | (amax == 0) | (amax != amax), 1.0, scale)
     return scale, reciprocal(scale)
@@ -97,8 +97,8 @@ def floored_exponent(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl
     if EPSILON > 0:
         amax = tl.where(amax < EPSILON, EPSILON, amax)
     bits = amax.to(tl.int32, bitcast=True)
-    max_bits = tl.full(amax.shape, MAX, tl.float32).to(tl.int32, bitcast=True)
-    largest_bits = tl.full(amax.shape, LARGEST, tl.float32).to(tl.int32, bitcast=True)
+    max_bits = tl.cast(MAX, tl.float32).to(tl.int32, bitcast=True)
+    largest_bits = tl.cast(LARGEST, tl.float32).to(tl.int32, bitcast=True)
     exponent = 127 + ((max_bits - bits) >> 23)
     exponent = tl.where(exponent > 254, largest_bits >> 23, exponent)
     return tl.where((bits == 0) | (bits >= 0x7F800000), 127, exponent)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.experimental import gluon
 
 Tensors = Sequence[Tensor | tuple[Tensor, ...]]
 Integers = Sequence[int | tuple[int, ...]]
@@ -255,10 +256,15 @@ class Kernel:
         contract: let the compiler contract ``a * b + c`` to one rounding. Off where results are defined to the bit.
         wide: it reads 16 bytes at a time, so that matrices (anything but single elements) must begin at such places.
         table: of more matrices than MOST_BY_VALUE it takes a table, see :func:`in_table`; else tuples of any length.
+        layouts: its last constant is the layouts of a tile (``quantize/layouts.py``), for which Gluon compiles the same
+            function, or None, for Triton.
     """
 
-    def __init__(self, function: Any, *, contract: bool = False, wide: bool = True, table: bool = True) -> None:
+    def __init__(
+        self, function: Any, *, contract: bool = False, wide: bool = True, table: bool = True, layouts: bool = False
+    ) -> None:
         self.function = function
+        self.with_layouts = gluon.jit(function.fn) if layouts else None
         self.wide, self.table = wide, table
         self.name: str = function.__name__
         self.options = {"enable_fp_fusion": contract}
@@ -331,7 +337,9 @@ class Kernel:
             raise ValueError(f"{self.name} was given tensors on {', '.join(map(str, devices))}; one device at a time")
         typical = [tuple(map(self._typical, t)) if isinstance(t, tuple) else self._typical(t) for t in tensors]
         neutral = [(_NEUTRAL,) * len(i) if isinstance(i, tuple) else _NEUTRAL for i in integers]
-        kernel = self.function.warmup(*typical, *neutral, *constants, grid=(1,), num_warps=warps, **self.options)
+        kernel = self.function_for(constants).warmup(
+            *typical, *neutral, *constants, grid=(1,), num_warps=warps, **self.options
+        )
         return _Compiled.of(kernel)
 
     def _typical(self, tensor: Tensor) -> _Typical:
@@ -340,7 +348,11 @@ class Kernel:
     def _through_jit(
         self, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
     ) -> None:
-        self.function[(programs,)](*tensors, *integers, *constants, num_warps=warps, **self.options)
+        self.function_for(constants)[(programs,)](*tensors, *integers, *constants, num_warps=warps, **self.options)
+
+    def function_for(self, constants: tuple[Any, ...]) -> Any:
+        """What is compiled for these constants."""
+        return self.function if self.with_layouts is None or constants[-1] is None else self.with_layouts
 
 
 def _look_at(tensors: Tensors) -> tuple[list[int | tuple[int, ...]], list[Any], bool]:

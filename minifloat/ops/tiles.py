@@ -37,8 +37,12 @@ class GemmTile(NamedTuple):
 SM_90: dict[str, Tile] = {
     "amax": Tile(1, 16384, 8),
     "cast_tensor": Tile(64, 128, 4),
-    "cast_block": Tile(128, 128, 4),
-    "cast_mx": Tile(32, 128, 2),
+    "cast_block": Tile(32, 128, 4),
+    "cast_block_columnwise": Tile(128, 128, 4),
+    "cast_block_shared": Tile(128, 128, 8),  # through shared memory, see quantize/layouts.py
+    "cast_mx": Tile(16, 256, 4),
+    "cast_mx_columnwise": Tile(32, 128, 2),
+    "cast_mx_shared": Tile(32, 256, 4),
     "cast_nvfp4": Tile(16, 512, 4),
     "cast_nvfp4_search": Tile(16, 256, 4),  # 4-over-6
     "cast_nvfp4_unaligned": Tile(16, 128, 4),  # stochastic, where rows do not begin at 16 bytes
@@ -49,15 +53,24 @@ SM_90: dict[str, Tile] = {
     "activation_backward_columnwise": Tile(32, 64, 4),
     "activation_block": Tile(32, 128, 4),
     "activation_block_columnwise": Tile(128, 128, 8),
+    "activation_block_shared": Tile(128, 128, 16),
     "activation_mx": Tile(32, 128, 2),
+    "activation_mx_columnwise": Tile(32, 128, 2),
+    "activation_mx_shared": Tile(32, 128, 2),
     "activation_backward_block": Tile(16, 256, 4),
     "activation_backward_block_columnwise": Tile(128, 128, 8),
+    "activation_backward_block_shared": Tile(128, 128, 8),
     "activation_backward_mx": Tile(32, 64, 2),
+    "activation_backward_mx_columnwise": Tile(32, 64, 2),
+    "activation_backward_mx_shared": Tile(64, 128, 4),
     "norm": Tile(32, 256, 4),  # behind statistics, with a given scale
     "norm_columnwise": Tile(32, 128, 4),
     "norm_block": Tile(32, 128, 2),
     "norm_block_columnwise": Tile(128, 128, 8),
+    "norm_block_shared": Tile(128, 128, 4),
     "norm_mx": Tile(32, 64, 1),
+    "norm_mx_columnwise": Tile(32, 64, 1),
+    "norm_mx_shared": Tile(32, 256, 4),
     "amax_nvfp4": Tile(16, 512, 4),
     "amax_nvfp4_lines": Tile(128, 64, 4),
     "grouped_sum": Tile(64, 64, 8),  # the order of sums is that of its rows

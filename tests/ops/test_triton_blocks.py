@@ -26,6 +26,7 @@ from minifloat.formats import device as device_functions
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import blocks
 from minifloat.ops.quantize import device as device_code
+from minifloat.ops.quantize.layouts import layouts
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 POW2 = Format("e4m3", 128, scale_rule="pow2")
@@ -288,17 +289,42 @@ def test_floored_exponent(largest: float, device: torch.device) -> None:
     assert torch.equal(exponents, expected.view(torch.int32) >> 23)
 
 
+@pytest.mark.parametrize("with_layouts", [False, True], ids=["triton", "gluon"])
 @pytest.mark.parametrize("rule", ["pow2", "fp32", "e8m0"])
-def test_compiled(rule: str) -> None:
-    """Wide accesses, exact arithmetic, no spills."""
+def test_compiled(rule: str, with_layouts: bool) -> None:
+    """Wide accesses, exact arithmetic, no spills; with layouts columns are transposed where they are read."""
     codes, scale = torch.uint8, torch.uint8 if rule == "e8m0" else torch.float32
     tensors = [(t,) for t in (torch.bfloat16, torch.float32, codes, scale, torch.float32, codes, scale)]
-    constants = (1, True, True, True, False, 32 if rule == "e8m0" else 128, False)
+    block, tile = (32, Tile(32, 128, 2)) if rule == "e8m0" else (128, Tile(128, 128, 8))
+    k_major = rule != "e8m0"
+    chosen = layouts(torch.bfloat16, *tile, block, k_major) if with_layouts else None
+    assert with_layouts == (chosen is not None)
+    constants = (1, True, True, k_major, False, block, False)
     compiled = triton_interpreter.compile_for(
-        blocks.cast_block_kernel, *tensors, torch.float32, *[(7,)] * 8,
-        *constants, ELEMENTS["e4m3"], 448.0, SCALE_RULES[rule], 0.0, 3.3895313892515355e38, *[True] * 4, 128, 128,
-        num_warps=8, enable_fp_fusion=False,
+        blocks.CAST.function_for((chosen,)), *tensors, torch.float32, *[(7,)] * 8,
+        *constants, ELEMENTS["e4m3"], 448.0, SCALE_RULES[rule], 0.0, 3.3895313892515355e38, *[True] * 4, *tile[:2],
+        chosen, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert not any(word in compiled.ptx for word in (".ftz", "div.full", "fma.rn", "max.NaN", ".approx"))
     assert compiled.spills == 0
+    if with_layouts:
+        assert "LDS.U8" not in compiled.sass and "STS.U8" not in compiled.sass
+        assert "LDSM.16.MT88" in compiled.sass or not k_major
+
+
+@pytest.mark.parametrize("k_major", [True, False], ids=["k_major", "plain"])
+def test_layouts(k_major: bool) -> None:
+    """Each element has one place among threads, and a thread has neighbours in memory; None if warps are too many."""
+    block = 128 if k_major else 32
+    for tile in (Tile(block, 128, 1), Tile(block, 128, 2), Tile(block, 256, 4), Tile(2 * block, 128, 4)):
+        chosen = layouts(torch.bfloat16, *tile, block, k_major)
+        assert chosen is not None
+        for layout, consecutive in ((chosen.row, [0, 1]), (chosen.column, [1, 0] if k_major else [0, 1])):
+            bits = [tuple(bit) for bit in (*layout.reg_bases, *layout.lane_bases, *layout.warp_bases)]
+            assert len(set(bits)) == len(bits) and 2 ** len(bits) == tile.rows * tile.cols
+            assert all((m & (m - 1), k & (k - 1)) == (0, 0) and (m == 0) != (k == 0) for m, k in bits)
+            assert len(layout.lane_bases) == 5 and 2 ** len(layout.warp_bases) == tile.warps
+            assert layout.reg_bases[:2] == [consecutive, [2 * at for at in consecutive]]
+    assert layouts(torch.bfloat16, block, 128, 32, block, k_major) is None
+    assert layouts(torch.bfloat16, block, 32, 1, block, k_major) is None

@@ -20,11 +20,12 @@ from minifloat.functional.activation import Activation
 from minifloat.functional.norm import Norm
 from minifloat.ops import activation
 from minifloat.ops.activation import kernels, out_columns
-from minifloat.ops.launch import count_launches
+from minifloat.ops.launch import Kernel, count_launches
 from minifloat.ops.norm import cast as norm_kernels
 from minifloat.ops.norm import forward as norm_forward
 from minifloat.ops.quantize import fused_cast
 from minifloat.ops.quantize.fused import cast_constants, fused_tile
+from minifloat.ops.quantize.layouts import layouts
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.activation_model import ACTIVATIONS, activation_inputs, backward_inputs
@@ -292,33 +293,44 @@ def test_odd_end_of_a_packed_activation(act: Activation, spec: str, device: torc
 # ---- compiled, and on a GPU ----
 
 
+BY_EITHER_COMPILER = pytest.mark.parametrize("with_layouts", [False, True], ids=["triton", "gluon"])
+
+
+@BY_EITHER_COMPILER
 @pytest.mark.parametrize("spec", [STRIPS, MX])
-def test_activations_compiled_for_sm_90(spec: str) -> None:
+def test_activations_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
     """Accesses are 16 bytes wide, nothing spills, and no product is contracted."""
-    fmt, x = parse(spec), torch.empty(0, dtype=BF16)
-    formula, how = kernels.formula("swiglu", ()), cast_constants(x, fmt, *BOTH)
+    fmt, x, wanted = parse(spec), torch.empty(0, dtype=BF16), BOTH if spec == STRIPS else (True, True, False)
+    formula, how = kernels.formula("swiglu", ()), cast_constants(x, fmt, *wanted)
     casts = torch.uint8, torch.uint8, fmt.scale_dtype, fmt.scale_dtype, FP32
     for kernel, name, tensors, bias in (
-        (kernels.activation_kernel, "activation", (BF16, BF16, *casts), ()),
-        (kernels.activation_backward_kernel, "activation_backward", (BF16, BF16, BF16, *casts, FP32), (True,)),
+        (kernels.FORWARD, "activation", (BF16, BF16, *casts), ()),
+        (kernels.BACKWARD, "activation_backward", (BF16, BF16, BF16, *casts, FP32), (True,)),
     ):
         tile = fused_tile(name, None, fmt, True, True, (128, 128), x.device)
-        constants = (*formula, *how, True, False, *bias, *kernels.tile_constants((128, 128), tile))
-        check_compiled(kernel, (*tensors, *[7] * 6, *constants), tile.warps)
+        if with_layouts and tile.cols < 128:
+            tile = Tile(32, 128, 2)
+        constants = (*formula, *how, True, False, *bias, True, True, tile.rows, tile.cols)
+        chosen = layouts(BF16, *tile, fmt.block, wanted[2]) if with_layouts else None
+        assert with_layouts == (chosen is not None)
+        check_compiled(kernel, (*tensors, *[7] * 6, *constants, chosen), tile.warps)
 
 
+@BY_EITHER_COMPILER
 @pytest.mark.parametrize("spec", [STRIPS, "e4m3/tensor/given"])
-def test_norms_compiled_for_sm_90(spec: str) -> None:
+def test_norms_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
     fmt, x = parse(spec), torch.empty(0, dtype=BF16)
     tile = fused_tile("norm", None, fmt, True, True, (128, 128), x.device)
     casts = torch.uint8, torch.uint8, fmt.scale_dtype, fmt.scale_dtype, FP32
     constants = (True, True, False, *cast_constants(x, fmt, *BOTH), True, True, tile.rows, tile.cols)
-    arguments = (BF16, BF16, BF16, FP32, FP32, FP32, *casts, *[7] * 6, *constants)
-    check_compiled(norm_kernels.norm_cast_kernel, arguments, tile.warps)
+    chosen = layouts(BF16, *tile, fmt.block, True) if with_layouts and fmt.block else None
+    arguments = (BF16, BF16, BF16, FP32, FP32, FP32, *casts, *[7] * 6, *constants, chosen)
+    check_compiled(norm_kernels.CAST, arguments, tile.warps)
 
 
-def check_compiled(kernel: Any, arguments: tuple[Any, ...], warps: int) -> None:
-    compiled = triton_interpreter.compile_for(kernel, *arguments, num_warps=warps, enable_fp_fusion=False)
+def check_compiled(kernel: Kernel, arguments: tuple[Any, ...], warps: int) -> None:
+    function = kernel.function_for(arguments)
+    compiled = triton_interpreter.compile_for(function, *arguments, num_warps=warps, enable_fp_fusion=False)
     assert compiled.spills == 0
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert "fma.rn.f32" not in compiled.ptx

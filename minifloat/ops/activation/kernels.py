@@ -27,16 +27,18 @@ from minifloat.ops.activation.device import gated_gradients, gated_value, pointw
 from minifloat.ops.activation.reference import CLAMPED, GATES, gated
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize import empty_fused_cast
-from minifloat.ops.quantize.device import corner, extent
+from minifloat.ops.quantize.blocks import held, held_values
+from minifloat.ops.quantize.device import append, corner, extent, tile_places
 from minifloat.ops.quantize.fused import (
     VALUE,
     cast_constants,
+    casts_through_shared,
     fused_tile,
     record_amax,
     scale_strides,
     store_result,
+    tile_constants,
 )
-from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import Tile, tile
 
 SWISH_SLOPES = {"silu": 1.0, "qgelu": 1.702}
@@ -68,10 +70,11 @@ def activation_kernel(
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
     ROUND: tl.constexpr, AMAX: tl.constexpr,
     ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
     first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
-    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
     if GATED:
         a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
         values = gated_value(a, b, NAME, SLOPE, LIMIT, OFFSET)
@@ -84,9 +87,10 @@ def activation_kernel(
     if AMAX:
         record_amax(amax, tl.abs(values))
     store_result(
-        values, first_m, first_n, M, N, 0 * N, N, scale, row_codes, column_codes, row_scales, column_scales,
+        held(values, LAYOUTS), first_m, first_n, M, N, 0 * N, N,
+        scale, row_codes, column_codes, row_scales, column_scales,
         row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
     )  # fmt: skip
 
 
@@ -99,10 +103,11 @@ def activation_backward_kernel(
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
     ROUND: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr,
     ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
     first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
-    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
     HALVES: tl.constexpr = 2 if GATED else 1
     incoming = load(dy, m, n, M, N, N)  # 0 outside, and so are all gradients
     if GATED:
@@ -111,27 +116,32 @@ def activation_backward_kernel(
     else:
         _, derivative = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
         gradients = (incoming * derivative,)
-    magnitudes = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    tiles = ()
     for half in tl.static_range(HALVES):
-        values, first = rounded(gradients[half], x, row_codes, ELEMENT, ROUND), half * N
+        tiles = append(tiles, held(rounded(gradients[half], x, row_codes, ELEMENT, ROUND), LAYOUTS))
+    for half in tl.static_range(HALVES):
+        values = held_values(tiles[half], LAYOUTS)
         if AMAX:
-            magnitudes = tl.maximum(magnitudes, tl.abs(values))  # of a number and NaN the number
+            if half == 0:
+                magnitudes = tl.abs(values)
+            else:
+                magnitudes = tl.maximum(magnitudes, tl.abs(values))  # of a number and NaN the number
         if BIAS:
             sums = (first_m // BLOCK_M).to(tl.int64) * (HALVES * N)
             present = n < N * tl.minimum(M, 1)  # without rows there are no blocks of them
-            tl.store(partial + sums + first + n, tl.sum(values, axis=0), mask=present)
+            tl.store(partial + sums + half * N + n, tl.sum(values, axis=0), mask=present)
         store_result(
-            values, first_m, first_n, M, N, first, HALVES * N,
+            tiles[half], first_m, first_n, M, N, half * N, HALVES * N,
             scale, row_codes, column_codes, row_scales, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
         )  # fmt: skip
     if AMAX:
         record_amax(amax, magnitudes)
 
 
-_forward = Kernel(activation_kernel)
-_backward = Kernel(activation_backward_kernel)
+FORWARD = Kernel(activation_kernel, layouts=True)
+BACKWARD = Kernel(activation_backward_kernel, layouts=True)
 
 
 def forward(
@@ -142,8 +152,8 @@ def forward(
     y = x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype)
     amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
     choice = choice or tile("activation", x.device)
-    how = *formula(name, parameters), *VALUE, False, with_amax, *tile_constants(y.shape, choice)
-    _forward(program_count(y.shape, choice), (x, x, y, y, x, x, amax), (*y.shape, 0, 0, 0, 0), how, choice.warps)
+    how = *formula(name, parameters), *VALUE, False, with_amax, *tile_constants(x, y.shape, None, False, False, choice)
+    FORWARD(program_count(y.shape, choice), (x, x, y, y, x, x, amax), (*y.shape, 0, 0, 0, 0), how, choice.warps)
     return y, amax
 
 
@@ -155,14 +165,15 @@ def cast(
     x, fmt, given = ready(x), parse(format), scale is not None
     shape = x.shape[0], out_columns(name, x.shape[1])
     out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
-    choice = fused_tile("activation", choice, fmt, rowwise, columnwise, shape, x.device)
+    shared = casts_through_shared(x, shape, fmt, columnwise, k_major)
+    choice = fused_tile("activation", choice, fmt, rowwise, columnwise, shape, x.device, shared)
     how = (
         *formula(name, parameters), *cast_constants(x, fmt, rowwise, columnwise, k_major), not given, given,
-        *tile_constants(shape, choice),
+        *tile_constants(x, shape, fmt, columnwise, k_major, choice),
     )  # fmt: skip
     # At least one program, even without elements: it stores the scale.
     programs = max(int(given), program_count(shape, choice))
-    _forward(programs, (x, x if scale is None else scale, *out), (*shape, *scale_strides(out)), how, choice.warps)
+    FORWARD(programs, (x, x if scale is None else scale, *out), (*shape, *scale_strides(out)), how, choice.warps)
     return out
 
 
@@ -183,9 +194,16 @@ def backward(
     amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
     choice = choice or tile("activation_backward_bias" if with_bias else "activation_backward", x.device)
     partial = partial_sums(x, with_bias, choice)
-    how = *formula(name, parameters), *VALUE, False, with_amax, with_bias, *tile_constants(dy.shape, choice)
+    how = (
+        *formula(name, parameters),
+        *VALUE,
+        False,
+        with_amax,
+        with_bias,
+        *tile_constants(x, dy.shape, None, False, False, choice),
+    )
     tensors = dy, x, x, dx, dx, x, x, amax, partial
-    _backward(program_count(dy.shape, choice), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
+    BACKWARD(program_count(dy.shape, choice), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
     return dx, amax, partial.sum(0) if with_bias else partial
 
 
@@ -200,17 +218,18 @@ def backward_cast(
     out = empty_fused_cast(x, x.shape[1], fmt, rowwise, columnwise, k_major)
     if given and with_bias:
         choice = choice or tile("activation_backward_bias", x.device)
-    choice = fused_tile("activation_backward", choice, fmt, rowwise, columnwise, shape, x.device)
+    shared = casts_through_shared(x, shape, fmt, columnwise, k_major)
+    choice = fused_tile("activation_backward", choice, fmt, rowwise, columnwise, shape, x.device, shared)
     if gated(name) and not given:
         choice = within_half(choice, fmt, shape[1])
     partial = partial_sums(x, with_bias, choice)
     how = (
         *formula(name, parameters), *cast_constants(x, fmt, rowwise, columnwise, k_major),
-        not given or gated(name), given, with_bias, *tile_constants(shape, choice),
+        not given or gated(name), given, with_bias, *tile_constants(x, shape, fmt, columnwise, k_major, choice),
     )  # fmt: skip
     tensors = dy, x, x if scale is None else scale, *out, partial
     programs = max(int(given), program_count(shape, choice))
-    _backward(programs, tensors, (*shape, *scale_strides(out)), how, choice.warps)
+    BACKWARD(programs, tensors, (*shape, *scale_strides(out)), how, choice.warps)
     return *out, partial.sum(0) if with_bias else partial
 
 
@@ -223,11 +242,6 @@ def formula(name: str, parameters: Sequence[float]) -> tuple[str, float, float |
     if gate in SWISH_SLOPES:
         return "swish", SWISH_SLOPES[gate], None, 0.0, gated(name)
     return gate, 0.0, None, 0.0, gated(name)
-
-
-def tile_constants(shape: Sequence[int], choice: Tile) -> tuple[Any, ...]:
-    """ALIGNED_M, ALIGNED_N, BLOCK_M and BLOCK_N of the kernels."""
-    return aligned(shape[:1]), aligned(shape[1:]), choice.rows, choice.cols
 
 
 def program_count(shape: Sequence[int], choice: Tile) -> int:

@@ -156,14 +156,14 @@ def _cast_tensor(job: Job, offsets: Tensor) -> None:
 def _cast_blocks(job: Job, offsets: Tensor) -> None:
     """Codes of one scale a block."""
     fmt, sizes = job.targets[0].format, _aligned(job)
-    choice = blocks.choose(job, sizes.cols)
+    choice, spread = blocks.choose(job, sizes)
     tensors: list[Tensor | Argument] = []
     strides: list[Place] = []
     for target in _both(job):
         tensors += (target.amax, number(0)), *_outputs(job, target)  # they find their amaxes
         strides += map(number, target.scale_inv.stride())
     integers = [number(job.x.shape[1]), _stored(job), *strides]
-    constants = blocks.constants(job, 0, fmt.scaling, False, sizes, choice)
+    constants = blocks.constants(job, 0, fmt.scaling, False, sizes, choice, spread)
     _launch(blocks.CAST, job.x, offsets, [*tensors, job.x], integers, constants, choice)
 
 

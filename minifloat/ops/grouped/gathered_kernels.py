@@ -87,6 +87,4 @@ def gather_tile(fmt: Format, dims: Sequence[int], columns: int, device: torch.de
     """That of the casts of matrices."""
     if not fmt.block:
         return tile("cast_tensor", device)
-    choice = tile("cast_block" if fmt.block > 32 else "cast_mx", device)
-    rows, cols, warps = blocks.whole_blocks(choice, fmt, ROWWISE in dims, COLUMNWISE in dims)
-    return Tile(rows, cols, warps if aligned([columns]) else max(warps, 8))
+    return blocks.block_tile("cast", fmt, ROWWISE in dims, COLUMNWISE in dims, False, aligned([columns]), device)

@@ -16,8 +16,17 @@ from minifloat.formats import parse
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.norm.forward import NormTile, norm_forward, normalize
 from minifloat.ops.quantize import empty_fused_cast
-from minifloat.ops.quantize.device import corner, extent, load_tile
-from minifloat.ops.quantize.fused import cast_constants, fused_tile, record_amax, scale_strides, store_result
+from minifloat.ops.quantize.blocks import held
+from minifloat.ops.quantize.device import corner, extent, load_tile, tile_places
+from minifloat.ops.quantize.fused import (
+    cast_constants,
+    casts_through_shared,
+    fused_tile,
+    record_amax,
+    scale_strides,
+    store_result,
+    tile_constants,
+)
 from minifloat.ops.tiles import Tile
 
 
@@ -29,13 +38,14 @@ def norm_cast_kernel(
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
     ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     M, K = extent(M, ALIGNED_M), extent(K, ALIGNED_K)
     program = tl.program_id(0)
     if BLOCK == 0:  # begins with the rows that were read last, of which the cache still has some
         program = tl.num_programs(0) - 1 - program
     first_m, first_k = corner(program, K, BLOCK_M, BLOCK_K)
-    m, k = first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K)
+    m, k = tile_places(first_m, first_k, BLOCK_M, BLOCK_K, LAYOUTS)
     row_rsigma = tl.load(rsigma + m, mask=m < M, other=0.0)
     row_mean = tl.load(mean + m, mask=m < M, other=0.0) if CENTERED else row_rsigma
     values = load_tile(x, m, k, M, K)
@@ -47,13 +57,14 @@ def norm_cast_kernel(
     else:
         record_amax(amax, tl.abs(values))
     store_result(
-        values, first_m, first_k, M, K, 0 * K, K, scale, row_codes, column_codes, row_scales, column_scales,
+        held(values, LAYOUTS), first_m, first_k, M, K, 0 * K, K,
+        scale, row_codes, column_codes, row_scales, column_scales,
         row_stride_m, row_stride_k, column_stride_m, column_stride_k,
-        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
     )  # fmt: skip
 
 
-_cast = Kernel(norm_cast_kernel)
+CAST = Kernel(norm_cast_kernel, layouts=True)
 
 
 def norm_cast(
@@ -79,9 +90,10 @@ def norm_cast(
         x, gamma, beta, normalization, eps, zero_centered, None, False, residual, sums
     )
     out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
-    choice = fused_tile("norm", choice, fmt, rowwise, columnwise, shape, x.device)
+    shared = casts_through_shared(x, shape, fmt, columnwise, k_major)
+    choice = fused_tile("norm", choice, fmt, rowwise, columnwise, shape, x.device, shared)
     programs = triton.cdiv(shape[0], choice.rows) * triton.cdiv(shape[1], choice.cols)
-    _cast(
+    CAST(
         programs if scale is None else max(1, programs),  # without rows there is still a scale
         (
             x if residual is None else total, gamma, gamma if beta is None else ready(beta), mean, rsigma,
@@ -91,7 +103,7 @@ def norm_cast(
         (
             normalization == "LayerNorm", beta is not None, zero_centered,
             *cast_constants(x, fmt, rowwise, columnwise, k_major),
-            shape[0] % 16 == 0, shape[1] % 16 == 0, choice.rows, choice.cols,
+            *tile_constants(x, shape, fmt, columnwise, k_major, choice),
         ),
         choice.warps,
     )  # fmt: skip

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from minifloat.formats import Format, ScaleRule
 from minifloat.ops.launch import Kernel, ready
@@ -24,12 +26,15 @@ from minifloat.ops.quantize.device import (
     matrix_of,
     pick,
     pick_wide,
+    places,
     single_bytes,
     skips,
     store_codes,
     store_packed,
+    tile_places,
 )
 from minifloat.ops.quantize.job import Aligned, Job, Programs, Target, input_max
+from minifloat.ops.quantize.layouts import Layouts, layouts, through_shared
 from minifloat.ops.tiles import Tile, tile
 
 CANDIDATES = (Tile(32, 128, 1), Tile(32, 128, 2), Tile(32, 64, 1), Tile(64, 128, 4), Tile(128, 128, 8))
@@ -51,16 +56,19 @@ def cast_blocks(
     values, levels, first_m, first_k, M, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, GIVEN: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    GLUON: tl.constexpr, REORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of fp32 ``values``, and the grid of its scales; without a RULE that of its amaxes."""
+    """Codes of a tile of fp32 ``values``, and the grid of its scales; without a RULE that of its amaxes.
+
+    ``REORDERED``: the codes are stored in another order than they are in here, see ``single_bytes``.
+    """
     BLOCK_M: tl.constexpr = values.shape[0]
     BLOCK_K: tl.constexpr = values.shape[1]
     blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS))
+    amax = block_amax(blocks)
     if GIVEN:
-        where, inside = grid_places(first_m, first_k, M, K, tl.cdiv(K, COLS), 1, ROWS, COLS, BLOCK_M, BLOCK_K)
+        where, inside = grid_places(amax, first_m, first_k, M, K, tl.cdiv(K, COLS), 1, ROWS, COLS, GLUON)
         amax = tl.load(levels + where, mask=inside, other=0.0)
-    else:
-        amax = block_amax(blocks)
     if RULE is None:
         codes = values
         scale = amax
@@ -68,67 +76,93 @@ def cast_blocks(
         multiplier, scale = RULE.kernels.scale(amax, MAX, EPSILON, LARGEST)
         codes = ELEMENT.kernels.encode(blocks * multiplier[:, None, :, None], ELEMENT)
         codes = tl.reshape(codes, (BLOCK_M, BLOCK_K))
-        codes = single_bytes(codes, M)
+        if REORDERED:
+            codes = single_bytes(codes, M)
     return codes, scale
 
 
 @triton.jit
 def grid_places(
-    first_m, first_k, M, K, stride_m, stride_k,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Offsets in the grid of blocks of [M, K] of those of a tile, and which of them exist."""
-    m = first_m // ROWS + tl.arange(0, BLOCK_M // ROWS)
-    k = first_k // COLS + tl.arange(0, BLOCK_K // COLS)
+    scale, first_m, first_k, M, K, stride_m, stride_k, ROWS: tl.constexpr, COLS: tl.constexpr, GLUON: tl.constexpr
+):
+    """Offsets in the grid of blocks of [M, K] of the ``scale`` of each block of a tile, and which of them exist."""
+    m, k = places(scale, first_m // ROWS, first_k // COLS, GLUON)
     inside = (m[:, None] < tl.cdiv(M, ROWS)) & (k[None, :] < tl.cdiv(K, COLS))
     return m[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k, inside
 
 
 @triton.jit
+def held(values, LAYOUTS: tl.constexpr):
+    """A tile of fp32 ``values`` as it is cast: with ``LAYOUTS``, whose dtype it fits, in shared memory."""
+    if LAYOUTS is None:
+        tile = values
+    else:
+        tile = gl.allocate_shared_memory(LAYOUTS.dtype, values.shape, LAYOUTS.shared, values.to(LAYOUTS.dtype))
+    return tile
+
+
+@triton.jit
+def held_values(tile, LAYOUTS: tl.constexpr):
+    """The fp32 values that :func:`held` took, rounded to the dtype of ``LAYOUTS``."""
+    if LAYOUTS is None:
+        values = tile
+    else:
+        values = tile.load(LAYOUTS.loaded).to(tl.float32)
+    return values
+
+
+@triton.jit
 def store_block_cast(
-    values, first_m, first_k, M, K, P,
+    tile, first_m, first_k, M, K, P,
     row_levels, row_codes, row_scales, column_levels, column_codes, column_scales,
     row_stride_m, row_stride_k, column_stride_m, column_stride_k,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, ALIGNED_P: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    LAYOUTS: tl.constexpr = None,
 ):  # fmt: skip
-    """Casts a tile of fp32 ``values`` that begins at whole blocks of the matrix [M, K].
+    """Casts a ``tile`` that :func:`held` returned and that begins at whole blocks of the matrix [M, K].
 
-    Whatever made the values: a load, or a norm or activation of what was loaded. Outside of the matrix they are 0, -0
+    Whatever made its values: a load, or a norm or activation of what was loaded. Outside of the matrix they are 0, -0
     or NaN, which no amax counts. ``..._levels`` are read if ``GIVEN``. ``P``, ``ALIGNED_P``: see ``store_codes``.
     """
     SHORT: tl.constexpr = BLOCK if TILE else 1
-    BLOCK_M: tl.constexpr = values.shape[0]
-    BLOCK_K: tl.constexpr = values.shape[1]
-    m = first_m + tl.arange(0, BLOCK_M)
-    k = first_k + tl.arange(0, BLOCK_K)
+    GLUON: tl.constexpr = LAYOUTS is not None
+    REORDERED: tl.constexpr = COLUMN and K_MAJOR and not GLUON
+    values = tile.load(LAYOUTS.row).to(tl.float32) if GLUON else tile
     if ROW or TILE:  # square tiles are the same codes in both orientations
         codes, scale = cast_blocks(
-            values, row_levels, first_m, first_k, M, K, SHORT, BLOCK, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
-        )
+            values, row_levels, first_m, first_k, M, K, SHORT, BLOCK, GIVEN,
+            ELEMENT, MAX, RULE, EPSILON, LARGEST, GLUON, REORDERED and TILE,
+        )  # fmt: skip
     if ROW:
         if RULE is not None:
             if ELEMENT.packed:
                 store_packed(row_codes, codes, first_m, first_k, M, K, False)
             else:
+                m, k = places(codes, first_m, first_k, GLUON)
                 store_codes(row_codes, codes, m, k, M, K, P, False, ALIGNED_P)
-        where, inside = grid_places(
-            first_m, first_k, M, K, row_stride_m, row_stride_k, SHORT, BLOCK, BLOCK_M, BLOCK_K
-        )  # fmt: skip
+        where, inside = grid_places(scale, first_m, first_k, M, K, row_stride_m, row_stride_k, SHORT, BLOCK, GLUON)
         tl.store(row_scales + where, scale, mask=inside)
     if COLUMN:
+        if GLUON:
+            values = tile.load(LAYOUTS.column).to(tl.float32)
         if not TILE:
             codes, scale = cast_blocks(
-                values, column_levels, first_m, first_k, M, K, BLOCK, SHORT, GIVEN, ELEMENT, MAX, RULE, EPSILON, LARGEST
-            )
+                values, column_levels, first_m, first_k, M, K, BLOCK, SHORT, GIVEN,
+                ELEMENT, MAX, RULE, EPSILON, LARGEST, GLUON, REORDERED,
+            )  # fmt: skip
         if RULE is not None:
             if ELEMENT.packed:
                 store_packed(column_codes, codes, first_m, first_k, M, K, True)
             else:
+                if K_MAJOR:
+                    k, m = places(tl.trans(codes), first_k, first_m, GLUON)
+                else:
+                    m, k = places(codes, first_m, first_k, GLUON)
                 store_codes(column_codes, codes, m, k, M, K, P, K_MAJOR, ALIGNED_P)
         where, inside = grid_places(
-            first_m, first_k, M, K, column_stride_m, column_stride_k, BLOCK, SHORT, BLOCK_M, BLOCK_K
+            scale, first_m, first_k, M, K, column_stride_m, column_stride_k, BLOCK, SHORT, GLUON
         )  # fmt: skip
         tl.store(column_scales + where, scale, mask=inside)
 
@@ -141,7 +175,7 @@ def cast_block_kernel(
     BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
     CAN_SKIP: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     if skips(noop, CAN_SKIP):
         return
@@ -151,20 +185,20 @@ def cast_block_kernel(
     M = extent(pick(Ms, starts, matrix, COUNT), ALIGNED_M)
     K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
     first_m, first_k = corner(program - first_program(starts, matrix, COUNT), K, BLOCK_M, BLOCK_K)
-    values = load_tile(x, first_m + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_K), M, K)
+    m, k = tile_places(first_m, first_k, BLOCK_M, BLOCK_K, LAYOUTS)
     store_block_cast(
-        values, first_m, first_k, M, K, pick(Ps, starts, matrix, COUNT),
+        held(load_tile(x, m, k, M, K), LAYOUTS), first_m, first_k, M, K, pick(Ps, starts, matrix, COUNT),
         pick(row_levels, starts, matrix, COUNT), pick_wide(row_codes, starts, matrix, COUNT, ALIGNED_K),
         pick(row_scales, starts, matrix, COUNT), pick(column_levels, starts, matrix, COUNT),
         pick_wide(column_codes, starts, matrix, COUNT, ALIGNED_P if K_MAJOR else ALIGNED_K),
         pick(column_scales, starts, matrix, COUNT),
         pick(row_strides_m, starts, matrix, COUNT), pick(row_strides_k, starts, matrix, COUNT),
         pick(column_strides_m, starts, matrix, COUNT), pick(column_strides_k, starts, matrix, COUNT),
-        ROW, COLUMN, K_MAJOR, ALIGNED_P, GIVEN, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+        ROW, COLUMN, K_MAJOR, ALIGNED_P, GIVEN, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
     )  # fmt: skip
 
 
-CAST = Kernel(cast_block_kernel)
+CAST = Kernel(cast_block_kernel, layouts=True)
 
 
 def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
@@ -211,7 +245,7 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
     assert all(_kind(target) == kind for job in jobs for target in job.targets), "not alike"
     rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
     sizes = Aligned.of(rows, cols)
-    choice = choose(first, sizes.rows and sizes.cols, choice)
+    choice, spread = choose(first, sizes, choice)
     counts = [triton.cdiv(M, choice.rows) * triton.cdiv(K, choice.cols) for M, K in zip(rows, cols, strict=True)]
     programs = Programs.of(counts)
     outputs, strides = [], []
@@ -227,29 +261,48 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
         programs.total,
         (programs.pad([job.x for job in jobs]), *outputs, first.x if noop is None else noop),
         (programs.starts, m, k, m, *strides),
-        constants(first, programs.variant, rule, noop is not None, sizes, choice),
+        constants(first, programs.variant, rule, noop is not None, sizes, choice, None if rule is None else spread),
         choice.warps,
     )
 
 
-def choose(job: Job, wide: bool, choice: Tile | None = None) -> Tile:
-    """The tile for jobs like this one; ``wide``: their sizes allow wide accesses."""
-    fmt = job.targets[0].format
-    choice = choice or tile("cast_block" if fmt.block > 32 else "cast_mx", job.x.device)
-    rows, cols, warps = whole_blocks(choice, fmt, job.row is not None, job.column is not None)
+def choose(job: Job, sizes: Aligned, choice: Tile | None = None) -> tuple[Tile, Layouts | None]:
+    """The tile for jobs like this one, and its layouts where it goes through shared memory."""
+    fmt, column = job.targets[0].format, job.column
+    k_major = column is not None and column.k_major
+    shared = through_shared(job.x, fmt, column is not None, k_major, sizes)
+    wide = sizes.stored and sizes.cols
+    choice = block_tile("cast", fmt, job.row is not None, column is not None, shared, wide, job.x.device, choice)
+    return choice, layouts(job.x.dtype, *choice, fmt.block, k_major) if shared else None
+
+
+def block_tile(
+    kernel: str, fmt: Format, row: bool, column: bool, shared: bool, wide: bool, device: torch.device,
+    choice: Tile | None = None,
+) -> Tile:  # fmt: skip
+    """The pinned tile of a kernel that casts to ``fmt``, or ``choice``, of whole blocks.
+
+    Args:
+        shared: it goes through shared memory.
+        wide: sizes allow wide accesses.
+    """
+    if choice is None:
+        how = "_shared" if shared else "_columnwise" if column or fmt.tile else ""
+        choice = tile(f"{kernel}_{'block' if fmt.block > 32 else 'mx'}{how}", device)
+    rows, cols, warps = whole_blocks(choice, fmt, row, column)
     # Else every element has an address of its own, for which few threads have too few registers.
-    return Tile(rows, cols, warps if wide else max(warps, 8))
+    return Tile(rows, cols, warps if shared or wide else max(warps, 8))
 
 
 def constants(
-    job: Job, variant: int, rule: ScaleRule | None, can_skip: bool, sizes: Aligned, choice: Tile
+    job: Job, variant: int, rule: ScaleRule | None, can_skip: bool, sizes: Aligned, choice: Tile, spread: Layouts | None
 ) -> tuple[Any, ...]:
     """Those of ``cast_block_kernel`` for jobs like this one; without a rule it finds amaxes."""
     (fmt, given), column = _kind(job.targets[0]), job.column
     return (
         variant, job.row is not None, column is not None, column is not None and column.k_major, given, fmt.block,
         fmt.tile, fmt.encoding, fmt.max, rule, fmt.amax_epsilon, input_max(job.x), can_skip,
-        *sizes, choice.rows, choice.cols,
+        *sizes, choice.rows, choice.cols, spread,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -82,6 +83,36 @@ def corner(program, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def tile_places(first_m, first_k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUTS: tl.constexpr = None):
+    """Rows and columns of a tile; with ``LAYOUTS`` (see ``layouts.py``) as it is loaded."""
+    if LAYOUTS is None:
+        m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    else:
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUTS.loaded))
+        k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUTS.loaded))
+    return first_m + m, first_k + k
+
+
+@triton.jit
+def places(tensor, first_m, first_k, GLUON: tl.constexpr):
+    """Rows and columns of the elements of a 2-dimensional ``tensor`` that begins at ``first_m`` and ``first_k``."""
+    ROWS: tl.constexpr = tensor.shape[0]
+    COLS: tl.constexpr = tensor.shape[1]
+    if GLUON:
+        m = gl.arange(0, ROWS, gl.SliceLayout(1, tensor.type.layout))
+        k = gl.arange(0, COLS, gl.SliceLayout(0, tensor.type.layout))
+    else:
+        m, k = tl.arange(0, ROWS), tl.arange(0, COLS)
+    return first_m + m, first_k + k
+
+
+@triton.jit
+def append(values, value):
+    """To a tuple."""
+    return values + (value,)
+
+
+@triton.jit
 def skips(noop, CAN_SKIP: tl.constexpr):
     """The flag on the device says to leave codes and scales as they are."""
     return tl.load(noop) != 0 if CAN_SKIP else False
@@ -96,7 +127,7 @@ def record_max(target, value):
 
 @triton.jit
 def single_bytes(codes, size):
-    """The same codes, for a kernel that stores them in two orders; ``size`` is any that is not negative.
+    """The same codes, for a kernel that stores them in another order; ``size`` is any that is not negative.
 
     The hardware converts two numbers at a time. Where the compiler regroups such pairs for another layout, ptxas (that
     of Triton 3.6, at -O1 and above) makes wrong code of its permutations: half the bytes were lost on an H200. An

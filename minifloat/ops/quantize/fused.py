@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from minifloat.formats import Format
 from minifloat.ops.quantize import FusedCodes
-from minifloat.ops.quantize.blocks import store_block_cast, whole_blocks
-from minifloat.ops.quantize.device import record_max, store_scaled
-from minifloat.ops.quantize.job import aligned, input_max
+from minifloat.ops.quantize.blocks import block_tile, store_block_cast
+from minifloat.ops.quantize.device import record_max, store_scaled, tile_places
+from minifloat.ops.quantize.job import Aligned, aligned, input_max
+from minifloat.ops.quantize.layouts import layouts, through_shared
 from minifloat.ops.tiles import Tile, tile
 
 
@@ -23,15 +25,15 @@ def store_result(
     row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    LAYOUTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of fp32 ``values``, or the codes of a cast of them.
+    """Stores a tile of fp32 ``values``, or the codes of a cast of them; those of blocks as :func:`held` returns them.
 
     It is a tile of the N columns that begin at ``first`` of a matrix that is ``width`` wide. Without an ``ELEMENT`` the
     values are stored to ``row_codes``; with a ``BLOCK`` of 0 the scale is given. Else the tile holds whole
     blocks, and outside of the matrix what no amax counts: 0, -0 or NaN.
     """
-    m = first_m + tl.arange(0, values.shape[0])
-    n = first_n + tl.arange(0, values.shape[1])
+    m, n = tile_places(first_m, first_n, values.shape[0], values.shape[1], LAYOUTS)
     if ELEMENT is None:
         where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
         tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
@@ -49,6 +51,7 @@ def store_result(
             row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
             ROW, COLUMN, K_MAJOR, False, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+            LAYOUTS,
         )  # fmt: skip
 
 
@@ -68,6 +71,25 @@ def cast_constants(x: Tensor, fmt: Format, rowwise: bool, columnwise: bool, k_ma
     return *options, fmt.encoding, fmt.max, fmt.scaling, fmt.amax_epsilon, input_max(x)
 
 
+def tile_constants(
+    x: Tensor, shape: Sequence[int], fmt: Format | None, columnwise: bool, k_major: bool, choice: Tile
+) -> tuple[Any, ...]:
+    """ALIGNED_M, ALIGNED_N, BLOCK_M, BLOCK_N and LAYOUTS of a value of ``shape`` in the dtype of ``x``.
+
+    Without a ``fmt`` the value is stored.
+    """
+    rows, cols = (aligned([size]) for size in shape)
+    shared = fmt is not None and casts_through_shared(x, shape, fmt, columnwise, k_major)
+    spread = layouts(x.dtype, *choice, fmt.block, k_major) if fmt is not None and shared else None
+    return rows, cols, choice.rows, choice.cols, spread
+
+
+def casts_through_shared(x: Tensor, shape: Sequence[int], fmt: Format, columnwise: bool, k_major: bool) -> bool:
+    """The tiles of such a value do, see ``layouts.py``."""
+    rows, cols = (aligned([size]) for size in shape)
+    return through_shared(x, fmt, columnwise, k_major, Aligned(rows, cols, rows))
+
+
 def scale_strides(out: FusedCodes) -> tuple[int, int, int, int]:
     """Strides of the rowwise and of the columnwise grid of scales; 0 of one that is not wanted."""
     row, column = (grid.stride() if grid.dim() == 2 else (0, 0) for grid in (out.row_scales, out.column_scales))
@@ -75,12 +97,16 @@ def scale_strides(out: FusedCodes) -> tuple[int, int, int, int]:
 
 
 def fused_tile(
-    kernel: str, choice: Tile | None, fmt: Format, row: bool, column: bool, shape: tuple[int, int], device: torch.device
+    kernel: str,
+    choice: Tile | None,
+    fmt: Format,
+    row: bool,
+    column: bool,
+    shape: tuple[int, int],
+    device: torch.device,
+    shared: bool = False,
 ) -> Tile:
     """The tile of ``kernel`` for a matrix of ``shape``: ``choice``, else the pinned one; in blocks, of whole blocks."""
     if not fmt.block:
         return choice or tile(f"{kernel}_columnwise" if column else kernel, device)
-    whole = "_columnwise" if column or fmt.tile else ""  # 128 rows at a time, where one row would do
-    choice = choice or tile(f"{kernel}_block{whole}" if fmt.block > 32 else f"{kernel}_mx", device)
-    rows, cols, warps = whole_blocks(choice, fmt, row, column)
-    return Tile(rows, cols, warps if aligned(shape) else max(warps, 8))  # as in the cast of a tensor
+    return block_tile(kernel, fmt, row, column, shared, aligned(shape), device, choice)

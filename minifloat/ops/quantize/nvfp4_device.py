@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from minifloat.formats.device import MINUS_INFINITY_BITS, reciprocal
-from minifloat.ops.quantize.device import FLT_MAX
+from minifloat.ops.quantize.device import FLT_MAX, append
 
 GROUP = tl.constexpr(16)
 _NEGATIVE = tl.constexpr(0xD7E8)  # the signs of the rotation, see hadamard.py
@@ -21,11 +21,6 @@ _INTEGER_BITS = tl.constexpr(0x4B000000)  # the bits of 2^23
 
 
 # ---- groups ----
-
-
-@triton.jit
-def append(values, value):
-    return values + (value,)
 
 
 @triton.jit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minifloat.ops.quantize.nvfp4_device import GROUP, append, columns_of_16, stack_4
+from minifloat.ops.quantize.device import append
+from minifloat.ops.quantize.nvfp4_device import GROUP, columns_of_16, stack_4
 
 
 @triton.jit
