@@ -52,6 +52,7 @@ from minifloat.recipe import (
     NVFP4BlockScaling,
     QuantizerRole,
     Recipe,
+    W4A8BlockScaling,
 )
 from minifloat.recompute import checkpoint, checkpoint_context_fn
 from minifloat.tensor import QuantizedTensor
@@ -97,6 +98,7 @@ __all__ = [
     "TopKRouter",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "W4A8BlockScaling",
     "apply_rotary_pos_emb",
     "autocast",
     "cast_all",

@@ -70,6 +70,24 @@ def _block128(a: Format, b: Format, device: torch.device) -> Support:
     return False, _lacks(device, "cuBLASLt's 128-block scaling (sm_90, CUDA 12.9)")
 
 
+def is_mxfp4(fmt: Format) -> bool:
+    """E2M1 with a power of two for each 32, in strips or tiles: ``ops/matmul/fold.py`` makes FP8 in tiles of it."""
+    return fmt.element == "e2m1" and fmt.block == 32 and fmt.scale_rule == "e8m0"
+
+
+def folds(a: Format, b: Format) -> bool:
+    """FP8 in strips of 128 by MXFP4, which without rounding is FP8 in tiles of 128 x 128."""
+    return a.block == 128 and a.element == "e4m3" and not a.tile and a.scale_rule in ("fp32", "pow2") and is_mxfp4(b)
+
+
+def _folded(a: Format, b: Format, device: torch.device) -> Support:
+    native, reason = _block128(a, a, device)  # of strips
+    if not native:
+        return native, reason
+    ours, why = kernels(device.index or 0)
+    return (True, f"MXFP4 as FP8 in 128x128 tiles, exactly; {reason}") if ours else (False, why)
+
+
 def _lacks(device: torch.device, needed: str) -> str:
     (major, minor), _ = _device_facts(device)
     return f"{f'sm_{major}{minor}' if device.type == 'cuda' else device.type} has no {needed}"
@@ -82,6 +100,8 @@ def supports(a: Format, b: Format, device: torch.device) -> Support:
         return _per_tensor(a, b, device)
     if converts and a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"}:
         return _block128(a, b, device)
+    if folds(a, b):
+        return _folded(a, b, device)
     return False, _lacks(device, "product of these formats in a library that we call")
 
 

@@ -22,6 +22,7 @@ from minifloat.recipes.mxfp6 import MXFP6BlockScaling
 from minifloat.recipes.mxfp8 import MXFP8BlockScaling
 from minifloat.recipes.nvfp4 import NVFP4BlockScaling
 from minifloat.recipes.rowwise import Float8RowwiseScaling
+from minifloat.recipes.w4a8 import W4A8BlockScaling
 
 Format = ElementPair  # as Transformer Engine spells it
 
@@ -34,6 +35,7 @@ _NAMED: dict[str, Recipe] = {
     "mxfp4": MXFP4BlockScaling(),
     "mxfp6": MXFP6BlockScaling(),
     "rowwise": Float8RowwiseScaling(),
+    "w4a8": W4A8BlockScaling(),
 }
 NAMES = tuple(_NAMED)
 capability.PAIRS.extend(pair for each in _NAMED.values() for pair in each.pairs)
@@ -147,6 +149,7 @@ __all__ = [
     "QuantizerRole",
     "Recipe",
     "RecipeLike",
+    "W4A8BlockScaling",
     "as_recipe",
     "from_dict",
     "named",

@@ -26,7 +26,7 @@ FORMATS: dict[str, tuple[Format, Format]] = {name: (a, b) for name, a, b in PAIR
 }
 PER_TENSOR = {"FP8 per tensor", "FP8 per tensor, E5M2 gradient"}
 SM_90 = PER_TENSOR | {"FP8 rowwise"}
-STRIPS = {"FP8 1x128 by 128x128", "FP8 1x128 by 1x128", "fp32 scales"}
+STRIPS = {"FP8 1x128 by 128x128", "FP8 1x128 by 1x128", "fp32 scales", "FP8 1x128 by MXFP4"}
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], cuda: str) -> None:

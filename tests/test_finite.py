@@ -18,7 +18,7 @@ M, N, K = 48, 40, 56
 POISONED = 3, 5  # row and column of the one element that is not finite
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=4),
-    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6")},
+    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6", "w4a8")},
 }
 
 # docs/numerics.md 5. "finite": nowhere. "line": every element of the row or column that reads it. "huge": the same line
@@ -32,6 +32,7 @@ WHERE = {
     "rowwise": {"inf": "finite", "nan": "line"},
     "mxfp4": {"inf": "huge", "nan": "finite"},
     "mxfp6": {"inf": "huge", "nan": "finite"},
+    "w4a8": {"inf": "finite", "nan": "line"},  # in activations and gradients; in weights as mxfp4
     "none": {"inf": "huge", "nan": "line"},
 }
 # What reads a tensor, and whether its row or its column of the result does.
@@ -69,7 +70,8 @@ def test_where_it_goes(name: str, tensor: str, value: str) -> None:
         poisoned[tensor][POISONED] = float(value)
     found = results(layer, x, dy)
     for result in ("y", "dx", "dw"):
-        reads, where = READERS[tensor].get(result), WHERE[name][value]
+        of = "mxfp4" if (name, tensor) == ("w4a8", "weight") else name
+        reads, where = READERS[tensor].get(result), WHERE[of][value]
         if reads is None:
             assert torch.equal(found[result], clean[result]), result
         elif where == "all":

@@ -50,6 +50,7 @@ PUBLIC = [
     "TopKRouter",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "W4A8BlockScaling",
     "apply_rotary_pos_emb",
     "autocast",
     "cast_all",

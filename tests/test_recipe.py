@@ -40,6 +40,7 @@ from minifloat.recipe import (
     QParams,
     QuantizerRole,
     Recipe,
+    W4A8BlockScaling,
     from_dict,
 )
 
@@ -230,6 +231,7 @@ def test_nvfp4_cast_options_that_users_may_read(off: bool) -> None:
         ("mxfp4", MXFP4BlockScaling()),
         ("mxfp6", MXFP6BlockScaling()),
         ("rowwise", Float8RowwiseScaling()),
+        ("w4a8", W4A8BlockScaling()),
     ],
 )
 def test_short_names(name: str, recipe: Recipe) -> None:
@@ -237,7 +239,7 @@ def test_short_names(name: str, recipe: Recipe) -> None:
     assert recipes.named(name) == recipe
     assert recipes.as_recipe(name) is recipes.named(name)
     assert recipes.as_recipe(recipe) is recipe
-    assert name in recipes.NAMES and len(recipes.NAMES) == 8
+    assert name in recipes.NAMES and len(recipes.NAMES) == 9
 
 
 # ---- Values ----

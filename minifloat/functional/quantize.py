@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minifloat import capability
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig
@@ -180,8 +181,8 @@ def holds(operands: Quantized, quantizer: Quantizer) -> bool:
 def pairs_with(w: Quantized, config: LinearConfig, dgrad: bool) -> bool:
     """The GEMMs of a layer take this weight, whatever its recipe would make of it, on every device.
 
-    Codes of equal width, scales that span equally many elements, no rotation: everything else would be computed at the
-    speed of the reference where a fresh cast has a GEMM.
+    Codes of equal width, scales that span equally many elements, no rotation; or MXFP4 by FP8 in strips of 128, which
+    is the same. Everything else would be computed at the speed of the reference where a fresh cast has a GEMM.
     """
     others = [(ROWWISE, config.input.format(ROWWISE))]
     if dgrad and config.backward_override is None:
@@ -189,7 +190,8 @@ def pairs_with(w: Quantized, config: LinearConfig, dgrad: bool) -> bool:
     for dim, other in others:
         held = [o.format for o in w if o is not None and o.serves(dim)]
         if not any(
-            (mine.block, mine.grid, mine.packed, mine.transform)
+            capability.folds(other, mine)
+            or (mine.block, mine.grid, mine.packed, mine.transform)
             == (other.block, other.grid, other.packed, other.transform)
             for mine in held
             if mine.quantized and other.quantized

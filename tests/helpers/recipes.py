@@ -22,6 +22,7 @@ from minifloat.recipe import (
     NVFP4BlockScaling,
     QuantizerRole,
     Recipe,
+    W4A8BlockScaling,
     named,
 )
 from minifloat.recipe import ElementPair as Elements
@@ -125,6 +126,8 @@ LINEAR_RECIPES: dict[str, Recipe] = {
     "mxfp4": named("mxfp4"),
     "mxfp4 2d": MXFP4BlockScaling(enable_2d_quantization=True),
     "mxfp6": named("mxfp6"),
+    "w4a8": named("w4a8"),
+    "w4a8 2d": W4A8BlockScaling(enable_2d_quantization=True),
     "mxfp6 e3m2": MXFP6BlockScaling("e3m2"),
     "custom quantized forward": CustomRecipe(quantized_forward),
     "custom quantized backward": CustomRecipe(quantized_backward),

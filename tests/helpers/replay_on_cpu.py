@@ -11,6 +11,8 @@ from torch import Tensor
 
 from minifloat.ops import launch
 from minifloat.ops.launch import Kernel
+from minifloat.ops.matmul import native
+from minifloat.ops.matmul.replay import RecordedProduct
 from tests.helpers import triton_interpreter  # noqa: F401
 
 
@@ -56,3 +58,28 @@ def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # as get_device() of a CPU's tensor
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def multiply_strided(a_tile: bool, b_tile: bool, operands: Any, out_dtype: torch.dtype) -> Tensor:
+    """What cuBLASLt computes, from the operands and scales as they lie in memory."""
+    values = []
+    for codes, scale, tile in zip(operands[::2], operands[1::2], (a_tile, b_tile), strict=True):
+        assert codes.is_contiguous() or not native.has_kernels(codes)
+        assert not codes.shape[0] % 16 and not codes.shape[1] % 128
+        if tile:  # [blocks, outer blocks], blocks consecutive and in fours
+            assert scale.stride() == (1, scale.shape[0]) and scale.shape[0] % 4 == 0
+            scale = scale.t().repeat_interleave(128, 0)[: codes.shape[0]]
+        else:  # [outer, blocks], outer consecutive
+            assert scale.stride() == (1, scale.shape[0]) and scale.shape[0] == codes.shape[0]
+        spread = scale.repeat_interleave(128, 1)[:, : codes.shape[1]].double()
+        values.append(codes.float().double() * spread.nan_to_num(0.0))
+    return (values[0] @ values[1].t()).to(out_dtype)
+
+
+def nothing_else(patch: pytest.MonkeyPatch) -> None:
+    """From here on every product is a replay."""
+
+    def never(*args: Any) -> Any:
+        raise AssertionError("a recording should have been replayed")
+
+    patch.setattr(RecordedProduct, "_step_by_step", never)

@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 K, N = 40, 24
 COUNTS = (7, 0, 23)
 RECIPES: dict[str, Any] = {
-    **{name: name for name in ("current", "block", "mxfp8", "rowwise", "mxfp4", "mxfp6")},
+    **{name: name for name in ("current", "block", "mxfp8", "rowwise", "mxfp4", "mxfp6", "w4a8")},
     "delayed": DelayedScaling(amax_history_len=3),
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
     "high precision backward": Float8CurrentScaling(backward_override="high_precision"),

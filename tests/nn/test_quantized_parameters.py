@@ -37,7 +37,7 @@ def hybrid_weights(role: QuantizerRole) -> Quantizer:
 DELAYED = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
 RECIPES: dict[str, Recipe] = {
     "delayed": DELAYED,
-    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6")},
+    **{name: named(name) for name in ("current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6", "w4a8")},
     "custom": CustomRecipe(hybrid_weights),
 }
 each_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -211,6 +211,7 @@ def test_under_another_recipe(name: str, other: str) -> None:
     formats = {g.gemm: g.b for g in gemms}
     own, wanted = (layer._config(r).weight for r in (RECIPES[name], recipe))
     pairs = name == other or {name, other} in ({"delayed", "current"}, {"mxfp8", "mxfp6"})  # a code a byte
+    pairs |= {name, other} < {"mxfp4", "w4a8", "block"} and (name, other) != ("block", "mxfp4")
     used = own if pairs else wanted
     assert formats["fprop"] == used.row_format.spec
     assert formats["dgrad"] == used.format(0).spec
@@ -482,7 +483,9 @@ def test_loading_high_precision(name: str, strict: bool) -> None:
     layer.load_state_dict(source.state_dict(), strict=strict)
     assert torch.equal(values(layer.weight), cast(source.weight, RECIPES[name]).dequantize())
     assert torch.equal(layer.bias, source.bias)
-    least = 0.8 if name == "mxfp4" else 0.9  # E2M1 has nothing between 4 and 6, and its scale is a power of two
+    least = (
+        0.8 if name in ("mxfp4", "w4a8") else 0.9
+    )  # E2M1 has nothing between 4 and 6, and its scale is a power of two
     assert values(layer.weight).abs().max() > least * source.weight.abs().max()
 
 

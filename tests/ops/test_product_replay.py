@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from minifloat.ops.matmul.replay import RecordedProduct
 from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits
-from tests.helpers.replay_on_cpu import replay_on_cpu
+from tests.helpers.replay_on_cpu import multiply_strided, nothing_else, replay_on_cpu
 
 STRIP, TILE = Format(block=128, scale_rule="pow2"), Format(block=128, tile=True, scale_rule="pow2")
 MX, MX_TILE, MX4 = (
@@ -39,22 +37,6 @@ GEMMS = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (
 SIZES = {"whole": (32, 48, 256), "ragged": (17, 19, 150), "small": (16, 16, 16)}
 OUTPUTS = [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False), (torch.float16, True)]
 """dtype, and whether there is a bias."""
-
-
-def multiply_strided(a_tile: bool, b_tile: bool, operands: Any, out_dtype: torch.dtype) -> Tensor:
-    """What cuBLASLt computes, from the operands and scales as they lie in memory."""
-    values = []
-    for codes, scale, tile in zip(operands[::2], operands[1::2], (a_tile, b_tile), strict=True):
-        assert codes.is_contiguous() or not native.has_kernels(codes)
-        assert not codes.shape[0] % 16 and not codes.shape[1] % 128
-        if tile:  # [blocks, outer blocks], blocks consecutive and in fours
-            assert scale.stride() == (1, scale.shape[0]) and scale.shape[0] % 4 == 0
-            scale = scale.t().repeat_interleave(128, 0)[: codes.shape[0]]
-        else:  # [outer, blocks], outer consecutive
-            assert scale.stride() == (1, scale.shape[0]) and scale.shape[0] == codes.shape[0]
-        spread = scale.repeat_interleave(128, 1)[:, : codes.shape[1]].double()
-        values.append(codes.float().double() * spread.nan_to_num(0.0))
-    return (values[0] @ values[1].t()).to(out_dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -96,13 +78,6 @@ def expected(pair: tuple[Format, Format], a: _Matrix, b: _Matrix, dtype: torch.d
 
 def runs_here(pair: tuple[Format, Format], device: torch.device) -> bool:
     return device.type == "cpu" or capability.backend(*pair, device) == backend_of(pair)
-
-
-def nothing_else(patch: pytest.MonkeyPatch) -> None:
-    def never(*args: Any) -> Any:
-        raise AssertionError("a recording should have been replayed")
-
-    patch.setattr(RecordedProduct, "_step_by_step", never)
 
 
 @pytest.mark.parametrize("size", SIZES)

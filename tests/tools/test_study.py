@@ -527,7 +527,7 @@ def test_limits_are_by_the_bits_and_options_change_them(text: Path, tmp_path: Pa
                    "minutes": math.inf, "out": tmp_path, "limits": (command.MAX_GAP, command.MAX_GAP_4BIT)}  # fmt: skip
         return command.make_plan(**(options | changed)).limits  # type: ignore[arg-type]
 
-    assert limits() == {name: 0.015 if name in ("nvfp4", "mxfp4") else 0.005 for name in NAMES}
+    assert limits() == {name: 0.015 if name in ("nvfp4", "mxfp4", "w4a8") else 0.005 for name in NAMES}
     assert limits(limits=(0.1, 0.2))["nvfp4"] == 0.2
 
 

@@ -252,12 +252,14 @@ def _native_block(
 
 def by_kernels(backend: str, a: Format, b: Format) -> _Backend:
     """The emulated product, or the native one of blocks, with kernels of our own before and after it."""
-    from minifloat.ops.matmul import spread  # which needs Triton
+    from minifloat.ops.matmul import fold_kernels, spread  # which need Triton
     from minifloat.ops.matmul.replay import RecordedProduct, Steps
 
     if backend == "emulated":
         direct = partial(emulated.is_direct, a, b)
         return RecordedProduct(Steps(spread.prepare, emulated.multiply, direct, spread.finish))
+    if capability.is_mxfp4(b):
+        return RecordedProduct(fold_kernels.STEPS)
     multiply = partial(native.block128, a.tile, b.tile)
     return RecordedProduct(Steps(native.block128_operands, multiply, native.block128_is_direct, spread.finish))
 

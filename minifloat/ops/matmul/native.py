@@ -95,12 +95,14 @@ def block128_operands(a: Any, b: Any, direct: bool = True) -> tuple[Sequence[Ten
 
     Codes are [outer, contracted] with both dims padded. The product is not to be scaled any more.
     """
-    operands: list[Tensor] = []
-    for x in (a, b):
-        codes = k_major(x.codes, x.format, x.along, (16, 128))
-        scale = x.scale_inv if x.along == ROWWISE else x.scale_inv.t()  # [outer, contracted] in units of blocks
-        operands += codes, _tile_scale(scale) if x.format.tile else _strip_scale(scale, codes.shape[0])
-    return operands, (None, None, 1.0)
+    return (*block128_operand(a), *block128_operand(b)), (None, None, 1.0)
+
+
+def block128_operand(x: Any) -> tuple[Tensor, Tensor]:
+    """The same of one operand."""
+    codes = k_major(x.codes, x.format, x.along, (16, 128))
+    scale = x.scale_inv if x.along == ROWWISE else x.scale_inv.t()  # [outer, contracted] in units of blocks
+    return codes, _tile_scale(scale) if x.format.tile else _strip_scale(scale, codes.shape[0])
 
 
 def block128_is_direct(bias: Tensor | None, out_dtype: torch.dtype) -> bool:

@@ -32,12 +32,14 @@ class Steps(NamedTuple):
         multiply: (those tensors, dtype) -> the library's product.
         direct: (bias, dtype) -> whether the library's product in that dtype is the result already.
         finish: (fp32 product, what ``prepare`` left, bias, dtype) -> the result, where it is not.
+        repair: (library's product, what ``prepare`` left) -> nothing; launches kernels that write parts of the product.
     """
 
     prepare: Callable[[Any, Any, bool], tuple[Sequence[Tensor], Any]]
     multiply: Callable[[Sequence[Tensor], torch.dtype], Tensor]
     direct: Callable[[Tensor | None, torch.dtype], bool]
     finish: Callable[[Tensor, Any, Tensor | None, torch.dtype], Tensor]
+    repair: Callable[[Tensor, Any], None] | None = None
 
 
 class RecordedProduct:
@@ -81,6 +83,8 @@ class RecordedProduct:
         operands, left = self.steps.prepare(a, b, direct)
         before = 0 if log is None else len(log.launches)
         product = self.steps.multiply(operands, out_dtype if direct else torch.float32)
+        if self.steps.repair is not None:
+            self.steps.repair(product, left)
         result = cut(product, a.outer, b.outer)
         if not direct:
             result = self.steps.finish(result, left, bias, out_dtype)
@@ -152,14 +156,14 @@ class _Recording(NamedTuple):
         for each in self.before:
             each.run(pointers)
         operands = [_as(tensors[place], layout) for place, layout in self.operands]
-        if self.result is None:
-            return cut(steps.multiply(operands, out_dtype), m, n)
-        product = steps.multiply(operands, torch.float32)
-        result = empty(*self.result)
-        pointers += product.data_ptr(), result.data_ptr()
+        direct = self.result is None
+        product = steps.multiply(operands, out_dtype if direct else torch.float32)
+        pointers.append(product.data_ptr())
+        result = product if self.result is None else empty(*self.result)
+        pointers.append(result.data_ptr())
         for each in self.after:
             each.run(pointers)
-        return result
+        return cut(result, m, n) if direct else result
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -39,6 +39,7 @@ BOUNDS = {
     "mxfp4": math.hypot(_E2M1, _E2M1),
     "mxfp6": math.hypot(_E2M3, _E3M2),
     "rowwise": math.hypot(_E4M3, _E4M3),
+    "w4a8": math.hypot(_E2M1, _E4M3),
 }
 """Largest relative L2 error of output and gradients of one linear, by recipe."""
 
