@@ -12,7 +12,7 @@
 from minifloat import optim, quantizer
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, get_default_recipe
-from minifloat.convert import ConversionReport, DefaultFilter, convert, export, revert
+from minifloat.convert import ConversionReport, DefaultFilter, convert, export, load_mxfp4, revert, save_mxfp4
 from minifloat.formats import Format
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.functional.rope import apply_rotary_pos_emb
@@ -110,10 +110,12 @@ __all__ = [
     "find_amaxes",
     "get_default_recipe",
     "linear_cross_entropy",
+    "load_mxfp4",
     "make_graphed_callables",
     "optim",
     "prepare",
     "quantized_model_init",
     "revert",
     "router_losses",
+    "save_mxfp4",
 ]

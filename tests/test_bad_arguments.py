@@ -79,7 +79,7 @@ NAMES: dict[str, str] = {
         "fp8_gemm_dgrad fp8_gemm_wgrad nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
         "quantization_alignment tensor_type row_format columnwise_source logits target hidden weight t freqs "
         "quantizer shards group part x w dy out_dtype betas rows xs params "
-        "indices routing y score_function groups etp_reduction"
+        "indices routing y score_function groups etp_reduction layer layout blocks"
     ),
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
@@ -167,6 +167,9 @@ def _needed() -> dict[str, dict[str, Any]]:
     gather = {"shards": shards, "group": group, "rowwise": True, "columnwise": True}
     of_model = {"model": model}
     adam = torch.optim.AdamW([weight])
+    with minifloat.quantized_model_init(recipe="w4a8"):
+        layer = minifloat.Linear(32, 2)
+    codes = minifloat.save_mxfp4(layer)
     return {
         "CustomRecipe": {"qfactory": lambda role: q},
         "DefaultFilter": of_model,
@@ -196,6 +199,8 @@ def _needed() -> dict[str, dict[str, Any]]:
         "convert": of_model | {"recipe": "mxfp8"},
         "export": {"model": nn.Linear(4, 4).eval(), "args": (torch.ones(2, 4),)},
         "cross_entropy": {"logits": x, "target": torch.zeros(4, dtype=torch.int64)},
+        "load_mxfp4": {"layer": layer, "blocks": codes[0], "scales": codes[1]},
+        "save_mxfp4": {"layer": layer},
         "linear_cross_entropy": {"hidden": x, "weight": x, "target": torch.zeros(4, dtype=torch.int64)},
         "prepare": of_model | {"recipe": "mxfp8"},
         "revert": of_model,

@@ -62,12 +62,14 @@ PUBLIC = [
     "find_amaxes",
     "get_default_recipe",
     "linear_cross_entropy",
+    "load_mxfp4",
     "make_graphed_callables",
     "optim",
     "prepare",
     "quantized_model_init",
     "revert",
     "router_losses",
+    "save_mxfp4",
 ]
 """A name may be added here; one that is taken away or renamed breaks somebody's program."""
 

@@ -2,6 +2,7 @@
 
 from minifloat.convert.convert import convert, revert
 from minifloat.convert.export import export
+from minifloat.convert.mxfp4 import load_mxfp4, save_mxfp4
 from minifloat.convert.report import ConversionReport, Converted, LeftAlone
 from minifloat.convert.select import DefaultFilter, FilterFn, Rule
 
@@ -14,5 +15,7 @@ __all__ = [
     "Rule",
     "convert",
     "export",
+    "load_mxfp4",
     "revert",
+    "save_mxfp4",
 ]
