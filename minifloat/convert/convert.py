@@ -33,7 +33,7 @@ from minifloat.delayed import AmaxHistory
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.parameters import ParameterInit
+from minifloat.nn.quantized_parameters import ParameterInit
 from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe
 
 _BEFORE = "_before_convert"  # the attribute of a converted module that holds its ``Before``

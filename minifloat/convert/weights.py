@@ -12,7 +12,8 @@ from minifloat.comm.dtensor import is_dtensor
 from minifloat.convert.select import Named
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.parameters import ParameterInit, parameter_init, replace
+from minifloat.nn.parameters import replace
+from minifloat.nn.quantized_parameters import ParameterInit, parameter_init
 from minifloat.recipe import OwnRecipe, Recipe
 from minifloat.tensor import QuantizedTensor
 

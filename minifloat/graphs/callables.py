@@ -17,7 +17,7 @@ from minifloat.delayed_call import DelayedCall
 from minifloat.graphs import graph
 from minifloat.graphs.order import Progress
 from minifloat.graphs.warm_up import fused_weights, scratch_main_grads
-from minifloat.nn import parameters
+from minifloat.nn import weight_cache
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.moe import MoE
 from minifloat.tensor import QuantizedTensor
@@ -41,7 +41,7 @@ class WeightCache:
     def choose(self, first: bool | None) -> None:
         """Before a replay: casts, unless this is not the first microbatch and the weights are as they were."""
         weights = tuple(layer._weight(name) for layer in self.layers for name in layer._weight_names)
-        versions = parameters.versions(weights)
+        versions = weight_cache.versions(weights)
         skipping = first is False and versions == self.versions
         if skipping != self.skipping:
             self.skip.fill_(float(skipping))

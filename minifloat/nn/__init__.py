@@ -11,8 +11,8 @@ from minifloat.nn.linear import Linear
 from minifloat.nn.moe import MoE, router_losses
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.norm import LayerNorm, RMSNorm
-from minifloat.nn.parameters import quantized_model_init
 from minifloat.nn.prepare import prepare
+from minifloat.nn.quantized_parameters import quantized_model_init
 from minifloat.nn.rope import RotaryPositionEmbedding
 from minifloat.nn.router import TopKRouter
 from minifloat.nn.transformer_layer import TransformerLayer

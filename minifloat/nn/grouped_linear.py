@@ -35,7 +35,8 @@ from minifloat.nn.grouped_parameters import Expert, GroupedParameters
 from minifloat.nn.inputs import layout_of
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.linear_state import fitting
-from minifloat.nn.parameters import InitMethod, given_format, one_dtype, parameter_init
+from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.quantized_parameters import given_format, parameter_init
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.operand import Quantized
 from minifloat.ops.grouped import grouped_amax

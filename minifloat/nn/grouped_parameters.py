@@ -24,7 +24,7 @@ from minifloat.functional.linear_config import FORWARD_SLOTS
 from minifloat.functional.quantize import holds
 from minifloat.nn import parameters
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.parameters import ParameterInit
+from minifloat.nn.quantized_parameters import ParameterInit
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor

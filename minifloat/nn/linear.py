@@ -23,7 +23,8 @@ from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.linear_parameters import LinearParameters
-from minifloat.nn.parameters import InitMethod, one_dtype, parameter_init
+from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.quantized_parameters import parameter_init
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recipe import Recipe, RecipeLike

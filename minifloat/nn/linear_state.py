@@ -18,9 +18,16 @@ from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, Li
 from minifloat.functional.linear_plan import LinearPlan
 from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, record, reuse
 from minifloat.functional.tensor_parallel import UNSHARDED
-from minifloat.nn import parameters
 from minifloat.nn.etp import EtpRows
-from minifloat.nn.parameters import CachedWeight, ParameterInit
+from minifloat.nn.parameters import replace
+from minifloat.nn.quantized_parameters import (
+    ParameterInit,
+    given_format,
+    keep_quantized,
+    quantized_parameter,
+    set_scale,
+)
+from minifloat.nn.weight_cache import CachedWeight, versions
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, OwnRecipe, Recipe, RecipeLike, own_recipe
@@ -194,15 +201,15 @@ class LinearState(EtpRows):
         self._preserves_initial = init.preserve_high_precision_init_val
         for name in self._weight_names:
             weight = self._quantized_weight(name, self._weight(name), config.weight, self._preserves_initial)
-            parameters.replace(self, name, weight)
+            replace(self, name, weight)
 
     def _quantized_weight(self, name: str, values: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
         """``values`` as the weight ``name`` kept quantized, under delayed scaling with their own scale."""
-        fmt = parameters.given_format(quantizer)
+        fmt = given_format(quantizer)
         scale = None if fmt is None else self._weight_scale(name)
         if scale is not None and fmt is not None:
-            parameters.set_scale(scale, [values], fmt, self._weight_margin)
-        return parameters.quantized_parameter(values, quantizer, scale, preserve)
+            set_scale(scale, [values], fmt, self._weight_margin)
+        return quantized_parameter(values, quantizer, scale, preserve)
 
     def _weight_scale(self, name: str) -> Tensor:
         """What delayed scaling casts the weight ``name`` with, fp32 [1]: a view of the history's scales."""
@@ -225,12 +232,12 @@ class LinearState(EtpRows):
         Writes of an optimizer then use the scale that earlier amaxes gave, though no forward casts the weight.
         ``amax_group``: the ranks that have the other rows of the values.
         """
-        fmt = parameters.given_format(weight.quantizer)
+        fmt = given_format(weight.quantizer)
         if fmt is None or "forward_scaling" not in self._modules:
             return
         weight.scale = self._weight_scale(name)
         if values:
-            parameters.set_scale(weight.scale, values, fmt, self._weight_margin, amax_group)
+            set_scale(weight.scale, values, fmt, self._weight_margin, amax_group)
 
     def _bind_scales(self) -> None:
         """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
@@ -281,7 +288,7 @@ class LinearState(EtpRows):
             return cached.operands
         operands = self._quantize_weight(weight.detach(), quantizer, delayed_call)
         count_steps(sources)
-        self._weight_cache = CachedWeight(sources, parameters.versions(sources), quantizer, operands)
+        self._weight_cache = CachedWeight(sources, versions(sources), quantizer, operands)
         return operands
 
     def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
@@ -346,7 +353,7 @@ class LinearState(EtpRows):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, (rows, initial) in before.items():
             assert isinstance(rows, QuantizedTensor)
-            parameters.keep_quantized(self._weight(name), rows, initial, fn)
+            keep_quantized(self._weight(name), rows, initial, fn)
         self._bind_scales()
         self._mark_parameters()
         return self
@@ -390,9 +397,7 @@ class LinearState(EtpRows):
 
         Codes that are copied as they are need it too: the next write to the weight casts with it.
         """
-        rows = {
-            n: own for n, own in self._quantized_rows().items() if parameters.given_format(own.quantizer) is not None
-        }
+        rows = {n: own for n, own in self._quantized_rows().items() if given_format(own.quantizer) is not None}
         if not rows or "forward_scaling" not in self._modules:
             return
         has_scale, fitting = f"{prefix}forward_scaling.scale" in state_dict, self._fitting_weights(state_dict, prefix)

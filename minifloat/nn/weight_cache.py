@@ -1,0 +1,35 @@
+"""Weights that stay quantized between the microbatches of a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.operand import Quantized
+from minifloat.quantizer import Quantizer
+
+
+class CachedWeight(NamedTuple):
+    """A quantized weight, and what it was cast from and with."""
+
+    sources: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    quantizer: Quantizer
+    operands: Quantized
+
+    def of(self, sources: tuple[Tensor, ...], quantizer: Quantizer) -> bool:
+        """It is what casting the weight made of ``sources`` now would give."""
+        return (
+            len(self.sources) == len(sources)
+            and all(mine is theirs for mine, theirs in zip(self.sources, sources, strict=True))
+            and self.versions == versions(sources)
+            and self.quantizer == quantizer
+        )
+
+
+def versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Counts the writes to each that PyTorch sees; an inference tensor has no such count."""
+    compiling = torch.compiler.is_compiling()  # no graph can ask whether a tensor is one of inference
+    return tuple(0 if not compiling and tensor.is_inference() else tensor._version for tensor in tensors)
