@@ -140,7 +140,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Raises:
         ValueError: ``use_reentrant=True``, or a ``context_fn``, of which there can be one.
         RuntimeError: a layer with delayed scaling is being compiled inside, with ``fullgraph=True``; or is inside of a
-            ``torch.utils.checkpoint`` around this one, without ``context_fn=minifloat.checkpoint_context_fn``.
+            ``torch.utils.checkpoint`` around this one, without ``context_fn=minifloat.checkpoint_context_fn``; or a
+            CUDA graph is captured, which cannot draw random numbers again, without ``preserve_rng_state=False``.
     """
     if use_reentrant:
         raise ValueError("minifloat.checkpoint is the non-reentrant form only; leave out use_reentrant=True")
@@ -151,7 +152,24 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         )
     if not torch.compiler.is_compiling():
         kwargs["context_fn"] = checkpoint_context_fn
+        if kwargs.get("preserve_rng_state", True) and capturing():
+            raise RuntimeError(
+                "minifloat.checkpoint: a CUDA graph that is captured draws other random numbers in the recomputation; "
+                "pass preserve_rng_state=False if nothing in it is random, as without dropout"
+            )
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_without_dropout(function: Callable[..., Any], *args: Any) -> Any:
+    """:func:`checkpoint` of what draws no random numbers, which a CUDA graph may hold."""
+    if torch.compiler.is_compiling() or not capturing():
+        return checkpoint(function, *args)
+    return checkpoint(function, *args, preserve_rng_state=False)
+
+
+def capturing() -> bool:
+    """A CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

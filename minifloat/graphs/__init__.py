@@ -15,7 +15,7 @@ from minifloat.autocast import autocast
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.graphs import graph
 from minifloat.graphs.callables import GraphedCallable, WeightCache, label_of, takes_first_microbatch
-from minifloat.graphs.order import Progress, steps_of
+from minifloat.graphs.order import Progress, Step, steps_of
 from minifloat.graphs.warm_up import unchanged
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_state import LinearState
@@ -106,22 +106,29 @@ def make_graphed_callables(
         [GraphedCallable(module, args, kwargs, context, cache, each, progress) for each in range(microbatches)]
         for module, args, kwargs, cache in zip(listed, all_args, all_kwargs, caches, strict=True)
     ]
-    stream = graph.Graph.Stream(device)
     with unchanged(listed, device):
-        with stream.current():
-            for graphed in made:
-                for each in graphed[:2]:  # the second reads cached weights
-                    each.warm_up(num_warmup_iters, allow_unused_input)
-        pool: Any = None
-        for place, (module_number, microbatch, forward) in enumerate(steps):
-            each, own = made[module_number][microbatch], graph.Graph(stream, pool)
-            pool = own.pool
-            (each.capture_forward if forward else each.capture_backward)(own, place)
+        _capture(made, steps, device, num_warmup_iters, allow_unused_input)
     if _order is not None:
         return tuple(tuple(graphed) for graphed in made)
     for module, (graphed_once,) in zip(listed, made, strict=True):
         module.forward = graphed_once
     return tuple(listed) if several else listed[0]
+
+
+def _capture(
+    made: Sequence[Sequence[GraphedCallable]], steps: Sequence[Step], device: torch.device, warm_ups: int, unused: bool
+) -> None:
+    """Warms up and captures ``steps``, in their order and into one pool; ``made``: by module and microbatch."""
+    stream = graph.Graph.Stream(device)
+    with stream.current():
+        for graphed in made:
+            for each in graphed[:2]:  # the second reads cached weights
+                each.warm_up(warm_ups, unused)
+    pool: Any = None
+    for place, (module, microbatch, forward) in enumerate(steps):
+        each, own = made[module][microbatch], graph.Graph(stream, pool)
+        pool = own.pool
+        (each.capture_forward if forward else each.capture_backward)(own, place)
 
 
 def _one_each(kwargs: Any, several: bool, count: int) -> list[Mapping[str, Any]]:

@@ -23,8 +23,7 @@ from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recipe import RecipeLike
-from minifloat.recompute import checkpoint as run_checkpointed
-from minifloat.recompute import parallel_of
+from minifloat.recompute import checkpoint_without_dropout, parallel_of
 
 
 class LayerNormMLP(parts.LayerOfLinears):
@@ -166,7 +165,9 @@ class LayerNormMLP(parts.LayerOfLinears):
         check_tensors(x, residual, self)
         if self.checkpoint and torch.is_grad_enabled():
             stream = parts.add_residual(x, residual, self.fc1)  # which is kept, not what it is the sum of
-            return run_checkpointed(self._run, stream, None, is_first_microbatch, rows_per_rank, return_residual)
+            return checkpoint_without_dropout(
+                self._run, stream, None, is_first_microbatch, rows_per_rank, return_residual
+            )
         return self._run(x, residual, is_first_microbatch, rows_per_rank, return_residual)
 
     def _run(

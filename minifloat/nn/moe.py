@@ -21,8 +21,7 @@ from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.router import TopKRouter
 from minifloat.recipe import RecipeLike
-from minifloat.recompute import checkpoint as run_checkpointed
-from minifloat.recompute import recomputes
+from minifloat.recompute import checkpoint_without_dropout, recomputes
 
 
 class MoE(parts.LayerOfLinears):
@@ -220,7 +219,7 @@ class LayerNormMoE(parts.LayerOfLinears):
         """X [..., hidden_size] to Y of the same shape, with ``return_layernorm_output`` to Y and the norm's result."""
         check_tensor(x, self)
         if self.checkpoint and torch.is_grad_enabled():
-            return run_checkpointed(self._run, x, is_first_microbatch)
+            return checkpoint_without_dropout(self._run, x, is_first_microbatch)
         return self._run(x, is_first_microbatch)
 
     def _run(self, x: Tensor, is_first_microbatch: bool | None) -> Any:

@@ -33,8 +33,7 @@ from minifloat.nn.multihead_parts import (
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recipe import RecipeLike
-from minifloat.recompute import checkpoint as run_checkpointed
-from minifloat.recompute import parallel_of
+from minifloat.recompute import checkpoint, checkpoint_without_dropout, parallel_of
 
 
 class MultiheadAttention(parts.LayerOfLinears):
@@ -284,8 +283,11 @@ class MultiheadAttention(parts.LayerOfLinears):
             bottom_right_diagonal=bottom_right_diagonal,
             core_attention_bias=own_heads(bias, self.heads, parallel),
         )
-        run = partial(run_checkpointed, attend) if checkpoint_core_attention else attend
-        if parallel.mode is not None and self.training and self.core_attention.attention_dropout > 0:
+        drops = self.training and self.core_attention.attention_dropout > 0
+        run = attend
+        if checkpoint_core_attention:
+            run = partial(checkpoint if drops else checkpoint_without_dropout, attend)
+        if parallel.mode is not None and drops:
             run = partial(draw_apart, parallel.group, run)
         attended = run(q, k, v, own_heads(attention_mask, self.heads, parallel), cu_seqlens_q, cu_seqlens_kv)
         y, bias = parts.call_unfused(self.proj, attended, **options)

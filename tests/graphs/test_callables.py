@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat import (
@@ -26,6 +27,7 @@ from minifloat import (
     Recipe,
     TransformerLayer,
     autocast,
+    checkpoint,
     make_graphed_callables,
     quantized_model_init,
     router_losses,
@@ -137,8 +139,11 @@ def test_replays_are_eager(graph_device: torch.device, name: str, recipe_name: s
     check_replays(name, recipe_of(recipe_name), graph_device)
 
 
-def check_replays(name: str, recipe: Recipe | None, graph_device: torch.device) -> None:
-    module = MODULES[name](on(graph_device))
+def check_replays(name: str, recipe: Recipe | None, device: torch.device) -> None:
+    check_module(MODULES[name](on(device)), recipe, device)
+
+
+def check_module(module: nn.Module, recipe: Recipe | None, graph_device: torch.device) -> None:
     twin = twin_of(module)
     sample = sample_of(graph_device)
     before, random = state_of(module), random_state(graph_device)
@@ -385,6 +390,29 @@ def check_failure(module: Fails, device: torch.device, error: type[Exception]) -
 def test_an_exception_leaves_the_process_usable(graph_device: torch.device, good: int) -> None:
     """In the warm-up or in the capture."""
     check_failure(Fails(graph_device, good), graph_device, ArithmeticError)
+
+
+class Recomputes(nn.Module):
+    """A part with dropout, which backward recomputes."""
+
+    def __init__(self, device: torch.device, dropout: float, **options: Any) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.options = Linear(HIDDEN, HIDDEN, **on(device)), dropout, options
+
+    def part(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x), self.dropout, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.part, x, **self.options)
+        return y
+
+
+@on_gpu
+def test_a_checkpoint_that_draws_again_is_refused(graph_device: torch.device) -> None:
+    """Unless the caller says that nothing is drawn."""
+    with pytest.raises(RuntimeError, match="draws other random numbers in the recomputation"):
+        make_graphed_callables(Recomputes(graph_device, 0.5), sample_of(graph_device), recipe="delayed")
+    check_module(Recomputes(graph_device, 0.0, preserve_rng_state=False), recipe_of("delayed"), graph_device)
 
 
 @on_gpu

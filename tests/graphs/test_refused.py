@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minifloat import GroupedLinear, LayerNormMLP, Linear, autocast, make_graphed_callables
+import minifloat
+from minifloat import (
+    GroupedLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    autocast,
+    make_graphed_callables,
+    recompute,
+)
 from minifloat.graphs.callables import WeightCache
 from minifloat.graphs.order import Progress, Step, steps_of
 
@@ -94,6 +103,21 @@ def test_calls_that_differ_from_the_capture() -> None:
     module.weight.data = module.weight.data.clone()
     with pytest.raises(RuntimeError, match="weight is in other memory"):
         module(X)
+
+
+def test_recomputations_that_draw_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds checkpoints of what says that it draws nothing, as modules of ours do that have no dropout."""
+    monkeypatch.setattr(recompute, "capturing", lambda: True)
+    linear = Linear(32, 32, recipe="current")
+    with pytest.raises(RuntimeError, match="draws other random numbers in the recomputation; pass preserve_rng_state"):
+        minifloat.checkpoint(linear, X)
+    minifloat.checkpoint(linear, X, preserve_rng_state=False).sum().backward()
+    LayerNormMLP(32, 64, checkpoint=True)(X).sum().backward()
+    attention = MultiheadAttention(32, 2, attention_dropout=0.5)
+    with pytest.raises(RuntimeError, match="draws other random numbers"):
+        attention(X[:, None], checkpoint_core_attention=True)
+    attention.core_attention.attention_dropout = 0.0
+    attention(X[:, None], checkpoint_core_attention=True).sum().backward()
 
 
 @pytest.mark.usefixtures("graph_on_cpu")
