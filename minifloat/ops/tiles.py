@@ -49,6 +49,7 @@ SM_90: dict[str, Tile] = {
     "activation": Tile(16, 256, 8),
     "activation_columnwise": Tile(64, 128, 8),
     "activation_backward": Tile(4, 512, 4),
+    "grouped_activation_backward": Tile(4, 256, 4),  # a probability gradient's order of sums is that of its columns
     "activation_backward_bias": Tile(64, 64, 8),  # a bias gradient's order of sums is that of its tile
     "activation_backward_columnwise": Tile(32, 64, 4),
     "activation_block": Tile(32, 128, 4),

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.formats.scale_rules import Quotient, define_scale_rule
 from minifloat.ops import grouped
-from minifloat.ops.grouped import gathered, gathered_kernels, layout
+from minifloat.ops.grouped import cast_kernels, gathered, gathered_kernels, layout
 from minifloat.ops.launch import count_launches
 from tests.helpers.compare import assert_same_bits, strides
 from tests.helpers.triton_interpreter import compile_for, confined
@@ -101,7 +101,7 @@ def test_launches(device: torch.device) -> None:
             level = gathered_kernels.amax(x, rows, offsets)
             gathered_kernels.cast(x, rows, offsets, level, ["e4m3/tensor/fp32"] * 2, BOTH, [True] * 2)
         assert launches == {
-            "group_table_kernel": 3, "line_amax_kernel": 1, "amax_kernel": 1, "gathered_cast_kernel": 1
+            "token_amax_kernel": 1, "gathered_amax_kernel": 1, "group_table_kernel": 1, "grouped_cast_kernel": 1
         }  # fmt: skip
 
 
@@ -111,11 +111,11 @@ def test_compiled(spec: str) -> None:
     bf16, fp32, codes = ((dtype, torch.int64) for dtype in (torch.bfloat16, torch.float32, torch.uint8))
     fmt = parse(spec)
     scales = codes if fmt.scale_dtype == torch.uint8 else fp32
-    choice = gathered_kernels.gather_tile(fmt, BOTH, 2048, torch.device("cpu"))
+    choice = cast_kernels.cast_tile(fmt, BOTH, 2048, torch.device("cpu"))
     how = True, True, True, fmt.block, fmt.tile, fmt.encoding, fmt.max, fmt.scaling, 0.0, 3.0e38
     compiled = compile_for(
-        gathered_kernels.gathered_cast_kernel, bf16, (torch.int32, torch.int64), fp32, *[codes, scales, fp32] * 2,
-        (torch.int64,), (torch.int64,), *[7] * 7, *how, False, True, choice.rows, choice.cols,
+        cast_kernels.grouped_cast_kernel, bf16, (torch.int32, torch.int64), fp32, *[codes, scales, fp32] * 2,
+        torch.int32, (torch.int64,), *[7] * 7, *how, True, False, True, choice.rows, choice.cols,
         num_warps=choice.warps, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx and compiled.spills == 0

@@ -182,7 +182,7 @@ def test_compiled(spec: str | None) -> None:
         scales = codes if fmt.scale_dtype == torch.uint8 else fp32
         outputs = codes, scales, fp32, codes, scales, fp32
         how = True, True, True, fmt.block, fmt.tile, fmt.encoding, fmt.max, fmt.scaling, 0.0, 3.0e38
-    integers = (torch.int64,), (torch.int64,), *[7] * 7
+    integers = torch.int32, (torch.int64,), *[7] * 7
     for name, kernel, read in (
         ("activation", activation_kernels.grouped_activation_kernel, (bf16, fp32, fp32)),
         ("activation_backward", activation_kernels.grouped_activation_backward_kernel, (bf16, bf16, fp32, fp32, fp32)),

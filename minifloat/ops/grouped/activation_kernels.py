@@ -24,6 +24,7 @@ from minifloat.ops.grouped.fused import (
     casts_to,
     launch,
     record_amaxes,
+    scale_of,
     store_tile,
     tile_of,
     values_to,
@@ -42,7 +43,7 @@ from minifloat.ops.tiles import Tile, tile
 @triton.jit
 def grouped_activation_kernel(
     xs, probabilities, levels, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes,
-    starts, Ms, N, P, GROUPS, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    order, Ms, N, P, GROUPS, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
@@ -50,8 +51,9 @@ def grouped_activation_kernel(
     ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     N = extent(N, ALIGNED_N)
-    group, M, place, first_m, first_n = tile_of(starts, Ms, N, BLOCK_M, BLOCK_N)
-    x = pick_wide(xs, starts, group, 0, ALIGNED_N)
+    group, M, place, first_m, first_n = tile_of(order, Ms, N, BLOCK_M, BLOCK_N)
+    scale, scale_inv = scale_of(levels, order, group, BLOCK, ELEMENT, MAX, RULE, EPSILON, LARGEST)
+    x = pick_wide(xs, order, group, 0, ALIGNED_N)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     if GATED:
         values = gated_value(
@@ -60,14 +62,14 @@ def grouped_activation_kernel(
     else:
         values, _ = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
     if WEIGHTED:
-        values *= tl.load(pick(probabilities, starts, group, 0) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+        values *= tl.load(pick(probabilities, order, group, 0) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
     inside = (m[:, None] < M) & (n[None, :] < N)
     values = tl.where(inside & (group < GROUPS), values.to(xs[0].dtype.element_ty).to(tl.float32), 0.0)
     if AMAX and (ELEMENT is not None or group < GROUPS):
-        record_amaxes(row_amaxes, column_amaxes, starts, group, tl.abs(values), ROW or ELEMENT is None, COLUMN)
+        record_amaxes(row_amaxes, column_amaxes, order, group, tl.abs(values), ROW or ELEMENT is None, COLUMN)
     store_tile(
-        values, starts, group, place, first_m, first_n, M, N, P, 0 * N, N,
-        levels, row_codes, row_scales, column_codes, column_scales,
+        values, scale, scale_inv, order, group, place, first_m, first_n, M, N, P, 0 * N, N,
+        row_codes, row_scales, column_codes, column_scales,
         row_stride_m, row_stride_n, column_stride_m, column_stride_n,
         ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N,
     )  # fmt: skip
@@ -77,7 +79,7 @@ def grouped_activation_kernel(
 def grouped_activation_backward_kernel(
     dys, xs, probabilities, partials, levels,
     row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes,
-    starts, Ms, N, P, GROUPS, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    order, Ms, N, P, GROUPS, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
@@ -85,12 +87,13 @@ def grouped_activation_backward_kernel(
     ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     N = extent(N, ALIGNED_N)
-    group, M, place, first_m, first_n = tile_of(starts, Ms, N, BLOCK_M, BLOCK_N)
-    x = pick_wide(xs, starts, group, 0, ALIGNED_N)
+    group, M, place, first_m, first_n = tile_of(order, Ms, N, BLOCK_M, BLOCK_N)
+    scale, scale_inv = scale_of(levels, order, group, BLOCK, ELEMENT, MAX, RULE, EPSILON, LARGEST)
+    x = pick_wide(xs, order, group, 0, ALIGNED_N)
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     present = (m < M) & (group < GROUPS)
     HALVES: tl.constexpr = 2 if GATED else 1
-    incoming = load(pick_wide(dys, starts, group, 0, ALIGNED_N), m, n, M, N, N)
+    incoming = load(pick_wide(dys, order, group, 0, ALIGNED_N), m, n, M, N, N)
     if GATED:
         a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
         if WEIGHTED:
@@ -101,9 +104,9 @@ def grouped_activation_backward_kernel(
     if WEIGHTED:
         sums = tl.sum(tl.where(present[:, None] & (n[None, :] < N), incoming * values, 0.0), axis=1)
         tiles = tl.cdiv(N, BLOCK_N)
-        partial = pick(partials, starts, group, 0) + m.to(tl.int64) * tiles + first_n // BLOCK_N
+        partial = pick(partials, order, group, 0) + m.to(tl.int64) * tiles + first_n // BLOCK_N
         tl.store(partial, sums, mask=m < M)
-        incoming *= tl.load(pick(probabilities, starts, group, 0) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+        incoming *= tl.load(pick(probabilities, order, group, 0) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gradients = gated_gradients(incoming, a, b, NAME, SLOPE, LIMIT, OFFSET)
     else:
@@ -114,13 +117,13 @@ def grouped_activation_backward_kernel(
         rounded = tl.where(inside, gradients[half].to(xs[0].dtype.element_ty).to(tl.float32), 0.0)
         magnitudes = tl.maximum(magnitudes, tl.abs(rounded))  # of a number and NaN the number
         store_tile(
-            rounded, starts, group, place, first_m, first_n, M, N, P, half * N, HALVES * N,
-            levels, row_codes, row_scales, column_codes, column_scales,
+            rounded, scale, scale_inv, order, group, place, first_m, first_n, M, N, P, half * N, HALVES * N,
+            row_codes, row_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
             ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N,
         )  # fmt: skip
     if AMAX and (ELEMENT is not None or group < GROUPS):
-        record_amaxes(row_amaxes, column_amaxes, starts, group, magnitudes, ROW or ELEMENT is None, COLUMN)
+        record_amaxes(row_amaxes, column_amaxes, order, group, magnitudes, ROW or ELEMENT is None, COLUMN)
 
 
 _forward = Kernel(grouped_activation_kernel)
@@ -170,7 +173,7 @@ def backward(
     dy, x = ready(dy), ready(x)
     dx = torch.empty_like(x)
     out, amax = values_to(dx, offsets, with_amax)
-    choice = tile("activation_backward", x.device)
+    choice = tile("grouped_activation_backward", x.device)
     sums = _backward_to(out, dy, x, probabilities, offsets, None, name, parameters, with_amax, choice)
     return dx, sums, amax
 

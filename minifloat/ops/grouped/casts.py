@@ -15,15 +15,13 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, Format, parse
 from minifloat.ops import grouped
-from minifloat.ops.grouped import layout, table
+from minifloat.ops.grouped import cast_kernels, layout, table
+from minifloat.ops.grouped.fused import Argument, as_declared, casts_to
 from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.quantize import blocks, gpu, nvfp4, per_tensor
+from minifloat.ops.quantize import blocks, casts_blocks, gpu, nvfp4, per_tensor
 from minifloat.ops.quantize.job import Aligned, Job, Target, aligned, input_max
 from minifloat.ops.tiles import Tile, tile
-
-Argument = tuple[Tensor, Place]
-"""A tensor, and where in it a group begins."""
 
 
 def amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
@@ -104,6 +102,12 @@ def cast(
     if not all(map(gpu.casts, parsed)):
         return grouped.grouped_cast.reference(x, offsets, given, rng, formats, dims, k_major)
     x, offsets = ready(x), offsets.contiguous()
+    if groups and x.shape[1] and _is_one(given, parsed, dims, k_major):
+        gpu.check(x, given[0], parsed[0], dims[0])
+        out, made = casts_to(x, offsets, formats, dims, k_major)
+        level = None if given[0] is None else given[0].float()
+        cast_kernels.cast(out, x, None, offsets, level, parsed[0], dims)
+        return as_declared(made, formats, dims, k_major)
     outputs: list[Tensor] = []
     jobs: list[Job] = []
     for level, fmt, dim, transposed in zip(given, parsed, dims, k_major, strict=True):
@@ -122,6 +126,20 @@ def cast(
         if fmt.packed and transposed and dim == COLUMNWISE:  # which no kernel writes
             outputs[3 * i] = outputs[3 * i].t().contiguous().t()
     return outputs
+
+
+def _is_one(
+    given: Sequence[Tensor | None], formats: Sequence[Format], dims: Sequence[int], k_major: Sequence[bool]
+) -> bool:
+    """One launch of ``cast_kernels.py`` makes these casts."""
+    fmt = formats[0] if formats else Format()
+    if len(set(formats)) != 1 or len(set(dims)) < len(dims) or fmt.rounding == "stochastic":
+        return False
+    if any(level is not given[0] for level in given):
+        return False
+    written = all(order for order, dim in zip(k_major, dims, strict=True) if dim == COLUMNWISE)
+    # Strips go through shared memory in the kernel of lists.
+    return fmt.tile and casts_blocks(fmt) if fmt.block else written and not fmt.amax_per_row
 
 
 def _kernel(fmt: Format) -> Callable[[Job, Tensor], None]:

@@ -22,9 +22,6 @@ from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.blocks import store_block_cast
 from minifloat.ops.quantize.device import (
     FLT_MAX,
-    corner,
-    first_program,
-    matrix_of,
     pick,
     pick_wide,
     record_max,
@@ -38,19 +35,37 @@ Argument = tuple[Tensor, Place]
 
 
 @triton.jit
-def tile_of(starts, Ms, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def tile_of(order, Ms, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The group of this program, its rows, which of its tiles this is, and the tile's first row and column."""
-    program = tl.program_id(0)
-    group = matrix_of(starts, program, 0)
-    place = program - first_program(starts, group, 0)
-    first_m, first_n = corner(place, N, BLOCK_M, BLOCK_N)
-    return group, pick(Ms, starts, group, 0), place, first_m, first_n
+    columns = tl.cdiv(N, BLOCK_N)
+    place = tl.program_id(0) // columns
+    column = tl.program_id(0) % columns
+    group = tl.load(order + place)
+    row = tl.load(order + tl.num_programs(0) // columns + place)
+    return group, pick(Ms, order, group, 0), row * columns + column, row * BLOCK_M, column * BLOCK_N
+
+
+@triton.jit
+def scale_of(
+    levels, order, group, BLOCK: tl.constexpr, ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr,
+    EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """What the values of a group are multiplied by before they are cast, and its inverse; 1 where blocks find theirs.
+
+    To be called before the values are loaded: behind them it would take twice as many registers.
+    """
+    scale = 1.0
+    scale_inv = 1.0
+    if ELEMENT is not None and BLOCK == 0:
+        level = tl.load(pick(levels, order, group, 0))
+        scale, scale_inv = RULE.kernels.scale(level, MAX, EPSILON, LARGEST)
+    return scale, scale_inv
 
 
 @triton.jit
 def store_tile(
-    values, starts, group, place, first_m, first_n, M, N, P, first, width,
-    levels, row_codes, row_scales, column_codes, column_scales,
+    values, scale, scale_inv, order, group, place, first_m, first_n, M, N, P, first, width,
+    row_codes, row_scales, column_codes, column_scales,
     row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
@@ -58,20 +73,18 @@ def store_tile(
 ):  # fmt: skip
     """Stores a tile of the N columns from ``first`` on of a group [M, width], or the codes of its cast.
 
-    ``place``: of the tile in its group; ``P``: see ``store_codes``.
+    ``scale``, ``scale_inv``: of :func:`scale_of`; ``place``: of the tile in its group; ``P``: see ``store_codes``.
     """
     m, n = first_m + tl.arange(0, values.shape[0]), first_n + tl.arange(0, values.shape[1])
-    row_codes = pick_wide(row_codes, starts, group, 0, ALIGNED_N)
-    column_codes = pick_wide(column_codes, starts, group, 0, K_MAJOR or ALIGNED_N)
-    row_scales, column_scales = pick(row_scales, starts, group, 0), pick(column_scales, starts, group, 0)
+    row_codes = pick_wide(row_codes, order, group, 0, ALIGNED_N)
+    column_codes = pick_wide(column_codes, order, group, 0, K_MAJOR or ALIGNED_N)
+    row_scales, column_scales = pick(row_scales, order, group, 0), pick(column_scales, order, group, 0)
     if ELEMENT is None:
         where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
         tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
     elif BLOCK == 0:
-        level = tl.load(pick(levels, starts, group, 0))
-        multiplier, scale_inv = RULE.kernels.scale(level, MAX, EPSILON, LARGEST)
         store_scaled(
-            values * multiplier, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, True,
+            values * scale, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, True,
             ELEMENT,
         )  # fmt: skip
         if place == 0:
@@ -89,13 +102,13 @@ def store_tile(
 
 
 @triton.jit
-def record_amaxes(row_amaxes, column_amaxes, starts, group, magnitudes, ROW: tl.constexpr, COLUMN: tl.constexpr):
+def record_amaxes(row_amaxes, column_amaxes, order, group, magnitudes, ROW: tl.constexpr, COLUMN: tl.constexpr):
     """Raises those of a group to the largest of a tile; of a number and NaN the maximum is the number."""
     amax = tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0)  # of nothing but NaN 0
     if ROW:
-        record_max(pick(row_amaxes, starts, group, 0), amax)
+        record_max(pick(row_amaxes, order, group, 0), amax)
     if COLUMN:
-        record_max(pick(column_amaxes, starts, group, 0), amax)
+        record_max(pick(column_amaxes, order, group, 0), amax)
 
 
 class Outputs(NamedTuple):
@@ -128,16 +141,16 @@ def launch(
 ) -> None:
     """Launches ``kernel`` on tiles of ``rows`` and ``columns``.
 
-    Its arguments are ``tensors``, those of ``out``, starts and sizes of groups, columns, rows of the memory of
+    Its arguments are ``tensors``, those of ``out``, the order of tiles, sizes of groups, columns, rows of the memory of
     columnwise codes, number of groups, strides of scales, and ``constants``.
     """
     groups, offsets = offsets.numel() - 1, offsets.contiguous()
-    if out.constants is VALUE:
-        offsets = torch.nn.functional.pad(offsets, (0, 1), value=rows)  # what is no group's is one more
     same = columns, out.stored, groups, *out.strides
     programs = triton.cdiv(columns, choice.cols)
     arguments = [*tensors, *out.tensors]
-    table.launch(kernel, offsets, rows, choice.rows, programs, arguments, [], constants, choice.warps, same)
+    table.launch_on_tiles(
+        kernel, offsets, rows, choice.rows, programs, arguments, same, constants, choice.warps, out.constants is VALUE
+    )  # fmt: skip
 
 
 # ---- outputs ----

@@ -15,7 +15,7 @@ one scale, or amax, a group             [G]                     g
 one a row, rowwise; columnwise          [M]; [G, K]             offsets[g]; g
 ======================================  ======================  ======================================
 
-Divisions round down; K / block is rounded up. P = unit * (M / unit + G), where a unit is a block of the format, 16 at
+Divisions round down; K / block is rounded up. P = unit * (M / unit + G), where a unit is a block of the format, 32 at
 least. Packed codes have two elements a byte along their dim. So no block, byte or Hadamard group crosses a boundary,
 and a GEMM that contracts rows reads 16 at a time. Rows that are no group's are zero in the reference and undefined on a
 GPU; products do not read them.
@@ -26,8 +26,8 @@ from __future__ import annotations
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.quantize import hadamard
 
-UNIT = 16
-"""Rows, at least, that columnwise codes of a group begin at a multiple of."""
+UNIT = 32
+"""Rows, at least, that columnwise codes of a group begin at a multiple of: a GPU's memory has sectors of 32 bytes."""
 
 
 def unit(fmt: Format) -> int:
