@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from minifloat.functional.autograd import guarded
+
 ScoreFunction = Literal["softmax", "sigmoid"]
 
 _TINY = 1e-20
@@ -70,6 +72,43 @@ def choose_experts(logits: Tensor, how: Selection, expert_bias: Tensor | None) -
     if how.scaling_factor != 1:
         chosen = chosen * how.scaling_factor
     return Choice(chosen, indices, scores)
+
+
+def multiply_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """X W^T of ``x`` [T, H] and ``weight`` [E, H], multiplied in fp32.
+
+    A GPU multiplies those of bf16 on tensor cores, whose products of bf16 are exact and whose sums are fp32: within
+    2^-16 of the largest logit (fp32 without tensor cores: 2^-19), and in an eighth of the time.
+    """
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.numel():
+        logits: Tensor = _LogitsFunction.apply(x, weight)  # type: ignore[no-untyped-call]
+        return logits
+    return torch.nn.functional.linear(x.float(), weight.float())
+
+
+class _LogitsFunction(torch.autograd.Function):
+    """X W^T and its gradients, of bf16 matrices in fp32 on tensor cores.
+
+    dY is the sum of two bf16 matrices to 16 bits, twice as many as its products are rounded to at last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(guarded(x), weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        high = dy.to(torch.bfloat16)
+        both = torch.cat([high, (dy - high).to(torch.bfloat16)], dim=1)
+        dx = torch.mm(both, weight.repeat(2, 1)) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            sums = torch.mm(both.t(), x, out_dtype=torch.float32)
+            dw = (sums[: len(weight)] + sums[len(weight) :]).to(torch.bfloat16)
+        return dx, dw
 
 
 def _largest(x: Tensor, k: int) -> Tensor:

@@ -23,6 +23,7 @@ from minifloat.functional.router import (
     choose_experts,
     count_experts,
     load_balancing_loss,
+    multiply_in_fp32,
     z_loss,
 )
 from minifloat.nn.inputs import check_meta, check_tensor
@@ -231,6 +232,8 @@ class TopKRouter(nn.Module):
 
     def _logits(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, E], multiplied in ``dtype``, in fp32 or fp64."""
+        if dtype == torch.float32 and self.bias is None and not is_dtensor(self.weight):
+            return multiply_in_fp32(x.reshape(-1, self.hidden_size), self.weight)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(x.reshape(-1, self.hidden_size).to(dtype), self.weight.to(dtype), bias)
         return logits.to(torch.promote_types(dtype, torch.float32))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import minifloat
 from minifloat.functional import sort_by_expert
+from minifloat.functional.router import multiply_in_fp32
 from minifloat.nn import TopKRouter
 from minifloat.parallel.ddp import data_parallel
 from tests.helpers.distributed_pool import Pools, process_group
@@ -524,3 +525,21 @@ def test_print_shows_what_is_set() -> None:
     assert repr(TopKRouter(H, 8, 2)) == "TopKRouter(12, 8, top_k=2, score_function='softmax')"
     shown = repr(TopKRouter(H, 8, 2, num_groups=4, group_top_k=2, normalize_top_k=True, score_function="sigmoid"))
     assert "normalize_top_k=True, num_groups=4, group_top_k=2" in shown
+
+
+@pytest.mark.gpu
+def test_logits_of_bf16_on_a_gpu() -> None:
+    """Multiplied on tensor cores, they and their gradients are as accurate as ``multiply_in_fp32`` says."""
+    x = torch.randn(3000, 520, device="cuda").bfloat16().requires_grad_()
+    w = torch.randn(24, 520, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(3000, 24, device="cuda") * 1e-3
+    y = multiply_in_fp32(x, w)
+    assert y.dtype == torch.float32
+    exact = x.detach().double() @ w.detach().double().t()
+    assert (y - exact).abs().max() <= exact.abs().max() * 2.0**-16
+    again = multiply_in_fp32(x, w)
+    assert torch.equal(y, again)
+    dx, dw = torch.autograd.grad(y, [x, w], dy)
+    for found, expected in ((dx, dy.double() @ w.detach().double()), (dw, dy.double().t() @ x.detach().double())):
+        bound = expected.abs() * 2.0**-8 + expected.abs().max() * 2.0**-15
+        assert found.dtype == torch.bfloat16 and ((found - expected).abs() <= bound).all()
