@@ -69,7 +69,12 @@ class GroupLayout(NamedTuple):
     @classmethod
     def uniform(cls, groups: int, rows: int, device: torch.device) -> GroupLayout:
         """``groups`` of ``rows`` rows each, as of weights."""
-        return cls(torch.arange(groups + 1, dtype=torch.int32, device=device) * rows, groups * rows)
+        end = groups * rows
+        return (
+            cls(torch.arange(0, end + 1, rows, dtype=torch.int32, device=device), end)
+            if rows
+            else cls(torch.zeros(groups + 1, dtype=torch.int32, device=device), 0)
+        )
 
 
 class GroupedOperand(NamedTuple):
@@ -185,12 +190,16 @@ class GroupedCasts:
             made = grouped.grouped_cast(x, offsets, given, rng, specs, dims, self.k_major)
         return self.operands(x, offsets, made, given, delayed_call)
 
-    def of_tokens(self, x: Tensor, routing: Routing, delayed_call: DelayedCall | None = None) -> Quantized:
-        """The operands of ``permute(x, routing)`` for tokens ``x`` [T, K]; where kernels can, that is never written."""
+    def of_tokens(
+        self, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None = None
+    ) -> Quantized:
+        """The operands of ``permute(x, routing)`` for tokens ``x`` [T, K]; where kernels can, that is never written.
+
+        ``rows``: int32 [T k], the token of each row.
+        """
         offsets = routing.offsets
         if not self.from_tokens:
             return self(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call)
-        rows = routing.order // routing.inverse.shape[1]
         level = None
         if self.one_amax:
             level = gathered_amax(x, rows, offsets)

@@ -23,17 +23,18 @@ from minifloat.ops.permute import unpermute_rows
 
 
 class GroupedMLPCall(NamedTuple):
-    """The activation, both linears' plans, and where rows come from if X and Y are tokens."""
+    """The activation, both linears' plans, and where rows come from if X and Y are tokens: ``tokens``, int32 [T k]."""
 
     activation: Activation
     plan1: GroupedPlan
     plan2: GroupedPlan
     routing: Routing | None
+    tokens: Tensor | None
 
     def cast(self, casts: GroupedCasts, x: Tensor, layout: GroupLayout, delayed_call: DelayedCall | None) -> Quantized:
         """The operands of the rows of ``x``, or of those that its tokens go to."""
-        if self.routing is not None:
-            return casts.of_tokens(x, self.routing, delayed_call)
+        if self.routing is not None and self.tokens is not None:
+            return casts.of_tokens(x, self.routing, self.tokens, delayed_call)
         return casts(x, layout.offsets, delayed_call)
 
     def collect(self, rows: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         w2: Tensor,
         b2: Tensor | None,
     ) -> Tensor:
-        (activation, plan1, plan2, _), layout = mlp, call1.groups
+        (activation, plan1, plan2, *_), layout = mlp, call1.groups
         assert layout is not None
         call1.x = mlp.cast(plan1.x_casts, x, layout, call1.delayed_call)
         x_operands, w_operands, own = plan1.quantize_inputs(call1, None, w1)
@@ -107,7 +108,7 @@ class GroupedMLPFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         mlp: GroupedMLPCall = ctx.mlp
-        (activation, plan1, plan2, _), layout, (use1, use2) = mlp, ctx.groups, ctx.uses
+        (activation, plan1, plan2, *_), layout, (use1, use2) = mlp, ctx.groups, ctx.uses
         *tensors, scales, h, probabilities = ctx.saved_tensors
         x, w1, a, w2 = unpack(ctx.layouts, tensors)
         db2 = plan2.bias_gradient(dy, layout)

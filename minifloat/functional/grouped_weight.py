@@ -247,6 +247,8 @@ class _Stacked(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if grad is None:
             return (None,) * (len(wanted) + 1)
+        if all(wanted):
+            return None, *grad.unbind()
         return None, *[own if need else None for own, need in zip(grad.unbind(), wanted, strict=True)]
 
 
@@ -285,14 +287,16 @@ def _neighbours_as_one(weights: Sequence[Tensor]) -> Tensor:
 
 def _are_neighbours(weights: Sequence[Tensor]) -> bool:
     """Parameters in high precision that lie one after the other in one piece of memory."""
-    if any(type(weight) is not nn.Parameter for weight in weights):
+    first = weights[0]
+    if type(first) is not nn.Parameter or len({*map(type, weights)}) > 1:
         return False
-    first, step = weights[0].data_ptr(), weights[0].numel() * weights[0].element_size()
-    adjoining = all(
-        weight.data_ptr() == first + i * step and weight.is_contiguous() and weight.dtype == weights[0].dtype
-        for i, weight in enumerate(weights)
-    )
-    return adjoining and weights[0].untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
+    begin, step = first.data_ptr(), first.numel() * first.element_size()
+    pointers = [weight.data_ptr() for weight in weights]  # one thing of all at a time: a layer may have hundreds
+    if pointers != [begin + i * step for i in range(len(weights))]:
+        return False
+    if not all([weight.is_contiguous() for weight in weights]) or len({weight.dtype for weight in weights}) > 1:
+        return False
+    return first.untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
 
 
 def join_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> JoinedWeights | None:

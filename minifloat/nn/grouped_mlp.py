@@ -203,7 +203,8 @@ class GroupedMLP(parts.LayerOfLinears):
         plan2, call2, w2, b2 = fc2._prepare_groups(
             second, dtype, needs_hidden, is_first_microbatch, layout, self.recompute_activation
         )
-        mlp = GroupedMLPCall(self.activation, plan1, plan2, routing)
+        tokens = None if routing is None else routing.order // routing.inverse.shape[1]
+        mlp = GroupedMLPCall(self.activation, plan1, plan2, routing, tokens)
         y: Tensor = GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
             mlp, call1, call2, x.to(dtype), probabilities, w1, b1, w2, b2
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.shard_map import ShardMap, cached
 from minifloat.functional.etp.rows import Reduction, Sharding
 from minifloat.functional.grouped_weight import (
     JoinedWeights,
@@ -43,6 +43,12 @@ class Expert(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
 
+@cached
+def _numbers(count: int, ending: str = "") -> tuple[str, ...]:
+    """0, 1, ..., spelled."""
+    return tuple([f"{i}{ending}" for i in range(count)])
+
+
 class GroupedParameters(LinearState):
     """The weights and biases of a :class:`~minifloat.GroupedLinear`: how they are kept, joined and shared out."""
 
@@ -64,7 +70,7 @@ class GroupedParameters(LinearState):
 
     @property
     def _weight_names(self) -> tuple[str, ...]:
-        return ("weight",) if self.single_grouped_weight else tuple(f"{i}.weight" for i in range(self.num_gemms))
+        return ("weight",) if self.single_grouped_weight else _numbers(self.num_gemms, ".weight")
 
     @property
     def _matrices(self) -> tuple[tuple[str, ...], ...]:
@@ -78,7 +84,12 @@ class GroupedParameters(LinearState):
 
     def _each(self, kind: str) -> list[Any]:
         """The parameters of the experts, if each has its own."""
-        return [getattr(self._modules[str(i)], kind) for i in range(self.num_gemms)]
+        modules: Any = self._modules
+        names = _numbers(self.num_gemms)
+        try:  # past nn.Module.__getattr__, of hundreds in each step
+            return [modules[name]._parameters[kind] for name in names]
+        except KeyError:  # one that is computed, as by torch.nn.utils.parametrize
+            return [getattr(modules[name], kind) for name in names]
 
     def _weight_matrix(self) -> Tensor:
         """W [G, N, K]."""
@@ -95,10 +106,9 @@ class GroupedParameters(LinearState):
     def _bias_vector(self) -> Tensor | None:
         """b [G, N]."""
         together = self._parameters.get("bias")
-        if together is not None or self.single_grouped_bias or "0" not in self._modules:
+        if together is not None or self.single_grouped_bias or not self._has_bias:
             return together
-        biases = self._each("bias")
-        return None if biases[0] is None else torch.stack(biases)
+        return torch.stack(self._each("bias"))
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         return self._weight_matrix(), None if self.return_bias else self._bias_vector()
