@@ -153,7 +153,8 @@ def test_compiled(recipe: str) -> None:
         assert torch.equal(y, expected)
         ((y * dy).sum() + router_losses(twin)).backward()
         ((expected * dy).sum() + router_losses(moe)).backward()
-        assert torch.equal(x.grad, own_x.grad)  # type: ignore[arg-type]
+        # PyTorch 2.11 adds the gradients by way of the router and of the experts in another order.
+        torch.testing.assert_close(x.grad, own_x.grad)
     for mine, other in zip(moe.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
 
