@@ -154,7 +154,7 @@ def test_compiled(recipe: str) -> None:
         ((y * dy).sum() + router_losses(twin)).backward()
         ((expected * dy).sum() + router_losses(moe)).backward()
         # PyTorch 2.11 adds the gradients by way of the router and of the experts in another order.
-        torch.testing.assert_close(x.grad, own_x.grad)
+        torch.testing.assert_close(x.grad, own_x.grad, rtol=2**-7, atol=2**-9)
     for mine, other in zip(moe.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
 
