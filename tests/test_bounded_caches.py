@@ -21,7 +21,7 @@ OF_FEW = {
     "kernels",
     "tile",
     "gemm_tile",
-    "_multiprocessors",
+    "multiprocessors",
     "_runs_on",
     "_gather_options",
     "_max_options",

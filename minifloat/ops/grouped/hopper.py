@@ -358,7 +358,7 @@ def grouped_hopper_kernel(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Of an sm_90 GPU; 0 elsewhere, and with versions of Triton that Gluon was not tried with."""
     if device.type != "cuda" or not launch.KNOWN or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
@@ -368,7 +368,7 @@ def _multiprocessors(device: torch.device) -> int:
 def takes(a: Side, b: Side) -> bool:
     """The kernel multiplies these: FP8 of which the contracted dim is consecutive and TMA can find every line."""
     return (
-        _multiprocessors(a.matrix.device) > 0
+        multiprocessors(a.matrix.device) > 0
         and a.consecutive and b.consecutive
         and a.matrix.numel() > 0 and b.matrix.numel() > 0
         and aligned([a.stride, b.stride])
@@ -406,7 +406,7 @@ def multiply(
     """
     groups, N = a.offsets.numel() - 1, out.shape[1]
     tiles = groups * triton.cdiv(rows, TILE) if depth == 0 else rows // TILE + groups + 1
-    programs = min(tiles * triton.cdiv(N, TILE), _multiprocessors(out.device))
+    programs = min(tiles * triton.cdiv(N, TILE), multiprocessors(out.device))
     if programs == 0:
         return
     launch.count(grouped_hopper_kernel.__name__)

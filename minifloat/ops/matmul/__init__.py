@@ -253,11 +253,12 @@ def _native_block(
 def by_kernels(backend: str, a: Format, b: Format) -> _Backend:
     """The emulated product, or the native one of blocks, with kernels of our own before and after it."""
     from minifloat.ops.matmul import fold_kernels, spread  # which need Triton
+    from minifloat.ops.matmul.hopper import large_product
     from minifloat.ops.matmul.replay import RecordedProduct, Steps
 
     if backend == "emulated":
         direct = partial(emulated.is_direct, a, b)
-        return RecordedProduct(Steps(spread.prepare, emulated.multiply, direct, spread.finish))
+        return RecordedProduct(Steps(spread.prepare, emulated.multiply, direct, spread.finish, whole=large_product))
     if capability.is_mxfp4(b):
         return RecordedProduct(fold_kernels.STEPS)
     multiply = partial(native.block128, a.tile, b.tile)

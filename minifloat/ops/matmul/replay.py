@@ -33,6 +33,8 @@ class Steps(NamedTuple):
         direct: (bias, dtype) -> whether the library's product in that dtype is the result already.
         finish: (fp32 product, what ``prepare`` left, bias, dtype) -> the result, where it is not.
         repair: (library's product, what ``prepare`` left) -> nothing; launches kernels that write parts of the product.
+        whole: (a, b, bias, dtype) -> the result where it is not direct and another way than these steps is faster, else
+            None; so much work that finding its launches anew costs nothing.
     """
 
     prepare: Callable[[Any, Any, bool], tuple[Sequence[Tensor], Any]]
@@ -40,6 +42,7 @@ class Steps(NamedTuple):
     direct: Callable[[Tensor | None, torch.dtype], bool]
     finish: Callable[[Tensor, Any, Tensor | None, torch.dtype], Tensor]
     repair: Callable[[Tensor, Any], None] | None = None
+    whole: Callable[[Any, Any, Tensor | None, torch.dtype], Tensor | None] | None = None
 
 
 class RecordedProduct:
@@ -52,6 +55,11 @@ class RecordedProduct:
     def __call__(
         self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
     ) -> Tensor:
+        direct = self.steps.direct(bias, out_dtype)
+        if not direct and self.steps.whole is not None:
+            whole = self.steps.whole(a, b, bias, out_dtype)
+            if whole is not None:
+                return whole
         key: list[Any] = [out_dtype, a.outer, b.outer]
         pointers, arguments, bits = [], [], 0
         for x in (*a[:3], *b[:3], bias):
@@ -64,7 +72,6 @@ class RecordedProduct:
             bits |= pointer if x.numel() > 1 else 0
             key += x.shape, x.stride(), x.dtype, x.get_device()
         device = a.codes.get_device()
-        direct = self.steps.direct(bias, out_dtype)
         if bits & 15 or device != torch._C._cuda_getDevice():  # kernels would read copies
             return self._step_by_step(a, b, out_dtype, bias, direct)[-1]
         shapes = (device, *key)
