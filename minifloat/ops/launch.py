@@ -338,7 +338,7 @@ class Kernel:
         typical = [tuple(map(self._typical, t)) if isinstance(t, tuple) else self._typical(t) for t in tensors]
         neutral = [(_NEUTRAL,) * len(i) if isinstance(i, tuple) else _NEUTRAL for i in integers]
         kernel = self.function_for(constants).warmup(
-            *typical, *neutral, *constants, grid=(1,), num_warps=warps, **self.options
+            *typical, *neutral, *constants, grid=(1,), num_warps=warps, **self.options_for(constants)
         )
         return _Compiled.of(kernel)
 
@@ -348,11 +348,18 @@ class Kernel:
     def _through_jit(
         self, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
     ) -> None:
-        self.function_for(constants)[(programs,)](*tensors, *integers, *constants, num_warps=warps, **self.options)
+        options = self.options_for(constants)
+        self.function_for(constants)[(programs,)](*tensors, *integers, *constants, num_warps=warps, **options)
 
     def function_for(self, constants: tuple[Any, ...]) -> Any:
         """What is compiled for these constants."""
         return self.function if self.with_layouts is None or constants[-1] is None else self.with_layouts
+
+    def options_for(self, constants: tuple[Any, ...]) -> dict[str, Any]:
+        """The compiler's options for them."""
+        if self.function_for(constants) is self.function or constants[-1].registers is None:
+            return self.options
+        return {**self.options, "maxnreg": constants[-1].registers}
 
 
 def _look_at(tensors: Tensors) -> tuple[list[int | tuple[int, ...]], list[Any], bool]:

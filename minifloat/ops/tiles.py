@@ -14,11 +14,15 @@ import torch
 
 
 class Tile(NamedTuple):
-    """Rows and columns of one program, and its warps of 32 threads."""
+    """Rows and columns of one program, and its warps of 32 threads.
+
+    ``registers``: at most so many in a thread, where Gluon compiles the kernel; None for as many as the compiler takes.
+    """
 
     rows: int
     cols: int
     warps: int
+    registers: int | None = None
 
 
 class GemmTile(NamedTuple):
@@ -54,7 +58,7 @@ SM_90: dict[str, Tile] = {
     "activation_backward_columnwise": Tile(32, 64, 4),
     "activation_block": Tile(32, 128, 4),
     "activation_block_columnwise": Tile(128, 128, 8),
-    "activation_block_shared": Tile(128, 128, 16),
+    "activation_block_shared": Tile(128, 128, 8, 64),
     "activation_mx": Tile(32, 128, 2),
     "activation_mx_columnwise": Tile(32, 128, 2),
     "activation_mx_shared": Tile(32, 128, 2),

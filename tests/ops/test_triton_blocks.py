@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
-from minifloat.ops.quantize.job import Job, Target
+from minifloat.ops.quantize.job import Aligned, Job, Target
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import assert_same_bits
@@ -297,7 +297,7 @@ def test_compiled(rule: str, with_layouts: bool) -> None:
     tensors = [(t,) for t in (torch.bfloat16, torch.float32, codes, scale, torch.float32, codes, scale)]
     block, tile = (32, Tile(32, 128, 2)) if rule == "e8m0" else (128, Tile(128, 128, 8))
     k_major = rule != "e8m0"
-    chosen = layouts(torch.bfloat16, *tile, block, k_major) if with_layouts else None
+    chosen = layouts(tile, block, k_major) if with_layouts else None
     assert with_layouts == (chosen is not None)
     constants = (1, True, True, k_major, False, block, False)
     compiled = triton_interpreter.compile_for(
@@ -313,12 +313,31 @@ def test_compiled(rule: str, with_layouts: bool) -> None:
         assert "LDSM.16.MT88" in compiled.sass or not k_major
 
 
+def test_what_goes_through_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts of bf16 along the columns to strips of FP8, of sizes that allow wide accesses."""
+    monkeypatch.setattr("minifloat.ops.quantize.layouts._runs_on", lambda device: True)
+    x, sizes = torch.zeros(32, 48, dtype=torch.bfloat16), Aligned.of([32], [48])
+
+    def chosen(x: Tensor, fmt: Format, orientation: Orientation, sizes: Aligned = sizes) -> bool:
+        return blocks.choose(_job(x, fmt, orientation), sizes, shared=True)[1] is not None
+
+    assert all(chosen(x, POW2, each) for each in (BOTH, COLUMN))
+    assert all(chosen(x, MX, each) for each in (BOTH_PLAIN, COLUMN_PLAIN))
+    assert not any(chosen(x, fmt, ROW) for fmt in (POW2, MX))
+    assert not any(chosen(x.to(dtype), POW2, BOTH) for dtype in (torch.float16, torch.float32))
+    assert not any(chosen(x, POW2, BOTH, Aligned.of(*size)) for size in (([33], [48]), ([32], [47])))
+    assert chosen(x, MX, BOTH_PLAIN, Aligned.of([33], [48]))
+    assert not any(chosen(x, replace(MX, element=element), BOTH_PLAIN) for element in ("e2m1", "e3m2"))
+    assert not chosen(x, replace(POW2, tile=True), BOTH) and not chosen(x, MX, BOTH) and not chosen(x, POW2, BOTH_PLAIN)
+    assert blocks.choose(_job(x, POW2, BOTH), sizes)[1] is None
+
+
 @pytest.mark.parametrize("k_major", [True, False], ids=["k_major", "plain"])
 def test_layouts(k_major: bool) -> None:
     """Each element has one place among threads, and a thread has neighbours in memory; None if warps are too many."""
     block = 128 if k_major else 32
     for tile in (Tile(block, 128, 1), Tile(block, 128, 2), Tile(block, 256, 4), Tile(2 * block, 128, 4)):
-        chosen = layouts(torch.bfloat16, *tile, block, k_major)
+        chosen = layouts(tile, block, k_major)
         assert chosen is not None
         for layout, consecutive in ((chosen.row, [0, 1]), (chosen.column, [1, 0] if k_major else [0, 1])):
             bits = [tuple(bit) for bit in (*layout.reg_bases, *layout.lane_bases, *layout.warp_bases)]
@@ -326,5 +345,5 @@ def test_layouts(k_major: bool) -> None:
             assert all((m & (m - 1), k & (k - 1)) == (0, 0) and (m == 0) != (k == 0) for m, k in bits)
             assert len(layout.lane_bases) == 5 and 2 ** len(layout.warp_bases) == tile.warps
             assert layout.reg_bases[:2] == [consecutive, [2 * at for at in consecutive]]
-    assert layouts(torch.bfloat16, block, 128, 32, block, k_major) is None
-    assert layouts(torch.bfloat16, block, 32, 1, block, k_major) is None
+    assert layouts(Tile(block, 128, 32), block, k_major) is None
+    assert layouts(Tile(block, 32, 1), block, k_major) is None

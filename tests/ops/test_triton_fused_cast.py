@@ -311,7 +311,7 @@ def test_activations_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
         if with_layouts and tile.cols < 128:
             tile = Tile(32, 128, 2)
         constants = (*formula, *how, True, False, *bias, True, True, tile.rows, tile.cols)
-        chosen = layouts(BF16, *tile, fmt.block, wanted[2]) if with_layouts else None
+        chosen = layouts(tile, fmt.block, wanted[2]) if with_layouts else None
         assert with_layouts == (chosen is not None)
         check_compiled(kernel, (*tensors, *[7] * 6, *constants, chosen), tile.warps)
 
@@ -323,7 +323,7 @@ def test_norms_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
     tile = fused_tile("norm", None, fmt, True, True, (128, 128), x.device)
     casts = torch.uint8, torch.uint8, fmt.scale_dtype, fmt.scale_dtype, FP32
     constants = (True, True, False, *cast_constants(x, fmt, *BOTH), True, True, tile.rows, tile.cols)
-    chosen = layouts(BF16, *tile, fmt.block, True) if with_layouts and fmt.block else None
+    chosen = layouts(tile, fmt.block, True) if with_layouts and fmt.block else None
     arguments = (BF16, BF16, BF16, FP32, FP32, FP32, *casts, *[7] * 6, *constants, chosen)
     check_compiled(norm_kernels.CAST, arguments, tile.warps)
 

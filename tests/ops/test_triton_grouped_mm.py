@@ -493,7 +493,7 @@ def test_hoppers_products_do_not_wait_for_each_other(gemm: str, scaled: bool, b_
 
 
 def test_sum_compiles_to_wide_loads() -> None:
-    rows, cols, warps = SM_90["grouped_sum"]
+    rows, cols, warps, _ = SM_90["grouped_sum"]
     compiled = compile_for(
         grouped_sum_kernel, torch.bfloat16, torch.bfloat16, torch.int32, 7, True, rows, cols,
         num_warps=warps, enable_fp_fusion=False,

@@ -41,6 +41,8 @@ from minifloat.ops.quantize.fused import (
 )
 from minifloat.ops.tiles import Tile, tile
 
+SHOWN = ("swiglu",)
+"""What has been cast through shared memory on a GPU, to the same bits; others wait for such a run."""
 SWISH_SLOPES = {"silu": 1.0, "qgelu": 1.702}
 
 
@@ -116,11 +118,16 @@ def activation_backward_kernel(
     else:
         _, derivative = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
         gradients = (incoming * derivative,)
-    tiles = ()
+    if LAYOUTS is not None:  # both halves leave the registers before either is cast
+        tiles = ()
+        for half in tl.static_range(HALVES):
+            tiles = append(tiles, held(rounded(gradients[half], x, row_codes, ELEMENT, ROUND), LAYOUTS))
     for half in tl.static_range(HALVES):
-        tiles = append(tiles, held(rounded(gradients[half], x, row_codes, ELEMENT, ROUND), LAYOUTS))
-    for half in tl.static_range(HALVES):
-        values = held_values(tiles[half], LAYOUTS)
+        if LAYOUTS is None:
+            tile = rounded(gradients[half], x, row_codes, ELEMENT, ROUND)
+        else:
+            tile = tiles[half]
+        values = held_values(tile, LAYOUTS)
         if AMAX:
             if half == 0:
                 magnitudes = tl.abs(values)
@@ -131,7 +138,7 @@ def activation_backward_kernel(
             present = n < N * tl.minimum(M, 1)  # without rows there are no blocks of them
             tl.store(partial + sums + half * N + n, tl.sum(values, axis=0), mask=present)
         store_result(
-            tiles[half], first_m, first_n, M, N, half * N, HALVES * N,
+            tile, first_m, first_n, M, N, half * N, HALVES * N,
             scale, row_codes, column_codes, row_scales, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
             ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
@@ -152,7 +159,7 @@ def forward(
     y = x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype)
     amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
     choice = choice or tile("activation", x.device)
-    how = *formula(name, parameters), *VALUE, False, with_amax, *tile_constants(x, y.shape, None, False, False, choice)
+    how = *formula(name, parameters), *VALUE, False, with_amax, *tile_constants(y.shape, choice)
     FORWARD(program_count(y.shape, choice), (x, x, y, y, x, x, amax), (*y.shape, 0, 0, 0, 0), how, choice.warps)
     return y, amax
 
@@ -165,11 +172,11 @@ def cast(
     x, fmt, given = ready(x), parse(format), scale is not None
     shape = x.shape[0], out_columns(name, x.shape[1])
     out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
-    shared = casts_through_shared(x, shape, fmt, columnwise, k_major)
+    shared = name in SHOWN and casts_through_shared(x, shape, fmt, rowwise, columnwise, k_major)
     choice = fused_tile("activation", choice, fmt, rowwise, columnwise, shape, x.device, shared)
     how = (
         *formula(name, parameters), *cast_constants(x, fmt, rowwise, columnwise, k_major), not given, given,
-        *tile_constants(x, shape, fmt, columnwise, k_major, choice),
+        *tile_constants(shape, choice, fmt if shared else None, k_major),
     )  # fmt: skip
     # At least one program, even without elements: it stores the scale.
     programs = max(int(given), program_count(shape, choice))
@@ -200,7 +207,7 @@ def backward(
         False,
         with_amax,
         with_bias,
-        *tile_constants(x, dy.shape, None, False, False, choice),
+        *tile_constants(dy.shape, choice),
     )
     tensors = dy, x, x, dx, dx, x, x, amax, partial
     BACKWARD(program_count(dy.shape, choice), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
@@ -218,14 +225,14 @@ def backward_cast(
     out = empty_fused_cast(x, x.shape[1], fmt, rowwise, columnwise, k_major)
     if given and with_bias:
         choice = choice or tile("activation_backward_bias", x.device)
-    shared = casts_through_shared(x, shape, fmt, columnwise, k_major)
+    shared = name in SHOWN and casts_through_shared(x, shape, fmt, rowwise, columnwise, k_major)
     choice = fused_tile("activation_backward", choice, fmt, rowwise, columnwise, shape, x.device, shared)
     if gated(name) and not given:
         choice = within_half(choice, fmt, shape[1])
     partial = partial_sums(x, with_bias, choice)
     how = (
         *formula(name, parameters), *cast_constants(x, fmt, rowwise, columnwise, k_major),
-        not given or gated(name), given, with_bias, *tile_constants(x, shape, fmt, columnwise, k_major, choice),
+        not given or gated(name), given, with_bias, *tile_constants(shape, choice, fmt if shared else None, k_major),
     )  # fmt: skip
     tensors = dy, x, x if scale is None else scale, *out, partial
     programs = max(int(given), program_count(shape, choice))
@@ -254,7 +261,7 @@ def within_half(choice: Tile, fmt: Format, columns: int) -> Tile:
     cols = choice.cols
     while columns % cols:
         cols //= 2
-    return Tile(choice.rows, cols, max(choice.warps * cols // choice.cols, 1))
+    return choice._replace(cols=cols, warps=max(choice.warps * cols // choice.cols, 1))
 
 
 def partial_sums(x: Tensor, wanted: bool, choice: Tile) -> Tensor:

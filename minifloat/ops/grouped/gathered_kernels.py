@@ -58,7 +58,7 @@ def amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     x, (T, K), groups = ready(x), x.shape, offsets.numel() - 1
     of_tokens = torch.empty(T, dtype=torch.float32, device=x.device)
     found = torch.empty(groups, dtype=torch.float32, device=x.device)
-    count, cols, warps = _TOKENS
+    count, cols, warps, _ = _TOKENS
     _of_tokens(triton.cdiv(T, count), (x, of_tokens), (T, K), (aligned([K]), count, cols), warps)
     _of_groups(groups, (of_tokens, ready(rows), at_16_bytes(offsets), found), (), (_ROWS,), 4)
     return found

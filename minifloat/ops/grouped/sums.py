@@ -40,7 +40,7 @@ _sum = Kernel(grouped_sum_kernel)
 def add_rows(x: Tensor, offsets: Tensor) -> Tensor:
     """``grouped_sum``."""
     x, groups = ready(x), offsets.numel() - 1
-    rows, cols, warps = tile("grouped_sum", x.device)
+    rows, cols, warps, _ = tile("grouped_sum", x.device)
     out = allocate((groups, x.shape[1]), x.dtype, x.device)
     _sum(
         groups * triton.cdiv(x.shape[1], cols), (x, out, at_16_bytes(offsets)), (x.shape[1],),

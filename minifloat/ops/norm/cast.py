@@ -90,7 +90,9 @@ def norm_cast(
         x, gamma, beta, normalization, eps, zero_centered, None, False, residual, sums
     )
     out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
-    shared = casts_through_shared(x, shape, fmt, columnwise, k_major)
+    # Other norms wait for a run on a GPU.
+    shown = normalization == "RMSNorm" and residual is None and not zero_centered
+    shared = shown and casts_through_shared(x, shape, fmt, rowwise, columnwise, k_major)
     choice = fused_tile("norm", choice, fmt, rowwise, columnwise, shape, x.device, shared)
     programs = triton.cdiv(shape[0], choice.rows) * triton.cdiv(shape[1], choice.cols)
     CAST(
@@ -103,7 +105,7 @@ def norm_cast(
         (
             normalization == "LayerNorm", beta is not None, zero_centered,
             *cast_constants(x, fmt, rowwise, columnwise, k_major),
-            *tile_constants(x, shape, fmt, columnwise, k_major, choice),
+            *tile_constants(shape, choice, fmt if shared else None, k_major),
         ),
         choice.warps,
     )  # fmt: skip

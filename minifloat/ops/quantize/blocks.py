@@ -56,12 +56,9 @@ def cast_blocks(
     values, levels, first_m, first_k, M, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, GIVEN: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    GLUON: tl.constexpr, REORDERED: tl.constexpr,
+    GLUON: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of fp32 ``values``, and the grid of its scales; without a RULE that of its amaxes.
-
-    ``REORDERED``: the codes are stored in another order than they are in here, see ``single_bytes``.
-    """
+    """Codes of a tile of fp32 ``values``, and the grid of its scales; without a RULE that of its amaxes."""
     BLOCK_M: tl.constexpr = values.shape[0]
     BLOCK_K: tl.constexpr = values.shape[1]
     blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS))
@@ -76,7 +73,7 @@ def cast_blocks(
         multiplier, scale = RULE.kernels.scale(amax, MAX, EPSILON, LARGEST)
         codes = ELEMENT.kernels.encode(blocks * multiplier[:, None, :, None], ELEMENT)
         codes = tl.reshape(codes, (BLOCK_M, BLOCK_K))
-        if REORDERED:
+        if not GLUON:
             codes = single_bytes(codes, M)
     return codes, scale
 
@@ -93,17 +90,17 @@ def grid_places(
 
 @triton.jit
 def held(values, LAYOUTS: tl.constexpr):
-    """A tile of fp32 ``values`` as it is cast: with ``LAYOUTS``, whose dtype it fits, in shared memory."""
+    """A tile of fp32 ``values`` as it is cast: with ``LAYOUTS``, in shared memory, in bf16, which they fit."""
     if LAYOUTS is None:
         tile = values
     else:
-        tile = gl.allocate_shared_memory(LAYOUTS.dtype, values.shape, LAYOUTS.shared, values.to(LAYOUTS.dtype))
+        tile = gl.allocate_shared_memory(gl.bfloat16, values.shape, LAYOUTS.shared, values.to(gl.bfloat16))
     return tile
 
 
 @triton.jit
 def held_values(tile, LAYOUTS: tl.constexpr):
-    """The fp32 values that :func:`held` took, rounded to the dtype of ``LAYOUTS``."""
+    """The fp32 values that :func:`held` took."""
     if LAYOUTS is None:
         values = tile
     else:
@@ -128,12 +125,11 @@ def store_block_cast(
     """
     SHORT: tl.constexpr = BLOCK if TILE else 1
     GLUON: tl.constexpr = LAYOUTS is not None
-    REORDERED: tl.constexpr = COLUMN and K_MAJOR and not GLUON
     values = tile.load(LAYOUTS.row).to(tl.float32) if GLUON else tile
     if ROW or TILE:  # square tiles are the same codes in both orientations
         codes, scale = cast_blocks(
             values, row_levels, first_m, first_k, M, K, SHORT, BLOCK, GIVEN,
-            ELEMENT, MAX, RULE, EPSILON, LARGEST, GLUON, REORDERED and TILE,
+            ELEMENT, MAX, RULE, EPSILON, LARGEST, GLUON,
         )  # fmt: skip
     if ROW:
         if RULE is not None:
@@ -150,7 +146,7 @@ def store_block_cast(
         if not TILE:
             codes, scale = cast_blocks(
                 values, column_levels, first_m, first_k, M, K, BLOCK, SHORT, GIVEN,
-                ELEMENT, MAX, RULE, EPSILON, LARGEST, GLUON, REORDERED,
+                ELEMENT, MAX, RULE, EPSILON, LARGEST, GLUON,
             )  # fmt: skip
         if RULE is not None:
             if ELEMENT.packed:
@@ -245,7 +241,9 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
     assert all(_kind(target) == kind for job in jobs for target in job.targets), "not alike"
     rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
     sizes = Aligned.of(rows, cols)
-    choice, spread = choose(first, sizes, choice)
+    # Launches of other kinds have not run through shared memory yet.
+    shown = rule is not None and noop is None and len(jobs) == 1 and not kind[1]
+    choice, spread = choose(first, sizes, choice, shown)
     counts = [triton.cdiv(M, choice.rows) * triton.cdiv(K, choice.cols) for M, K in zip(rows, cols, strict=True)]
     programs = Programs.of(counts)
     outputs, strides = [], []
@@ -261,19 +259,19 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
         programs.total,
         (programs.pad([job.x for job in jobs]), *outputs, first.x if noop is None else noop),
         (programs.starts, m, k, m, *strides),
-        constants(first, programs.variant, rule, noop is not None, sizes, choice, None if rule is None else spread),
+        constants(first, programs.variant, rule, noop is not None, sizes, choice, spread),
         choice.warps,
     )
 
 
-def choose(job: Job, sizes: Aligned, choice: Tile | None = None) -> tuple[Tile, Layouts | None]:
-    """The tile for jobs like this one, and its layouts where it goes through shared memory."""
+def choose(job: Job, sizes: Aligned, choice: Tile | None = None, shared: bool = False) -> tuple[Tile, Layouts | None]:
+    """The tile for jobs like this one, and its layouts if it goes through shared memory: it may where ``shared``."""
     fmt, column = job.targets[0].format, job.column
     k_major = column is not None and column.k_major
-    shared = through_shared(job.x, fmt, column is not None, k_major, sizes)
+    shared = shared and through_shared(job.x, fmt, column is not None, k_major, sizes)
     wide = sizes.stored and sizes.cols
     choice = block_tile("cast", fmt, job.row is not None, column is not None, shared, wide, job.x.device, choice)
-    return choice, layouts(job.x.dtype, *choice, fmt.block, k_major) if shared else None
+    return choice, layouts(choice, fmt.block, k_major) if shared else None
 
 
 def block_tile(
@@ -289,9 +287,9 @@ def block_tile(
     if choice is None:
         how = "_shared" if shared else "_columnwise" if column or fmt.tile else ""
         choice = tile(f"{kernel}_{'block' if fmt.block > 32 else 'mx'}{how}", device)
-    rows, cols, warps = whole_blocks(choice, fmt, row, column)
+    whole = whole_blocks(choice, fmt, row, column)
     # Else every element has an address of its own, for which few threads have too few registers.
-    return Tile(rows, cols, warps if shared or wide else max(warps, 8))
+    return whole if shared or wide else whole._replace(warps=max(whole.warps, 8))
 
 
 def constants(
@@ -310,7 +308,8 @@ def whole_blocks(choice: Tile, fmt: Format, row: bool, column: bool) -> Tile:
     """``choice``, enlarged to hold whole blocks of the orientations that are cast, and its warps with it."""
     rows = max(choice.rows, fmt.block if fmt.tile or column else 1)
     cols = max(choice.cols, fmt.block if fmt.tile or row else 1)
-    return Tile(rows, cols, min(choice.warps * (rows * cols) // (choice.rows * choice.cols), MOST_WARPS))
+    warps = min(choice.warps * (rows * cols) // (choice.rows * choice.cols), MOST_WARPS)
+    return choice._replace(rows=rows, cols=cols, warps=warps)
 
 
 def _level(target: Target) -> Tensor:

@@ -127,7 +127,7 @@ def record_max(target, value):
 
 @triton.jit
 def single_bytes(codes, size):
-    """The same codes, for a kernel that stores them in another order; ``size`` is any that is not negative.
+    """The same codes, for a kernel that stores them in two orders; ``size`` is any that is not negative.
 
     The hardware converts two numbers at a time. Where the compiler regroups such pairs for another layout, ptxas (that
     of Triton 3.6, at -O1 and above) makes wrong code of its permutations: half the bytes were lost on an H200. An

@@ -72,22 +72,22 @@ def cast_constants(x: Tensor, fmt: Format, rowwise: bool, columnwise: bool, k_ma
 
 
 def tile_constants(
-    x: Tensor, shape: Sequence[int], fmt: Format | None, columnwise: bool, k_major: bool, choice: Tile
+    shape: Sequence[int], choice: Tile, fmt: Format | None = None, k_major: bool = False
 ) -> tuple[Any, ...]:
-    """ALIGNED_M, ALIGNED_N, BLOCK_M, BLOCK_N and LAYOUTS of a value of ``shape`` in the dtype of ``x``.
+    """ALIGNED_M, ALIGNED_N, BLOCK_M, BLOCK_N and LAYOUTS of a value of ``shape``.
 
-    Without a ``fmt`` the value is stored.
+    With ``fmt`` it is cast through shared memory, see :func:`casts_through_shared`.
     """
-    rows, cols = (aligned([size]) for size in shape)
-    shared = fmt is not None and casts_through_shared(x, shape, fmt, columnwise, k_major)
-    spread = layouts(x.dtype, *choice, fmt.block, k_major) if fmt is not None and shared else None
-    return rows, cols, choice.rows, choice.cols, spread
+    spread = None if fmt is None else layouts(choice, fmt.block, k_major)
+    return aligned(shape[:1]), aligned(shape[1:]), choice.rows, choice.cols, spread
 
 
-def casts_through_shared(x: Tensor, shape: Sequence[int], fmt: Format, columnwise: bool, k_major: bool) -> bool:
-    """The tiles of such a value do, see ``layouts.py``."""
+def casts_through_shared(
+    x: Tensor, shape: Sequence[int], fmt: Format, rowwise: bool, columnwise: bool, k_major: bool
+) -> bool:
+    """A value of ``shape`` in the dtype of ``x`` may be cast so, see ``layouts.py``: in both orientations, so far."""
     rows, cols = (aligned([size]) for size in shape)
-    return through_shared(x, fmt, columnwise, k_major, Aligned(rows, cols, rows))
+    return rowwise and through_shared(x, fmt, columnwise, k_major, Aligned(rows, cols, rows))
 
 
 def scale_strides(out: FusedCodes) -> tuple[int, int, int, int]:

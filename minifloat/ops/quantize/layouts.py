@@ -13,25 +13,23 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from minifloat.formats import Format
 from minifloat.ops.launch import KNOWN
 from minifloat.ops.quantize.job import Aligned
+from minifloat.ops.tiles import Tile
 
 Basis = list[int]
 """Where an index bit leads in a tile: so many rows, so many columns."""
 
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
 
 @dataclass(frozen=True, eq=False)  # a launch looks its kernel up by its constants: :func:`layouts` has one of each
 class Layouts:
-    """As a tile is loaded or computed, in shared memory, where it has the ``dtype``, and as it is cast both ways."""
+    """As a tile is loaded or computed, in shared memory, as it is cast both ways; most ``registers`` of a thread."""
 
-    dtype: Any
+    registers: int | None
     loaded: Any
     shared: Any
     row: Any
@@ -41,12 +39,12 @@ class Layouts:
 def through_shared(x: Tensor, fmt: Format, column: bool, k_major: bool, sizes: Aligned) -> bool:
     """A cast of values in the dtype of ``x`` goes through shared memory, where that has run and is faster.
 
-    Elements and rules of the user's may do what Gluon does not compile, and larger blocks do not fit.
+    Elements and rules of the user's may do what Gluon does not compile.
     """
     ours = fmt.element in ("e4m3", "e5m2") and fmt.scale_rule in ("fp32", "pow2", "e8m0")
-    strips = column and not fmt.tile and fmt.block <= 128 and k_major == (fmt.block > 32)
+    strips = column and not fmt.tile and (fmt.block, k_major) in ((128, True), (32, False))
     wide = sizes.cols and (sizes.stored or not k_major)
-    return ours and strips and wide and x.dtype in _DTYPES and _runs_on(x.device)
+    return ours and strips and wide and x.dtype == torch.bfloat16 and _runs_on(x.device)
 
 
 @cache
@@ -56,13 +54,13 @@ def _runs_on(device: torch.device) -> bool:
 
 
 @lru_cache(256)
-def layouts(dtype: torch.dtype, rows: int, cols: int, warps: int, block: int, k_major: bool) -> Layouts | None:
+def layouts(choice: Tile, block: int, k_major: bool) -> Layouts | None:
     """Of a tile in strips of a ``block`` of 16-bit elements; None if it is too small for so many warps.
 
     Args:
         k_major: columnwise codes are stored with the columns outermost.
     """
-    tile = rows, cols
+    tile, warps = (choice.rows, choice.cols), choice.warps
     if k_major:
         column = _layout(tile, _bits(0, 1, 16), [*_bits(0, 16, 64), *_bits(1, 1, 8)], 0, block, warps)
     else:
@@ -71,7 +69,7 @@ def layouts(dtype: torch.dtype, rows: int, cols: int, warps: int, block: int, k_
     if row is None or column is None:
         return None
     loaded, shared = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0]), gl.NVMMASharedLayout(128, 16, rank=2)
-    return Layouts(_DTYPES[dtype], loaded, shared, row, column)
+    return Layouts(choice.registers, loaded, shared, row, column)
 
 
 def _bits(dim: int, first: int, end: int) -> list[Basis]:
