@@ -98,11 +98,6 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         columnwise=needs_w and override is None and not saves_value and not recompute_x
     )
     w_quantizer = config.weight.with_usage(columnwise=needs_x and override is None)
-    casts = steps.InputCasts(
-        RoleCasts((x_quantizer, w_quantizer), ("input", "weight"), options.device),
-        RoleCasts((x_quantizer,), ("input",), options.device),
-        RoleCasts((w_quantizer,), ("weight",), options.device),
-    )
     along = ROWWISE if override == "dequantized" else COLUMNWISE  # the orientation of X and W that backward reads
     load: Callable[[Operand], Operand] = steps.dequantized if override == "dequantized" else steps.identity
 
@@ -120,12 +115,6 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     if gathers_dy:
         quantize_dy = partial(steps.gather_dy, options, dy_quantizer)
 
-    quantize_inputs: Callable[..., Any] = partial(steps.quantize_inputs, casts)
-    if gathers_x:
-        quantize_inputs = partial(steps.quantize_and_gather, casts, x_quantizer, parallel)
-    if options.gathers_weight:
-        quantize_inputs = partial(steps.with_gathered_w, quantize_inputs)
-
     sharded = parallel.mode is not None
     compiling = torch.compiler.is_compiling()
     multiply = gemm.multiply if compiling else gemm.multiply_eager
@@ -142,7 +131,7 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         gathers_x,
         options.main_grad or options.gathers_weight or options.wgrad_tasks is not None,
         recompute_x,
-        quantize_inputs=quantize_inputs,
+        quantize_inputs=_quantize_inputs(options, x_quantizer, w_quantizer),
         fprop=partial(steps.sharded_fprop, parallel, options.dtype, config.fast_fprop)
         if sharded
         else partial(steps.fprop, multiply, options.dtype, config.fast_fprop),
@@ -168,6 +157,19 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         else steps.column_sum,
         reduce_db=Pending.wait if sharded and options.needs_b else steps.identity,
     )
+
+
+def _quantize_inputs(options: LinearOptions, x_quantizer: Quantizer, w_quantizer: Quantizer) -> Callable[..., Any]:
+    """How forward gets the operands of X and W."""
+    casts = steps.InputCasts(
+        RoleCasts((x_quantizer, w_quantizer), ("input", "weight"), options.device),
+        RoleCasts((x_quantizer,), ("input",), options.device),
+        RoleCasts((w_quantizer,), ("weight",), options.device),
+    )
+    quantize: Callable[..., Any] = partial(steps.quantize_inputs, casts)
+    if options.parallel.gathers_input:
+        quantize = partial(steps.quantize_and_gather, casts, x_quantizer, options.parallel)
+    return partial(steps.with_gathered_w, quantize) if options.gathers_weight else quantize
 
 
 def _save_and_load(

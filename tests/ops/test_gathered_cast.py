@@ -16,7 +16,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.formats.scale_rules import Quotient, define_scale_rule
 from minifloat.ops import grouped
 from minifloat.ops.grouped import cast_kernels, gathered, gathered_kernels, layout
-from minifloat.ops.launch import count_launches
+from minifloat.ops.launch import KNOWN, count_launches
 from tests.helpers.compare import assert_same_bits, strides
 from tests.helpers.triton_interpreter import compile_for, confined
 
@@ -119,4 +119,4 @@ def test_compiled(spec: str) -> None:
         num_warps=choice.warps, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx
-    assert compiled.spills <= 32  # Triton 3.6 spills nothing, 3.7 a little
+    assert compiled.spills <= (0 if KNOWN else 32)  # Triton 3.7 spills a little

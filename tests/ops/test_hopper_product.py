@@ -45,7 +45,7 @@ def test_products_do_not_wait_for_each_other(along: tuple[int, int], biased: boo
     assert compiled.sass.count("HGMMA") == 2 * 2 * 4
     assert compiled.sass.count("WARPGROUP.ARRIVE") == 4 and compiled.sass.count("WARPGROUP.DEPBAR") == 6
     assert compiled.shared <= 227 * 1024
-    assert compiled.spills == 0 or not KNOWN  # other versions of Triton do not run it
+    assert compiled.spills <= (0 if KNOWN else 128)  # other versions of Triton do not run it
 
 
 class Stand:
