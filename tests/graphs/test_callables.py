@@ -193,6 +193,22 @@ def test_cached_weights(graph_device: torch.device, recipe_name: str) -> None:
     check_microbatches(graph_device, recipe_of(recipe_name), True)
 
 
+def test_a_fused_optimizer_makes_cached_weights_old(graph_on_cpu: None) -> None:
+    """Its kernel raises no version of the parameters, and the next call casts them again all the same."""
+    module = Linear(32, 32, bias=False)
+    x = torch.randn(16, 32, requires_grad=True)
+    make_graphed_callables(module, (x,), recipe="current", cache_quantized_params=True)
+    cache = module.forward.cache  # type: ignore[attr-defined]
+    skipped = []
+    with autocast(recipe="current"):
+        for first in (True, False, False):
+            module(x, is_first_microbatch=first).sum().backward()
+            skipped.append(cache.skipping)
+            if len(skipped) == 2:
+                torch.optim.AdamW(module.parameters(), fused=True).step()
+    assert skipped == [False, True, False]
+
+
 def check_microbatches(device: torch.device, recipe: Recipe | None, caches: bool) -> None:
     module = LayerNormMLP(HIDDEN, 96, fuse_wgrad_accumulation=True, **on(device))
     for p in module.parameters():
