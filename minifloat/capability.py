@@ -66,8 +66,32 @@ def _block128(a: Format, b: Format, device: torch.device) -> Support:
     if capability[0] == 9 and cuda >= (12, 9):
         return True, "torch.nn.functional.scaled_mm (cuBLASLt block scaling, sm_90, CUDA 12.9 and later)"
     if capability[0] >= 10:
-        return False, "sm_100 runs 128-block scaling as MXFP8, which has not been written or run"
+        return False, "sm_100 and later multiply blocks whose scales are powers of two, as MXFP8"
     return False, _lacks(device, "cuBLASLt's 128-block scaling (sm_90, CUDA 12.9)")
+
+
+def swizzled(a: Format, b: Format, device: torch.device) -> Support:
+    """Whether cuBLASLt multiplies these as MXFP8 or NVFP4, as ``ops/matmul/block_scaled.py`` writes them, and why."""
+    capability, cuda = _device_facts(device)
+    if capability[0] < 10 or cuda < (12, 8):
+        return False, _lacks(device, "cuBLASLt's MXFP8 and NVFP4 (sm_100 and later, CUDA 12.8)")
+    name = f"cuBLASLt, sm_{capability[0]}{capability[1]}; not tested on such a GPU"
+    if a.scale_rule == b.scale_rule == "two_level" and a.block == b.block == 16:
+        return True, f"torch.nn.functional.scaled_mm (NVFP4, {name})"
+    if not (_is_mx(a) and _is_mx(b)):
+        return False, _lacks(device, "product of these formats in a library that we call")
+    if "e5m2" == a.element == b.element:
+        return False, "cuBLASLt has no E5M2 by E5M2 product"
+    return True, f"torch.nn.functional.scaled_mm (MXFP8, {name})"
+
+
+def _is_mx(fmt: Format) -> bool:
+    """Without rounding it is E4M3 or E5M2 in strips of 32 under E8M0 scales."""
+    return fmt.element in _MX_ELEMENTS and fmt.scale_rule in ("e8m0", "pow2") and fmt.block >= 32
+
+
+_MX_ELEMENTS = frozenset({"e4m3", "e5m2", "e2m1", "e2m3", "e3m2"})
+"""Each of whose values is one of E4M3 or E5M2."""
 
 
 def is_mxfp4(fmt: Format) -> bool:
@@ -98,6 +122,8 @@ def supports(a: Format, b: Format, device: torch.device) -> Support:
     converts = a.encoding.dtype is not None and b.encoding.dtype is not None
     if converts and a.block == b.block == 0 and a.quantized and b.quantized:
         return _per_tensor(a, b, device)
+    if (native := swizzled(a, b, device))[0]:
+        return native
     if converts and a.block == b.block == 128 and {a.scale_rule, b.scale_rule} <= {"fp32", "pow2"}:
         return _block128(a, b, device)
     if folds(a, b):

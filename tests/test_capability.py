@@ -23,10 +23,13 @@ FORMATS: dict[str, tuple[Format, Format]] = {name: (a, b) for name, a, b in PAIR
     "tiles": (TILE, TILE),
     "E5M2 strips": (E5M2_STRIP, TILE),
     "strips by MXFP8": (STRIP, Format(block=32, scale_rule="e8m0")),
+    "E5M2 by E5M2 in blocks": (E5M2_STRIP, E5M2_STRIP),
+    "MXFP8 by NVFP4": (Format(block=32, scale_rule="e8m0"), Format("e2m1", 16, scale_rule="two_level")),
 }
 PER_TENSOR = {"FP8 per tensor", "FP8 per tensor, E5M2 gradient"}
 SM_90 = PER_TENSOR | {"FP8 rowwise"}
 STRIPS = {"FP8 1x128 by 128x128", "FP8 1x128 by 1x128", "fp32 scales", "FP8 1x128 by MXFP4"}
+SM_100 = {name for name, a, b in PAIRS if a.block and b.block} | {"tiles", "E5M2 strips", "strips by MXFP8"}
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], cuda: str) -> None:
@@ -57,10 +60,11 @@ GPUS: dict[tuple[tuple[int, int], str], tuple[set[str], bool, bool]] = {
     ((9, 0), "12.8"): (SM_90, True, True),
     ((9, 0), "12.9"): (SM_90 | STRIPS, True, True),
     ((9, 0), "13.0"): (SM_90 | STRIPS, True, True),
-    ((10, 0), "12.8"): (SM_90, True, True),
-    ((10, 0), "13.0"): (SM_90, True, True),
-    ((12, 0), "12.9"): (SM_90, True, True),
-    ((12, 0), "13.0"): (SM_90, True, True),
+    ((10, 0), "12.7"): (SM_90, True, True),
+    ((10, 0), "12.8"): (SM_90 | SM_100, True, True),
+    ((10, 0), "13.0"): (SM_90 | SM_100, True, True),
+    ((12, 0), "12.9"): (SM_90 | SM_100, True, True),
+    ((12, 0), "13.0"): (SM_90 | SM_100, True, True),
 }
 """By compute capability and CUDA version: what a library multiplies, whether bf16 products and Triton kernels run."""
 
@@ -94,8 +98,10 @@ REASONS = [
     ((8, 6), "12.9", "FP8 per tensor", "sm_86 has no FP8 tensor cores"),
     ((8, 9), "12.9", "FP8 1x128 by 128x128", "sm_89 has no cuBLASLt's 128-block scaling"),
     ((9, 0), "12.8", "FP8 1x128 by 128x128", "sm_90 has no cuBLASLt's 128-block scaling"),
-    ((10, 0), "12.8", "FP8 1x128 by 1x128", "sm_100 runs 128-block scaling as MXFP8"),
-    ((12, 0), "13.0", "FP8 1x128 by 1x128", "sm_100 runs 128-block scaling as MXFP8"),
+    ((10, 0), "12.8", "FP8 1x128 by 1x128", "scaled_mm (MXFP8, cuBLASLt, sm_100; not tested on such a GPU)"),
+    ((12, 0), "13.0", "NVFP4", "scaled_mm (NVFP4, cuBLASLt, sm_120; not tested on such a GPU)"),
+    ((10, 0), "12.8", "fp32 scales", "sm_100 and later multiply blocks whose scales are powers of two"),
+    ((10, 0), "12.8", "MXFP8 by NVFP4", "sm_100 has no product of these formats"),
     ((9, 0), "13.0", "E5M2 by E5M2", "no E5M2 by E5M2"),
     ((9, 0), "13.0", "tiles", "128x128 by 128x128"),
     ((9, 0), "13.0", "E5M2 strips", "takes E4M3 only"),

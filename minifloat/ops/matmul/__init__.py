@@ -15,7 +15,7 @@ from minifloat import capability
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
-from minifloat.ops.matmul import emulated, native, reference
+from minifloat.ops.matmul import block_scaled, emulated, native, reference
 from minifloat.ops.matmul.native import cut
 
 CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
@@ -82,21 +82,24 @@ class Product:
         a, b: ``Format.spec`` of the operands, the dim that each was cast along, and the dim that is contracted.
         backend: of the capability table.
         kernels: our own run on the device.
+        swizzled: the native product is that of ``block_scaled``.
     """
 
     def __init__(
-        self, gemm: str, a: tuple[str, int, int], b: tuple[str, int, int], backend: str, kernels: bool
-    ) -> None:
+        self, gemm: str, a: tuple[str, int, int], b: tuple[str, int, int], backend: str, kernels: bool,
+        swizzled: bool = False,
+    ) -> None:  # fmt: skip
         self.gemm, self.a, self.b, self.backend = gemm, a, b, backend
         self._a, self._b = (parse(a[0]), *a[1:]), (parse(b[0]), *b[1:])
         self._backend: _Backend = _reference
         if kernels and (backend == "emulated" or (backend == "native" and self._a[0].block)):
-            self._backend = by_kernels(backend, self._a[0], self._b[0])
+            self._backend = by_kernels(backend, self._a[0], self._b[0], swizzled)
         elif backend == "emulated":
             self._backend = _emulated
         elif backend == "native":
             rows = self._a[0].amax_per_row or self._b[0].amax_per_row
-            self._backend = _native_block if self._a[0].block else _native_rows if rows else _native_per_tensor
+            blocks = _native_swizzled if swizzled else _native_block
+            self._backend = blocks if self._a[0].block else _native_rows if rows else _native_per_tensor
 
     def __call__(
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
@@ -164,9 +167,11 @@ def product(
     backend: str = "",
 ) -> Product:
     """The GEMM of such operands on a device; ``backend`` "" lets the capability table choose."""
-    chosen = backend or capability.backend(parse(a), parse(b), device)
+    formats = parse(a), parse(b)
+    chosen = backend or capability.backend(*formats, device)
     kernels = device.type == "cuda" and capability.kernels(device.index or 0)[0]
-    return Product(gemm, (a, a_dim, a_along), (b, b_dim, b_along), chosen, kernels)
+    swizzled = chosen == "native" and capability.swizzled(*formats, device)[0]
+    return Product(gemm, (a, a_dim, a_along), (b, b_dim, b_along), chosen, kernels, swizzled)
 
 
 def written(result: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
@@ -250,7 +255,19 @@ def _native_block(
     return product if direct else _finish(product, bias, out_dtype)
 
 
-def by_kernels(backend: str, a: Format, b: Format) -> _Backend:
+def _native_swizzled(
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+) -> Tensor:
+    direct = block_scaled.is_direct(a.format, b.format, bias, out_dtype)
+    operands, (left, right, divisor) = block_scaled.operands(a, b, direct)
+    product = block_scaled.multiply(a.format, b.format, operands, out_dtype if direct else torch.float32)
+    product = cut(product, a.outer, b.outer)
+    if direct:
+        return product
+    return _finish(product if left is None else product * block_scaled.factor(left, right, divisor), bias, out_dtype)
+
+
+def by_kernels(backend: str, a: Format, b: Format, swizzled: bool = False) -> _Backend:
     """The emulated product, or the native one of blocks, with kernels of our own before and after it."""
     from minifloat.ops.matmul import fold_kernels, spread  # which need Triton
     from minifloat.ops.matmul.hopper import large_product
@@ -259,10 +276,13 @@ def by_kernels(backend: str, a: Format, b: Format) -> _Backend:
     if backend == "emulated":
         direct = partial(emulated.is_direct, a, b)
         return RecordedProduct(Steps(spread.prepare, emulated.multiply, direct, spread.finish, whole=large_product))
+    if swizzled:
+        direct, multiply = partial(block_scaled.is_direct, a, b), partial(block_scaled.multiply, a, b)
+        return RecordedProduct(Steps(block_scaled.operands, multiply, direct, spread.finish))
     if capability.is_mxfp4(b):
         return RecordedProduct(fold_kernels.STEPS)
-    multiply = partial(native.block128, a.tile, b.tile)
-    return RecordedProduct(Steps(native.block128_operands, multiply, native.block128_is_direct, spread.finish))
+    tiles = partial(native.block128, a.tile, b.tile)
+    return RecordedProduct(Steps(native.block128_operands, tiles, native.block128_is_direct, spread.finish))
 
 
 _TRACED: dict[_Backend, tuple[torch.dtype, ...]] = {

@@ -23,11 +23,13 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> Tensor:
-    """FP8 codes as [outer, contracted], both dims rounded up to ``align`` with zero codes; row-major on a GPU."""
+    """Codes as [outer, contracted], both dims rounded up to ``align`` with zero bytes; row-major on a GPU.
+
+    FP8 codes in PyTorch's dtype; bytes of others, which are packed along the contracted dim if they are.
+    """
     codes = codes if along == ROWWISE else codes.t()
     pad_outer, pad_inner = -codes.shape[0] % align[0], -codes.shape[1] % align[1]
-    dtype = fmt.encoding.dtype
-    assert dtype is not None
+    dtype = fmt.encoding.dtype or torch.uint8
     if not pad_outer and not pad_inner and codes.is_contiguous():
         return codes.view(dtype)
     kernels = has_kernels(codes)
