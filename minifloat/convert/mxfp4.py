@@ -6,6 +6,7 @@ same bytes of scales; shapes and dtypes differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -45,17 +46,16 @@ def load_mxfp4(layer: Linear | GroupedLinear, blocks: Tensor, scales: Tensor) ->
     """
     weights = list(_weights(layer))
     codes, exponents = _rows(blocks, scales)
-    shape = weights[0].shape
-    lead = (len(weights),) if isinstance(layer, GroupedLinear) else ()
-    wanted = (*lead, shape[0], shape[1] // BLOCK)
-    if shape[1] % BLOCK or exponents.shape != wanted:
+    sizes, (_, cols) = [weight.shape[0] for weight in weights], weights[0].shape
+    lead = (layer.num_gemms,) if isinstance(layer, GroupedLinear) else ()
+    wanted = (*lead, sum(sizes) // math.prod(lead), cols // BLOCK)
+    if cols % BLOCK or exponents.shape != wanted:
         raise ValueError(
-            f"{layer._label}: scales are {list(scales.shape)}; a weight of {[*lead, *shape]} has {list(wanted)}"
+            f"{layer._label}: scales are {list(scales.shape)}; a weight of {[*wanted[:-1], cols]} has {list(wanted)}"
         )
+    parts = (each.flatten(0, -2).split(sizes) for each in (codes, exponents))
     with torch.no_grad():
-        for weight, own, exponent in zip(
-            weights, codes.view(-1, *codes.shape[-2:]), exponents.view(-1, *wanted[-2:]), strict=True
-        ):
+        for weight, own, exponent in zip(weights, *parts, strict=True):
             weight.copy_(_tensor(own.to(weight.device), exponent.to(weight.device), weight))
 
 
@@ -75,17 +75,17 @@ def save_mxfp4(layer: Linear | GroupedLinear, layout: Layout = "gpt-oss") -> tup
         raise ValueError(
             f"{layer._label}: {operands[0].shape[1]} columns; such checkpoints have whole blocks of {BLOCK}"
         )
-    codes = torch.stack([operand.codes for operand in operands])
-    scales = torch.stack([each.scale_inv for each in operands if each.scale_inv is not None])
+    lead = (layer.num_gemms,) if isinstance(layer, GroupedLinear) else ()
+    codes = torch.cat([operand.codes for operand in operands])
+    scales = torch.cat([each.scale_inv for each in operands if each.scale_inv is not None])
+    codes, scales = (each.view(*lead, len(each) // math.prod(lead), -1) for each in (codes, scales))
     if layout == "gpt-oss":
-        codes = codes.view(*scales.shape, BLOCK // 2)
-    else:
-        codes, scales = codes.view(torch.int8), scales.view(torch.float8_e8m0fnu)
-    return (codes, scales) if isinstance(layer, GroupedLinear) else (codes[0], scales[0])
+        return codes.view(*scales.shape, BLOCK // 2), scales
+    return codes.view(torch.int8), scales.view(torch.float8_e8m0fnu)
 
 
 def _weights(layer: Linear | GroupedLinear) -> Iterator[QuantizedTensor]:
-    """The weights [N, K], which are kept in MXFP4 strips."""
+    """The weights, whose rows follow each other, which are kept in MXFP4 strips."""
     for name in layer._weight_names:
         weight: Tensor = layer._weight(name)
         fmt = weight.quantizer.row_format if isinstance(weight, QuantizedTensor) else IDENTITY

@@ -74,6 +74,18 @@ def test_round_trip(groups: bool, layout: Any) -> None:
     assert torch.equal(weights.float(), decoded(*saved))
 
 
+@pytest.mark.parametrize("layout", ["gpt-oss", "deepseek"])
+def test_split_parameters_are_one_weight(layout: Any) -> None:
+    with quantized_model_init(recipe="w4a8"):
+        layer = Linear(K, N, bias=False, parameters_split={"query_": 20, "key_": N - 20})
+    saved = checkpoint()
+    wanted = saved if layout == "gpt-oss" else deepseek(*saved)
+    load_mxfp4(layer, *wanted)
+    assert torch.equal(layer._weight_matrix().detach().float(), decoded(*saved))
+    for found, want in zip(save_mxfp4(layer, layout), wanted, strict=True):
+        assert found.dtype == want.dtype and torch.equal(found.view(torch.uint8), want.view(torch.uint8))
+
+
 def step(layer: nn.Module, x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x, *args)
