@@ -152,7 +152,12 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            if unknown := [name for name in ("amsgrad", "maximize") if group.get(name)]:
+                raise ValueError(f"the state dict has {unknown[0]}=True, which this AdamW does not compute")
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("moments", "fp32")  # PyTorch's, which does not say it
         for group in self.param_groups:  # load_state_dict gave all state the dtype of the parameter: exactly, if wider
             for p in group["params"]:
                 held = self.state.get(p, {})

@@ -734,9 +734,16 @@ def test_adamw_has_the_bits_of_pytorchs(foreach: bool, weight_decay: float) -> N
     assert same(params, plain)
     assert same(optimizer.state_dict()["state"], reference.state_dict()["state"])
     swapped = AdamW(params, lr=0.5)
-    swapped.load_state_dict({**reference.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
+    swapped.load_state_dict(copy.deepcopy(reference.state_dict()))
     reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert same(swapped.state_dict()["state"], reference.state_dict()["state"])
+    give_gradients(params, plain, seed=9)
+    swapped.step()
+    reference.step()
+    assert same(params, plain)
+    other = torch.optim.AdamW(plain, amsgrad=True).state_dict()
+    with pytest.raises(ValueError, match="amsgrad=True"):
+        swapped.load_state_dict(other)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
