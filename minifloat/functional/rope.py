@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -40,7 +41,7 @@ def apply_rotary_pos_emb(
 
     Raises:
         ValueError: an unknown format, shapes that do not fit, more tokens than angles, ``thd`` without ``cu_seqlens``.
-            Lengths and starts that are on a device are not read back: a position beyond the angles is an error of
+            Lengths and starts that are on a device are not read back: a position without an angle is an error of
             indexing there.
     """
     _check(t, freqs, tensor_format, start_positions, cu_seqlens)
@@ -162,13 +163,13 @@ def _angles(
         last = cu_seqlens.numel() - 2
         if start_positions is not None and last >= 0:
             position = position + start_positions[sequence.clamp(max=last)]
-        return freqs[position.where(sequence <= last, 0)][:, None]  # tokens behind the last sequence: any angle
+        return F.embedding(position.where(sequence <= last, 0), freqs)[:, None]  # tokens behind the last: any angle
     dim = 0 if tensor_format == "sbhd" else 1
     if start_positions is None:
         angles = freqs[: t.shape[dim]]
         return angles[:, None, None] if dim == 0 else angles[:, None]
     position = start_positions[:, None] + torch.arange(t.shape[dim], device=start_positions.device)
-    return freqs[position.t() if dim == 0 else position][:, :, None]
+    return F.embedding(position.t() if dim == 0 else position, freqs)[:, :, None]  # which refuses those below 0
 
 
 def _check(

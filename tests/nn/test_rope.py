@@ -121,6 +121,15 @@ def test_start_positions() -> None:
     )
 
 
+@pytest.mark.parametrize("start", [-1, 8])
+def test_positions_without_angles_raise(start: int) -> None:
+    """Below 0 too, which would count from the end."""
+    freqs, starts, t = RotaryPositionEmbedding(8)(12), torch.tensor([0, start]), torch.randn(2, 5, 2, 8)
+    for options in ({"tensor_format": "bshd"}, {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 5, 10])}):
+        with pytest.raises(IndexError):
+            apply_rotary_pos_emb(t if len(options) == 1 else t.flatten(0, 1), freqs, start_positions=starts, **options)  # type: ignore[arg-type]
+
+
 def test_offset_continues_a_sequence() -> None:
     rope = RotaryPositionEmbedding(8)
     assert torch.equal(rope(3, offset=4), rope(7)[4:])
