@@ -9,6 +9,7 @@ operation computes on the values and quantizes the result into the same memory, 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -385,9 +386,31 @@ def _rebuild(
     ``torch.load(weights_only=True)`` trusts it once this module is imported.
     """
     self = QuantizedTensor.__tensor_unflatten__(inner, (*context, False), shape, stride)
+    if math.prod(self._operands.any.shape) != self.numel() or not operand_ops.is_dense(self.shape, self.stride()):
+        raise ValueError(f"a QuantizedTensor of shape {tuple(shape)} is no view of its matrix; the file is damaged")
+    check_form(self._operands, self._operands.any.shape)
     self._set_attributes(attributes)
     self.requires_grad_(requires_grad)
     return self
+
+
+def check_form(operands: Quantized, shape: tuple[int, int]) -> None:
+    """Raises a ValueError unless operands of a file are those of a matrix of ``shape``.
+
+    Kernels read as much memory as the matrix has, and a write to a parameter would repeat rows that are missing.
+    """
+    for slot, held in operand_ops.distinct(operands).items():
+        x, along = torch.empty(shape, dtype=held.dtype, device="meta"), held.dim == ROWWISE
+        quantizer, scale = Quantizer(held.format, rowwise=along, columnwise=not along), torch.empty(1, device="meta")
+        wanted = cast([x], [quantizer], [scale], [None], [None])[0].any
+        for name, own, other in zip(operand_ops.BUFFERS, held.tensors, wanted.tensors, strict=True):
+            forms = [None if t is None else (tuple(t.shape), t.dtype) for t in (own, other)]
+            dense = own is None or operand_ops.is_dense(own.shape, own.stride())
+            if held.shape != shape or forms[0] != forms[1] or not dense:
+                raise ValueError(
+                    f"{slot} {name} of a QuantizedTensor, a matrix of {shape} in {held.format.spec}, are {forms[0]}; "
+                    f"{forms[1]} is needed: the file is damaged"
+                )
 
 
 _rebuild.__module__ = "minifloat.tensor"  # as it is called in files

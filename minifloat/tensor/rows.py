@@ -16,6 +16,7 @@ from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.tensor import QuantizedTensor, operand_ops
 from minifloat.tensor.base import CodedTensor, copied
+from minifloat.tensor.quantized_tensor import check_form
 from minifloat.tensor.saved_rows import SavedRows, saved_chunk, write_item
 
 
@@ -221,8 +222,10 @@ def _rebuild_rows(
     """What a pickle calls; its arguments are plain data, for ``torch.load(weights_only=True)`` as well."""
     description, dtype, _ = context
     quantizer, operands = operand_ops.restore(description, inner)
-    unit, rows, rank = cover
-    self = QuantizedRows.of(operands, quantizer, dtype, Cover(unit, ShardMap(tuple(rows)), rank, None))
+    unit, shards, rank = cover
+    held = Cover(unit, ShardMap(tuple(shards)), rank, None)
+    check_form(operands, (held.end - held.begin, operands.any.shape[1]))
+    self = QuantizedRows.of(operands, quantizer, dtype, held)
     self.scale = inner.get("scale")
     self._set_attributes(attributes)
     return self.requires_grad_(requires_grad)  # type: ignore[return-value]
