@@ -28,7 +28,7 @@ from minifloat.functional.grouped_weight import (
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan
-from minifloat.functional.linear_steps import Call
+from minifloat.functional.linear_steps import Call, quantized_in_graph
 from minifloat.functional.quantize import record_groups
 from minifloat.functional.weight_gradient import parameters_of
 from minifloat.nn.grouped_parameters import Expert, GroupedParameters
@@ -141,6 +141,7 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         m_splits: Tensor | Sequence[int] | GroupLayout,
         is_first_microbatch: bool | None = None,
         *,
+        fp8_output: bool = False,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Any:
@@ -152,6 +153,7 @@ class GroupedLinear(GroupedParameters, LinearCalls):
                 Counts on the device are not waited for: negative ones are taken for 0, and more rows than there are for
                 all that there are, but under ``autocast(check_finite=True)``, which waits, they raise.
             is_first_microbatch: as of ``Linear``.
+            fp8_output: return Y quantized, as one matrix, as the next layer would that knows no experts.
             out: memory for Y, contiguous, of its shape and dtype: kernels write there, and Y is another view of it.
             dgrad_out: the same for dX, the gradient that backward returns for X. The caller sees to it that nobody
                 else writes to either while they are read.
@@ -159,18 +161,18 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         Raises:
             TypeError: ``m_splits`` are no integers.
             ValueError: another number of them than there are experts; negative ones, or more than there are rows, where
-                the host knows them. ``out`` or ``dgrad_out`` is no such memory.
+                the host knows them. ``out`` or ``dgrad_out`` is no such memory. ``fp8_output`` under delayed scaling,
+                whose experts have scales of their own.
         """
-        special = is_first_microbatch is False or recompute._inside
+        special = fp8_output or is_first_microbatch is False or recompute._inside
         writes = out is not None or dgrad_out is not None
         if (
             (special or writes or self.delay_wgrad_compute or self.fuse_wgrad_accumulation or self._etp is not None)
             and torch.compiler.is_compiling()
-            and needs_eager(self, is_first_microbatch, writes=writes)
+            and needs_eager(self, is_first_microbatch, fp8_output, writes=writes)
         ):
-            return run_eager(
-                partial(GroupedLinear.forward, out=out, dgrad_out=dgrad_out), self, x, m_splits, is_first_microbatch
-            )
+            forward = partial(GroupedLinear.forward, fp8_output=fp8_output, out=out, dgrad_out=dgrad_out)
+            return run_eager(forward, self, x, m_splits, is_first_microbatch)
         self._check_input(x)
         layout = self._layout(x, m_splits)
         recipe = self._recipe_in_force()
@@ -179,7 +181,14 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             self._calibrate_groups(x, layout)
             recipe = UNQUANTIZED
         dtype = self._compute_dtype(x)
-        plan, call, weight, bias = self._prepare_groups(recipe, dtype, x.requires_grad, is_first_microbatch, layout)
+        plan, call, weight, bias = self._prepare_groups(
+            recipe, dtype, x.requires_grad, is_first_microbatch, layout, fp8_output=fp8_output
+        )
+        if fp8_output and call.delayed_call is not None:
+            raise ValueError(
+                f"{self._label}: fp8_output=True makes one scale for Y, and under delayed scaling each expert has its "
+                "own; leave it out, or use another recipe"
+            )
         x = x.to(dtype)
         if writes:
             call.out = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
@@ -188,6 +197,8 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
         else:
             y = LinearFunction.apply(plan, call, x, weight, bias)  # type: ignore[no-untyped-call]
+            if fp8_output:
+                y = quantized_in_graph(y, plan.config.output, None, self._label)
         if call.delayed_call is not None:
             call.delayed_call.forward_finished()
         if finite.active:
@@ -214,9 +225,10 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         is_first_microbatch: bool | None,
         layout: GroupLayout,
         recompute_x: bool = False,
+        fp8_output: bool = False,
     ) -> tuple[GroupedPlan, Call, Tensor, Tensor | None]:
         """:meth:`_prepare` of a call on groups; a weight that stays unquantized comes in ``dtype``."""
-        prepared: Any = self._prepare(recipe, dtype, needs_x, is_first_microbatch, recompute_x=recompute_x)
+        prepared: Any = self._prepare(recipe, dtype, needs_x, is_first_microbatch, fp8_output, recompute_x=recompute_x)
         plan, call, weight, bias = prepared
         call.groups = layout
         if plan.writes_to_weight and not call.eager:

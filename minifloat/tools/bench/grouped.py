@@ -1,4 +1,4 @@
-"""Grouped products beside PyTorch's: suite ``grouped``, one GEMM of operands cast before, ``experts``, whole layers.
+"""Grouped products beside PyTorch's: suite ``grouped``, one GEMM of operands cast before.
 
 Groups are of uneven sizes in multiples of 16, which PyTorch's FP8 product needs and ours does not.
 """
@@ -15,7 +15,6 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import grouped
 from minifloat.functional.grouped import GroupLayout
-from minifloat.nn import GroupedLinear
 from minifloat.operand import Quantized
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tools.bench import gate
@@ -93,14 +92,14 @@ def ours(data: Data, gemm: str, recipe: str | None) -> Call:
 
 def by_torch(data: Data, gemm: str) -> Call:
     """``torch._grouped_mm`` in bf16."""
-    a, b = _operands(data, gemm)
+    a, b = torch_operands(data, gemm)
     ends = data.tokens.offsets[1:]
     return lambda: [torch._grouped_mm(a, b, ends)]
 
 
 def by_torch_fp8(data: Data, gemm: str) -> Call:
     """``torch._scaled_grouped_mm``, one scale a row."""
-    a, b = _operands(data, gemm)
+    a, b = torch_operands(data, gemm)
     ends = data.tokens.offsets[1:]
     if gemm == "wgrad":
         bounds = list(pairwise([0, *ends.tolist()]))
@@ -124,7 +123,7 @@ def by_torch_fp8(data: Data, gemm: str) -> Call:
     ]
 
 
-def _operands(data: Data, gemm: str) -> tuple[Tensor, Tensor]:
+def torch_operands(data: Data, gemm: str) -> tuple[Tensor, Tensor]:
     """As PyTorch takes them: [M, K] and [G, K, N], or [N, M] and [M, K]."""
     a, b = (data.values[name] for name in GEMMS[gemm])
     if a.device.type != "cuda":
@@ -153,69 +152,7 @@ def build(gemm: str, groups: int, shape: tuple[int, int], device: torch.device, 
     return Case(tuple(contenders), ("torch bf16",), flops=flops, axis=("groups", groups), burst=False)
 
 
-# ---- whole layers ----
-
-
-def layer(data: Data, recipe: str | None, out: int, into: int, cached: bool) -> Call:
-    """Forward and backward of a ``GroupedLinear``; ``cached``: with weights that are quantized already."""
-    x, w, dy = (data.values[name] for name in ("x", "w", "dy"))
-    experts = GroupedLinear(
-        data.groups, into, out, bias=False, device=x.device, dtype=x.dtype, single_grouped_weight=True,
-        recipe=recipe or "none",
-    )  # fmt: skip
-    weight = experts.get_parameter("weight")
-    with torch.no_grad():
-        weight.copy_(w.view(weight.shape))
-    source, first = x.clone().requires_grad_(), [True]
-
-    def call() -> list[Tensor]:
-        y = experts(source, data.tokens, first[0] if cached else None)
-        first[0] = False
-        dx, dw = torch.autograd.grad(y, (source, weight), dy)
-        return [y.detach(), dx, dw]
-
-    return call
-
-
-def layer_by_torch(data: Data) -> Call:
-    """The same of ``torch._grouped_mm`` in bf16."""
-    x, w = _operands(data, "fprop")
-    weight, source = w.transpose(1, 2).clone().requires_grad_(), x.clone().requires_grad_()
-    ends, dy = data.tokens.offsets[1:], data.values["dy"]
-
-    def call() -> list[Tensor]:
-        y = torch._grouped_mm(source, weight.transpose(1, 2), ends)
-        dx, dw = torch.autograd.grad(y, (source, weight), dy)
-        return [y.detach(), dx, dw]
-
-    return call
-
-
-def build_layer(groups: int, shape: tuple[int, int], device: torch.device, tiny: bool) -> Case:
-    """Forward and backward, with weights that are cast in each step, and with cached ones."""
-    (out, into), tokens = shape, TOKENS
-    if tiny:
-        groups, tokens, out, into = groups // 8, tokens // TINY, out // TINY, into // TINY
-    data = Data(groups, tokens, out, into, device)
-    error = gate.against([expected(data, gemm) for gemm in GEMMS])
-    contenders = [
-        Contender("torch bf16", partial(layer_by_torch, data), error, gate.bound("bf16")),
-        Contender("minifloat bf16", partial(layer, data, None, out, into, False), error, gate.bound("bf16")),
-    ]
-    for cached, name in ((cached, name) for name in LAYER_RECIPES for cached in (False, True)):
-        title = f"minifloat {name}" + " cached" * cached
-        contenders.append(Contender(title, partial(layer, data, name, out, into, cached), error, gate.bound(name)))
-    flops = 6.0 * tokens * out * into
-    return Case(tuple(contenders), ("torch bf16",), flops=flops, axis=("groups", groups), burst=False)
-
-
-LAYER_RECIPES = "current", "block", "rowwise", "mxfp8"
-
 ROWS = tuple(
-    Row("experts", f"{TOKENS} x {shape[0]} x {shape[1]}, {groups} groups", partial(build_layer, groups, shape))
-    for shape in SHAPES
-    for groups in GROUPS
-) + tuple(
     Row("grouped", f"{gemm} {TOKENS} x {shape[0]} x {shape[1]}, {groups} groups", partial(build, gemm, groups, shape))
     for shape in SHAPES
     for groups in GROUPS

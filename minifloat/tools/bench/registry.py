@@ -94,7 +94,7 @@ class Row:
 
 SUITES = {
     "linear": "linear", "tokens": "linear", "fused": "fused", "casts": "casts", "grouped": "grouped",
-    "experts": "grouped", "host": "host",
+    "experts": "experts", "host": "host",
 }  # fmt: skip
 """The module in which a suite's rows are, in the order of the report."""
 
