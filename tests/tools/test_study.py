@@ -403,7 +403,7 @@ def test_a_study_that_was_killed_goes_on(text: Path, tmp_path: Path) -> None:
         assert part in written, part
     values = json.loads(report.with_suffix(".json").read_text())
     assert values["passed"] and len(values["runs"]) == 8 and len(values["runs"][0]["training"]) == 4
-    for kind in ("loss", "gap"):
+    for kind in ("loss", "gap", "summary"):
         assert report.with_name(f"{report.stem}-{kind}.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -436,7 +436,7 @@ def task_of(job: Job, steps: int, text: Path, folder: Path) -> dict[str, Any]:
     """What `study.start` hands to a process."""
     given = conditions(steps, data.load([text], least=1).fingerprint)
     return {"job": vars(job), "conditions": vars(given), "paths": [str(text)], "folder": str(folder), "device": "cpu",
-            "threads": 1}  # fmt: skip
+            "threads": 1, "until": math.inf}  # fmt: skip
 
 
 def test_a_long_run_goes_on_from_its_last_checkpoint(
@@ -477,6 +477,14 @@ def test_a_changed_text_stops_a_run(text: Path, tmp_path: Path) -> None:
     [
         (("--recipes", "current,fp7"), "there is no recipe 'fp7'; choose from delayed"),
         (("--recipes", "current,current"), "names a recipe twice"),
+        (("--recipes", "nvfp4+fast"), "nvfp4+fast has no option 'fast'; choose from no-rht"),
+        (("--recipes", "current+no-rht"), "no-rht is an option of nvfp4"),
+        (("--recipes", "current+parameters+fp8-moments"), "one of parameters and fp8-moments"),
+        (("--resolution", "0"), "--resolution is 0.0; choose a share"),
+        (("--warmup", "2"), "--warmup is 2.0; choose"),
+        (("--clip", "0"), "--clip is 0.0; choose"),
+        (("--experts", "-1"), "--experts is -1; choose"),
+        (("--machine-text",), "leave"),
         (("--seeds", "1"), "--seeds 1 gives 1 different seeds; an interval needs at least 2"),
         (("--seeds", "4,4"), "--seeds 4,4 gives 1 different seeds"),
         (("--seeds", "many"), "give a number of seeds, as 3"),
@@ -522,7 +530,8 @@ def test_seeds_are_a_number_or_a_list() -> None:
 
 def test_limits_are_by_the_bits_and_options_change_them(text: Path, tmp_path: Path) -> None:
     def limits(**changed: object) -> dict[str, float]:
-        options = {"paths": [text], "recipes": ",".join(NAMES), "seeds": "2", "model": "micro", "steps": 1,
+        options = {"paths": [text], "machine_text": False, "accumulate": 1, "experts": 0, "warmup": 0.1, "clip": 1.0,
+                   "resolution": 0.001, "recipes": ",".join(NAMES), "seeds": "2", "model": "micro", "steps": 1,
                    "batch_size": 1, "learning_rate": None, "evaluations": 1, "device": "cpu", "workers": 1,
                    "minutes": math.inf, "out": tmp_path, "limits": (command.MAX_GAP, command.MAX_GAP_4BIT)}  # fmt: skip
         return command.make_plan(**(options | changed)).limits  # type: ignore[arg-type]
@@ -541,12 +550,21 @@ def conclude(tmp_path: Path, text: Path, finals: dict[str, list[float]], **chang
     results = {job: made(job, finals[job.name][job.seed]) for job in wanted}
     results |= {result.job: result for result in changed.values()}
     plan = command.Study(
-        tuple(wanted), conditions(), (text,), (CPU,), 1, 1, math.inf, tmp_path, dict.fromkeys(recipes, 0.005)
+        tuple(wanted),
+        conditions(),
+        (text,),
+        (CPU,),
+        1,
+        1,
+        math.inf,
+        tmp_path,
+        dict.fromkeys(recipes, 0.005),
+        0.001,
     )
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer, "echo", lambda line, err=False: lines.append(line))
-        passed = command.conclude(plan, results)
+        passed = command.conclude(plan, results, command.floor_of(plan, results))
     reports = [path.read_text() for path in tmp_path.glob("*-study-micro.md")]
     return passed, "\n".join(lines), reports[0] if reports else ""
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated
@@ -20,16 +20,19 @@ from typing import Annotated
 import torch
 import typer
 
-from minifloat.recipe import NAMES, named
+from minifloat.recipe import NAMES
 from minifloat.tools.cli import choose_device, device_name, user_errors
 from minifloat.tools.cli.output import claimed, output_optional
-from minifloat.tools.train import data, study_report
+from minifloat.tools.train import data, source_text, study_report
 from minifloat.tools.train import study as runs
 from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.study import Conditions, Job
+from minifloat.tools.train.study_noise import Noise, noise_of
 from minifloat.tools.train.study_statistics import outcomes
+from minifloat.tools.train.study_variants import OPTIONS, Variant
 from minifloat.tools.train.tokens import SUFFIXES
 
+RESOLUTION = 0.001
 MAX_GAP = 0.005
 MAX_GAP_4BIT = 0.015
 MOST_SEEDS = 1000
@@ -51,6 +54,7 @@ class Study:
     minutes: float
     out: Path
     limits: dict[str, float]
+    resolution: float
 
     @property
     def folder(self) -> Path:
@@ -63,25 +67,39 @@ def study(
         list[Path] | None,
         typer.Argument(help="text files or folders, read as bytes; default: Python's sources"),
     ] = None,
-    recipes: Annotated[str, typer.Option(help=f"some of {','.join(NAMES)}, with commas")] = ",".join(NAMES),
+    machine_text: Annotated[
+        bool, typer.Option("--machine-text", help="all source text of this machine, each content once; kept in --out")
+    ] = False,
+    recipes: Annotated[
+        str,
+        typer.Option(
+            help=f"some of {','.join(NAMES)}, with commas, each with +{', +'.join(OPTIONS)}; none: the controls"
+        ),
+    ] = ",".join(NAMES),
     seeds: Annotated[str, typer.Option(help="how many, or which, with commas: 3 is 0,1,2")] = "3",
     model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "small",
     steps: Annotated[int, typer.Option(help="optimizer steps of each run")] = 1000,
-    batch_size: Annotated[int, typer.Option(help="sequences in a step")] = 16,
+    batch_size: Annotated[int, typer.Option(help="sequences in a micro-batch")] = 16,
+    accumulate: Annotated[int, typer.Option(help="micro-batches in a step")] = 1,
+    experts: Annotated[int, typer.Option(help="a mixture of so many experts in place of each MLP")] = 0,
     learning_rate: Annotated[float | None, typer.Option(help="the peak; default: by the model's width")] = None,
+    warmup: Annotated[float, typer.Option(help="share of the steps over which the learning rate rises")] = 0.1,
+    clip: Annotated[float, typer.Option(help="the largest gradient norm")] = 1.0,
     evaluations: Annotated[int, typer.Option(help="how often a run's validation loss is taken")] = 10,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
     workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
-    minutes: Annotated[float, typer.Option(help="start no run later than this; the same command goes on")] = math.inf,
+    minutes: Annotated[float, typer.Option(help="stop then, with checkpoints; the same command goes on")] = math.inf,
     out: Annotated[Path | None, typer.Option(help="results; default: runs/study-MODEL; finished runs stay")] = None,
+    resolution: Annotated[float, typer.Option(help="gap that is to be told from noise, relative")] = RESOLUTION,
     max_gap: Annotated[float, typer.Option(help="limit of the interval's upper end, relative, FP8")] = MAX_GAP,
     max_gap_4bit: Annotated[float, typer.Option(help="the same of recipes with 4-bit elements")] = MAX_GAP_4BIT,
 ) -> None:
     """Compare the final losses of recipes with bf16's over several seeds, beside control pairs.
 
     Each seed of each recipe is paired with bf16 from the same weights on the same batches; bf16 with its sums in
-    another order, and fp32, show how far apart runs end without any quantization. Writes DATE-study-MODEL.md, .json and
-    two plots. A study that was stopped goes on when it is started again: what is finished stays.
+    another order, and fp32, show how far apart runs end without any quantization: the noise floor, which is printed
+    before any recipe is judged, with the seeds that --resolution takes. Writes DATE-study-MODEL.md, .json and plots. A
+    study that was stopped goes on when it is started again: what is finished stays, what has begun goes on.
 
     Exit code 1: a recipe is off by more than its limit and more than the controls are, a linear ran in other formats
     than its recipe's, or a run broke down. 3: runs are left.
@@ -90,61 +108,80 @@ def study(
         held.enter_context(output_optional())
         with user_errors():
             plan = make_plan(
-                paths or [], recipes, seeds, model, steps, batch_size, learning_rate, evaluations, device, workers,
-                minutes, out, (max_gap, max_gap_4bit),
+                paths or [], machine_text, recipes, seeds, model, steps, batch_size, accumulate, experts,
+                learning_rate, warmup, clip, evaluations, device, workers, minutes, out, resolution,
+                (max_gap, max_gap_4bit),
             )  # fmt: skip
             held.enter_context(claimed(plan.out))
             plan.folder.mkdir(exist_ok=True)
             left = [job for job in plan.jobs if job not in runs.finished(plan.jobs, plan.conditions, plan.folder)]
         crashed = run(plan, left)
         results = runs.finished(plan.jobs, plan.conditions, plan.folder)
+        noise = floor_of(plan, results)
+        for line in [] if noise is None else noise.describe(plan.resolution):
+            typer.echo(line)
         if left := [job for job in plan.jobs if job not in results]:
             typer.echo(f"{len(left)} of {len(plan.jobs)} runs are left: {', '.join(map(str, left))}")
             typer.echo("start the same command again to go on")
             raise typer.Exit(FAILED if crashed else INCOMPLETE)
-        if not conclude(plan, results):
+        if not conclude(plan, results, noise):
             raise typer.Exit(FAILED)
 
 
 def make_plan(
-    paths: Sequence[Path], recipes: str, seeds: str, model: str, steps: int, batch_size: int,
-    learning_rate: float | None, evaluations: int, device: str, workers: int, minutes: float, out: Path | None,
-    limits: tuple[float, float],
+    paths: Sequence[Path], machine_text: bool, recipes: str, seeds: str, model: str, steps: int, batch_size: int,
+    accumulate: int, experts: int, learning_rate: float | None, warmup: float, clip: float, evaluations: int,
+    device: str, workers: int, minutes: float, out: Path | None, resolution: float, limits: tuple[float, float],
 ) -> Study:  # fmt: skip
     """The study that the options ask for; raises ValueError for what is impossible."""
-    names = [name.strip() for name in recipes.split(",")]
+    names = [name.strip() for name in recipes.split(",") if recipes.strip()]
     for name in names:
-        if name not in NAMES:
-            raise ValueError(f"--recipes: there is no recipe {name!r}; choose from {', '.join(NAMES)}")
+        Variant.parse(name)  # refuses what is none
     if len(set(names)) < len(names):
         raise ValueError(f"--recipes {recipes} names a recipe twice; name each once")
     if model not in MODELS:
         raise ValueError(f"--model: there is no model {model!r}; choose from {', '.join(MODELS)}")
-    check_numbers(workers, minutes, limits)
-    sizes = MODELS[model]
+    check_numbers(workers, minutes, resolution, limits)
+    sizes = replace(MODELS[model], experts=experts)
+    folder = out or Path("runs") / f"study-{model}"
     if packed := [path for path in paths if path.suffix in SUFFIXES]:
         raise ValueError(f"{packed[0]} is a packed token file, but a study reads text as bytes; give text files")
-    corpus = data.load(paths, least=sizes.context + 1)
+    if machine_text:
+        paths = [kept_text(folder, paths)]
+    corpus = source_text.read(paths[0]) if machine_text else data.load(paths, least=sizes.context + 1)
+    assert corpus is not None
     devices = all_devices(choose_device(device))
     rate = sizes.learning_rate if learning_rate is None else learning_rate
     kind, threads = runs.device_kind(devices[0]), threads_of_each(workers)
     conditions = Conditions(
         model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations,
-        threads=threads if devices[0].type == "cpu" else None,
+        threads=threads if devices[0].type == "cpu" else None, accumulate=accumulate, warmup=warmup, clip=clip,
+        experts=experts,
     )  # fmt: skip
     jobs = runs.jobs(names, chosen_seeds(seeds))
     for job in jobs:
         conditions.config(job)  # refuses impossible numbers
-    folder = out or Path("runs") / f"study-{model}"
     each = {name: limits[_is_4bit(name)] for name in names}
-    return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each)
+    return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each, resolution)
 
 
-def check_numbers(workers: int, minutes: float, limits: tuple[float, float]) -> None:
+def kept_text(out: Path, paths: Sequence[Path]) -> Path:
+    """The folder where a study keeps the source text of the machine, made unless it is there."""
+    if paths:
+        raise ValueError(f"--machine-text is all source text that there is; leave {paths[0]} out, or the option")
+    folder = out / "text"
+    if source_text.read(folder) is None:
+        source_text.write(source_text.gather(source_text.roots()), folder)
+    return folder
+
+
+def check_numbers(workers: int, minutes: float, resolution: float, limits: tuple[float, float]) -> None:
     """Raises ValueError for numbers with which nothing would run, or nothing pass."""
     if not 1 <= workers <= MOST_WORKERS:
         choice = "at least 1" if workers < 1 else f"at most {MOST_WORKERS}"
         raise ValueError(f"--workers is {workers}; choose {choice}")
+    if not 0 < resolution < 1:
+        raise ValueError(f"--resolution is {resolution}; choose a share of the loss, such as 0.001")
     for option, value in (("--minutes", minutes), ("--max-gap", limits[0]), ("--max-gap-4bit", limits[1])):
         if not value >= 0:
             raise ValueError(f"{option} is {value}; choose 0 or more")
@@ -179,7 +216,7 @@ def all_devices(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def _is_4bit(name: str) -> bool:
-    return any("e2m1" in spec for pair in named(name).expected_gemms().values() for spec in pair)
+    return any("e2m1" in spec for pair in Variant.parse(name).recipe.expected_gemms().values() for spec in pair)
 
 
 def run(plan: Study, left: Sequence[Job]) -> list[Job]:
@@ -196,25 +233,44 @@ def run(plan: Study, left: Sequence[Job]) -> list[Job]:
 
     def begin(job: Job, worker: int) -> subprocess.Popen[bytes]:
         device = plan.devices[worker % len(plan.devices)]
-        return runs.start(job, plan.conditions, plan.paths, plan.folder, device, plan.threads)
+        seconds = began + 60 * plan.minutes - time.monotonic()
+        return runs.start(job, plan.conditions, plan.paths, plan.folder, device, plan.threads, seconds)
 
     def ended(job: Job, code: int, seconds: float) -> None:
         clock = f"{time.monotonic() - began:5.0f} s"
         if code == 0:
             result = runs.read(job.file(plan.folder))
             typer.echo(f"{clock}: {job}: {result.error or f'{result.run.validation_loss:.4f}'} ({seconds:.0f} s)")
+        elif code == runs.STOPPED:
+            typer.echo(f"{clock}: {job.log(plan.folder).read_text().splitlines()[-1]}")
         else:
             crashed.append(job)
             log = job.log(plan.folder)
             tail = log.read_text(errors="replace").splitlines()[-3:]
             typer.echo(f"{clock}: FAILED: {job} ended with code {code}, see {log}: {' / '.join(tail)}", err=True)
 
-    # The recipes are named from the coarsest blocks to the finest, which are slowest: those start first.
-    runs.run_jobs(list(left)[::-1], begin, plan.workers, began + 60 * plan.minutes, ended)
+    # The controls first, without which nothing can be told. The recipes are named from the coarsest blocks to the
+    # finest, which are slowest: those start first.
+    order = sorted(left, key=lambda job: (job.name not in (runs.BASELINE, *runs.CONTROLS), -plan.jobs.index(job)))
+    runs.run_jobs(order, begin, plan.workers, began + 60 * plan.minutes, ended)
     return crashed
 
 
-def conclude(plan: Study, results: study_report.Results) -> bool:
+def floor_of(plan: Study, results: study_report.Results) -> Noise | None:
+    """The spread of the controls that have ended with their bf16; None if none have."""
+    sound = study_report.whole(results)
+    seeds = [job.seed for job in plan.jobs if job.name == runs.BASELINE and job in sound]
+    pairs = {
+        job: each for job, each in sound.items() if job.name in (runs.BASELINE, *runs.CONTROLS) and job.seed in seeds
+    }
+    by_step: dict[int, list[float]] = {}
+    for each in study_report.gaps_by_step(pairs).values():
+        for step, gaps in each.items():
+            by_step.setdefault(step, []).extend(gaps)
+    return noise_of(by_step, len({job.seed for job in pairs if job.name != runs.BASELINE})) if by_step else None
+
+
+def conclude(plan: Study, results: study_report.Results, noise: Noise | None) -> bool:
     """Checks finished runs, writes the report, prints the outcome; true when all checks passed.
 
     Of what broke down in any of its runs no final losses are compared; without bf16's none are.
@@ -229,12 +285,15 @@ def conclude(plan: Study, results: study_report.Results) -> bool:
         found = outcomes(losses, runs.BASELINE, controls, limits)
     problems += [outcome.problem for outcome in found if outcome.problem is not None]
     name = f"{date.today().isoformat()}-study-{plan.conditions.model}"
-    images = f"{name}-loss.png", f"{name}-gap.png"
-    corpus = data.load(plan.paths, least=1)
+    images = f"{name}-loss.png", f"{name}-gap.png", f"{name}-summary.png"
+    corpus = runs.load_text(plan.paths, plan.conditions)
     entropy = data.unigram_entropy(corpus.train, corpus.validation, corpus.vocabulary)
     study_report.plot_losses(study_report.whole(results), entropy, corpus.unit, plan.out / images[0])
     study_report.plot_gaps(study_report.whole(results), found, plan.out / images[1])
+    study_report.plot_summary(found, noise, plan.resolution, plan.out / images[2])
     about = facts(plan, corpus)
+    for i, line in enumerate([] if noise is None else noise.describe(plan.resolution)):
+        about["noise floor" if not i else f"noise floor ({i})"] = line
     text = study_report.render(results, found, about, corpus.unit, images, problems)
     (plan.out / f"{name}.md").write_text(text)
     values = study_report.as_json(results, found, about, problems)
@@ -259,7 +318,7 @@ def facts(plan: Study, corpus: data.Corpus) -> dict[str, str]:
     conditions = plan.conditions
     return {
         "command": f"`minifloat {shlex.join(sys.argv[1:])}`",
-        "model": f"{conditions.model}, {MODELS[conditions.model]}",
+        "model": f"{conditions.model}, {conditions.sizes}",
         "training": f"{conditions.config(plan.jobs[0])}",
         "text": f"{corpus.source} ({conditions.text})",
         "devices": "; ".join(_device(device, plan.threads) for device in plan.devices),

@@ -40,6 +40,7 @@ def train(
     stop: Callable[[], object] = lambda: False,
     ranks: Ranks = ALONE,
     cuda_graph: bool = False,
+    optimizer: Callable[[nn.Module, TrainConfig], torch.optim.Optimizer] = make_optimizer,
 ) -> Run:
     """Trains `model` (moved to `device`) and hands each step's metrics to `observe`.
 
@@ -47,6 +48,7 @@ def train(
     `config.seed`. A run that continues from `checkpoints.start` hands the earlier steps' metrics to `observe` too; one
     that does not starts from `weights`, those of another run, if there are any. A model that is shared by `ranks` is
     trained by all of them alike; its checkpoints fit any number of them. They are written while the training goes on.
+    `optimizer` makes what steps the model; only `make_optimizer`'s state goes into checkpoints.
     With `cuda_graph` each step from the second on is one replay of a CUDA graph, with the same results to the bit.
 
     Raises:
@@ -68,7 +70,7 @@ def train(
         held_out = fixed_batches(
             corpus.validation, config.batch_size, context, config.evaluation_batches * config.accumulate
         )
-        state = TrainState(model, make_optimizer(model, config), stream, device, ranks)
+        state = TrainState(model, optimizer(model, config), stream, device, ranks)
         if checkpoints is not None and checkpoints.start is not None:
             state.load(checkpoints.start)
         elif weights is not None:

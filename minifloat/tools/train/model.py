@@ -141,6 +141,7 @@ class ModelConfig:
 MODELS: dict[str, ModelConfig] = {
     "micro": ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, hidden=96, context=64),  # smoke tests
     "tiny": ModelConfig(dim=128, layers=4, heads=4, kv_heads=2, hidden=384, context=128),  # minutes on two CPU cores
+    "mini": ModelConfig(dim=384, layers=6, heads=6, kv_heads=2, hidden=1152, context=512),  # 10M parameters
     "small": ModelConfig(dim=512, layers=8, heads=8, kv_heads=2, hidden=1536, context=512),
     "base": ModelConfig(dim=768, layers=16, heads=12, kv_heads=4, hidden=2304, context=1024),  # over 100M parameters
 }

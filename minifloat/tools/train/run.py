@@ -51,6 +51,10 @@ class TrainConfig:
             raise ValueError(
                 f"--learning-rate: the learning rate is {self.learning_rate}; choose a positive one, such as 3e-3"
             )
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"--warmup is {self.warmup}; choose a share of the steps, from 0 to 1")
+        if not self.clip > 0:
+            raise ValueError(f"--clip is {self.clip}; choose a gradient norm above 0, or inf")
         check_seed(self.seed)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,16 @@ from minifloat.tools.train.run import TrainConfig
 Batch = tuple[Tensor, Tensor]
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
+    return torch.optim.AdamW(parameter_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def train_step(

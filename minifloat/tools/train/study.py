@@ -32,19 +32,21 @@ from torch import Tensor, nn
 
 from minifloat import Linear
 from minifloat.functional import Gemm
-from minifloat.recipe import named
-from minifloat.tools.train import data
+from minifloat.tools.train import data, source_text
 from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.checkpoint_writer import Checkpoints
-from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
+from minifloat.tools.train.loop import Interrupted, Metrics, Run, TrainConfig, train
 from minifloat.tools.train.model import MODELS, ModelConfig
+from minifloat.tools.train.step import make_optimizer
+from minifloat.tools.train.study_variants import Variant
 
 BASELINE = "bf16"
 REORDERED = "bf16-reordered"
 FP32 = "fp32"
 CONTROLS = (REORDERED, FP32)
 
-SAVE_EVERY = 100  # steps; shorter runs start anew
+SAVE_EVERY = 100  # steps
+STOPPED = 4  # exit code of a run whose time was over before it ended
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,23 @@ class Conditions:
     evaluations: int = 10
     evaluation_batches: int = 32  # more than `minifloat train` takes: the gaps are small
     threads: int | None = None  # of a run on a CPU, whose sums are in another order with another number
+    accumulate: int = 1
+    warmup: float = 0.1
+    clip: float = 1.0
+    experts: int = 0
 
     def config(self, job: Job) -> TrainConfig:
         """How a job is trained. Raises ValueError for impossible numbers."""
         return TrainConfig(
             self.steps, self.batch_size, self.learning_rate, job.seed, evaluations=self.evaluations,
             evaluation_batches=self.evaluation_batches, dtype=torch.float32 if job.name == FP32 else torch.bfloat16,
+            accumulate=self.accumulate, warmup=self.warmup, clip=self.clip,
         )  # fmt: skip
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """Of the model, before the vocabulary is known."""
+        return replace(MODELS[self.model], experts=self.experts)
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,11 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.name} with seed {self.seed}"
+
+    @property
+    def variant(self) -> Variant | None:
+        """The recipe, and what is done beside it; None of bf16 and the controls."""
+        return None if self.name in (BASELINE, *CONTROLS) else Variant.parse(self.name)
 
     def file(self, folder: Path) -> Path:
         """Where its result is."""
@@ -153,7 +170,9 @@ class ReversedBatch(nn.Module):
 
 def build(job: Job, sizes: ModelConfig) -> nn.Module:
     """The model that a job trains; its initial weights depend on the seed alone."""
-    model = sizes.make(None if job.name in (BASELINE, *CONTROLS) else named(job.name), job.seed)
+    if job.variant is not None:
+        return job.variant.model(sizes, job.seed)
+    model = sizes.make(None, job.seed)
     if job.name != REORDERED:
         return model
     for module in model.modules():
@@ -169,8 +188,12 @@ def execute(
     device: torch.device,
     observe: Callable[[Metrics], None] = lambda _: None,
     checkpoints: Checkpoints | None = None,
+    stop: Callable[[], object] = lambda: False,
 ) -> Result:
-    """Trains a job's model in this process. A loss that is not finite ends the run and is its result."""
+    """Trains a job's model in this process. A loss that is not finite ends the run and is its result.
+
+    Raises Interrupted where ``stop`` answers true after a step; the checkpoints then have the state.
+    """
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 is a control
     history: list[Metrics] = []
 
@@ -178,10 +201,12 @@ def execute(
         history.append(metrics)
         observe(metrics)
 
-    sizes = replace(MODELS[conditions.model], vocabulary=corpus.vocabulary)
+    sizes = conditions.sizes.with_vocabulary(corpus.vocabulary)
     model, config = build(job, sizes), conditions.config(job)
     try:
-        run = train(job.name, model, sizes.context, corpus, config, device, keep, checkpoints=checkpoints)
+        optimizer = make_optimizer if job.variant is None else job.variant.optimizer
+        run = train(job.name, model, sizes.context, corpus, config, device, keep, checkpoints=checkpoints, stop=stop,
+            optimizer=optimizer)  # fmt: skip
     except FloatingPointError as error:
         return Result(job, conditions, Run(job.name, tuple(history), Counter(), None, 0), str(error))
     return Result(job, conditions, run)
@@ -237,12 +262,13 @@ def finished(wanted: Sequence[Job], conditions: Conditions, folder: Path) -> dic
 
 
 def start(
-    job: Job, conditions: Conditions, paths: Sequence[Path], folder: Path, device: torch.device, threads: int
-) -> subprocess.Popen[bytes]:
-    """Starts a job's process, which writes its result to ``folder``."""
+    job: Job, conditions: Conditions, paths: Sequence[Path], folder: Path, device: torch.device, threads: int,
+    seconds: float,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Starts a job's process, which writes its result to ``folder``, or a checkpoint if it stops after ``seconds``."""
     task = {
         "job": asdict(job), "conditions": asdict(conditions), "paths": [str(path) for path in paths],
-        "folder": str(folder), "device": str(device), "threads": threads,
+        "folder": str(folder), "device": str(device), "threads": threads, "until": time.time() + seconds,
     }  # fmt: skip
     with job.log(folder).open("wb") as log:
         command = [sys.executable, "-m", "minifloat.tools.train.study", json.dumps(task)]
@@ -280,12 +306,18 @@ def run_jobs(
             process.wait()
 
 
+def load_text(paths: Sequence[Path], conditions: Conditions) -> data.Corpus:
+    """The text of a study: files and folders, or a folder that ``source_text.write`` made."""
+    kept = source_text.read(paths[0]) if len(paths) == 1 else None
+    return kept or data.load(paths, least=conditions.sizes.context + 1)
+
+
 def work(task: dict[str, Any]) -> None:
     """What a job's process does; ``task`` is what :func:`start` hands it."""
     torch.set_num_threads(task["threads"])
     job, conditions, folder = Job(**task["job"]), Conditions(**task["conditions"]), Path(task["folder"])
     device, parent = torch.device(task["device"]), os.getppid()
-    corpus = data.load([Path(path) for path in task["paths"]], least=MODELS[conditions.model].context + 1)
+    corpus = load_text([Path(path) for path in task["paths"]], conditions)
     if corpus.fingerprint != conditions.text:
         raise ValueError(f"the text has changed: it was {conditions.text}, it is {corpus.fingerprint}")
 
@@ -293,13 +325,18 @@ def work(task: dict[str, Any]) -> None:
         if os.getppid() != parent:
             sys.exit("the study that started this run is gone")
         if metrics.validation_loss is not None:
-            print(f"step {metrics.step}: validation loss {metrics.validation_loss:.4f}", flush=True)
+            print(f"step {metrics.step}: validation loss {metrics.validation_loss:.6f}", flush=True)
 
-    checkpoints = None
-    if conditions.steps > SAVE_EVERY:
-        told = asdict(job) | asdict(conditions)
+    told, checkpoints = asdict(job) | asdict(conditions), None
+    if job.variant is None or job.variant.can_stop:
         checkpoints = Checkpoints(job.saved(folder), told, SAVE_EVERY, 1, latest(job.saved(folder)))
-    write(execute(job, conditions, corpus, device, observe, checkpoints), job.file(folder))
+    try:
+        over = lambda: checkpoints is not None and time.time() >= task["until"]  # noqa: E731
+        result = execute(job, conditions, corpus, device, observe, checkpoints, over)
+    except Interrupted as stopped:
+        print(stopped, flush=True)
+        sys.exit(STOPPED)
+    write(result, job.file(folder))
     shutil.rmtree(job.saved(folder), ignore_errors=True)
 
 

@@ -10,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minifloat.recipe import NAMES, named
-from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.report import check_gemms
 from minifloat.tools.train.study import BASELINE, CONTROLS, Conditions, Job, Result
+from minifloat.tools.train.study_noise import Noise, half_width
 from minifloat.tools.train.study_statistics import CONFIDENCE, Outcome, interval, student_t
 
 if TYPE_CHECKING:
@@ -28,9 +27,14 @@ def problems_of_runs(results: Results) -> list[str]:
     for job, result in results.items():
         if result.error is not None:
             problems.append(f"seed {job.seed}: {result.error}")
-        elif job.name in NAMES:
-            each = MODELS[result.conditions.model].linears * result.conditions.steps
-            wrong = check_gemms(job.name, result.run.gemms, named(job.name).expected_gemms(), each)
+        elif (variant := job.variant) is not None:
+            conditions, gemms = result.conditions, result.run.gemms
+            layers = variant.quantized_layers(conditions.sizes)
+            if layers < conditions.sizes.layers:
+                gemms = Counter({key: n for key, n in gemms.items() if (key.a, key.b) != ("identity", "identity")})
+            each = conditions.sizes.linears // conditions.sizes.layers * layers
+            each *= conditions.steps * conditions.accumulate
+            wrong = check_gemms(job.name, gemms, variant.recipe.expected_gemms(), each)
             problems += [f"seed {job.seed}: {problem}" for problem in wrong]
         elif quantized := [gemm for gemm in result.run.gemms if (gemm.a, gemm.b) != ("identity", "identity")]:
             problems.append(f"seed {job.seed}: {job.name} ran quantized GEMMs, {quantized}")
@@ -131,6 +135,34 @@ def plot_gaps(results: Results, found: Sequence[Outcome], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def plot_summary(found: Sequence[Outcome], noise: Noise | None, resolution: float, path: Path) -> None:
+    """One line for each run: its gap to bf16 with its interval and its seeds, over the noise floor."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.4 + 0.32 * len(found)), layout="constrained")
+    axes = figure.subplots()
+    if noise is not None:
+        wide = 100 * half_width(noise.floor, noise.seeds)
+        axes.axvspan(-wide, wide, color="C7", alpha=0.3, label="interval that noise alone has")
+        axes.set_title(
+            f"noise floor {noise.floor:.3%}, at most {noise.interval[1]:.3%}; {noise.seeds} seeds", fontsize=9
+        )
+    for edge in (-resolution, resolution):
+        axes.axvline(100 * edge, color="C3", linestyle="--", linewidth=1)
+    for y, outcome in enumerate(found):
+        color = "C7" if outcome.limit is None else "C0"
+        signed = outcome.signed
+        axes.errorbar(100 * signed.mean, y, xerr=100 * signed.half, fmt="o", color=color, capsize=3)
+        axes.plot([100 * gap for gap in outcome.gaps], [y] * len(outcome.gaps), "|", color=color)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(found)), [outcome.name for outcome in found])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"final validation loss against bf16, percent; dashed: +-{resolution:.2%}")
+    if noise is not None:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
 def _plot_gap(axes: Axes, outcome: Outcome, gaps: Mapping[int, Sequence[float]]) -> float:
     """Draws one panel; returns how high its scale must reach."""
     steps = list(gaps)
@@ -172,7 +204,7 @@ def render(
     found: Sequence[Outcome],
     facts: Mapping[str, str],
     unit: str,
-    images: tuple[str, str],
+    images: tuple[str, str, str],
     problems: Sequence[str],
 ) -> str:
     """The report as Markdown; `facts` say what was run where, `unit` what losses are per, `images` name the plots."""
@@ -187,6 +219,7 @@ def render(
     rows = [outcome_row(outcome) for outcome in found]
     rows += [(name, *[""] * (len(header) - 2), steps) for name, steps in broken_rows(results)]
     lines += table(header, rows)
+    lines += ["", f"![gaps against the noise floor]({images[2]})"]
     lines += ["", f"![gaps over the steps]({images[1]})", "", f"## Losses (nats per {unit})", ""]
     lines += [f"![losses]({images[0]})", "", "Final validation losses:", ""]
     losses = final_losses(whole(results))

@@ -1,0 +1,213 @@
+"""The noise floor of a study, its text, what runs beside the plain recipes, and runs that are stopped and go on."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minifloat.recipe import named
+from minifloat.tensor import QuantizedTensor
+from minifloat.tools.train import source_text, study, study_report
+from minifloat.tools.train.data import Corpus
+from minifloat.tools.train.study import Conditions, Job
+from minifloat.tools.train.study_noise import Noise, chi_square, half_width, noise_of, seeds_for
+from minifloat.tools.train.study_variants import Variant
+from tests.helpers.micro_training import CPU, MICRO, invoke
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# ---- The floor ----
+
+
+@pytest.mark.parametrize(
+    "freedom, probability, x",
+    [(1, 0.95, 3.8415), (2, 0.025, 0.0506), (3, 0.975, 9.3484), (10, 0.5, 9.3418), (100, 0.975, 129.5612)],
+)
+def test_chi_square_is_that_of_the_tables(freedom: int, probability: float, x: float) -> None:
+    assert chi_square(freedom, probability) == pytest.approx(x, abs=1e-4)
+
+
+def test_the_floor_is_the_root_mean_square_with_an_interval_that_covers() -> None:
+    """Of made-up studies of three seeds, whose noise is known, the interval has it in about 95 %."""
+    random = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        gaps = 0.01 * random.standard_normal(3)
+        noise = noise_of({10: gaps.tolist()}, 3)
+        assert noise.floor == pytest.approx(math.sqrt((gaps**2).mean()))
+        low, high = noise.interval
+        covered += low <= 0.01 <= high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+def test_seeds_for_a_resolution_are_the_fewest() -> None:
+    for spread, power in ((0.001, None), (0.003, 0.8), (0.0002, None), (0.0002, 0.8)):
+        seeds = seeds_for(spread, 0.001, power)
+        assert seeds is not None and half_width(spread, seeds, power) <= 0.001 < half_width(spread, seeds - 1, power)
+    assert seeds_for(0.001, 0.001) == 7  # 2.447 / sqrt(7) = 0.925; 2.571 / sqrt(6) = 1.05
+    assert seeds_for(1.0, 0.001) is None
+
+
+def test_power_is_the_share_of_studies_that_find_the_gap() -> None:
+    random = np.random.default_rng(0)
+    seeds = seeds_for(0.001, 0.001, 0.8)
+    assert seeds is not None
+    gaps = 0.001 + 0.001 * random.standard_normal((4000, seeds))
+    halves = [half_width(spread, seeds) for spread in gaps.std(1, ddof=1)]
+    assert 0.78 <= (gaps.mean(1) > halves).mean() <= 0.88  # by as much as whole seeds round up
+
+
+def test_the_floor_in_words() -> None:
+    noise = Noise((0.002, -0.004, 0.001, 0.003), 2, {10: 0.0005, 20: 0.02, 30: 0.0008, 40: 0.0009})
+    assert noise.reached(0.001) == 30 and noise.reached(0.0001) is None
+    text = "\n".join(noise.describe(0.001))
+    for part in (
+        "after 40 steps the controls are 0.274% from bf16", "4 runs of 2 seeds", "the largest 0.400%",
+        "at most 0.10% from step 30 on", "these 2 seeds cannot tell 0.10%", "with 80% probability",
+    ):  # fmt: skip
+        assert part in text, text
+
+
+# ---- Text ----
+
+
+def test_each_content_is_there_once_and_whole_files_are_held_out(tmp_path: Path) -> None:
+    texts = [f"def function_{i}():\n    return {i}\n".encode() for i in range(200)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.py").write_bytes(text)
+        (tmp_path / "copies" / str(i % 7)).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copies" / str(i % 7) / f"{i}.h").write_bytes(text)
+    (tmp_path / "image.py").write_bytes(b"a\0b")
+    (tmp_path / "data.bin").write_bytes(b"no source")
+    corpus = source_text.gather([tmp_path])
+    parts = [bytes(part.numpy()) for part in (corpus.train, corpus.validation)]
+    for text in texts:
+        assert sum(part.count(text) for part in parts) == 1
+    assert b"\0" not in parts[0] and b"no source" not in parts[0] + parts[1] and 2 <= parts[1].count(b"def ") <= 20
+    assert "200 files of 400, each content once" in corpus.source and "sha256" in corpus.source
+    source_text.write(corpus, tmp_path / "kept")
+    kept = source_text.read(tmp_path / "kept")
+    assert kept is not None and kept.fingerprint == corpus.fingerprint and kept.source == corpus.source
+    assert torch.equal(kept.train, corpus.train) and torch.equal(kept.validation, corpus.validation)
+    assert source_text.read(tmp_path) is None
+    with pytest.raises(ValueError, match="too few to hold some out"):
+        source_text.gather([tmp_path / "copies" / "none"])
+
+
+def test_roots_have_python(tmp_path: Path) -> None:
+    assert any((root / "json" / "decoder.py").exists() for root in source_text.roots())
+
+
+# ---- Variants ----
+
+
+@pytest.fixture
+def corpus() -> Corpus:
+    text = torch.frombuffer(bytearray(b"the quick brown fox jumps over the lazy dog\n" * 300), dtype=torch.uint8)
+    return Corpus(text[:12000], text[12000:], "foxes")
+
+
+def given(corpus: Corpus, **changed: object) -> Conditions:
+    made = Conditions(
+        "micro", 2, 2, 1e-2, corpus.fingerprint, study.device_kind(CPU), evaluations=1, evaluation_batches=1,
+        accumulate=2, warmup=0.5, clip=0.5,
+    )  # fmt: skip
+    return replace(made, **changed)
+
+
+NAMES = ["nvfp4+no-rht", "nvfp4+no-sr+last-bf16", "nvfp4+no-2d", "current+parameters", "block+fp8-moments", "w4a8"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_trains_in_its_formats(name: str, corpus: Corpus) -> None:
+    job = Job(name, 0)
+    result = study.execute(job, given(corpus), corpus, CPU)
+    assert result.error is None and result.run.validation_loss < 7
+    assert study_report.problems_of_runs({job: result}) == []
+    other = study.execute(Job("bf16", 0), given(corpus), corpus, CPU)
+    assert result.run.history[0].loss == pytest.approx(other.run.history[0].loss, rel=0.1)
+    assert result.run.history[-1].loss != other.run.history[-1].loss
+
+
+def test_options_are_what_they_say(corpus: Corpus) -> None:
+    plain, variant = named("nvfp4"), Variant.parse("nvfp4+no-rht+no-2d")
+    assert variant.recipe == replace(plain, disable_rht=True, disable_2d_quantization=True)  # type: ignore[call-arg]
+    model = Variant.parse("current+parameters").model(MICRO, 3)
+    weights = [each for each in model.parameters() if isinstance(each, QuantizedTensor)]
+    assert len(weights) == MICRO.linears
+    start = dict(MICRO.make(named("current"), 3).named_parameters())
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedTensor):
+            assert torch.equal(parameter.get_high_precision_init_val(), start[name].detach())
+        else:
+            assert torch.equal(parameter, start[name])
+    options = [
+        type(Variant.parse(name).optimizer(model, given(corpus).config(Job("bf16", 0)))).__module__
+        for name in ("current", "current+parameters")
+    ]
+    assert options == ["torch.optim.adamw", "minifloat.optim.master_weights"]
+
+
+def test_experts(corpus: Corpus) -> None:
+    job = Job("current", 0)
+    result = study.execute(job, given(corpus, experts=2), corpus, CPU)
+    assert result.error is None and result.run.history[-1].imbalance is not None
+    assert study_report.problems_of_runs({job: result}) == []
+
+
+# ---- Stopping and going on ----
+
+
+def test_runs_that_were_stopped_in_the_middle_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run after run of no time: each run goes one step further, and ends with the losses of one that never stopped."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    corpus = study.load_text([text], given_of := Conditions("micro", 3, 2, 1e-2, "", "", evaluations=3))
+    conditions = replace(given_of, text=corpus.fingerprint, device=study.device_kind(CPU), evaluation_batches=1)
+    job = Job("bf16", 0)
+    task = {
+        "job": vars(job), "conditions": vars(conditions), "paths": [str(text)], "folder": str(tmp_path),
+        "device": "cpu", "threads": 1, "until": time.time(),
+    }  # fmt: skip
+    for step in (1, 2):
+        with pytest.raises(SystemExit) as ended:
+            study.work(task)
+        assert ended.value.code == study.STOPPED and not job.file(tmp_path).exists()
+        assert [path.name for path in job.saved(tmp_path).iterdir()] == [f"step-{step:08}"]
+    study.work(task)
+    assert not job.saved(tmp_path).exists()
+    whole = study.execute(job, conditions, corpus, CPU)
+    stopped = study.read(job.file(tmp_path))
+    assert [m.loss for m in stopped.run.history] == [m.loss for m in whole.run.history]
+    assert stopped.validation() == whole.validation()
+
+
+def test_controls_alone_give_the_floor(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    options = ("study", text, "--recipes", "", "--model", "micro", "--steps", 2, "--batch-size", 2, "--accumulate", 2,
+               "--seeds", 2, "--device", "cpu", "--workers", 2, "--out", tmp_path / "out", "--clip", 0.5)  # fmt: skip
+    for job in study.jobs([], (0, 1)):
+        corpus = study.load_text([text], conditions := conditions_of(options, text))
+        job.file(tmp_path / "out" / "runs").parent.mkdir(parents=True, exist_ok=True)
+        study.write(study.execute(job, conditions, corpus, CPU), job.file(tmp_path / "out" / "runs"))
+    code, output = invoke(*options)
+    assert code == 0 and "noise floor: after 2 steps" in output and "4 runs of 2 seeds" in output, output
+    (report,) = (tmp_path / "out").glob("*-study-micro.md")
+    assert "noise floor: after 2 steps" in report.read_text() and "-summary.png" in report.read_text()
+
+
+def conditions_of(options: tuple[object, ...], text: Path) -> Conditions:
+    """What the command makes of them."""
+    from minifloat.tools.cli.study import threads_of_each
+
+    corpus = study.load_text([text], made := Conditions("micro", 2, 2, 3e-3 * 128 / MICRO.dim, "", ""))
+    return replace(
+        made, text=corpus.fingerprint, device=study.device_kind(CPU), threads=threads_of_each(2), accumulate=2, clip=0.5
+    )
