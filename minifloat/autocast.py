@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         amax_reduction_group: the ranks that agree on delayed scaling's amaxes; default all ranks.
         check_finite: for debugging: linears of eager code inside, also of nested contexts, look whether input, weight
             and ``grad_output`` are finite. Waits for the device in each; parts of fused modules run one by one.
+        batch_invariant: a row's result in the forward of linears, grouped linears and routers inside, also of nested
+            contexts, has the same bits for any number of rows, any order and any grouping; with ``enabled=False`` in
+            high precision. See ``docs/numerics.md`` 3.1.
 
     On leaving the outermost context, the delayed scaling state of every module that ran forward with gradients inside
     is brought up to date, with one all-reduce for all; an exception leaves it as it was. A module that ran under
@@ -54,8 +57,13 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
     Raises:
         TypeError: ``recipe`` is neither a recipe nor a name.
         ValueError: there is no recipe of this name.
+        ValueError: inside, with ``batch_invariant``: a row of a layer depends on others by the recipe's scales, or by
+            sums over ranks.
         FloatingPointError: inside, with ``check_finite``: naming the layer and the tensor.
     """
+
+    batch_invariant_used: ClassVar[bool] = False
+    """Some context was made with ``batch_invariant``: what costs nothing where none was."""
 
     @checked
     def __init__(
@@ -65,12 +73,16 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         recipe: RecipeLike | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
         check_finite: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.enabled = enabled
         self.calibrating = calibrating
         self.recipe: Recipe = first_equal(get_default_recipe() if recipe is None else as_recipe(recipe))
         self.amax_reduction_group = amax_reduction_group
         self.check_finite = check_finite
+        self.batch_invariant = batch_invariant
+        if batch_invariant:
+            autocast.batch_invariant_used = True
         self.region = Region()
 
     def __enter__(self) -> autocast:
@@ -148,6 +160,14 @@ def captured(context: autocast) -> Iterator[list[Any]]:
 def checks_finite() -> bool:
     """Some context that this thread is inside of has ``check_finite``; to be asked where ``finite.active``."""
     return any(context.check_finite for context in _stack.contexts)
+
+
+def is_batch_invariant() -> bool:
+    """Some context that this thread is inside of has ``batch_invariant``; to be asked if ``batch_invariant_used``."""
+    for context in _stack.contexts:  # noqa: SIM110 - a generator costs as much as the rest
+        if context.batch_invariant:
+            return True
+    return False
 
 
 def get_default_recipe() -> Recipe:

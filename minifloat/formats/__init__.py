@@ -147,6 +147,11 @@ class Format(_Derived):
         """Cast along ``dim``, its amax is over all rows, so over the ranks that share them."""
         return self.needs_amax and not (self.amax_per_row and dim == ROWWISE)
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Cast rowwise, a row's codes depend on other rows, or on where it is among them."""
+        return self.tile or self.reduces_amax(ROWWISE) or self.rounding == "stochastic"
+
     def owns_scales(self, dim: int) -> bool:
         """Cast along ``dim``, each rank of those that share the rows has scales of its own; else all have the same."""
         return self.block > 0 or (self.amax_per_row and dim == ROWWISE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -145,6 +146,7 @@ class WeightGemm(NamedTuple):
         gemm: which of the two.
         w: W [N, K], of which fprop reads the rowwise operand and dgrad the columnwise one.
         out_dtype, fast_accum, bias: as of :func:`fprop`; dgrad has no bias.
+        multiply: what computes it.
     """
 
     gemm: Literal["fprop", "dgrad"]
@@ -152,6 +154,7 @@ class WeightGemm(NamedTuple):
     out_dtype: torch.dtype
     fast_accum: bool = False
     bias: Tensor | None = None
+    multiply: Callable[..., Tensor] = multiply
 
     @property
     def along(self) -> int:
@@ -165,9 +168,7 @@ class WeightGemm(NamedTuple):
 
     def of(self, a: Quantized) -> Tensor:
         """Y [M, N] of X [M, K], or dX [M, K] of dY [M, N]."""
-        if self.gemm == "fprop":
-            return fprop(a, self.w, self.bias, out_dtype=self.out_dtype, fast_accum=self.fast_accum)
-        return dgrad(a, self.w, out_dtype=self.out_dtype, fast_accum=self.fast_accum)
+        return self.multiply(self.gemm, a.along(ROWWISE), self.operand, self.out_dtype, self.bias, self.fast_accum)
 
 
 def _high_precision(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
+from minifloat.functional import batch_invariant
 from minifloat.functional import linear_steps as steps
 from minifloat.functional.autograd import guarded
 from minifloat.functional.grouped import GroupedCasts, GroupedOperand, GroupLayout, bias_gradient, multiply, values
@@ -57,7 +58,12 @@ def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> GroupedPl
     own = dict(
         shares_x=False,
         quantize_inputs=cast_inputs,
-        fprop=partial(steps.fprop, multiply_weight, options.dtype, config.fast_fprop),
+        fprop=partial(
+            steps.fprop,
+            batch_invariant.multiply_weight if options.batch_invariant else multiply_weight,
+            options.dtype,
+            config.fast_fprop,
+        ),
         save_x=save_x,
         save_w=save_w,
         quantize_dy=quantize_dy,

@@ -83,6 +83,7 @@ class LinearOptions:
         recompute_x: backward recomputes the operand of X that wgrad reads, from what the norm or activation that
             computed X saves. Only where dX is needed, backward is quantized, and no rank gathers X.
         quantize_output, quantize_grad_input: return those as :class:`QuantizedTensor`.
+        batch_invariant: a row of fprop's result depends on no other row.
         main_grad: dW is added to ``weight.main_grad``; no gradient is returned for it.
         overwrite_main_grad: in the first microbatch of a step it replaces what is there, once after each time that
             ``weight.main_grad_is_old`` was set.
@@ -101,6 +102,7 @@ class LinearOptions:
     recompute_x: bool = False
     quantize_output: bool = False
     quantize_grad_input: bool = False
+    batch_invariant: bool = False
     main_grad: bool = False
     overwrite_main_grad: bool = False
     gathers_weight: bool = False

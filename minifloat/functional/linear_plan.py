@@ -13,7 +13,7 @@ from torch import Tensor
 from minifloat.comm.collectives import Pending
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional import gemm, shared_cast
+from minifloat.functional import batch_invariant, gemm, shared_cast
 from minifloat.functional import linear_steps as steps
 from minifloat.functional.autograd import as_output, as_output_eager
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
@@ -132,9 +132,12 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         options.main_grad or options.gathers_weight or options.wgrad_tasks is not None,
         recompute_x,
         quantize_inputs=_quantize_inputs(options, x_quantizer, w_quantizer),
-        fprop=partial(steps.sharded_fprop, parallel, options.dtype, config.fast_fprop)
-        if sharded
-        else partial(steps.fprop, multiply, options.dtype, config.fast_fprop),
+        fprop=partial(
+            partial(steps.sharded_fprop, parallel) if sharded else steps.fprop,
+            batch_invariant.multiply if options.batch_invariant else multiply,
+            options.dtype,
+            config.fast_fprop,
+        ),
         save_x=steps.nothing if not needs_w or recompute_x else save_x,
         save_w=save_w,
         output=output,

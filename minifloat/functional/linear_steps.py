@@ -196,9 +196,11 @@ def fprop(
     return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast, *out)
 
 
-def sharded_fprop(parallel: TensorParallel, dtype: torch.dtype, fast: bool, x: Any, w: Quantized, bias: Any) -> Tensor:
+def sharded_fprop(
+    parallel: TensorParallel, multiply: Gemm, dtype: torch.dtype, fast: bool, x: Any, w: Quantized, bias: Any
+) -> Tensor:
     """Y of a linear that is split over ranks, summed where they have parts of K."""
-    return parallel.output(WeightGemm("fprop", w, dtype, fast), x, bias)
+    return parallel.output(WeightGemm("fprop", w, dtype, fast, None, multiply), x, bias)
 
 
 AsOutput = Callable[[Tensor, Sequence[int]], Tensor]

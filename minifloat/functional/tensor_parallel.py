@@ -221,7 +221,7 @@ class TensorParallel:
 
     def _start_summed(self, product: WeightGemm, a: Quantized) -> Pending[Tensor]:
         """The sum of the ranks' products, whose addends may be sent while the product is computed."""
-        gemm, _, out_dtype, fast_accum, bias = product
+        gemm, _, out_dtype, fast_accum, bias, _ = product
         if self._carries(a.any) and symmetric_memory.multiplies(a.any, w := product.operand, bias, out_dtype):
             summed = symmetric_memory.multiply_and_sum(
                 gemm, a.any, w, self.group, out_dtype=out_dtype, fast_accum=fast_accum

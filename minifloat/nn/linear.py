@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import finite, recompute
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
+from minifloat.autocast import autocast, is_batch_invariant
 from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
 from minifloat.functional.autograd import apply_eager
@@ -168,7 +169,8 @@ class Linear(LinearCalls, LinearParameters):
         recipe = self._recipe_in_force()
         if recipe is None:
             self._calibrate(x)
-            if parallel.mode is not None or self._etp is not None:
+            rows_alone = autocast.batch_invariant_used and is_batch_invariant()
+            if parallel.mode is not None or self._etp is not None or rows_alone:
                 self._check_dtype(x)
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
                 return self._high_precision(x)

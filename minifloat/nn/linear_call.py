@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from minifloat import finite, recompute
 from minifloat.arguments import checked
-from minifloat.autocast import checks_finite, current
+from minifloat.autocast import autocast, checks_finite, current, is_batch_invariant
 from minifloat.comm.ddp import check_reduced
 from minifloat.delayed import check_same_scale
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.autograd import autocast_enabled
+from minifloat.functional.batch_invariant import check_rows_alone
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan, make_plan
 from minifloat.functional.linear_steps import Call
@@ -85,7 +86,8 @@ class LinearCalls(LinearState):
             self._mark_main_grad_old(weight)
         options = (
             weight.device.type, dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x,
-            fp8_output, fp8_grad, main_grad, is_first_microbatch is True, gathers,
+            fp8_output, fp8_grad,
+            autocast.batch_invariant_used and is_batch_invariant(), main_grad, is_first_microbatch is True, gathers,
             self._wgrad_tasks if self.delay_wgrad_compute else None,
         )  # fmt: skip
         key = (weight.dtype, *options[:5], parallel.mode and parallel, *options[6:-1], options[-1] is None)
@@ -114,7 +116,10 @@ class LinearCalls(LinearState):
             raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
         if len(self._plans) >= _MOST_PLANS and not torch.compiler.is_compiling():
             self._plans.clear()
-        return self._make_plan(config, LinearOptions(*options))
+        wanted = LinearOptions(*options)
+        if wanted.batch_invariant:
+            check_rows_alone(self._label, config, wanted)
+        return self._make_plan(config, wanted)
 
     def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
         return make_plan(config, options)

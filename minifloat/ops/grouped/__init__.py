@@ -235,6 +235,30 @@ def _(gemm: str, a: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((offsets.shape[0] - 1, rows, cols) if gemm == "wgrad" else (rows, cols), dtype=out_dtype)
 
 
+@operation(lambda: _products().multiply_values)
+def rowwise_mm(
+    x: Tensor, x_offsets: Tensor, w: Tensor, w_offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """:data:`grouped_mm`'s fprop of values [M, K] and [G N, K], a row of which depends on no other row of ``x``.
+
+    Products are added in fp32 in the order of K: a library's product blocks K by the number of rows.
+    """
+    rows, cols = x.shape[0], w.shape[0] // max(w_offsets.numel() - 1, 1)
+    out = x.new_zeros(rows, cols, dtype=out_dtype)
+    for (group, first, own), (_, w_first, _) in zip(_groups(x_offsets), _groups(w_offsets), strict=True):
+        left, right = x[first : first + own].float(), w[w_first : w_first + cols].float().t().contiguous()
+        total = right.new_zeros(own, cols)
+        for k in range(right.shape[0]):
+            total += left[:, k, None] * right[k]
+        out[first : first + own] = total if bias is None else total + bias[group].to(out_dtype).float()
+    return out
+
+
+@rowwise_mm.fake
+def _(x: Tensor, x_offsets: Tensor, w: Tensor, w_offsets: Tensor, bias: Any, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[0], w.shape[0] // (w_offsets.shape[0] - 1)), dtype=out_dtype)
+
+
 @operation(lambda: _products().multiply_into, mutates=["out"])
 def grouped_mm_into(
     out: Tensor,

@@ -114,6 +114,15 @@ def multiply(
     return out
 
 
+def multiply_values(
+    x: Tensor, x_offsets: Tensor, w: Tensor, w_offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``rowwise_mm``."""
+    sides = (x, None, None, "identity", ROWWISE, x_offsets), (w, None, None, "identity", ROWWISE, w_offsets)
+    cols = w.shape[0] // max(w_offsets.numel() - 1, 1)
+    return multiply("fprop", *sides[0], *sides[1], x.shape[0], cols, out_dtype, bias, False)
+
+
 def multiply_into(out: Tensor, *arguments: Any) -> None:
     """``grouped_mm_into``."""
     run: Any = multiply  # whose arguments no type checker can count here

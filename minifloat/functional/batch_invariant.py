@@ -1,0 +1,111 @@
+"""Products of which a row has the same bits for any number of rows, any order and any grouping of them.
+
+The products of groups have one tile for each kind of operand and add up K in its order, whatever the groups are
+(``ops/grouped``). So a matrix is multiplied as one group, and a linear gives what a grouped linear gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minifloat import capability
+from minifloat.functional.autograd import guarded
+from minifloat.functional.gemm import check_operands
+from minifloat.functional.grouped import GroupedOperand
+from minifloat.functional.grouped import multiply as multiply_groups
+from minifloat.functional.grouped_weight import SeparateOperands
+from minifloat.functional.linear_config import LinearConfig, LinearOptions
+from minifloat.operand import Operand
+from minifloat.ops import grouped, matmul, new
+
+
+def check_rows_alone(label: str, config: LinearConfig, options: LinearOptions) -> None:
+    """Raises ValueError, naming ``label``, where a row of the result would depend on other rows anyway."""
+    parallel = options.parallel
+    for fmt in (config.input.row_format, *[config.output.row_format] * options.quantize_output):
+        if fmt.mixes_rows:
+            raise ValueError(
+                f"{label}: autocast(batch_invariant=True), but a row cast to {fmt.spec} depends on the other rows; use "
+                "a recipe that scales each row by itself: rowwise, block, mxfp8, mxfp6, mxfp4 or w4a8, or delayed"
+            )
+    if parallel.mode == "row" and parallel.group.size > 2:
+        raise ValueError(
+            f"{label}: autocast(batch_invariant=True), but the backend chooses the order in which it sums "
+            f"{parallel.group.size} ranks; two have one order"
+        )
+    if parallel.mode is not None and parallel.overlap == "symmetric_memory":
+        raise ValueError(
+            f"{label}: autocast(batch_invariant=True), but products on symmetric memory are PyTorch's; use "
+            "set_overlap(model, 'handles')"
+        )
+    if options.device == "cuda" and not (runs := capability.kernels(torch.cuda.current_device()))[0]:
+        raise ValueError(f"{label}: autocast(batch_invariant=True) needs the Triton kernels: {runs[1]}")
+
+
+def multiply_weight(
+    gemm: str,
+    a: GroupedOperand,
+    b: GroupedOperand | SeparateOperands,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """fprop as of ``grouped_weight.multiply_weight``. Values are multiplied in the dtype of the result."""
+    w = b.joined() if isinstance(b, SeparateOperands) else b
+    if a.scale_inv is not None and w.scale_inv is not None:
+        return multiply_groups(gemm, a, w, out_dtype, bias, fast_accum, out)
+    matmul.record(gemm, a.format.spec, w.format.spec, "torch")
+    left, right = a.dequantize(out_dtype), w.dequantize(out_dtype)
+    return matmul.written(grouped.rowwise_mm(left, a.offsets, right, w.offsets, bias, out_dtype), out, False)
+
+
+def multiply(
+    gemm: str,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """fprop as of ``gemm.multiply``, of one group."""
+    check_operands(gemm, a, b)
+    return multiply_weight(
+        gemm, _one_group(a), _one_group(b), out_dtype, None if bias is None else bias[None], fast_accum, out
+    )
+
+
+def _offsets(rows: int, device: torch.device) -> Tensor:
+    return torch.arange(2, dtype=torch.int32, device=device) * rows
+
+
+def _one_group(x: Operand) -> GroupedOperand:
+    return new(GroupedOperand, (*x[:3], _offsets(x.shape[0], x.codes.device), *x[3:]))
+
+
+def multiply_values(x: Tensor, weight: Tensor) -> Tensor:
+    """X W^T in fp32 of ``x`` [M, K] and ``weight`` [N, K] of one dtype, differentiable."""
+    result: Tensor = _ValuesFunction.apply(x, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ValuesFunction(torch.autograd.Function):
+    """X W^T and its gradients, which are PyTorch's products in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(guarded(x), weight)
+        offsets = [_offsets(each.shape[0], x.device) for each in (x, weight)]
+        return grouped.rowwise_mm(x, offsets[0], weight, offsets[1], None, torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        dx = (dy @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return dx, (dy.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
