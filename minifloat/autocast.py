@@ -47,7 +47,7 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
             and ``grad_output`` are finite. Waits for the device in each; parts of fused modules run one by one.
         batch_invariant: a row's result in the forward of linears, grouped linears and routers inside, also of nested
             contexts, has the same bits for any number of rows, any order and any grouping; with ``enabled=False`` in
-            high precision. See ``docs/numerics.md`` 3.1.
+            high precision. See ``docs/numerics.md`` 3.7.
 
     On leaving the outermost context, the delayed scaling state of every module that ran forward with gradients inside
     is brought up to date, with one all-reduce for all; an exception leaves it as it was. A module that ran under

@@ -30,7 +30,7 @@ def check_rows_alone(label: str, config: LinearConfig, options: LinearOptions) -
         if fmt.mixes_rows:
             raise ValueError(
                 f"{label}: autocast(batch_invariant=True), but a row cast to {fmt.spec} depends on the other rows; use "
-                "a recipe that scales each row by itself: rowwise, block, mxfp8, mxfp6, mxfp4 or w4a8, or delayed"
+                "a recipe that scales each row by itself (rowwise, block, mxfp8, mxfp6, mxfp4, w4a8), or delayed"
             )
     if parallel.mode == "row" and parallel.group.size > 2:
         raise ValueError(
@@ -88,9 +88,9 @@ def _one_group(x: Operand) -> GroupedOperand:
     return new(GroupedOperand, (*x[:3], _offsets(x.shape[0], x.codes.device), *x[3:]))
 
 
-def multiply_values(x: Tensor, weight: Tensor) -> Tensor:
-    """X W^T in fp32 of ``x`` [M, K] and ``weight`` [N, K] of one dtype, differentiable."""
-    result: Tensor = _ValuesFunction.apply(x, weight)  # type: ignore[no-untyped-call]
+def multiply_values(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """X W^T of ``x`` [M, K] and ``weight`` [N, K], which are of one dtype, with gradients."""
+    result: Tensor = _ValuesFunction.apply(x, weight, out_dtype)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -98,14 +98,15 @@ class _ValuesFunction(torch.autograd.Function):
     """X W^T and its gradients, which are PyTorch's products in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(guarded(x), weight)
         offsets = [_offsets(each.shape[0], x.device) for each in (x, weight)]
-        return grouped.rowwise_mm(x, offsets[0], weight, offsets[1], None, torch.float32)
+        return grouped.rowwise_mm(x, offsets[0], weight, offsets[1], None, out_dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
+        dy = dy.float()
         dx = (dy @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return dx, (dy.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, (dy.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None, None

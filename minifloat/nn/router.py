@@ -12,11 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
+from minifloat.autocast import autocast, is_batch_invariant
 from minifloat.comm import ddp
 from minifloat.comm.collectives import all_reduce
 from minifloat.comm.dtensor import is_dtensor, own_part, own_rows
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype, autocast_off
+from minifloat.functional.batch_invariant import multiply_values
 from minifloat.functional.router import (
     ScoreFunction,
     Selection,
@@ -232,11 +234,25 @@ class TopKRouter(nn.Module):
 
     def _logits(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, E], multiplied in ``dtype``, in fp32 or fp64."""
+        if autocast.batch_invariant_used and is_batch_invariant():
+            return self._logits_of_rows(x.reshape(-1, self.hidden_size), dtype)
         if dtype == torch.float32 and self.bias is None and not is_dtensor(self.weight):
             return multiply_in_fp32(x.reshape(-1, self.hidden_size), self.weight)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(x.reshape(-1, self.hidden_size).to(dtype), self.weight.to(dtype), bias)
         return logits.to(torch.promote_types(dtype, torch.float32))
+
+    def _logits_of_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same, a row of which depends on no other token."""
+        if dtype == torch.float64 or is_dtensor(self.weight):
+            raise ValueError(
+                f"{self._label}: autocast(batch_invariant=True) multiplies a whole weight in bf16, fp16 or fp32, not a "
+                f"{type(self.weight).__name__} in {dtype}; use logits_dtype=torch.float32, and do not split it"
+            )
+        own = dtype == torch.float32 and x.dtype == self.weight.dtype  # products of bf16 are exact in fp32
+        operands = (x, self.weight) if own else (x.to(dtype), self.weight.to(dtype))
+        logits = multiply_values(*operands, dtype)
+        return (logits if self.bias is None else logits + self.bias.to(dtype)).float()
 
     def _counting(self) -> bool:
         """Whether this forward's choices are counted: a recomputation's were, by the forward that it repeats."""
