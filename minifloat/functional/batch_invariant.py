@@ -81,6 +81,7 @@ def multiply(
 
 
 def _offsets(rows: int, device: torch.device) -> Tensor:
+    """Of one group; ``rows`` may be a symbol of a compiler, which must guard nothing for it."""
     return torch.arange(2, dtype=torch.int32, device=device) * rows
 
 
