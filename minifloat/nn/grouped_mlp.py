@@ -150,7 +150,7 @@ class GroupedMLP(parts.LayerOfLinears):
         if probabilities is None:
             a = activate(h, self.activation)
         else:
-            h = h.reshape(layout.rows, -1)
+            h = h.reshape(layout.rows, h.shape[-1])  # which -1 cannot say of no rows
             a = GroupedActivationFunction.apply(h, probabilities, layout.offsets, self.activation)  # type: ignore[no-untyped-call]
         y = self.fc2(a, layout, is_first_microbatch)
         return y if y.shape == x.shape else y.reshape(x.shape)
@@ -230,7 +230,7 @@ class GroupedMLP(parts.LayerOfLinears):
 def _times(y: Tensor, probabilities: Tensor, layout: GroupLayout) -> Tensor:
     """The rows of ``y`` times their probabilities, rounded once; those that are no group's are 0, with gradients."""
     some_groups = torch.arange(layout.rows, device=y.device)[:, None] < layout.offsets[-1]
-    products = torch.where(some_groups, y.float().reshape(layout.rows, -1) * probabilities[:, None], 0.0)
+    products = torch.where(some_groups, y.float().reshape(layout.rows, y.shape[-1]) * probabilities[:, None], 0.0)
     return products.to(y.dtype).reshape(y.shape)
 
 
