@@ -196,6 +196,8 @@ class TopKRouter(nn.Module):
         check_tensor(x, self)
         check_meta(x, self, self._parameters.get("weight"))
         mask = self._checked_mask(x, token_mask)
+        if mask is not None:  # NaN of padding would reach the gradient of the weight, as 0 times NaN
+            x = x.reshape(-1, self.hidden_size).masked_fill(~mask[:, None], 0.0)
         dtype = autocast_dtype(x) if self.logits_dtype is None else self.logits_dtype
         with autocast_off(x):
             logits = self._logits(x, dtype)

@@ -97,6 +97,27 @@ def test_masked_tokens_go_nowhere() -> None:
     assert moe.expert_counts is not None and int(moe.expert_counts.sum()) == 6 * K
 
 
+def test_masked_tokens_have_no_part_in_gradients() -> None:
+    x, mask, dy = torch.randn(9, H).to(BF16), torch.arange(9) < 6, torch.randn(9, H).to(BF16)
+    found = []
+    for given, options in ((torch.where(mask[:, None], x, torch.nan), {"token_mask": mask}), (x[:6], {})):
+        moe, given = make("current"), given.requires_grad_()
+        moe(given, **options).backward(dy[: len(given)])
+        assert given.grad is not None and not given.grad[6:].any()
+        found.append([given.grad[:6], *(p.grad for p in moe.parameters())])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_tokens(recipe: str, bias: bool) -> None:
+    moe, x = make(recipe, bias=bias), torch.randn(3, 0, H).to(BF16).requires_grad_()
+    y = moe(x)
+    y.sum().backward()
+    assert x.grad is not None and y.shape == x.grad.shape == x.shape
+    assert not any(p.grad is not None and p.grad.any() for p in moe.parameters())
+
+
 def test_a_mask_of_other_tokens_is_refused() -> None:
     """Of as many, but [s, b] where the tokens are [b, s]: flattened it would hide the wrong ones."""
     moe, x = make("current"), torch.randn(2, 3, H).to(BF16)
