@@ -231,7 +231,9 @@ UNCOMPILED = {
     "fuse_wgrad_accumulation": (with_main_grad, {"fuse_wgrad_accumulation": True}),
 }
 CASES = [
-    (kind, option, "current")
+    pytest.param(
+        kind, option, "current", marks=[pytest.mark.slow] * (kind is LayerNormLinear and option != "fp8_output")
+    )
     for kind in (Linear, LayerNormLinear, LayerNormMLP)
     for option in UNCOMPILED
     if kind is Linear or (option != "fp8_grad" and (kind is LayerNormLinear or option != "fp8_output"))
@@ -255,9 +257,7 @@ def test_uncompiled(kind: Any, option: str, name: str) -> None:
     assert graphs() >= 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "name"), [case for case in CASES if isinstance(case, tuple) and case[2] == "current"]
-)
+@pytest.mark.parametrize(("kind", "option", "name"), CASES)
 def test_refused_in_one_graph(kind: Any, option: str, name: str) -> None:
     """The error names the layer, the option and the way out."""
     call, options = UNCOMPILED[option]
@@ -367,7 +367,7 @@ def with_splits(model: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("frozen", [None, 0], ids=["all", "but-the-first"])
 @pytest.mark.parametrize("name", ["current", "delayed"])
-@pytest.mark.parametrize("single", [False, True], ids=["separate", "single"])
+@pytest.mark.parametrize("single", [pytest.param(False, marks=pytest.mark.slow), True], ids=["separate", "single"])
 def test_main_gradients_of_experts_in_one_graph(single: bool, name: str, frozen: int | None) -> None:
     options: dict[str, Any] = {"single_grouped_weight": single, "fuse_wgrad_accumulation": True}
     pair = Pair(GroupedLinear(3, IN, OUT, bias=False, recipe=name, **options), with_splits)

@@ -91,7 +91,7 @@ class Ways(Pair):
             return super().step(x, seed, training)
 
 
-@pytest.mark.parametrize("way", ["own", "outside", "inside"])
+@pytest.mark.parametrize("way", ["own", pytest.param("outside", marks=pytest.mark.slow), "inside"])
 @pytest.mark.parametrize("name", CASES)
 def test_equal_recipes(name: str, way: str) -> None:
     """Nothing is compiled again from the third step on, nor in the second but for what a factory has answered."""
