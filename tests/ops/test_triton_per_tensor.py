@@ -167,11 +167,11 @@ def test_large(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("shape", [(4, 3), (16, 2), (1024, 3), (1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 3), (16, 2), (1024, 3), (1, 3), (1024, 19)], ids=str)
 def test_delayed_bookkeeping(
     shape: tuple[int, int], algorithm: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one call, and of the next ones, which launch by addresses alone."""
+    """Of one call, and of the next ones, which launch by addresses alone; of the slots of many experts too."""
     from minifloat.ops import delayed as definition
     from minifloat.ops.delayed import gpu
 
@@ -227,9 +227,9 @@ def check_bookkeeping(shape: tuple[int, int], rule: str, device: torch.device) -
     from minifloat.ops.delayed import gpu
 
     histories = [torch.rand(shape, device=device) for _ in range(3)]
-    histories[1][0] = torch.tensor([0.0, torch.inf, torch.nan][: shape[1]], device=device)
+    histories[1][0, :3] = torch.tensor([0.0, torch.inf, torch.nan][: shape[1]], device=device)
     histories[0][0, 1] = torch.inf
-    histories[2][-1] = torch.tensor([torch.nan, torch.inf, 0.5][: shape[1]], device=device)
+    histories[2][-1, :3] = torch.tensor([torch.nan, torch.inf, 0.5][: shape[1]], device=device)
     scales = [torch.rand(shape[1], device=device) for _ in range(3)]
     amaxes = [torch.tensor([v], device=device) for v in (torch.inf, 0.3, torch.nan)]
     expected = [(history.clone(), scale.clone()) for history, scale in zip(histories, scales, strict=True)]

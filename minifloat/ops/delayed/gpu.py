@@ -17,6 +17,8 @@ from minifloat.ops.quantize.device import FLT_MAX
 
 _LAYERS = 32
 """Histories that one launch updates."""
+_TILE = 8192
+"""Amaxes of a program, about: it has all rows of some slots. A layer of many experts has hundreds of slots."""
 
 
 @triton.jit
@@ -36,12 +38,13 @@ def update_kernel(
     histories, scales, length, slots,
     COUNT: tl.constexpr, LARGEST: tl.constexpr, MOST_RECENT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    parts = tl.cdiv(slots, BLOCK_N)
+    program = tl.program_id(0) // parts
     history, scale = histories[0], scales[0]
     for i in tl.static_range(1, COUNT):
         history = tl.where(program == i, histories[i], history)
         scale = tl.where(program == i, scales[i], scale)
-    row, slot = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_N)
+    row, slot = tl.arange(0, BLOCK_L), tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (row[:, None] < length) & (slot[None, :] < slots)
     newest = _finite(tl.load(history + slot, mask=slot < slots, other=0.0))
     following = (row[:, None] + 1) % length  # the row after the last is the newest, row 0
@@ -111,5 +114,7 @@ def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> None:
     count = next(size for size in (1, 8, _LAYERS) if size >= len(layers))
     padded = [*layers, *[layers[0]] * (count - len(layers))]  # of which only the first are programs
     tensors = tuple(history for history, _ in padded), tuple(scale for _, scale in padded)
-    blocks = triton.next_power_of_2(length), triton.next_power_of_2(slots)
-    _update(len(layers), tensors, (length, slots), (count, rule.largest, rule.most_recent, *blocks), 4)
+    rows = triton.next_power_of_2(length)
+    columns = min(triton.next_power_of_2(slots), max(_TILE // rows, 1))
+    constants = count, rule.largest, rule.most_recent, rows, columns
+    _update(len(layers) * triton.cdiv(slots, columns), tensors, (length, slots), constants, 4)
