@@ -100,11 +100,13 @@ class Casts:
     Args:
         wanted: of each tensor.
         k_major: codes are laid out as GEMMs on CUDA read them.
+        passing: dims along which operands are for one emulated product: kernels may write them as bf16 values.
     """
 
-    def __init__(self, wanted: Sequence[Wanted], k_major: bool = False) -> None:
+    def __init__(self, wanted: Sequence[Wanted], k_major: bool = False, passing: Sequence[int] = ()) -> None:
         self.wanted = wanted
         self.request = request = Request([], [], [], [], [], [], [], [])
+        self._as_values: list[bool] = []  # for each cast
         self._needs_amax: list[list[bool]] = []  # for each cast of each tensor
         self._sources: list[tuple[int, int, bool]] = []  # of each cast: tensor, place among its amaxes, takes a scale
         self._read: list[int] = []  # ``read_amaxes`` of the request, found without the parsing that no compiler traces
@@ -129,6 +131,7 @@ class Casts:
                     request.formats.append(fmt.spec)
                     request.dims.append(dim)
                     request.k_major.append(k_major and capability.k_major(fmt))
+                    self._as_values.append(dim in passing)
                     request.own_level.append(numbers[twin])
                     if fmt.scale_rule == "two_level" and numbers[twin] not in self._read:
                         self._read.append(numbers[twin])
@@ -195,7 +198,7 @@ class Casts:
         if on_gpu:
             from minifloat.ops.quantize.pipeline import Recorded  # which needs Triton
 
-            work: Work = Recorded(request)
+            work: Work = Recorded(request, as_values=self._as_values)
         else:
             work = Work(request)
         self._works[key] = work

@@ -19,7 +19,8 @@ class Operand(NamedTuple):
 
     Args:
         codes: uint8 in the [M, K] layout, two a byte along ``dim`` for 4-bit elements; the values themselves, in their
-            own dtype, for the identity format.
+            own dtype, for the identity format; bf16 values in lieu of codes, times the scales of their blocks, where an
+            emulated product reads them next.
         scale_inv: what codes are multiplied by: fp32 [1], or the grid of blocks in the [M, K] layout (fp32, or the
             bytes of E8M0 or E4M3). None for the identity format.
         amax: fp32 [1], or one a row: the second level of NVFP4's scales. Else None.
@@ -46,6 +47,9 @@ class Operand(NamedTuple):
         dtype = dtype or self.dtype
         if self.scale_inv is None:
             return self.codes.to(dtype)
+        if self.codes.dtype == torch.bfloat16:
+            parts = self.codes, self.scale_inv, self.amax
+            return quantize.reference.dequantize(*parts, self.format, self.dim, *self.shape).to(dtype)
         return quantize.dequantize(
             self.codes, self.scale_inv, self.amax, self.format.spec, self.dim, *self.shape, dtype
         )

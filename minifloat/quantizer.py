@@ -153,19 +153,19 @@ class Quantizer:
 # Made once, since every call of every layer asks for the same few: those of the recipes that a program uses.
 _with_usages: dict[tuple[Quantizer, bool, bool], Quantizer] = {}
 MOST_USAGES = MOST_CASTS = 1024  # recipes, and lists of parameters, that change at each step must not fill the memory
-_casts: dict[tuple[tuple[Quantizer, ...], str], Casts] = {}
+_casts: dict[tuple[tuple[Quantizer, ...], str, tuple[int, ...]], Casts] = {}
 
 
-def casts(quantizers: Sequence[Quantizer], gemm_ready_on: str = "") -> Casts:
+def casts(quantizers: Sequence[Quantizer], gemm_ready_on: str = "", passing: tuple[int, ...] = ()) -> Casts:
     """Amax and cast of tensors that have ``quantizers``, prepared; ``gemm_ready_on`` as of :meth:`Quantizer.layouts`.
 
-    What casts the same tensors again and again keeps the result.
+    What casts the same tensors again and again keeps the result. ``passing``: as of :class:`Casts`.
     """
-    key = tuple(quantizers), gemm_ready_on
+    key = tuple(quantizers), gemm_ready_on, passing
     known = None if torch.compiler.is_compiling() else _casts.get(key)
     if known is None:
         wanted = [Wanted(each.casts, each.arrangement(each.layouts(gemm_ready_on))) for each in quantizers]
-        known = Casts(wanted, gemm_ready_on == "cuda")
+        known = Casts(wanted, gemm_ready_on == "cuda", passing)
         if not torch.compiler.is_compiling():
             if len(_casts) >= MOST_CASTS:
                 _casts.clear()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minifloat import capability
 from minifloat.comm.collectives import Pending
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
@@ -46,6 +47,7 @@ class LinearPlan:
         gathers_x: X is gathered for fprop and wgrad.
         writes_to_weight: backward writes to the parameter by itself and needs it with its Python attributes.
         recompute_x: as of the options, where that may be.
+        passing: dims along which X and W are cast for an emulated product alone, and may be values in lieu of codes.
         quantize_inputs: (call, X, W, ...) -> X for fprop, W, and this rank's X; gathers X where ranks split its rows.
         fprop: (X, W, b) -> Y [M, N], summed over the ranks; of a grouped linear also (X, W, b, out), and so dgrad.
         save_x, save_w: (value, operands) -> the operand that backward reads.
@@ -69,6 +71,7 @@ class LinearPlan:
     gathers_x: bool
     writes_to_weight: bool
     recompute_x: bool
+    passing: tuple[int, ...]
     quantize_inputs: Callable[..., tuple[Any, Quantized, Quantized]]
     fprop: Callable[..., Tensor]
     save_x: Callable[[Tensor | None, Quantized], Operand | None]
@@ -98,6 +101,7 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         columnwise=needs_w and override is None and not saves_value and not recompute_x
     )
     w_quantizer = config.weight.with_usage(columnwise=needs_x and override is None)
+    passing, dy_passing = _passing(config, options)
     along = ROWWISE if override == "dequantized" else COLUMNWISE  # the orientation of X and W that backward reads
     load: Callable[[Operand], Operand] = steps.dequantized if override == "dequantized" else steps.identity
 
@@ -110,7 +114,7 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     dy_quantizer = config.grad_output.with_usage(rowwise=needs_x, columnwise=needs_w) if override is None else None
     quantize_dy: Callable[..., Any] = steps.unquantized_dy
     if dy_quantizer is not None:
-        dy_casts = RoleCasts((dy_quantizer,), ("grad_output",), options.device)
+        dy_casts = RoleCasts((dy_quantizer,), ("grad_output",), options.device, dy_passing)
         quantize_dy = partial(steps.quantize_dy, dy_casts, dy_quantizer)
     if gathers_dy:
         quantize_dy = partial(steps.gather_dy, options, dy_quantizer)
@@ -131,7 +135,8 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         gathers_x,
         options.main_grad or options.gathers_weight or options.wgrad_tasks is not None,
         recompute_x,
-        quantize_inputs=_quantize_inputs(options, x_quantizer, w_quantizer),
+        passing,
+        quantize_inputs=_quantize_inputs(options, x_quantizer, w_quantizer, passing),
         fprop=partial(
             partial(steps.sharded_fprop, parallel) if sharded else steps.fprop,
             batch_invariant.multiply if options.batch_invariant else multiply,
@@ -162,12 +167,31 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     )
 
 
-def _quantize_inputs(options: LinearOptions, x_quantizer: Quantizer, w_quantizer: Quantizer) -> Callable[..., Any]:
+def _passing(config: LinearConfig, options: LinearOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``LinearPlan.passing``, and the same of dY: what is neither saved nor gathered."""
+    sharded = options.parallel.mode is not None or options.gathers_weight
+    if options.device != "cuda" or config.backward_override is not None or sharded or torch.compiler.is_compiling():
+        return (), ()
+
+    def emulated(a: Quantizer, b: Quantizer, a_dim: int, b_dim: int) -> bool:
+        return capability.backend(a.format(a_dim), b.format(b_dim), torch.device("cuda")) == "emulated"
+
+    alone = not options.batch_invariant and emulated(config.input, config.weight, ROWWISE, ROWWISE)
+    forward = (ROWWISE,) if alone else ()
+    backward: tuple[int, ...] = (ROWWISE,) if emulated(config.grad_output, config.weight, ROWWISE, COLUMNWISE) else ()
+    if options.wgrad_tasks is None and emulated(config.grad_output, config.input, COLUMNWISE, COLUMNWISE):
+        backward += (COLUMNWISE,)
+    return forward, backward
+
+
+def _quantize_inputs(
+    options: LinearOptions, x_quantizer: Quantizer, w_quantizer: Quantizer, passing: tuple[int, ...]
+) -> Callable[..., Any]:
     """How forward gets the operands of X and W."""
     casts = steps.InputCasts(
-        RoleCasts((x_quantizer, w_quantizer), ("input", "weight"), options.device),
-        RoleCasts((x_quantizer,), ("input",), options.device),
-        RoleCasts((w_quantizer,), ("weight",), options.device),
+        RoleCasts((x_quantizer, w_quantizer), ("input", "weight"), options.device, passing),
+        RoleCasts((x_quantizer,), ("input",), options.device, passing),
+        RoleCasts((w_quantizer,), ("weight",), options.device, passing),
     )
     quantize: Callable[..., Any] = partial(steps.quantize_inputs, casts)
     if options.parallel.gathers_input:

@@ -22,12 +22,19 @@ class RoleCasts:
     """Casts the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...), for its GEMMs on a device.
 
     A delayed scale is read from the layer's history (that of the input may be given), and the amax that the cast
-    measured is recorded there. A plan keeps one of these: what its casts launch is recorded in it.
+    measured is recorded there. A plan keeps one of these: what its casts launch is recorded in it. ``passing``: as of
+    :class:`~minifloat.casts.Casts`, in eager code.
     """
 
-    def __init__(self, quantizers: Sequence[Quantizer], kinds: Sequence[str], gemm_ready_on: str) -> None:
+    def __init__(
+        self,
+        quantizers: Sequence[Quantizer],
+        kinds: Sequence[str],
+        gemm_ready_on: str,
+        passing: tuple[int, ...] = (),
+    ) -> None:
         self.quantizers, self.kinds, self.gemm_ready = quantizers, kinds, gemm_ready_on != ""
-        self.casts = None if torch.compiler.is_compiling() else casts(quantizers, gemm_ready_on)
+        self.casts = None if torch.compiler.is_compiling() else casts(quantizers, gemm_ready_on, passing)
 
     def __call__(
         self,

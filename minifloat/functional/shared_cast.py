@@ -23,6 +23,9 @@ from minifloat.tensor import QuantizedTensor
 Ranks = tuple[Group, ShardMap | None]
 """Who gathers an input, and the rows that each has of it."""
 
+Kind = tuple[Quantizer, tuple[int, ...]]
+"""How an input is cast: the quantizer, and the dims along which it gives values (``LinearPlan.passing``)."""
+
 
 class _Latest(NamedTuple):
     """The operands of one input, and which layers have read them."""
@@ -30,7 +33,7 @@ class _Latest(NamedTuple):
     source: ReferenceType[Tensor]
     version: int
     dtype: torch.dtype
-    quantizer: Quantizer
+    kind: Kind
     ranks: Ranks | None
     capturing: bool  # into a CUDA graph: such operands have values in a replay only, others are constants to it
     operands: Quantized
@@ -99,9 +102,7 @@ def offer(part: Quantized, whole: Quantized | Gathered) -> Quantized | Gathered:
     return slot.whole[1]
 
 
-def find(
-    x: Tensor, dtype: torch.dtype, quantizer: Quantizer, reader: nn.Module, ranks: Ranks | None = None
-) -> Quantized | None:
+def find(x: Tensor, dtype: torch.dtype, kind: Kind, reader: nn.Module, ranks: Ranks | None = None) -> Quantized | None:
     """The operands that another layer just made of this very ``x``, cast to ``dtype`` first, if they are the same.
 
     ``ranks``: where X is gathered: they are this rank's part. All ranks find the same, since they run the same. For
@@ -113,7 +114,7 @@ def find(
     latest = _local.slot.latest
     if latest is None or latest.source() is not x or x.is_inference() or reader in latest.readers:
         return None
-    same = latest.version == x._version and latest.dtype == dtype and latest.quantizer == quantizer
+    same = latest.version == x._version and latest.dtype == dtype and latest.kind == kind
     if not same or latest.ranks != ranks or latest.capturing != _capturing(x):
         return None
     latest.readers.append(reader)
@@ -123,14 +124,14 @@ def find(
 def keep(
     x: Tensor,
     dtype: torch.dtype,
-    quantizer: Quantizer,
+    kind: Kind,
     operands: Quantized | None,
     reader: nn.Module,
     ranks: Ranks | None = None,
 ) -> None:
     """Offers operands of ``x`` to the next layers, until ``x`` is freed or another tensor is quantized.
 
-    ``quantizer``: one whose casts siblings would repeat bit for bit (:func:`is_shared`). Eager code alone, as
+    ``kind``: of a quantizer whose casts siblings would repeat bit for bit (:func:`is_shared`). Eager code alone, as
     :func:`find`.
     """
     slot = _local.slot
@@ -138,7 +139,7 @@ def keep(
         return
     if slot.latest is None or slot.latest.operands is not operands:  # else they were found here
         capturing = x.is_cuda and _capturing(x)
-        latest = ref(x, slot.forget), x._version, dtype, quantizer, ranks, capturing, operands, [reader]
+        latest = ref(x, slot.forget), x._version, dtype, kind, ranks, capturing, operands, [reader]
         slot.latest = new(_Latest, latest)
 
 

@@ -186,7 +186,7 @@ class Linear(LinearCalls, LinearParameters):
             call.x = reuse(x, quantizer) if call.eager else traced.reuse(x, quantizer)
         shares = call.eager and plan.shares_x and call.x is None
         if shares:
-            call.x, call.shares_x = shared_cast.find(source, dtype, quantizer, self, ranks), True
+            call.x, call.shares_x = shared_cast.find(source, dtype, (quantizer, plan.passing), self, ranks), True
         if call.eager:
             y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
         else:
@@ -194,7 +194,7 @@ class Linear(LinearCalls, LinearParameters):
             if fp8_output:
                 y = quantized_in_graph(y, plan.config.output, call.delayed_call, self._label)
         if shares:
-            shared_cast.keep(source, dtype, quantizer, call.x, self, ranks)
+            shared_cast.keep(source, dtype, (quantizer, plan.passing), call.x, self, ranks)
         if call.delayed_call is not None:
             call.delayed_call.forward_finished()
         if finite.active:

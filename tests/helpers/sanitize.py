@@ -145,6 +145,15 @@ def casts_with_amaxes(device: torch.device) -> None:
         cast_lists([matrix((129, 272), BF16, device)], fmt, fmt, grids=True)
 
 
+def casts_to_values(device: torch.device) -> None:
+    """Both orientations as values, and one of them as codes."""
+    nothing: list[Tensor | None] = [None, None]
+    for fmt in (MX, replace(MX, element="e2m1")):
+        for shape, chosen in (((129, 272), (True, True)), ((33, 144), (True, False))):
+            xs = [matrix(shape, BF16, device)] * 2
+            gpu.cast(xs, nothing, nothing, [fmt.spec] * 2, [ROWWISE, COLUMNWISE], [False] * 2, None, chosen)
+
+
 def amaxes(device: torch.device) -> None:
     per_tensor = Format()
     for dtype in (BF16, FP32):
@@ -278,6 +287,7 @@ GROUPS: dict[str, Group] = {
     **{f"cast {row.spec}, {column.spec}": partial(casts, row, column) for row, column in PAIRS},
     "cast under a flag": casts_under_a_flag,
     "cast with given amaxes of blocks": casts_with_amaxes,
+    "cast to values": casts_to_values,
     "amax": amaxes,
     "dequantize": dequantize,
     "spread and finish": spread_out,

@@ -332,12 +332,16 @@ def test_what_goes_through_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert blocks.choose(_job(x, POW2, BOTH), sizes)[1] is None
 
 
-@pytest.mark.parametrize("k_major", [True, False], ids=["k_major", "plain"])
-def test_layouts(k_major: bool) -> None:
+@pytest.mark.parametrize(
+    ("k_major", "as_values"),
+    [(True, (False, False)), (False, (False, False)), (False, (True, False)), (False, (True, True))],
+    ids=["k_major", "plain", "row as values", "values"],
+)
+def test_layouts(k_major: bool, as_values: tuple[bool, bool]) -> None:
     """Each element has one place among threads, and a thread has neighbours in memory; None if warps are too many."""
     block = 128 if k_major else 32
     for tile in (Tile(block, 128, 1), Tile(block, 128, 2), Tile(block, 256, 4), Tile(2 * block, 128, 4)):
-        chosen = layouts(tile, block, k_major)
+        chosen = layouts(tile, block, k_major, as_values)
         assert chosen is not None
         for layout, consecutive in ((chosen.row, [0, 1]), (chosen.column, [1, 0] if k_major else [0, 1])):
             bits = [tuple(bit) for bit in (*layout.reg_bases, *layout.lane_bases, *layout.warp_bases)]
@@ -345,5 +349,5 @@ def test_layouts(k_major: bool) -> None:
             assert all((m & (m - 1), k & (k - 1)) == (0, 0) and (m == 0) != (k == 0) for m, k in bits)
             assert len(layout.lane_bases) == 5 and 2 ** len(layout.warp_bases) == tile.warps
             assert layout.reg_bases[:2] == [consecutive, [2 * at for at in consecutive]]
-    assert layouts(Tile(block, 128, 32), block, k_major) is None
-    assert layouts(Tile(block, 32, 1), block, k_major) is None
+    assert layouts(Tile(block, 128, 32), block, k_major, as_values) is None
+    assert layouts(Tile(block, 32, 1), block, k_major, as_values) is None

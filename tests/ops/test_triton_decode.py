@@ -367,7 +367,7 @@ def test_copies_of_bytes_compile_to_wide_accesses(k_major: bool) -> None:
 def test_epilogue_compiles_without_contraction() -> None:
     compiled = compile_for(
         finish_kernel, torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, 7, 7,
-        True, True, True, 1 / 2688, True, True, 16, 256, num_warps=4, enable_fp_fusion=False,
+        1, 1, 1 / 2688, True, True, 16, 256, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert compiled.spills == 0 and not any(inexact in compiled.ptx for inexact in (".ftz", "fma."))

@@ -125,4 +125,5 @@ def spread(
 def contracted_length(codes: Tensor, fmt: Format, dim: int, along: int) -> int:
     """Length of the contracted dim as it is stored: a packed one may end with a zero code, which adds nothing."""
     length = codes.shape[1] if along == ROWWISE else codes.shape[0]
-    return length * 2 if fmt.packed and dim == along else length
+    packed = fmt.packed and codes.dtype != torch.bfloat16  # values, see ``casts.Casts``
+    return length * 2 if packed and dim == along else length

@@ -59,10 +59,13 @@ def largest_scale_kernel(
 def finish_kernel(
     product, left, right, bias, out,
     M, N,
-    SCALED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr,
     ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The product times its factors, if SCALED, plus a bias rounded to the dtype of the output, rounded once."""
+    """The product times its factors plus a bias rounded to the dtype of the output, rounded once.
+
+    LEFT, RIGHT: 1 for a factor of each row or column, 0 for one of all, -1 for none.
+    """
     N = extent(N, ALIGNED_N)
     program = tl.program_id(0)
     columns = tl.cdiv(N, BLOCK_N)
@@ -71,9 +74,13 @@ def finish_kernel(
     where = m[:, None].to(tl.int64) * N + n[None, :]
     inside = (m[:, None] < M) & (n[None, :] < N)
     value = tl.load(product + where, mask=inside, other=0.0)
-    if SCALED:
-        a = tl.load(left + m * LEFT, mask=m < M, other=0.0)  # a factor of the whole tensor is read again and again
-        b = tl.load(right + n * RIGHT, mask=n < N, other=0.0)
+    if LEFT >= 0 or RIGHT >= 0:
+        a = tl.full((BLOCK_M,), 1.0, tl.float32)
+        b = tl.full((BLOCK_N,), 1.0, tl.float32)
+        if LEFT >= 0:
+            a = tl.load(left + m * LEFT, mask=m < M, other=0.0)  # a factor of the whole tensor is read again and again
+        if RIGHT >= 0:
+            b = tl.load(right + n * RIGHT, mask=n < N, other=0.0)
         factor = a[:, None] * b[None, :]
         if INVERSE != 1:
             factor = factor * INVERSE
@@ -99,7 +106,7 @@ def spread(
     if fmt.scale_rule == "two_level":
         assert amax is not None
         factor, divisor, rule = amax, 6.0 * fmt.block_scale_max, fmt.scaling
-    elif fmt.block:
+    elif fmt.block and codes.dtype != torch.bfloat16:
         rule, level = fmt.scaling, "largest"
         factor, strides = _largest(scale_inv, fmt, dim, along, outer)
     factors = Factors(rule, scale_inv, level, factor, strides, 1.0, 0)
@@ -116,6 +123,8 @@ def values(
 
 def _written(codes: Tensor, fmt: Format, dim: int, along: int, outer: int, factors: Factors) -> Tensor:
     """bf16 [outer, contracted]."""
+    if codes.dtype == torch.bfloat16:  # as they were cast, see ``casts.Casts``
+        return codes if along == ROWWISE else codes.t()
     length = contracted_length(codes, fmt, dim, along)
     shape = (outer, length) if along == ROWWISE else (length, outer)
     out = allocate(shape, torch.bfloat16, codes.device, transposed=codes.stride(1) != 1 and not fmt.packed)
@@ -154,26 +163,38 @@ def prepare(a: tuple[Any, ...], b: tuple[Any, ...], direct: bool) -> tuple[Seque
     if direct:
         return (values(*a), values(*b)), UNSCALED
     left, right = spread(*a), spread(*b)
-    return (left.codes, right.codes), Scales(left.factor, right.factor, left.divisor * right.divisor)
+    scales = Scales(_factor(a, left), _factor(b, right), left.divisor * right.divisor)
+    return (left.codes, right.codes), scales
+
+
+def _factor(operand: tuple[Any, ...], written: Values) -> Tensor | None:
+    """None for values that were cast under scales that are powers of two: those are in them."""
+    cast_as_values = operand[0].dtype == torch.bfloat16
+    return None if cast_as_values and operand[3].scaling.power_of_two else written.factor
+
+
+def factors_of(scales: Scales, other: Tensor) -> tuple[list[Tensor], list[int]]:
+    """The factors as kernels read them, ``other`` for none, and their steps: 1 for one each, 0 for one of all, -1."""
+    sides = scales[0], scales[1]
+    factors = [other if factor is None else at_16_bytes(factor.contiguous()) for factor in sides]
+    return factors, [-1 if factor is None else int(factor.numel() > 1) for factor in sides]
 
 
 def finish(product: Tensor, scales: Scales, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """fp32 ``product`` [m, n] times its scales, plus ``bias`` [n] in the output's dtype, rounded once.
+    """fp32 ``product`` [m, n] times its scales, if any, plus ``bias`` [n] in the output's dtype, rounded once.
 
     The factor is that of ``reference.tensor_factor``.
     """
     M, N = product.shape
     product = ready(product)
     out = allocate((M, N), out_dtype, product.device)
-    left, right, divisor = scales
-    factors = [product if factor is None else at_16_bytes(factor.contiguous()) for factor in (left, right)]
+    factors, steps = factors_of(scales, product)
     _finish(
         triton.cdiv(M, FINISH.rows) * triton.cdiv(N, FINISH.cols),
         (product, *factors, product if bias is None else ready(bias), out),
         (M, N),
         (
-            left is not None, factors[0].numel() > 1, factors[1].numel() > 1, 1.0 / divisor, bias is not None,
-            aligned([N]), FINISH.rows, FINISH.cols,
+            *steps, 1.0 / scales[2], bias is not None, aligned([N]), FINISH.rows, FINISH.cols,
         ),
         FINISH.warps,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from minifloat.formats import Format, ScaleRule
 from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.quantize.decode import saturated
 from minifloat.ops.quantize.device import (
     corner,
     extent,
@@ -56,9 +57,12 @@ def cast_blocks(
     values, levels, first_m, first_k, M, K,
     ROWS: tl.constexpr, COLS: tl.constexpr, GIVEN: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    GLUON: tl.constexpr,
+    AS_VALUES: tl.constexpr, GLUON: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of fp32 ``values``, and the grid of its scales; without a RULE that of its amaxes."""
+    """Codes of a tile of fp32 ``values``, and the grid of its scales; without a RULE that of its amaxes.
+
+    ``AS_VALUES``: in lieu of codes the bf16 numbers that they stand for.
+    """
     BLOCK_M: tl.constexpr = values.shape[0]
     BLOCK_K: tl.constexpr = values.shape[1]
     blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS))
@@ -72,8 +76,11 @@ def cast_blocks(
     else:
         multiplier, scale = RULE.kernels.scale(amax, MAX, EPSILON, LARGEST)
         codes = ELEMENT.kernels.encode(blocks * multiplier[:, None, :, None], ELEMENT)
+        if AS_VALUES:
+            codes = ELEMENT.kernels.decode(codes, ELEMENT) * RULE.kernels.value(scale)[:, None, :, None]
+            codes = saturated(codes).to(tl.bfloat16)
         codes = tl.reshape(codes, (BLOCK_M, BLOCK_K))
-        if not GLUON:
+        if not (GLUON or AS_VALUES):
             codes = single_bytes(codes, M)
     return codes, scale
 
@@ -122,18 +129,21 @@ def store_block_cast(
 
     Whatever made its values: a load, or a norm or activation of what was loaded. Outside of the matrix they are 0, -0
     or NaN, which no amax counts. ``..._levels`` are read if ``GIVEN``. ``P``, ``ALIGNED_P``: see ``store_codes``.
+    Codes of a pointer to bf16 are values.
     """
     SHORT: tl.constexpr = BLOCK if TILE else 1
     GLUON: tl.constexpr = LAYOUTS is not None
+    ROW_VALUES: tl.constexpr = row_codes.dtype.element_ty == tl.bfloat16
+    COLUMN_VALUES: tl.constexpr = column_codes.dtype.element_ty == tl.bfloat16
     values = tile.load(LAYOUTS.row).to(tl.float32) if GLUON else tile
     if ROW or TILE:  # square tiles are the same codes in both orientations
         codes, scale = cast_blocks(
             values, row_levels, first_m, first_k, M, K, SHORT, BLOCK, GIVEN,
-            ELEMENT, MAX, RULE, EPSILON, LARGEST, GLUON,
+            ELEMENT, MAX, RULE, EPSILON, LARGEST, ROW_VALUES, GLUON,
         )  # fmt: skip
     if ROW:
         if RULE is not None:
-            if ELEMENT.packed:
+            if ELEMENT.packed and not ROW_VALUES:
                 store_packed(row_codes, codes, first_m, first_k, M, K, False)
             else:
                 m, k = places(codes, first_m, first_k, GLUON)
@@ -146,10 +156,10 @@ def store_block_cast(
         if not TILE:
             codes, scale = cast_blocks(
                 values, column_levels, first_m, first_k, M, K, BLOCK, SHORT, GIVEN,
-                ELEMENT, MAX, RULE, EPSILON, LARGEST, GLUON,
+                ELEMENT, MAX, RULE, EPSILON, LARGEST, COLUMN_VALUES, GLUON,
             )  # fmt: skip
         if RULE is not None:
-            if ELEMENT.packed:
+            if ELEMENT.packed and not COLUMN_VALUES:
                 store_packed(column_codes, codes, first_m, first_k, M, K, True)
             else:
                 if K_MAJOR:
@@ -242,7 +252,7 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
     rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
     sizes = Aligned.of(rows, cols)
     # Launches of other kinds have not run through shared memory yet.
-    shown = rule is not None and noop is None and len(jobs) == 1 and not kind[1]
+    shown = rule is not None and noop is None and not kind[1]
     choice, spread = choose(first, sizes, choice, shown)
     counts = [triton.cdiv(M, choice.rows) * triton.cdiv(K, choice.cols) for M, K in zip(rows, cols, strict=True)]
     programs = Programs.of(counts)
@@ -271,7 +281,18 @@ def choose(job: Job, sizes: Aligned, choice: Tile | None = None, shared: bool = 
     shared = shared and through_shared(job.x, fmt, column is not None, k_major, sizes)
     wide = sizes.stored and sizes.cols
     choice = block_tile("cast", fmt, job.row is not None, column is not None, shared, wide, job.x.device, choice)
-    return choice, layouts(choice, fmt.block, k_major) if shared else None
+    as_values = tuple(target is not None and holds_values(target) for target in (job.row, column))
+    return choice, layouts(choice, fmt.block, k_major, as_values) if shared else None
+
+
+def gives_values(fmt: Format, x: Tensor) -> bool:
+    """``x`` may be cast to values in lieu of codes: they are numbers of bf16 (``matmul/emulated.py``)."""
+    return not fmt.tile and fmt.scaling.own and fmt.scaling.power_of_two and x.dtype != torch.float32
+
+
+def holds_values(target: Target) -> bool:
+    """In lieu of codes."""
+    return target.codes.dtype == torch.bfloat16
 
 
 def block_tile(

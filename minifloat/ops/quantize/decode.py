@@ -95,6 +95,12 @@ def rotate_back(x, ROWS: tl.constexpr, COLS: tl.constexpr, NEGATIVE: tl.constexp
 
 
 @triton.jit
+def saturated(x):
+    """fp32 ``x``, cut at bf16's largest number; NaN stays NaN."""
+    return tl.clamp(x, -BF16_MAX, BF16_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def decode_tile(
     codes, scales, levels, out, first_m, first_k,
     M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
@@ -117,8 +123,8 @@ def decode_tile(
             RULE, LEVEL, INVERSE, SCALE_ROWS, SCALE_COLS,
         )  # fmt: skip
         blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS)) * factor[:, None, :, None]
-        if LEVEL == "saturated":  # compared one by one: minimum and maximum would drop NaN
-            blocks = tl.where(blocks > BF16_MAX, BF16_MAX, tl.where(blocks < -BF16_MAX, -BF16_MAX, blocks))
+        if LEVEL == "saturated":
+            blocks = saturated(blocks)
         values = tl.reshape(blocks, (BLOCK_M, BLOCK_K))
     if NEGATIVE != 0:
         values = rotate_back(values, BLOCK_M, BLOCK_K, NEGATIVE)

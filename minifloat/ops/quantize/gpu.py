@@ -74,17 +74,28 @@ def cast(
     dims: Sequence[int],
     k_major: Sequence[bool],
     noop: Tensor | None,
+    as_values: Sequence[bool] = (),
 ) -> list[Tensor]:
-    """As the operation; a rowwise cast and the columnwise one of the same tensor that follows it are one pass."""
+    """As the operation; a rowwise cast and the columnwise one of the same tensor that follows it are one pass.
+
+    ``as_values``: which casts give bf16 values [M, K] in lieu of codes, where those are numbers of bf16.
+    """
     parsed = [parse(spec) for spec in formats]
     if not all(map(casts, parsed)):
         return quantize.cast.reference(xs, given, rngs, formats, dims, k_major, noop)
     outputs: list[Tensor] = []
     jobs: list[Job] = []
     previous = None
-    for x, level, rng, fmt, dim, transposed in zip(xs, given, rngs, parsed, dims, k_major, strict=True):
+    as_values = as_values or [False] * len(xs)
+    for x, level, rng, fmt, dim, transposed, value in zip(
+        xs, given, rngs, parsed, dims, k_major, as_values, strict=True
+    ):
         check(x, level, fmt, dim)
+        value = value and gives_values(fmt, level, x)
+        transposed = transposed and not value
         codes, scale_inv = empty_cast(x, fmt, dim, transposed)
+        if value:
+            codes = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
         own_amax = torch.zeros(int(fmt.scale_rule == "given"), dtype=torch.float32, device=x.device)
         target = Target(fmt, dim, level, codes, scale_inv, own_amax, transposed)
         outputs += codes, scale_inv, own_amax
@@ -92,6 +103,13 @@ def cast(
         previous = x
     launch(jobs, noop)
     return outputs
+
+
+def gives_values(fmt: Format, level: Tensor | None, x: Tensor) -> bool:
+    """A cast may give bf16 values in lieu of codes."""
+    if fmt.scale_rule == "two_level":
+        return nvfp4.gives_values(fmt, x)
+    return level is None and casts_blocks(fmt) and blocks.gives_values(fmt, x)
 
 
 def add(jobs: list[Job], x: Tensor, rng: Tensor | None, target: Target, follows: bool) -> None:

@@ -18,7 +18,7 @@ class Target(NamedTuple):
     Args:
         format, dim: the number format, and the dim that is scaled along.
         level: amax or scale that is given; see ``reference.cast``.
-        codes, scale_inv, amax: outputs, as ``kernels.quantize.cast`` returns them.
+        codes, scale_inv, amax: outputs, as ``kernels.quantize.cast`` returns them; codes of bf16 are values.
         k_major: the codes of a columnwise cast lie in memory with the contracted dim consecutive.
     """
 
@@ -53,7 +53,7 @@ def groups(jobs: Sequence[Job]) -> Iterator[list[Job]]:
     """Jobs that one launch can do: alike in dtype, formats and kind of ``rng``, at most ``launch.most_matrices``."""
     alike: dict[object, list[Job]] = {}
     for job in jobs:
-        targets = [(t.format, t.dim, t.k_major, t.level is None) for t in job.targets]
+        targets = [(t.format, t.dim, t.k_major, t.level is None, t.codes.dtype) for t in job.targets]
         key = (job.x.device, job.x.dtype, job.sharded, *targets)
         alike.setdefault(key, []).append(job)
     for group in alike.values():

@@ -54,18 +54,22 @@ def _runs_on(device: torch.device) -> bool:
 
 
 @lru_cache(256)
-def layouts(choice: Tile, block: int, k_major: bool) -> Layouts | None:
+def layouts(choice: Tile, block: int, k_major: bool, as_values: tuple[bool, ...] = (False, False)) -> Layouts | None:
     """Of a tile in strips of a ``block`` of 16-bit elements; None if it is too small for so many warps.
 
     Args:
         k_major: columnwise codes are stored with the columns outermost.
+        as_values: the row's and the column's codes are bf16 values, of which eight neighbours are 16 bytes.
     """
     tile, warps = (choice.rows, choice.cols), choice.warps
-    if k_major:
+    if as_values[1]:
+        column = _layout(tile, _bits(1, 1, 8), [*_bits(1, 8, 64), *_bits(0, 8, 32)], 0, block, warps)
+    elif k_major:
         column = _layout(tile, _bits(0, 1, 16), [*_bits(0, 16, 64), *_bits(1, 1, 8)], 0, block, warps)
     else:
         column = _layout(tile, _bits(1, 1, 4), [*_bits(1, 4, 64), *_bits(0, 16, 32)], 0, block, warps)
-    row = _layout(tile, _bits(1, 1, 16), [*_bits(1, 16, 64), *_bits(0, 1, 8)], 1, block, warps)
+    wide, high = (8, 4) if as_values[0] else (16, 8)
+    row = _layout(tile, _bits(1, 1, wide), [*_bits(1, wide, 64), *_bits(0, 1, high)], 1, block, warps)
     if row is None or column is None:
         return None
     loaded, shared = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0]), gl.NVMMASharedLayout(128, 16, rank=2)

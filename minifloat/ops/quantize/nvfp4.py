@@ -37,6 +37,7 @@ from minifloat.ops.quantize.nvfp4_device import (
     load_rows,
     rotate,
     stack_8,
+    stack_16,
     tile_max,
 )
 from minifloat.ops.quantize.philox_device import random_bits
@@ -50,6 +51,7 @@ def _cast_16_rows(
 ):  # fmt: skip
     """Casts 16 rows from ``m`` on and as many columns as there are ``LINES``, from ``k`` on."""
     GROUPS: tl.constexpr = LINES // GROUP
+    AS_VALUES: tl.constexpr = codes.dtype.element_ty == tl.bfloat16
     line = tl.arange(0, LINES)
     columns = k + line
     if COLUMN:
@@ -74,8 +76,10 @@ def _cast_16_rows(
         bits = ()
         if FORMAT.rounding == "stochastic":
             bits = random_bits(rng, m, k, K, COLUMN, SHARDED, ALIGNED_K, LINES)
-        packed, found = cast_groups(values, bits, block_amax, amax, FORMAT)
-    if COLUMN:
+        packed, found = cast_groups(values, bits, block_amax, amax, FORMAT, AS_VALUES)
+    if AS_VALUES:
+        _store_values(codes, packed, m, k, M, K, COLUMN)
+    elif COLUMN:
         _store_columns(codes, packed, m, columns, M, K)
     else:
         _store_rows(codes, packed, m, k, M, K, ALIGNED_K)
@@ -98,6 +102,21 @@ def _store_rows(codes, packed, m, k, M, K, ALIGNED_K: tl.constexpr):
     at = k // 2 + tl.arange(0, BYTES)
     inside = (rows[:, None] < M) & (at[None, :] < width)
     tl.store(codes + rows[:, None].to(tl.int64) * width + at[None, :], stack_8(packed).reshape(GROUP, BYTES), inside)
+
+
+@triton.jit
+def _store_values(target, values, m, k, M, K, COLUMN: tl.constexpr):
+    """Of whole groups: M and K are multiples of 16."""
+    LINES: tl.constexpr = values[0].shape[0]
+    columns = k + tl.arange(0, LINES)
+    if COLUMN:
+        for i in tl.static_range(GROUP):
+            tl.store(target + (m + i).to(tl.int64) * K + columns, values[i], mask=columns < tl.where(m < M, K, 0))
+    else:
+        rows = m + tl.arange(0, GROUP)
+        inside = (rows[:, None] < M) & (columns[None, :] < K)
+        tile = stack_16(values).reshape(GROUP, LINES)
+        tl.store(target + rows[:, None].to(tl.int64) * K + columns[None, :], tile, mask=inside)
 
 
 @triton.jit
@@ -236,6 +255,11 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
         constants(first, programs.variant, noop is not None, _aligned(xs), choice),
         choice.warps,
     )
+
+
+def gives_values(fmt: Format, x: Tensor) -> bool:
+    """``x`` may be cast to bf16 values in lieu of codes: these times the scales of their blocks."""
+    return not fmt.tile and fmt.rounding == "nearest" and aligned(x.shape)
 
 
 def constants(job: Job, variant: int, can_skip: bool, aligned_k: bool, choice: Tile) -> tuple[Any, ...]:

@@ -18,6 +18,8 @@ _NEGATIVE = tl.constexpr(0xD7E8)  # the signs of the rotation, see hadamard.py
 _SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 _INTEGERS = tl.constexpr(8388608.0)  # 2^23: fp32 numbers from here to twice this are the integers
 _INTEGER_BITS = tl.constexpr(0x4B000000)  # the bits of 2^23
+MINUS_ZERO_BITS = tl.constexpr(-0x80000000)
+_UNIT = tl.constexpr(2.0**126)  # times an fp32 number with a code's exponent and mantissa in its own: the code's value
 
 
 # ---- groups ----
@@ -59,6 +61,17 @@ def stack_8(x):
     N: tl.constexpr = x[0].shape[0]
     even, odd = stack_4(x[0], x[2], x[4], x[6]), stack_4(x[1], x[3], x[5], x[7])
     return tl.join(even, odd).reshape(N, 8)
+
+
+@triton.jit
+def stack_16(x):
+    """Sixteen of [N] as [N, 16]."""
+    N: tl.constexpr = x[0].shape[0]
+    even, odd = (
+        stack_8((x[0], x[2], x[4], x[6], x[8], x[10], x[12], x[14])),
+        stack_8((x[1], x[3], x[5], x[7], x[9], x[11], x[13], x[15])),
+    )
+    return tl.join(even, odd).reshape(N, 16)
 
 
 @triton.jit
@@ -157,8 +170,8 @@ def decode(x, rounded):
 
 
 @triton.jit
-def encode_stochastic(x, bits):
-    """fp32 to E2M1 codes 0..15, up with the probability of the remainder: ``bits`` is a random byte."""
+def _stochastic(x, bits):
+    """The code 0..7 of the magnitude, up with the probability of the remainder: ``bits`` is a random byte."""
     a = tl.abs(x)
     # Twice the step is the power of two below `a`; from 8 on it does not matter, since all becomes 6.
     power = (a.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -166,7 +179,7 @@ def encode_stochastic(x, bits):
     t = tl.minimum(tl.fma(share, tl.maximum(power, 1.0) * (0.5 / 256), a), 6.0)  # also of NaN
     # Exponent and first bit of the mantissa are the code from 1 on; below, it is 1 from a half on.
     code = (t.to(tl.int32, bitcast=True) >> 22) - 252
-    return tl.maximum(code, (t >= 0.5).to(tl.int32)) | _sign(x)
+    return tl.maximum(code, (t >= 0.5).to(tl.int32))
 
 
 # ---- scales ----
@@ -220,7 +233,7 @@ def _tile_sum(x, COLUMN: tl.constexpr):
     return _as_lines(x, COLUMN)
 
 
-# ---- casts of groups; each returns 8 bytes a group, two codes in each, and E4M3 scales ----
+# ---- casts of groups; each returns 8 bytes a group, two codes in each, or 16 values, and E4M3 scales ----
 
 
 @triton.jit
@@ -232,16 +245,32 @@ def _pack(codes):
 
 
 @triton.jit
-def cast_groups(values, bits, block_amax, amax, FORMAT: tl.constexpr):
-    """To nearest, or with ``bits``, 16 random bytes a group, stochastically."""
+def _value(code, x, scales):
+    """bf16: the value of a code of magnitude, in the low bits of ``code``, with the sign of ``x``, times its scale."""
+    sign = tl.where(_sign(x) != 0, MINUS_ZERO_BITS, 0)
+    return (((code << 22) | sign).to(tl.float32, bitcast=True) * _UNIT * scales).to(tl.bfloat16)
+
+
+@triton.jit
+def cast_groups(values, bits, block_amax, amax, FORMAT: tl.constexpr, AS_VALUES: tl.constexpr):
+    """To nearest, or with ``bits``, 16 random bytes a group, stochastically; ``AS_VALUES``: values in lieu of codes."""
     scale = encode_scale(amax, FORMAT.block_scale_max)
     scales = (block_amax * (scale * _SIXTH)).to(tl.float8e4nv)
     multiplier = _multiplier(scales, reciprocal(scale))
-    codes = ()
+    result = ()
     for i in tl.static_range(GROUP):
-        scaled = values[i] * multiplier
-        codes = append(codes, encode_stochastic(scaled, bits[i]) if FORMAT.rounding == "stochastic" else encode(scaled))
-    return _pack(codes), scales.to(tl.uint8, bitcast=True)
+        x = values[i] * multiplier
+        if FORMAT.rounding == "stochastic":
+            code = _stochastic(x, bits[i])
+        else:
+            code = _nearest(x).to(tl.int32, bitcast=True)
+        if AS_VALUES:  # exact: bits above those of the code are shifted out
+            result = append(result, _value(code, x, scales.to(tl.float32)))
+        else:
+            result = append(result, (code & 7) | _sign(x))
+    if not AS_VALUES:
+        result = _pack(result)
+    return result, scales.to(tl.uint8, bitcast=True)
 
 
 @triton.jit

@@ -62,11 +62,12 @@ class Recorded(Work):
 
     Args:
         separate: no outputs share memory, which those of an operation must not.
+        as_values: as of ``gpu.cast``.
     """
 
-    def __init__(self, request: Request, separate: bool = False) -> None:
+    def __init__(self, request: Request, separate: bool = False, as_values: Sequence[bool] = ()) -> None:
         super().__init__(request)
-        self.separate = separate
+        self.separate, self.as_values = separate, as_values
         read = read_amaxes(request.formats, request.own_level)
         self.readers = [request.own_level.index(own) for own in read]  # of each the first cast that takes it
         self.known: dict[Any, Any] = {}  # a Recording, or None: cannot be replayed
@@ -117,7 +118,8 @@ class Recorded(Work):
             return (), amaxes
         levels = [given[j] if own < 0 else amaxes[own] for j, own in enumerate(request.own_level)]
         sources = [xs[i] for i in request.cast_of]
-        made = gpu.cast(sources, levels, rngs, request.formats, request.dims, request.k_major, noop)
+        kinds = request.formats, request.dims, request.k_major
+        made = gpu.cast(sources, levels, rngs, *kinds, noop, self.as_values)
         return list(zip(made[0::3], made[1::3], made[2::3], levels, strict=True)), amaxes
 
     def _record(
@@ -219,7 +221,7 @@ class _Cast(NamedTuple):
     ``shares``: it takes the scale of the cast before it, of the same tensor in the other orientation.
     """
 
-    codes: tuple[tuple[int, ...], tuple[int, ...]]
+    codes: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     scales: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     shares: bool
     measured: int
@@ -271,7 +273,7 @@ class Recording(NamedTuple):
                 zeros.append(measured)
             level = request.own_level[j] if fmt.scale_rule == "two_level" else -1
             scales = tuple(scale_inv.shape), scale_inv.stride(), scale_inv.dtype
-            casts.append(_Cast((tuple(codes.shape), codes.stride()), scales, shares, place, level))
+            casts.append(_Cast((tuple(codes.shape), codes.stride(), codes.dtype), scales, shares, place, level))
         made = [part for output in outputs for part in output[:2]]
         nothing = [output[2] for output in outputs if output[2] is not None and not output[2].numel()]
         slots: dict[int, int] = {}  # of a tensor, by its identity, its place in the list of addresses
@@ -296,7 +298,7 @@ class Recording(NamedTuple):
         self, pointers: list[int], given: Sequence[Tensor | None], device: torch.device
     ) -> tuple[Sequence[Output], Sequence[Tensor]]:
         """Allocates, launches, and gives what was made."""
-        empty, byte = launch.empty_strided, torch.uint8
+        empty = launch.empty_strided
         outputs: list[Output] = []
         zeros: Any = ()
         scale_inv: Any = None
@@ -311,8 +313,8 @@ class Recording(NamedTuple):
                 zeros = self._parts(whole[taken : taken + self.room])
         if self.separate and self.zeros:
             zeros = self._alone(pointers, device)
-        for j, ((shape, stride), scales, shares, measured, level) in enumerate(self.casts):
-            codes = empty(shape, stride, byte)
+        for j, (layout, scales, shares, measured, level) in enumerate(self.casts):
+            codes = empty(*layout)
             scale_inv = scale_inv if shares else empty(*scales)
             own = zeros[measured] if measured >= 0 else None
             outputs.append((codes, scale_inv, own, zeros[level] if level >= 0 else given[j]))

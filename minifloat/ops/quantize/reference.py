@@ -90,9 +90,17 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
 def dequantize(
     codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, rows: int, cols: int
 ) -> Tensor:
-    """The fp32 values [rows, cols] that codes and scales stand for, rotated back where the format rotates."""
+    """The fp32 values [rows, cols] that codes and scales stand for, rotated back where the format rotates.
+
+    ``codes`` of bf16 are what a cast gave in lieu of them: times the scales of their blocks.
+    """
     shape = torch.Size((hadamard.padded(rows) if fmt.transform == "hadamard16" else rows, cols))
-    values = _blocks(decode(codes, fmt, dim, shape), *fmt.scale_block(dim))
+    if codes.dtype == torch.bfloat16:
+        scales = fmt.scaling.values(scale_inv)[:, None, :, None]
+        values = _blocks(codes.float(), *fmt.scale_block(dim))
+        values = torch.where(scales == 0, values, values / scales)
+    else:
+        values = _blocks(decode(codes, fmt, dim, shape), *fmt.scale_block(dim))
     restored = _unblock(values * _factors(scale_inv, amax, fmt, dim), shape)
     return hadamard.inverse(restored)[:rows] if fmt.transform == "hadamard16" else restored
 
