@@ -21,6 +21,7 @@ from triton.runtime.jit import MockTensor
 
 from minifloat import capability
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
+from minifloat.functional import batch_invariant
 from minifloat.ops import grouped, matmul
 from minifloat.ops.grouped import hopper, products, sums
 from minifloat.ops.grouped.gemm import grouped_depth_kernel, grouped_rows_kernel
@@ -28,6 +29,7 @@ from minifloat.ops.grouped.sums import grouped_sum_kernel
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import fold_kernels
 from minifloat.ops.tiles import GEMM_SM_90, SM_90
+from minifloat.quantizer import Quantizer
 from tests.helpers.compare import U, assert_same_bits, assert_within
 from tests.helpers.grouped_operands import Operand, alone, integers, offsets_of, poisoned, quantized, values
 from tests.helpers.tensor_core import tensor_core_error
@@ -270,6 +272,30 @@ def test_the_kernel_of_hopper_gives_the_bits_of_tritons(
             patch.setattr(hopper, "takes", lambda *sides: False)
             expected = case.multiply(torch.float32, bias, device=torch.device("cuda"))
         assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("a_spec", "b_spec"),
+    [(BF16, BF16), (ROW, ROW), (STRIP, TILE), (STRIP, STRIP), (MX, MX_TILE), (NV_ROWS, NV), (STRIP2, MX4)],
+)
+def test_rows_of_one_matrix_do_not_depend_on_the_others(
+    a_spec: str, b_spec: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Casts of whole matrices as one group: any rows alone have the bits that they have among all."""
+    monkeypatch.setattr(grouped, "grouped_mm", products.multiply)
+    monkeypatch.setattr(grouped, "rowwise_mm", products.multiply_values)
+    x_quantizer, w_quantizer = (Quantizer(parse(spec), columnwise=False) for spec in (a_spec, b_spec))
+    x, w, bias = (torch.randn(shape).to(device, torch.bfloat16) for shape in ((150, 140), (37, 140), (37,)))
+    weight = w_quantizer(w).along(ROWWISE)
+
+    def run(rows: Any) -> Tensor:
+        with torch.no_grad():
+            own = x_quantizer(x[rows]).along(ROWWISE)
+            return batch_invariant.multiply("fprop", own, weight, torch.bfloat16, bias, True)
+
+    y = run(slice(None))
+    for rows in (slice(1), slice(17), slice(16, 17), slice(120, 150), torch.randperm(150).to(device)):
+        assert_same_bits(run(rows), y[rows])
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
