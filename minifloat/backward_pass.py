@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ class BackwardPass:
     Args:
         task: the engine's number of it.
         outer: a backward that was running in this thread when this one began, maybe inside of one of its nodes.
+
+    ``at_end`` has what is done for each node, ``together`` what is done once, and for which items.
     """
 
     def __init__(self, task: int, outer: BackwardPass | None = None) -> None:
@@ -24,19 +27,26 @@ class BackwardPass:
         self.outer = outer
         self.ended = False
         self.at_end: list[Callable[[bool], None]] = []
+        self.together: dict[Together, list[Any]] = {}
         self.on_failure: list[Callable[[], None]] = []
 
     def finish(self, early: bool = False) -> None:
         """Does now what is left to do, in its order; ``early``, which each is told: the backward goes on."""
         work, self.at_end = self.at_end, []
+        together, self.together = self.together, {}
         for each in work:
             each(early)
+        for all_at_once, items in together.items():
+            all_at_once(self, items, early)
 
     def fail(self) -> None:
         """Drops what is left to do and undoes what was done, the latest first."""
-        undo, self.on_failure, self.at_end = self.on_failure, [], []
+        undo, self.on_failure, self.at_end, self.together = self.on_failure, [], [], {}
         for each in reversed(undo):
             each()
+
+
+Together = Callable[[BackwardPass, list[Any], bool], None]
 
 
 class _End:

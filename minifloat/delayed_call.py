@@ -120,16 +120,14 @@ class DelayedCall:
                 state.progress.pending[0].finish(early=True)
         for state in states:
             state.progress.pending = backward, self.region
-        backward.at_end.append(partial(self._update_pending, states, backward))
+        if self.shared or self.group is not None:
+            backward.at_end.append(partial(self._update_pending, states, backward))
+        else:
+            backward.together.setdefault(_update_together, []).append(self)
         backward.on_failure.append(partial(_drop_pending, states))
 
     def _update_pending(self, states: Sequence[AmaxHistory], backward: BackwardPass, early: bool) -> None:
-        for state in states:
-            if early:
-                backward.on_failure.append(state.restorer())
-            else:
-                state.progress.incomplete = False
-        _drop_pending(states)
+        _begin_update(states, backward, early)
         self._update()
 
     def _update(self) -> None:
@@ -137,6 +135,21 @@ class DelayedCall:
             self.region.update(forward=False)
         else:
             delayed.update([self.histories[1]], self.group)
+
+
+def _update_together(backward: BackwardPass, calls: Sequence[DelayedCall], early: bool) -> None:
+    """The updates of layers whose ranks do not reduce, in few launches."""
+    _begin_update([call.states[1] for call in calls], backward, early)
+    delayed.update([call.histories[1] for call in calls])
+
+
+def _begin_update(states: Sequence[AmaxHistory], backward: BackwardPass, early: bool) -> None:
+    for state in states:
+        if early:
+            backward.on_failure.append(state.restorer())
+        else:
+            state.progress.incomplete = False
+        state.progress.pending = None
 
 
 def _drop_pending(states: Sequence[AmaxHistory]) -> None:

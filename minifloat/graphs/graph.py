@@ -52,11 +52,13 @@ class Graph:
         Raises:
             RuntimeError: PyTorch's, of an operation that no graph can hold, as one that waits for the GPU.
         """
+        from minifloat.ops.quantize.pipeline import zeros_of_graph  # which needs Triton
+
         before = torch.cuda.current_stream(self.stream.device)
         capture = torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local")
         try:
             capture.__enter__()
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), zeros_of_graph():
                 result = function()
         except BaseException:
             with suppress(RuntimeError):  # PyTorch's own about a capture that has failed

@@ -196,6 +196,23 @@ def test_zeros_in_a_graph_are_its_own(device: torch.device, monkeypatch: pytest.
     assert before and pipeline._zeros.filled == before
 
 
+def test_a_graph_fills_zeros_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all casts of one capture, and anew for the next one."""
+    fills: list[int] = []
+    filled = pipeline._filled
+    monkeypatch.setattr(pipeline, "_filled", lambda count, on: fills.append(count) or filled(count, on))
+    xs = values(device, (32, 48), (17, 33))
+    replayed(xs, [E4M3, E5M2])
+    before = dict(pipeline._zeros.filled)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(2):
+        fills.clear()
+        with pipeline.zeros_of_graph():
+            for _ in range(3):
+                assert_same(replayed(xs, [E4M3, E5M2]), by_reference(xs, [E4M3, E5M2]))
+        assert fills == [pipeline.MOST_ZEROS] and pipeline._zeros.filled == before
+
+
 @pytest.mark.parametrize("stream", [0, 7])
 def test_fills_of_operations(stream: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor warms graphs up on a stream of its own, in the graph's memory, of which nothing may be left."""

@@ -7,7 +7,8 @@ GPU takes for a small layer, so that what the first call launched is kept, with 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -40,10 +41,11 @@ class _Zeros(threading.local):
 
     def __init__(self) -> None:
         self.filled: dict[tuple[int, int], tuple[Tensor, int]] = {}  # by device and stream, and how many are taken
+        self.of_graph = False
 
     def take(self, count: int, device: torch.device) -> tuple[Tensor, int]:
         """fp32 zeros, and where in them, at a multiple of 16 bytes, the next ``count`` are nobody else's."""
-        if torch.cuda.is_current_stream_capturing() or count > MOST_ZEROS:
+        if torch.cuda.is_current_stream_capturing() != self.of_graph or count > MOST_ZEROS:
             return _filled(count, device), 0  # replays of a graph fill again
         key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
         whole, taken = self.filled.get(key, (None, MOST_ZEROS))
@@ -55,6 +57,20 @@ class _Zeros(threading.local):
 
 
 _zeros = _Zeros()
+
+
+@contextmanager
+def zeros_of_graph() -> Iterator[None]:
+    """Inside, this thread captures one CUDA graph, which has fills of its own: each serves many calls, in any replay.
+
+    Without it each captured call fills zeros of its own: nothing tells one graph from the next.
+    """
+    outside = _zeros.filled, _zeros.of_graph
+    _zeros.filled, _zeros.of_graph = {}, True
+    try:
+        yield
+    finally:
+        _zeros.filled, _zeros.of_graph = outside
 
 
 class Recorded(Work):

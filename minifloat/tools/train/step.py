@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minifloat import MoE, router_losses
+from minifloat import MoE, autocast, router_losses
 from minifloat.comm.dtensor import own_rows
 from minifloat.tools.train.ranks import ALONE, Ranks
 from minifloat.tools.train.run import TrainConfig
@@ -105,7 +105,8 @@ def batch_loss(
     It is weighted so that :meth:`Ranks.mean` is that over the batch.
     """
     inputs_BT, targets_BT = (ranks.share(part).to(device, non_blocking=True) for part in batch)
-    with torch.autocast(device.type, dtype=config.dtype, enabled=config.dtype != torch.float32):
+    # Layers have recipes of their own; inside of this, delayed scaling updates all histories together, not each alone.
+    with autocast(enabled=False), torch.autocast(device.type, config.dtype, enabled=config.dtype != torch.float32):
         logits = model(inputs_BT)
     loss = F.cross_entropy(logits.flatten(0, -2).float(), ranks.own(targets_BT).flatten())
     return loss * ranks.weight(batch[0])
