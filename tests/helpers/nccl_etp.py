@@ -2,7 +2,7 @@
 
 Models whose weights' rows are shared beside unsharded replicas that have the same data: outputs and gradients of inputs
 to the bit, gradients of weights as the mean of all replicas'. Then races, with kernels that sleep before a cast, before
-a gather and after one; memory; how much of the gathers' time nothing hides. A line a case; ends with an error if any
+a gather and after one; memory; how much of the gathers' time nothing hides; host time. A line a case; ends with an error if any
 differs. On a CPU (``--device cpu``) the same over gloo, without sleeps.
 """
 
@@ -210,6 +210,56 @@ def hidden(rank: int, size: int, device: str) -> str:
     return f"[{'; '.join(said)}]"
 
 
+def host(rank: int, size: int, device: str) -> str:
+    """Microseconds of the host for forward and backward of a small layer, whole, shared, and shared with no prefetch.
+
+    The device is idle when it begins, and no call waits for it.
+    """
+    makes: dict[str, Callable[[], nn.Module]] = {
+        recipe: partial(minifloat.Linear, 256, 256, dtype=torch.bfloat16, recipe=recipe) for recipe in ("current", "block")
+    }
+    for recipe, single in product(("current", "block"), (False, True)):
+        options = {"dtype": torch.bfloat16, "recipe": recipe, "single_grouped_weight": single}
+        makes[f"64 experts{', one parameter' * single}, {recipe}"] = partial(Experts, **options)
+    said = []
+    for name, make in makes.items():
+        times = []
+        for depth in (None, 1, 0):
+            torch.manual_seed(0)
+            with torch.device(device):
+                model = nn.Sequential(make(), make())
+            if depth is not None:
+                parallelize(model, init_device_mesh(device, (size,), mesh_dim_names=("etp",)), prefetch=depth)
+            x = torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+            times.append(_host_microseconds(lambda model=model, x=x: model(x).sum().backward()) / 2)
+        said.append(f"{name}: {times[0]:.0f}, {times[1]:.0f}, {times[2]:.0f}")
+    return f"[{'; '.join(said)} us]"
+
+
+class Experts(nn.Module):
+    """64 of them, of equally many rows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer = minifloat.GroupedLinear(64, 256, 256, **options)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x, [len(x) // 64] * 64)
+
+
+def _host_microseconds(step: Callable[[], object], steps: int = 3) -> float:
+    times = []
+    for _ in range(9):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        times.append((time.perf_counter() - start) / steps * 1e6)
+    return sorted(times)[len(times) // 2]
+
+
 def _milliseconds(step: Callable[[], object]) -> float:
     for _ in range(4):
         step()
@@ -230,7 +280,7 @@ def cases(repetitions: int) -> dict[str, Check]:
         found[f"transformer {recipe}, {depth} ahead"] = partial(lockstep, "transformer", recipe, depth, 3)
     for place, depth in product(("cast", "gather", "use", "reduction"), (0, 1, 2)):
         found[f"race at {place}, {depth} ahead"] = partial(race, place, depth, repetitions)
-    return found | {"memory": memory, "hidden": hidden}
+    return found | {"memory": memory, "hidden": hidden, "host": host}
 
 
 def main() -> None:
