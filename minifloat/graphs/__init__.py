@@ -70,7 +70,8 @@ def make_graphed_callables(
             captured under; without a recipe none, and layers that have their own keep it. Calls are inside of an
             ``autocast`` of the same recipe, which updates amax histories at its end, or of none.
         cache_quantized_params: modules take ``is_first_microbatch``. Calls with False skip the casts of the weights,
-            by a flag on the device. Not for :class:`~minifloat.GroupedLinear`.
+            by a flag on the device. Not for :class:`~minifloat.GroupedLinear`, nor for weights that ``etp_group``
+            shards.
         _order: the forwards (1 for the first module) and backwards (-1) of the microbatches of a step, in their order,
             as ``[1, 1, -1, 1, -1, -1]``. Each microbatch then has graphs of its own, and modules stay as they are.
 
@@ -79,7 +80,7 @@ def make_graphed_callables(
 
     Raises:
         ValueError: something is on a CPU, ``_order`` is none, or a module cannot be captured: it has hooks on
-            parameters, ``delay_wgrad_compute``, weights that FSDP2 or extended tensor parallelism shards.
+            parameters, ``delay_wgrad_compute``, weights that FSDP2 shards.
         TypeError: ``cache_quantized_params``, and a module takes no ``is_first_microbatch``.
     """
     several = not isinstance(modules, nn.Module)
@@ -108,6 +109,8 @@ def make_graphed_callables(
     ]
     with unchanged(listed, device):
         _capture(made, steps, device, num_warmup_iters, allow_unused_input)
+    for graphed in made:
+        graphed[0].shared.forget()
     if _order is not None:
         return tuple(tuple(graphed) for graphed in made)
     for module, (graphed_once,) in zip(listed, made, strict=True):
@@ -175,7 +178,9 @@ def _check(module: nn.Module, caches: bool) -> None:
                 f"{layer._label}: delay_wgrad_compute=True leaves work for backward_dw(), which no graph of a backward "
                 "holds; set it to False"
             )
-        if layer._etp is not None:
-            raise ValueError(f"{layer._label}: its weight is sharded by etp_group, whose gathers no graph of it holds")
+        if caches and layer._etp is not None:
+            raise ValueError(
+                f"{layer._label}: cache_quantized_params is not for weights that etp_group shards; leave it out"
+            )
         if caches and isinstance(layer, GroupedLinear):
             raise ValueError(f"{layer._label}: cache_quantized_params is not for grouped linears; leave it out")

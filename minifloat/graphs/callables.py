@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from minifloat.autocast import autocast, captured, current
 from minifloat.delayed_call import DelayedCall
 from minifloat.graphs import graph
 from minifloat.graphs.order import Progress
+from minifloat.graphs.shared_weights import SharedWeights
 from minifloat.graphs.warm_up import fused_weights, scratch_main_grads
 from minifloat.nn import weight_cache
 from minifloat.nn.linear_state import LinearState
@@ -99,6 +101,7 @@ class GraphedCallable:
         self.inputs = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.routed = [each for each in module.modules() if isinstance(each, MoE)]
         self.main_grads = [(weight, weight.main_grad.data_ptr()) for weight in fused_weights(module)]
+        self.shared = SharedWeights(module)
         self.calls: list[DelayedCall] = []
         self.attached: list[Any] = []  # outputs with their autograd graph, until the backward is captured
 
@@ -126,6 +129,7 @@ class GraphedCallable:
     def capture_forward(self, captured_by: graph.Graph, place: int) -> None:
         """As number ``place`` of the pool."""
         self.places[0], self.forward_graph = place, captured_by
+        self.shared.settle()
         self.outputs = captured_by.capture(self._run)
         self.differentiable = [output.requires_grad for output in self.attached if isinstance(output, Tensor)]
         if self.cache is not None and self.microbatch == 0:
@@ -139,6 +143,7 @@ class GraphedCallable:
         self.given = [torch.zeros_like(output) for output in self._differentiable()]
         if self.given:
             self.places[1], self.backward_graph = place, captured_by
+            self.shared.settle()
             self.gradients = captured_by.capture(lambda: self._gradients(self.given))
 
     def _run(self) -> list[Any]:
@@ -146,8 +151,10 @@ class GraphedCallable:
         args, kwargs = tree_unflatten(self.leaves, self.spec)
         first = self.cache is not None and self.microbatch == 0
         casting = self.cache.casting() if self.cache is not None and first else nullcontext()
-        with captured(self.context) as calls, _torch_autocast(self.autocast_dtype), casting:
-            result = self.forward(*args, **kwargs, **({} if self.cache is None else {"is_first_microbatch": first}))
+        told = {} if self.cache is None else {"is_first_microbatch": first}
+        in_graph = self.shared.in_graph(forward=True)
+        with in_graph, captured(self.context) as calls, _torch_autocast(self.autocast_dtype), casting:
+            result = self.forward(*args, **kwargs, **told)
         self.calls = calls
         result = result, [(moe.router_loss, moe.expert_counts) for moe in self.routed]
         self.attached, self.output_spec = tree_flatten(result)
@@ -164,8 +171,9 @@ class GraphedCallable:
         targets = [*[self.leaves[i] for i in self.inputs], *self.parameters]
         if not outputs or not targets:
             return [None] * len(targets)
+        compute = partial(torch.autograd.grad, outputs, grad_outputs=given, allow_unused=True)
         with torch.autocast(graph.Graph.device_type, enabled=False):  # as backward runs, whatever surrounds the capture
-            return torch.autograd.grad(outputs, targets, given, allow_unused=True)
+            return self.shared.gradients(targets, compute)
 
     # ---- replay ----
 
@@ -264,6 +272,7 @@ class _Run:
         if self.first:
             for weight, _ in of.main_grads:
                 weight.main_grad_is_old = True
+        of.shared.settle()
         of.forward_graph.replay()
         return [output.detach() for output in of.outputs if isinstance(output, Tensor)]
 
@@ -284,6 +293,7 @@ class _Run:
             call.backward_begins()
         for own, grad in zip(of.given, grads, strict=True):
             own.copy_(grad)
+        of.shared.settle()
         of.backward_graph.replay()
         for weight, _ in of.main_grads:
             weight.grad_added_to_main_grad = True

@@ -102,6 +102,8 @@ class Lane:
         depth: how many gathers are started ahead; 0: none.
         most_bytes: of them; one is always started. None: no limit.
         gathered, wasted: gathers so far, and those of them that were started and not used.
+        in_graph: what a CUDA graph has still to cast, where one is being captured, or warmed up, that begins and ends
+            with :meth:`settle`; else None.
     """
 
     def __init__(self, group: Group) -> None:
@@ -109,6 +111,7 @@ class Lane:
         self.depth = 1
         self.most_bytes: int | None = None
         self.gathered = self.wasted = 0
+        self.in_graph: dict[Source, None] | None = None
         self._ahead: deque[Ahead] = deque()
         self._before: Step | None = None
         self._latest: Step | None = None
@@ -168,7 +171,7 @@ class Lane:
 
     def _find(self, step: Step, cast: int) -> Pending[list[Quantized]] | None:
         """What was started for this step; what was to be used before it is dropped."""
-        if capturing():
+        if capturing() and self.in_graph is None:
             self._ahead.clear()  # started outside of the graph, which cannot wait for it
         while self._ahead:
             guess = self._ahead.popleft()
@@ -196,7 +199,8 @@ class Lane:
     def _look_ahead(self) -> None:
         before, latest = self._before, self._latest
         nbytes = 0
-        for place in range(0 if capturing() else self.depth):  # what a graph starts it must wait for itself
+        waited = self.in_graph is not None or not capturing()  # a graph must wait for what it starts
+        for place in range(self.depth if waited else 0):
             step = latest and latest.source.successors.get((before and before.key, latest.key))
             parts = step and step.source.parts(step.values)
             if step is None or parts is None or not _holds(parts, step.dim):
@@ -252,7 +256,7 @@ class Lane:
             backward = backward.outer
         if backward is not None and backward is not self._backward:
             backward.at_end.append(self._end)
-            backward.on_failure.append(self._fail)
+            backward.on_failure.append(self.fail)
         self._backward = backward
 
     def _end(self, early: bool) -> None:
@@ -263,7 +267,20 @@ class Lane:
         else:
             self._forget()
 
-    def _fail(self) -> None:
+    def settle(self) -> None:
+        """Ends what is in flight, and predicts no gather from one before to one after: here a CUDA graph begins or ends.
+
+        Collectives of a graph and of eager code are then never in flight together.
+        """
+        while self._reducing:
+            self._finish_oldest()
+        while self._ahead:
+            self._drop(self._ahead.popleft())
+        if self._latest is not None:
+            self._latest.source.successors.pop((self._before and self._before.key, self._latest.key), None)
+        self._before = self._latest = None
+
+    def fail(self) -> None:
         """Nothing is added to gradients of a backward that has raised."""
         self._reducing.clear()  # unwaited: a rank that has raised earlier may never take part
         self._ahead.clear()

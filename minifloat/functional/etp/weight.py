@@ -29,7 +29,9 @@ class EtpWeight:
     """The weight of a layer: one matrix [N, K], or those of all experts [G, N, K], gathered together.
 
     Rows are cast when they are first used after a write, together with those of all weights that the last pass over
-    the model used: one all-reduce of amaxes and one launch a phase in each step.
+    the model used: one all-reduce of amaxes and one launch a phase in each step. A graph casts those of its module.
+
+    ``collected``: where a graph is captured, the gradients of parameters that it gives to autograd; else None.
     """
 
     def __init__(self, owner: Owner, sharding: Sharding) -> None:
@@ -40,6 +42,7 @@ class EtpWeight:
         self.successors: dict[tuple[Key | None, Key], Step] = {}
         self._cast: Cast | None = None
         self._leaf: Tensor | None = None
+        self.collected: dict[Tensor, Tensor] | None = None
 
     # ---- the cast ----
 
@@ -60,17 +63,21 @@ class EtpWeight:
             scales: delayed scaling's that a recomputation reads in place of the layer's; what they give is not kept.
         """
         known, unseen = self._cast, first is True and not self.lane.renewed(self)
+        in_graph = self.lane.in_graph
+        anew = capturing() if in_graph is None else self in in_graph
         if known is not None and known.dtype == dtype and _formats(known.quantizer) == _formats(quantizer):
             fits = known.quantizer.rowwise >= quantizer.rowwise and known.quantizer.columnwise >= quantizer.columnwise
             current = self._is_current(known, scales=first is not False)
-            if fits and current and not unseen and scales is None and not capturing():
+            if fits and current and not unseen and scales is None and not anew:
                 return known.parts
             rowwise = quantizer.rowwise or known.quantizer.rowwise
             quantizer = quantizer.with_usage(
                 rowwise=rowwise, columnwise=quantizer.columnwise or known.quantizer.columnwise
             )
         others: list[EtpWeight] = []
-        if scales is None:
+        if scales is None and in_graph is not None:
+            others = [each for each in in_graph if each is not self and isinstance(each, EtpWeight) and each._cast]
+        elif scales is None:
             used = [each for each in self.lane.used_with(self) if isinstance(each, EtpWeight)]
             begins = unseen and not self.lane.has_renewed()
             others = [each for each in used if each._cast is not None and (begins or not each._is_current(each._cast))]
@@ -81,6 +88,8 @@ class EtpWeight:
         for each, made in zip([self, *others], cast_together(wanted, scales), strict=True):
             count_steps(made.parameters)
             each._cast, each.casts = made, each.casts + 1
+            if in_graph is not None:
+                in_graph.pop(each, None)
         assert self._cast is not None
         return self._cast.parts
 
@@ -172,6 +181,11 @@ class EtpWeight:
         self._leaf = leaf
         return leaf
 
+    @property
+    def trained_leaf(self) -> Tensor | None:
+        """What stood in for W in the latest forward; None if there is no gradient of it."""
+        return self._leaf if self._leaf is not None and self._leaf.requires_grad else None
+
     def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool, delayed: bool) -> None:
         """Gives this rank's rows of the reduced gradient to ``sink``, once later work has been started.
 
@@ -189,6 +203,8 @@ class EtpWeight:
         dtype = wanted.main_grad.dtype if main_grad else wanted.dtype
         send = _send_buffer(wanted, self.sharding.matrices, dtype, product, shards)
         pending = start_reduce_scatter_rows(send, ShardMap.even(send.shape[0] // group.size, group.size), group)
+        if self.collected is not None and not main_grad:
+            sink = partial(_collect, self.collected)
         gradient = self.lane.gradient(self, partial(self._finish, sink), delayed)
         gradient.awaited += 1
         add = gradient.add if self.sharding.replicas.size == 1 else partial(self._reduce_replicas, gradient)
@@ -205,7 +221,14 @@ class EtpWeight:
         for parameter, own in self.owner._etp_gradients(each):
             if parameter.requires_grad:
                 sink(parameter, partial(computed, own))
-                accumulated(parameter)
+                if self.collected is None:
+                    accumulated(parameter)
+
+
+def _collect(collected: dict[Tensor, Tensor], parameter: Tensor, product: Product) -> None:
+    """Adds to the gradients that a graph gives to autograd."""
+    own, known = product(parameter.dtype), collected.get(parameter)
+    collected[parameter] = own if known is None else known + own
 
 
 def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Product, shards: ShardMap) -> Tensor:

@@ -1,0 +1,68 @@
+"""Weights of a captured module whose rows ranks share: what crosses the begin and the end of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from minifloat.nn.etp import EtpRows
+
+
+class SharedWeights:
+    """Those below ``module``.
+
+    A graph gathers and reduces by itself: nothing is in flight over its group where it begins or ends, and no gather is
+    predicted across. Gradients are results of the graph of a backward, which autograd adds to ``.grad`` after each
+    replay; those that go to ``main_grad`` are added in the graph.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        layers = [each for each in module.modules() if isinstance(each, EtpRows) and each._etp is not None]
+        self.weights = [layer._etp_source() for layer in layers]
+        self.lanes = list(dict.fromkeys(weight.lane for weight in self.weights))
+
+    def settle(self) -> None:
+        """What follows in the stream comes after all that was started over these weights' groups."""
+        for lane in self.lanes:
+            lane.settle()
+
+    @contextmanager
+    def in_graph(self, forward: bool) -> Iterator[None]:
+        """Inside, a graph is captured, or warmed up, which finishes what it starts; that of a forward casts."""
+        self.settle()
+        for lane in self.lanes:
+            lane.in_graph = {each: None for each in self.weights if forward and each.lane is lane}
+        try:
+            yield
+            self.settle()
+        except BaseException:
+            for lane in self.lanes:
+                lane.fail()
+            raise
+        finally:
+            for lane in self.lanes:
+                lane.in_graph = None
+
+    def gradients(
+        self, targets: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """The gradients of ``targets``; ``compute``: gives those that autograd sees."""
+        leaves = [leaf for weight in self.weights if (leaf := weight.trained_leaf) is not None]
+        collected: dict[Tensor, Tensor] = {}
+        with self.in_graph(forward=False):
+            for weight in self.weights:
+                weight.collected = collected
+            try:
+                seen = compute([*targets, *leaves])
+                self.settle()
+            finally:
+                for weight in self.weights:
+                    weight.collected = None
+        return [collected.get(target, grad) for target, grad in zip(targets, seen, strict=False)]
+
+    def forget(self) -> None:
+        """No one else reads what was cast in the memory of a graph."""
+        for weight in self.weights:
+            weight.forget()

@@ -1,0 +1,27 @@
+"""Graphs of modules whose weights ranks share, with eager modules between them. On GPUs: tests/helpers/nccl_etp.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers.distributed_pool import Pools
+from tests.helpers.etp_graphs import compare, in_main_grad
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed", "mxfp8"])
+def test_attention_captured_and_experts_eager(worker_pool: Pools, recipe: str) -> None:
+    """Bit for bit; nothing is in flight at a graph's begin, and no gather crosses it."""
+    for different in worker_pool(2).run(compare, recipe, True, torch.float32):
+        assert not different
+
+
+def test_all_captured_with_more_ahead(worker_pool: Pools) -> None:
+    """One graph after the other, of uneven rows, with two gathers ahead in each."""
+    for different in worker_pool(3).run(compare, "current", False, torch.bfloat16, 2):
+        assert not different
+
+
+def test_main_grad(worker_pool: Pools) -> None:
+    for different in worker_pool(2).run(in_main_grad):
+        assert not different
