@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import minifloat
 from minifloat.distributed import parallelize
 from minifloat.functional.etp import lane, rows, weight
+from tests.helpers import etp_graphs
 from tests.helpers.fsdp_cases import MODELS, RECIPES, loss, width
 
 Check = Callable[[int, int, str], str]
@@ -149,6 +150,15 @@ def race(place: str, depth: int, repetitions: int, rank: int, size: int, device:
                 for layer in model:
                     layer.weight.div_(factor)
     return ""
+
+
+def graphs(recipe: str, experts: bool, depth: int, rank: int, size: int, device: str) -> str:
+    """Parts captured as CUDA graphs, beside the same that runs eagerly."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return "; ".join(etp_graphs.compare(rank, size, recipe, experts, torch.bfloat16, depth, device)[:6])
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # ---- memory and time ----
@@ -280,6 +290,11 @@ def cases(repetitions: int) -> dict[str, Check]:
         found[f"transformer {recipe}, {depth} ahead"] = partial(lockstep, "transformer", recipe, depth, 3)
     for place, depth in product(("cast", "gather", "use", "reduction"), (0, 1, 2)):
         found[f"race at {place}, {depth} ahead"] = partial(race, place, depth, repetitions)
+    for recipe, experts, depth in product(("none", "current", "delayed", "block", "mxfp8"), (True, False), (1, 2)):
+        if experts or recipe in ("current", "delayed"):
+            name = f"graphs of {'attention' if experts else 'blocks'}, {recipe}, {depth} ahead"
+            found[name] = partial(graphs, recipe, experts, depth)
+    found["graphs, main_grad"] = lambda rank, size, device: "; ".join(etp_graphs.in_main_grad(rank, size, device))
     return found | {"memory": memory, "hidden": hidden, "host": host}
 
 

@@ -274,11 +274,7 @@ class Lane:
         """
         while self._reducing:
             self._finish_oldest()
-        while self._ahead:
-            self._drop(self._ahead.popleft())
-        if self._latest is not None:
-            self._latest.source.successors.pop((self._before and self._before.key, self._latest.key), None)
-        self._before = self._latest = None
+        self._end_prediction()
 
     def fail(self) -> None:
         """Nothing is added to gradients of a backward that has raised."""
@@ -287,12 +283,19 @@ class Lane:
         self._forget()
 
     def _forget(self) -> None:
-        while self._ahead:
-            self._drop(self._ahead.popleft())
-        self._before = self._latest = self._backward = None
+        self._end_prediction()
+        self._backward = None
         self._renewed.clear()
         self._gradients.clear()  # of a backward that does not accumulate them, as torch.autograd.grad
         self._end_pass()
+
+    def _end_prediction(self) -> None:
+        """Nothing follows what was gathered last, be it that something once did."""
+        while self._ahead:
+            self._drop(self._ahead.popleft())
+        if self._latest is not None:
+            self._latest.source.successors.pop((self._before and self._before.key, self._latest.key), None)
+        self._before = self._latest = None
 
     def _end_pass(self) -> None:
         self._used_before, self._used = self._used, {}
