@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 4 benchmarks/etp_steps.py experts nvfp4 --steps 1000
 
 Two models of one seed see the same data, which differs between data ranks: the weights of one are shared, those of the
-other are replicated. Gradients are not clipped: their norm is a sum in another order. Meshes are ``tp`` 2 x ``etp`` 2, and ``etp`` 2 x ``eetp`` 2 with layers of experts. Prints, and
-appends to ``--out``, a line of JSON: losses on the way, and by how much the losses of the two ever differed.
+other are replicated. Gradients are not clipped: their norm is a sum in another order. Meshes are ``tp`` 2 x ``etp`` 2,
+and ``etp`` 2 x ``eetp`` 2 with layers of experts. Prints, and appends to ``--out``, a line of JSON: losses on the way,
+and by how much the losses of the two ever differed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,7 @@ from minifloat.recipe import named
 
 VOCABULARY, HIDDEN, FFN, TOKENS = 32, 32, 48, 16
 PLAN: dict[str, Any] = {"embedding": "vocabulary", "norm": "sequence", "head": "column"}
-MESHES = {
-    "tp x etp": (("etp", "tp"), ("dp", "tp")),
-    "experts": (("etp", "eetp"), ("dp",)),
-}
+KINDS = {"tp x etp": ("etp", "tp"), "experts": ("etp", "eetp")}
 
 
 class Model(nn.Module):
@@ -57,12 +56,25 @@ class Model(nn.Module):
         return logits
 
 
-def made(kind: str, recipe: str, dims: tuple[str, ...]) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
+def made(kind: str, recipe: str, shared: bool) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
     torch.manual_seed(0)
     model = Model(recipe, kind == "experts")
-    mesh = init_device_mesh("cpu", (4,) if len(dims) == 1 else (2, 2), mesh_dim_names=dims)
-    parallelize(model, mesh, plan=PLAN if "tp" in dims else None)
+    names = KINDS[kind]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names if shared or kind == "experts" else ("dp", "tp"))
+    if shared or kind != "experts":
+        parallelize(model, mesh, plan=PLAN if kind == "tp x etp" else None)
+    else:
+        for name, parameter in model.named_parameters():  # gradients are summed in the order of the shared model
+            order = names[::-1] if ".experts." in name and name.endswith("weight") else names
+            parameter.register_hook(partial(mean, [mesh.get_group(each) for each in order]))
     return model, torch.optim.AdamW(model.parameters(), 3e-3, fused=True), mesh
+
+
+def mean(groups: list[Any], gradient: Tensor) -> Tensor:
+    total = gradient.clone()
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total / 4
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, tokens: Tensor, seed: int) -> float:
@@ -86,14 +98,14 @@ def batch(step: int, data_rank: int) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=MESHES)
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("recipe")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    shared, replicated = (made(options.kind, options.recipe, dims) for dims in MESHES[options.kind])
+    shared, replicated = (made(options.kind, options.recipe, each) for each in (True, False))
     rank = dist.get_rank()
     data_rank = rank // 2 if options.kind == "tp x etp" else rank
     losses, worst, first, begin = [], 0.0, None, time.monotonic()

@@ -25,7 +25,6 @@ from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.rows import QuantizedRows, rows_of
 
-_ALONE = Group()
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
 
 
@@ -44,7 +43,7 @@ class EtpRows(Weights):
         self,
         group: Group,
         reduction: Reduction,
-        replicas: Group = _ALONE,
+        replicas: tuple[Group, ...] = (),
         shared: MutableMapping[Tensor, nn.Parameter] | None = None,
     ) -> None:
         """Replaces the parameters of the weight, of which all ranks have the same, by this rank's rows of them.

@@ -23,7 +23,7 @@ from minifloat.nn.linear_state import LinearState
 from minifloat.parallel.replicated import ReducedGradients, reduce_replicated
 
 _SHARDED = (Linear, GroupedLinear, nn.Embedding, EtpEmbedding, VocabParallelEmbedding)
-_DIMS = ("dp", "etp", "tp")
+_DIMS = ("dp", "etp", "eetp", "tp")
 
 
 class Ranks(NamedTuple):
@@ -32,16 +32,18 @@ class Ranks(NamedTuple):
     Args:
         tp: tensor parallelism.
         etp: ranks with other data that share the rows of weights.
+        eetp: others, which share the rows of experts; None: ``etp`` does.
         dp: ranks with other data that have the same rows.
     """
 
     tp: Group = Group()
     etp: Group = Group()
+    eetp: Group | None = None
     dp: Group = Group()
 
     @staticmethod
     def of(mesh: DeviceMesh | ProcessGroup | Group) -> Ranks:
-        """Of dims named ``"dp"``, ``"etp"`` and ``"tp"``; a group, or a mesh of one dim of another name, is ``tp``.
+        """Of dims of these names; a group, or a mesh of one dim of another name, is ``tp``.
 
         Raises:
             ValueError: one of several dims has another name, or none.
@@ -52,14 +54,24 @@ class Ranks(NamedTuple):
         if len(names) != mesh.ndim or not set(names) <= set(_DIMS):
             raise ValueError(
                 f"parallelize: the dims of the mesh are named {mesh.mesh_dim_names}; name them "
-                "init_device_mesh(..., mesh_dim_names=('dp', 'etp', 'tp')), or pass one of them, as in mesh['tp']"
+                "init_device_mesh(..., mesh_dim_names=('dp', 'etp', 'eetp', 'tp')), or some of these, or pass one of "
+                "them, as in mesh['tp']"
             )
         return Ranks(**{name: Group.of(mesh[name]) for name in names})
 
     @property
     def share_data(self) -> bool:
         """There are ranks with other data."""
-        return self.etp.size * self.dp.size > 1
+        return len(self.data) > 0
+
+    @property
+    def data(self) -> tuple[Group, ...]:
+        """Those of several ranks that have other data."""
+        return tuple(each for each in (self.etp, self.eetp, self.dp) if each is not None and each.size > 1)
+
+    def rows(self, module: nn.Module) -> Group:
+        """Which share the weight of ``module``; its replicas are on all others."""
+        return self.eetp if self.eetp is not None and isinstance(module, GroupedLinear) else self.etp
 
 
 def check_once(model: nn.Module) -> None:
@@ -91,7 +103,7 @@ def plan_rows(
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules() if ranks.share_data else ():
         style = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
-        if type(module) in _SHARDED and ranks.etp.size > 1 and style != "replicated" and module not in summed:
+        if type(module) in _SHARDED and ranks.rows(module).size > 1 and style != "replicated" and module not in summed:
             _check_layer(name, module)
             found[name] = module
         elif isinstance(module, LinearState) and (module.fuse_wgrad_accumulation or module.delay_wgrad_compute):
@@ -146,11 +158,12 @@ def shard_rows(
     for module in layers.values():
         layer = EtpEmbedding._adopt_whole(module) if type(module) is nn.Embedding else module
         assert isinstance(layer, EtpRows)
-        layer._shard_rows(ranks.etp, reduction, ranks.dp, shared)
+        group = ranks.rows(module)
+        layer._shard_rows(group, reduction, tuple(each for each in ranks.data if each != group), shared)
         layer._mark_parameters()
         layer.invalidate()
         lane = layer._etp_source().lane
         lane.depth, lane.most_bytes = prefetch, prefetch_bytes
     keep_rows(model, [".".join(each).lstrip(".") for each in _weights(layers)])
     if ranks.share_data:
-        reduce_replicated(model, (ranks.etp, ranks.dp), reduction)
+        reduce_replicated(model, ranks.data, reduction)

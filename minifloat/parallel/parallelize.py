@@ -78,10 +78,12 @@ def parallelize(
                           :class:`~minifloat.GroupedLinear`, on its own or part of a layer, and of each
                           ``nn.Embedding``, gathered before they are used (extended tensor parallelism); with ``"tp"``
                           rows of that part
+    ``"eetp"``  its own   if there is one, its rows of the weights of each :class:`~minifloat.GroupedLinear`, of which
+                          the ranks of ``"etp"`` then have the same
     ``"dp"``    its own   the same as the other ranks of this dim
     ==========  ========  ===========================================================================================
 
-    Gradients of all parameters are reduced over ``"etp"`` and ``"dp"``, in backward: do without
+    Gradients of all parameters are reduced over ``"etp"``, ``"eetp"`` and ``"dp"``, in backward: do without
     ``DistributedDataParallel``. Subclasses of these layers and PyTorch's own stay whole over ``"etp"``. The forward of
     ``model`` itself must run, whose hook finds the parameters.
 
@@ -100,8 +102,8 @@ def parallelize(
 
     Args:
         model: the same on all ranks: sizes and values.
-        mesh: the ranks: a device mesh whose dims are named among ``"dp"``, ``"etp"`` and ``"tp"``; a process group, or
-            one dim of another name, is ``"tp"``. A single rank changes nothing.
+        mesh: the ranks: a device mesh whose dims are named among ``"dp"``, ``"etp"``, ``"eetp"`` and ``"tp"``; a group,
+            or one dim of another name, is ``"tp"``. A single rank changes nothing.
         sequence_parallel: as of the layers: activations between them are split along their first dim.
         plan: for further modules, by glob patterns for dotted names (``*`` matches dots too, the first that matches
             wins): ``"column"`` or ``"row"`` for a :class:`~minifloat.Linear` (``"column"`` also for a

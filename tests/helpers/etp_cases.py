@@ -77,7 +77,10 @@ def data_rank(mesh: DeviceMesh) -> int:
     """Which data this rank has: ranks of ``tp`` have the same."""
     names = mesh.mesh_dim_names or ()
     own = {name: mesh.get_local_rank(name) for name in names}
-    return own.get("dp", 0) * (mesh["etp"].size() if "etp" in names else 1) + own.get("etp", 0)
+    place = 0
+    for name in ("dp", "etp", "eetp"):
+        place = place * (mesh[name].size() if name in names else 1) + own.get(name, 0)
+    return place
 
 
 def combine(parts: Sequence[Tensor], etp: int, reduction: str) -> tuple[Tensor, Tensor]:
@@ -126,10 +129,10 @@ def compare(rank: int, size: int, case: Case) -> list[str]:
         parallelize(oracle, mesh["tp"], **{n: v for n, v in arguments.items() if n != "etp_reduction"})
     parallelize(model, mesh, **arguments)
     rows, count = own_rows(model), size // case.dims.get("tp", 1)
-    assert bool(rows) == (case.dims.get("etp", 1) > 1)
+    assert bool(rows) == (len({"etp", "eetp"} & case.dims.keys()) > 0)
     lanes = {layer._etp_source().lane for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp}
     wanted = case.arguments.get("prefetch", 1), case.arguments.get("prefetch_bytes")
-    assert [(lane.depth, lane.most_bytes) for lane in lanes] == [wanted] * bool(rows)
+    assert [(lane.depth, lane.most_bytes) for lane in lanes] == [wanted] * len({"etp", "eetp"} & case.dims.keys())
     different = []
     for step in range(case.steps):
         generator = torch.Generator().manual_seed(step)

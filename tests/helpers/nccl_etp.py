@@ -2,8 +2,8 @@
 
 Models whose weights' rows are shared beside unsharded replicas that have the same data: outputs and gradients of inputs
 to the bit, gradients of weights as the mean of all replicas'. Then races, with kernels that sleep before a cast, before
-a gather and after one; memory; how much of the gathers' time nothing hides; host time. A line a case; ends with an error if any
-differs. On a CPU (``--device cpu``) the same over gloo, without sleeps.
+a gather and after one; parts captured as CUDA graphs; memory; how much of the gathers' time nothing hides; host time. A
+line a case; ends with an error if any differs. On a CPU (``--device cpu``) the same over gloo, without sleeps.
 """
 
 from __future__ import annotations
@@ -220,38 +220,31 @@ def hidden(rank: int, size: int, device: str) -> str:
     return f"[{'; '.join(said)}]"
 
 
-def host(rank: int, size: int, device: str) -> str:
-    """Microseconds of the host for forward and backward of a small layer, whole, shared, and shared with no prefetch.
+def host(kind: str, rank: int, size: int, device: str) -> str:
+    """Microseconds of the host for forward and backward of one layer: whole, shared, and shared without prefetch.
 
     The device is idle when it begins, and no call waits for it.
     """
-    makes: dict[str, Callable[[], nn.Module]] = {
-        recipe: partial(minifloat.Linear, 256, 256, dtype=torch.bfloat16, recipe=recipe) for recipe in ("current", "block")
-    }
-    for recipe, single in product(("current", "block"), (False, True)):
-        options = {"dtype": torch.bfloat16, "recipe": recipe, "single_grouped_weight": single}
-        makes[f"64 experts{', one parameter' * single}, {recipe}"] = partial(Experts, **options)
-    said = []
-    for name, make in makes.items():
-        times = []
-        for depth in (None, 1, 0):
-            torch.manual_seed(0)
-            with torch.device(device):
-                model = nn.Sequential(make(), make())
-            if depth is not None:
-                parallelize(model, init_device_mesh(device, (size,), mesh_dim_names=("etp",)), prefetch=depth)
-            x = torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-            times.append(_host_microseconds(lambda model=model, x=x: model(x).sum().backward()) / 2)
-        said.append(f"{name}: {times[0]:.0f}, {times[1]:.0f}, {times[2]:.0f}")
-    return f"[{'; '.join(said)} us]"
+    options = {"dtype": torch.bfloat16, "recipe": "current"}
+    times = []
+    for depth in (None, 1, 0):
+        torch.manual_seed(0)
+        with torch.device(device):
+            make = partial(minifloat.Linear, 256, 256) if kind == "linear" else partial(Experts, kind != "separate")
+            model = nn.Sequential(make(**options), make(**options))
+        if depth is not None:
+            parallelize(model, init_device_mesh(device, (size,), mesh_dim_names=("etp",)), prefetch=depth)
+        x = torch.randn(1024, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+        times.append(_host_microseconds(lambda model=model, x=x: model(x).sum().backward()) / 2)
+    return "[" + ", ".join(f"{each:.0f}" for each in times) + " us]"
 
 
 class Experts(nn.Module):
     """64 of them, of equally many rows."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, single: bool, **options: Any) -> None:
         super().__init__()
-        self.layer = minifloat.GroupedLinear(64, 256, 256, **options)
+        self.layer = minifloat.GroupedLinear(64, 256, 256, single_grouped_weight=single, **options)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.layer(x, [len(x) // 64] * 64)
@@ -295,7 +288,9 @@ def cases(repetitions: int) -> dict[str, Check]:
             name = f"graphs of {'attention' if experts else 'blocks'}, {recipe}, {depth} ahead"
             found[name] = partial(graphs, recipe, experts, depth)
     found["graphs, main_grad"] = lambda rank, size, device: "; ".join(etp_graphs.in_main_grad(rank, size, device))
-    return found | {"memory": memory, "hidden": hidden, "host": host}
+    for kind in ("linear", "single", "separate"):
+        found[f"host of {'64 experts, ' * (kind != 'linear')}{kind}"] = partial(host, kind)
+    return found | {"memory": memory, "hidden": hidden}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.helpers.etp_wrappers import (
 from tests.helpers.recipes import NAMED
 
 SUM = {"etp_reduction": "sum"}
+EXPERTS: dict[str, Any] = {"moe": {"num_experts": 3, "top_k": 2}}
 FP32 = {"dtype": torch.float32}
 ETP, DP_ETP, ETP_TP = {"etp": 2}, {"dp": 2, "etp": 2}, {"etp": 2, "tp": 2}
 CASES = {
@@ -34,7 +36,9 @@ CASES = {
     "etp, whole head": Case(ETP, NAMED["current"], arguments={"plan": {"head": "replicated"}}),
     "etp, quantized weights": Case(ETP, NAMED["mxfp8"], quantized=True),
     "etp, tied": Case(ETP, NAMED["current"], FP32 | {"tied": True}, steps=1, tolerance=1e-6),
-    "etp, experts": Case(ETP, NAMED["current"], {"moe": {"num_experts": 3, "top_k": 2}}),
+    "etp, experts": Case(ETP, NAMED["current"], EXPERTS),
+    "etp, eetp": Case({"etp": 2, "eetp": 2}, NAMED["current"], FP32 | EXPERTS, steps=1, tolerance=1e-6),
+    "eetp, sum": Case({"eetp": 3}, None, FP32 | EXPERTS, SUM, steps=1, tolerance=1e-6),
     "uneven": Case({"etp": 3}, None, FP32 | LLAMA, steps=1),
     "uneven, current": Case({"etp": 3}, NAMED["current"], FP32, SUM, steps=1),
     "dp": Case({"dp": 2}, NAMED["current"]),

@@ -268,7 +268,7 @@ class Lane:
             self._forget()
 
     def settle(self) -> None:
-        """Ends what is in flight, and predicts no gather from one before to one after: here a CUDA graph begins or ends.
+        """Ends what is in flight, and predicts no gather across: here a CUDA graph begins or ends.
 
         Collectives of a graph and of eager code are then never in flight together.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -27,15 +28,20 @@ class Sharding(NamedTuple):
         shards: the rows of each, of a matrix [N, K]; those of all experts alike.
         reduction: what becomes of the gradients of all ranks.
         matrices: how many there are.
-        replicas: ranks with other data that have the same rows; gradients are summed over them too, and averaged over
-            both.
+        replicas: groups of ranks with other data that have the same rows; gradients are summed over one after the
+            other, and averaged over all.
     """
 
     group: Group
     shards: ShardMap
     reduction: Reduction
     matrices: int = 1
-    replicas: Group = Group()
+    replicas: tuple[Group, ...] = ()
+
+    @property
+    def data_ranks(self) -> int:
+        """How many have other data."""
+        return math.prod([each.size for each in (self.group, *self.replicas)])
 
     @property
     def own(self) -> slice:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from minifloat.comm.collectives import Pending, start_all_reduce, start_reduce_scatter_rows
 from minifloat.comm.gather import start_gather, start_gather_alike
+from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import IDENTITY, ROWWISE
-from minifloat.functional.etp.lane import Gradient, Key, Step, capturing, lane_of
+from minifloat.functional.etp.lane import Key, Lane, Step, capturing, lane_of
 from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together, versions
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.weight_gradient import Product, accumulated, computed
@@ -207,22 +208,25 @@ class EtpWeight:
             sink = partial(_collect, self.collected)
         gradient = self.lane.gradient(self, partial(self._finish, sink), delayed)
         gradient.awaited += 1
-        add = gradient.add if self.sharding.replicas.size == 1 else partial(self._reduce_replicas, gradient)
+        add = gradient.add
+        for ranks in reversed(self.sharding.replicas):
+            add = partial(_reduce_further, self.lane, ranks, add)
         self.lane.reduce(pending, add)
-
-    def _reduce_replicas(self, gradient: Gradient, total: Tensor) -> None:
-        self.lane.reduce_further(start_all_reduce(total, self.sharding.replicas), gradient.add)
 
     def _finish(self, sink: Callable[..., object], total: Tensor) -> None:
         group, shards = self.sharding.group, self.sharding.shards
         if self.sharding.reduction == "mean":
-            total.div_(group.size * self.sharding.replicas.size)
+            total.div_(self.sharding.data_ranks)
         each = total.view(self.sharding.matrices, shards.largest, total.shape[1])[:, : shards.rows[group.rank]]
         for parameter, own in self.owner._etp_gradients(each):
             if parameter.requires_grad:
                 sink(parameter, partial(computed, own))
                 if self.collected is None:
                     accumulated(parameter)
+
+
+def _reduce_further(lane: Lane, ranks: Group, finish: Callable[[Tensor], None], total: Tensor) -> None:
+    lane.reduce_further(start_all_reduce(total, ranks), finish)
 
 
 def _collect(collected: dict[Tensor, Tensor], parameter: Tensor, product: Product) -> None:

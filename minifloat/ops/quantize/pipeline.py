@@ -321,7 +321,7 @@ class Recording(NamedTuple):
         if self.room:
             # Held until the launches have been made. Inductor runs a graph that it is about to capture on a stream and
             # in a pool of its own, where nothing may be left: there an operation has a fill of its own, too.
-            alone = self.separate and torch._C._cuda_getCurrentRawStream(device.index) != 0
+            alone = self.separate and not _zeros.of_graph and torch._C._cuda_getCurrentRawStream(device.index) != 0
             whole, taken = (_filled(self.room, device), 0) if alone else _zeros.take(self.room, device)
             first = whole.data_ptr() + 4 * taken
             pointers.extend([first + place for place in self.places])
