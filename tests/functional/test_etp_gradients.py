@@ -139,7 +139,7 @@ def replicated(rank: int, size: int, reduction: str) -> None:
         if replicas:
             other = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
             for layer in layers:
-                layer._etp = layer._etp._replace(replicas=Group.of(other))
+                layer._etp = layer._etp._replace(replicas=(Group.of(other),))
         data = Data(rank, width=8)
         for _ in range(2):
             x = data.draw()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_graphs import compare, in_main_grad
+from tests.helpers.etp_graphs import after_a_failure, compare, in_main_grad
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "delayed", "mxfp8"])
@@ -24,4 +24,10 @@ def test_all_captured_with_more_ahead(worker_pool: Pools) -> None:
 
 def test_main_grad(worker_pool: Pools) -> None:
     for different in worker_pool(2).run(in_main_grad):
+        assert not different
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_capture_that_fails(worker_pool: Pools, backward: bool) -> None:
+    for different in worker_pool(2).run(after_a_failure, backward):
         assert not different

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -167,3 +168,45 @@ def in_main_grad(rank: int, size: int, device: str = "cpu") -> list[str]:
                 wrong.append(f"main_grad of step {number}")
         wrong += [] if len(runs) == 5 and layer.weight.grad is None else [f"hooks ran {len(runs)} times"]
     return wrong
+
+
+class Fails(nn.Module):
+    """Raises in its third forward or backward, after a gather has been started ahead."""
+
+    def __init__(self, device: str, backward: bool) -> None:
+        super().__init__()
+        self.first, self.second = (minifloat.Linear(HIDDEN, HIDDEN, recipe="current", device=device) for _ in range(2))
+        self.calls, self.backward = 0, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.backward:
+            y.register_hook(self.count)
+        else:
+            self.count(y)
+        result: Tensor = self.second(y)
+        return result
+
+    def count(self, x: Tensor) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise ArithmeticError("of a test")
+
+
+def after_a_failure(rank: int, size: int, backward: bool) -> list[str]:
+    """A capture that raises leaves nothing in flight, no gradient, and the next step as it would have been."""
+    results = []
+    with mock.patch.object(graph, "Graph", GraphOnCpu):
+        for captured in (False, True):
+            torch.manual_seed(0)
+            model = Fails("cpu", backward)
+            parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("etp",)))
+            if captured:
+                with suppress(ArithmeticError):
+                    make_graphed_callables(model, (torch.randn(8, 2, HIDDEN).requires_grad_(),))
+                (lane,) = lanes_of(model)
+                assert lane.in_graph is None and not lane._ahead and not lane._reducing
+                assert all(p.grad is None for p in model.parameters())
+            model.calls = 3
+            results.append(step(model, rank, 5) | state_of(model))
+    return different(*results)

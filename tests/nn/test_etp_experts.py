@@ -236,7 +236,7 @@ def other_sizes(rank: int, size: int, dense: int, recipe: str | None) -> None:
     for layer in linears:
         experts = isinstance(layer, minifloat.GroupedLinear)
         group, replicas = (across, beside_me) if experts else (beside_me, across) if dense == 2 else (None, None)
-        layer._shard_rows(Group.of(group or process_group()), "mean", Group.of(replicas))
+        layer._shard_rows(Group.of(group or process_group()), "mean", () if replicas is None else (Group.of(replicas),))
         layer._mark_parameters()
     reduce_replicated(model, process_group())
     case = Case("moe", 48, error=3e-6)
