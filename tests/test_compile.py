@@ -20,11 +20,12 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from minifloat.autocast import autocast
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
-from minifloat.nn import Linear, prepare
+from minifloat.nn import LayerNormLinear, Linear, prepare
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
     CustomRecipe,
@@ -495,6 +496,43 @@ def test_operations_of_a_compiled_linear(name: str) -> None:
     compiled = torch.compile(Linear(IN, HIDDEN, recipe=RECIPES[name]), fullgraph=True, backend=backend)
     compiled(torch.randn(4, IN, requires_grad=True)).sum().backward()
     assert tuple(graphs) == OPERATIONS[name]
+
+
+def test_warm_start() -> None:
+    """A second compilation reads its graphs from the disk, and no other's, with the setting of docs/layers.md."""
+    found, x, dy = [], torch.randn(4, IN), torch.randn(4, HIDDEN)
+    allowed = torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True)
+    with fresh_cache(), allowed:
+        for name in ("current", "rowwise", "delayed", "current", "delayed"):
+            torch._dynamo.reset()
+            counters.clear()
+            layer = Linear(IN, HIDDEN, bias=False, recipe=name)
+            eager = copy.deepcopy(layer)
+            y, expected = torch.compile(layer, fullgraph=True)(x), eager(x)
+            y.backward(dy), expected.backward(dy)
+            assert layer.weight.grad is not None and eager.weight.grad is not None
+            assert torch.equal(y, expected) and torch.equal(layer.weight.grad, eager.weight.grad)
+            found.append((counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]))
+    assert [hits for hits, _ in found] == [0, 0, 0, 1, 1]
+    assert [misses > 0 for _, misses in found] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_equal_layers_compile_once(recipe: str) -> None:
+    """Regional compilation: each layer is compiled by itself, and only the first one takes time."""
+    model = torch.nn.Sequential(*[LayerNormLinear(IN, IN, recipe=recipe) for _ in range(3)])
+    eager = copy.deepcopy(model)
+    for layer in model:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x, dy = torch.randn(4, IN, requires_grad=True), torch.randn(4, IN)
+        y, expected = model(x), eager(x)
+        assert torch.equal(y, expected)
+        y.backward(dy), expected.backward(dy)
+    grads = [(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True)]
+    assert all(p is not None and q is not None and torch.equal(p, q) for p, q in grads)
+    assert all(map(torch.equal, model.buffers(), eager.buffers()))
+    assert Twins.graphs() == 1
 
 
 # ---- On a GPU ----
