@@ -159,6 +159,21 @@ def test_replicas_of_rows(worker_pool: Pools, reduction: str) -> None:
     worker_pool(4).run(replicated, reduction)
 
 
+def zeroed_out(rank: int, size: int) -> None:
+    layer = Linear(8, 8, bias=False, recipe="current", fuse_wgrad_accumulation=True, etp_group=dist.group.WORLD)
+    weight: Any = layer.weight
+    weight.main_grad, weight.zero_out_wgrad = torch.zeros(weight.shape), True
+    runs: list[bool] = []
+    weight.register_post_accumulate_grad_hook(lambda p: runs.append(p.grad is None and bool(p.main_grad.any())))
+    layer(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    assert runs == [True] and weight.grad is None
+
+
+def test_no_stand_in_for_a_gradient_reaches_hooks(worker_pool: Pools) -> None:
+    """``zero_out_wgrad`` asks for one so that hooks run: they do without."""
+    worker_pool(2).run(zeroed_out)
+
+
 def computed(rank: int, size: int) -> None:
     layers = [Linear(8, 8, recipe=recipe, etp_group=dist.group.WORLD) for recipe in ("current", None)]
     for layer in layers:
