@@ -91,14 +91,22 @@ GEMM_SM_90: dict[str, GemmTile] = {
     "grouped_block": GemmTile(128, 128, 128, 8, 4),
     "grouped_half": GemmTile(128, 256, 64, 8, 3),  # bf16 and fp16
     "grouped_float": GemmTile(64, 64, 32, 4, 2),  # fp32, without tensor cores
+    "grouped_fp8_fast_few": GemmTile(64, 64, 128, 4, 6),
+    "grouped_half_few": GemmTile(64, 64, 64, 4, 6),
 }
-"""Of products, chosen by what fits registers and shared memory. The order of sums follows from rows and depth alone."""
+"""Of products, chosen by what fits registers and shared memory.
+
+A sum adds up ``depth`` elements after ``depth`` elements whatever ``rows`` and ``cols`` are: tiles for few rows, which
+keep more multiprocessors busy, give the same bits.
+"""
+
+FEW_ROWS = 128
 
 
 @cache
-def gemm_tile(kernel: str, device: torch.device) -> GemmTile:
-    """The tile of a product on a device."""
-    return GEMM_SM_90[kernel]
+def gemm_tile(kernel: str, device: torch.device, few: bool = False) -> GemmTile:
+    """The tile of a product on a device; ``few``: of at most FEW_ROWS rows."""
+    return GEMM_SM_90.get(f"{kernel}_few" if few else kernel, GEMM_SM_90[kernel])
 
 
 @cache

@@ -478,6 +478,7 @@ def compile_product(kind: str, dtype: torch.dtype, gemm: str, tile: bool = False
         ("fp8_fast", torch.float8_e4m3fn, "fprop", False, 16), ("block", torch.float8_e4m3fn, "dgrad", True, 0),
         ("block", torch.float8_e4m3fn, "wgrad", False, 128), ("half", torch.bfloat16, "fprop", False, 16),
         ("half", torch.bfloat16, "dgrad", False, 16), ("half", torch.bfloat16, "wgrad", False, 16),
+        ("half_few", torch.bfloat16, "fprop", False, 0), ("fp8_fast_few", torch.float8_e4m3fn, "fprop", False, 0),
     ],
 )  # fmt: skip
 def test_products_compile_to_tensor_cores(kind: str, dtype: torch.dtype, gemm: str, tile: bool, spills: int) -> None:

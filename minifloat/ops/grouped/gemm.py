@@ -28,9 +28,9 @@ def swept(program, tiles_m, tiles_n, SWEEP: tl.constexpr):
 
 
 @triton.jit
-def load_a(at, near, m, M, A_K: tl.constexpr):
+def load_a(at, near, m, M, REPEATS: tl.constexpr):
     """A [BLOCK_M, BLOCK_K] tile of the left operand; ``near``: which of its columns are there, None for all."""
-    if A_K:  # rows beyond M repeat the last one
+    if REPEATS:  # rows beyond M are the last one
         return tl.load(at) if near is None else tl.load(at, mask=near[None, :], other=0.0)
     inside = (m < M)[:, None]
     return tl.load(at, mask=inside if near is None else inside & near[None, :], other=0.0)
@@ -92,16 +92,18 @@ def multiply_tile(
     # A tile of the result has the columns of one tile of scales.
     b_scale += ((tl.min(n) // BLOCK) if B_TILE else last_n).to(tl.int64) * b_outer
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Of few rows all programs would wait for the memory of the last one.
+    REPEATS: tl.constexpr = A_K and BLOCK_M > 64
     whole = depth // BLOCK_K
     for i in tl.range(0, whole, num_stages=STAGES):
-        x = load_a(a_at, None, m, M, A_K)
+        x = load_a(a_at, None, m, M, REPEATS)
         y = load_b(b_at, None, n, N, B_K)
         total = add_product(total, x, y, a_scale + i * a_segment, b_scale + i * b_segment, PROMOTED, SCALED, B_TILE)
         a_at += a_step
         b_at += b_step
     rest = depth - whole * BLOCK_K
     if rest > 0:
-        x = load_a(a_at, k < ((rest + 15) // 16 * 16 if A_ROOM else rest), m, M, A_K)
+        x = load_a(a_at, k < ((rest + 15) // 16 * 16 if A_ROOM else rest), m, M, REPEATS)
         y = load_b(b_at, k < ((rest + 15) // 16 * 16 if B_ROOM else rest), n, N, B_K)
         if A_ROOM:
             x = tl.where((k < rest)[None, :], x, tl.zeros_like(x))

@@ -34,7 +34,7 @@ from minifloat.ops.grouped.side import Side
 from minifloat.ops.launch import allocate, ready
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive
 from minifloat.ops.quantize.job import aligned
-from minifloat.ops.tiles import GemmTile, gemm_tile
+from minifloat.ops.tiles import FEW_ROWS, GemmTile, gemm_tile
 
 FOLDS = False
 """MXFP4 weights take the product of blocks: not before ``fold.py`` has run on a GPU. Until then they go as bf16."""
@@ -94,7 +94,7 @@ def multiply(
         sides = prepare(left), prepare(right)
     kind += "_fast" if kind == "fp8" and fast_accum else ""
     kind = {torch.bfloat16: "half", torch.float16: "half", torch.float32: "float"}.get(sides[0].matrix.dtype, kind)
-    tile = gemm_tile(f"grouped_{kind}", a.device)
+    tile = gemm_tile(f"grouped_{kind}", a.device, gemm != "wgrad" and rows <= FEW_ROWS)
     shape = (left.groups * rows, cols) if gemm == "wgrad" else (rows, cols)
     out = allocate(shape, out_dtype, a.device) if into is None else into.view(shape)
     factors = left.format.quantized and right.format.quantized and kind != "block"
