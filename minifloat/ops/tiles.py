@@ -54,6 +54,8 @@ SM_90: dict[str, Tile] = {
     "activation_columnwise": Tile(64, 128, 8),
     "activation_backward": Tile(4, 512, 4),
     "grouped_activation_backward": Tile(4, 256, 4),  # a probability gradient's order of sums is that of its columns
+    "grouped_activation_block_shared": Tile(128, 128, 8),
+    "grouped_activation_backward_block_shared": Tile(128, 128, 16, 64),
     "activation_backward_bias": Tile(64, 64, 8),  # a bias gradient's order of sums is that of its tile
     "activation_backward_columnwise": Tile(32, 64, 4),
     "activation_block": Tile(32, 128, 4),

@@ -16,6 +16,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.formats.scale_rules import Quotient, define_scale_rule
 from minifloat.ops import grouped
 from minifloat.ops.grouped import cast_kernels, gathered, gathered_kernels, layout
+from minifloat.ops.grouped.fused import Outputs
 from minifloat.ops.launch import KNOWN, count_launches
 from tests.helpers.compare import assert_same_bits, strides
 from tests.helpers.triton_interpreter import compile_for, confined
@@ -62,7 +63,7 @@ def test_amaxes(kernels: bool, device: torch.device) -> None:
 def test_casts(spec: str, kernels: bool, device: torch.device) -> None:
     fmt = parse(spec)
     for counts in ((5, 0, 18), (0, 0)):
-        for columns, dims, k_major in ((48, BOTH, True), (37, (COLUMNWISE,), not fmt.block), (37, (ROWWISE,), False)):
+        for columns, dims, k_major in ((160, BOTH, True), (37, (COLUMNWISE,), not fmt.block), (37, (ROWWISE,), False)):
             x, rows, offsets = inputs(counts, columns, device)
             level = None if fmt.block else run("amax", False, x, rows, offsets) + (fmt.scale_rule == "given")
             how = [spec] * len(dims), dims, [k_major] * len(dims)
@@ -105,18 +106,23 @@ def test_launches(device: torch.device) -> None:
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e4m3/1x128/pow2", "e4m3/1x32/e8m0"])
-def test_compiled(spec: str) -> None:
-    """For sm_90: a row's elements are read 16 bytes at a time."""
+@pytest.mark.parametrize(
+    "spec, shared",
+    [("e4m3/tensor/fp32", False), ("e4m3/1x128/pow2", False), ("e4m3/1x128/pow2", True), ("e4m3/1x32/e8m0", False)],
+)
+def test_compiled(spec: str, shared: bool) -> None:
+    """For sm_90: a row's elements are read 16 bytes at a time, through shared memory too."""
     bf16, fp32, codes = ((dtype, torch.int64) for dtype in (torch.bfloat16, torch.float32, torch.uint8))
     fmt = parse(spec)
     scales = codes if fmt.scale_dtype == torch.uint8 else fp32
-    choice = cast_kernels.cast_tile(fmt, BOTH, 2048, torch.device("cpu"))
-    how = True, True, True, fmt.block, fmt.tile, fmt.encoding, fmt.max, fmt.scaling, 0.0, 3.0e38
+    how = True, True, fmt.block != 32, fmt.block, fmt.tile, fmt.encoding, fmt.max, fmt.scaling, 0.0, 3.0e38
+    out = Outputs((), how, format=fmt, dims=BOTH, shared=shared)
+    choice = out.tile("cast", 2048, torch.device("cpu"))
+    constants = *how, True, False, True, choice.rows, choice.cols, out.layouts(choice)
     compiled = compile_for(
-        cast_kernels.grouped_cast_kernel, bf16, (torch.int32, torch.int64), fp32, *[codes, scales, fp32] * 2,
-        torch.int32, (torch.int64,), *[7] * 7, *how, True, False, True, choice.rows, choice.cols,
-        num_warps=choice.warps, enable_fp_fusion=False,
+        cast_kernels.KERNEL.function_for(constants), bf16, (torch.int32, torch.int64), fp32,
+        *[codes, scales, fp32] * 2, torch.int32, (torch.int64,), *[7] * 7, *constants,
+        num_warps=choice.warps, **cast_kernels.KERNEL.options_for(constants),
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx
     assert compiled.spills <= (0 if KNOWN else 32)  # Triton 3.7 spills a little

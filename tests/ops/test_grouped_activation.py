@@ -16,6 +16,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.functional.activation import Activation
 from minifloat.ops import grouped
 from minifloat.ops.grouped import activation, activation_kernels, layout
+from minifloat.ops.grouped.fused import Outputs
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize.fused import VALUE
 from minifloat.ops.tiles import tile
@@ -170,29 +171,38 @@ def test_launches(device: torch.device) -> None:
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", [None, "e4m3/tensor/given", "e4m3/1x128/pow2", "e4m3/1x32/e8m0"])
-def test_compiled(spec: str | None) -> None:
+@pytest.mark.parametrize(
+    "spec, shared",
+    [(None, False), ("e4m3/tensor/given", False), ("e4m3/1x128/pow2", False), ("e4m3/1x128/pow2", True),
+     ("e4m3/1x32/e8m0", False)],
+)  # fmt: skip
+def test_compiled(spec: str | None, shared: bool) -> None:
     """For sm_90: accesses are wide, and nothing is kept in local memory."""
     bf16, fp32, codes = ((dtype, torch.int64) for dtype in (torch.bfloat16, torch.float32, torch.uint8))
     outputs: Any = bf16, fp32, fp32, bf16, fp32, fp32
-    how: tuple[Any, ...] = VALUE
-    scales = fp32
+    out, scales = Outputs((), VALUE), fp32
     if spec is not None:
         fmt = parse(spec)
         scales = codes if fmt.scale_dtype == torch.uint8 else fp32
         outputs = codes, scales, fp32, codes, scales, fp32
-        how = True, True, True, fmt.block, fmt.tile, fmt.encoding, fmt.max, fmt.scaling, 0.0, 3.0e38
+        how = True, True, fmt.block != 32, fmt.block, fmt.tile, fmt.encoding, fmt.max, fmt.scaling, 0.0, 3.0e38
+        out = Outputs((), how, format=fmt, dims=BOTH, shared=shared)
     integers = torch.int32, (torch.int64,), *[7] * 7
     for name, kernel, read in (
-        ("activation", activation_kernels.grouped_activation_kernel, (bf16, fp32, fp32)),
-        ("activation_backward", activation_kernels.grouped_activation_backward_kernel, (bf16, bf16, fp32, fp32, fp32)),
+        ("activation", activation_kernels.FORWARD, (bf16, fp32, fp32)),
+        ("activation_backward", activation_kernels.BACKWARD, (bf16, bf16, fp32, fp32, fp32)),
     ):
-        choice = tile(name, HERE) if spec is None else activation_kernels.cast_tile(name, [spec], BOTH, 1536, HERE)
+        choice = tile(name, HERE) if spec is None else out.tile(name, 1536, HERE)
         measured = spec is None or spec.endswith("given")
-        constants = "swish", 1.0, None, 0.0, True, *how, True, measured, True, choice.rows, choice.cols
+        constants = (
+            "swish", 1.0, None, 0.0, True, *out.constants, True, measured, True, choice.rows, choice.cols,
+            out.layouts(choice),
+        )  # fmt: skip
         compiled = compile_for(
-            kernel, *read, *outputs, *integers, *constants, num_warps=choice.warps, enable_fp_fusion=False
-        )
+            kernel.function_for(constants), *read, *outputs, *integers, *constants, num_warps=choice.warps,
+            **kernel.options_for(constants),
+        )  # fmt: skip
         assert "ld.global.v4.b32" in compiled.ptx and ("st.global.b8" not in compiled.ptx or scales is codes)
-        # Two halves of 128 x 128 elements: as the kernel of one matrix.
-        assert compiled.spills <= (320 if (name, choice.rows) == ("activation_backward", 128) else 0)
+        # Two halves of 128 x 128 elements in registers: as the kernel of one matrix.
+        both = (name, choice.rows) == ("activation_backward", 128) and not shared
+        assert compiled.spills <= (320 if both else 32 if shared else 0)

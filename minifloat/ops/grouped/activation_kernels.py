@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, parse
+from minifloat.formats import parse
 from minifloat.ops.activation import out_columns
 from minifloat.ops.activation.device import gated_gradients, gated_value, pointwise
-from minifloat.ops.activation.kernels import formula, load, within_half
+from minifloat.ops.activation.kernels import SHOWN, formula, load, within_half
 from minifloat.ops.activation.reference import gated
 from minifloat.ops.grouped.fused import (
     Outputs,
@@ -31,12 +31,8 @@ from minifloat.ops.grouped.fused import (
 )
 from minifloat.ops.grouped.table import number, of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.quantize.device import (
-    extent,
-    pick,
-    pick_wide,
-)
-from minifloat.ops.quantize.fused import fused_tile
+from minifloat.ops.quantize.blocks import held
+from minifloat.ops.quantize.device import append, extent, pick, pick_wide, tile_places
 from minifloat.ops.tiles import Tile, tile
 
 
@@ -48,13 +44,13 @@ def grouped_activation_kernel(
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
     WEIGHTED: tl.constexpr, AMAX: tl.constexpr,
-    ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     N = extent(N, ALIGNED_N)
     group, M, place, first_m, first_n = tile_of(order, Ms, N, BLOCK_M, BLOCK_N)
     scale, scale_inv = scale_of(levels, order, group, BLOCK, ELEMENT, MAX, RULE, EPSILON, LARGEST)
     x = pick_wide(xs, order, group, 0, ALIGNED_N)
-    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
     if GATED:
         values = gated_value(
             load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N), NAME, SLOPE, LIMIT, OFFSET
@@ -68,10 +64,10 @@ def grouped_activation_kernel(
     if AMAX and (ELEMENT is not None or group < GROUPS):
         record_amaxes(row_amaxes, column_amaxes, order, group, tl.abs(values), ROW or ELEMENT is None, COLUMN)
     store_tile(
-        values, scale, scale_inv, order, group, place, first_m, first_n, M, N, P, 0 * N, N,
+        held(values, LAYOUTS), scale, scale_inv, order, group, place, first_m, first_n, M, N, P, 0 * N, N,
         row_codes, row_scales, column_codes, column_scales,
         row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N, LAYOUTS,
     )  # fmt: skip
 
 
@@ -84,13 +80,13 @@ def grouped_activation_backward_kernel(
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
     WEIGHTED: tl.constexpr, AMAX: tl.constexpr,
-    ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     N = extent(N, ALIGNED_N)
     group, M, place, first_m, first_n = tile_of(order, Ms, N, BLOCK_M, BLOCK_N)
     scale, scale_inv = scale_of(levels, order, group, BLOCK, ELEMENT, MAX, RULE, EPSILON, LARGEST)
     x = pick_wide(xs, order, group, 0, ALIGNED_N)
-    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
     present = (m < M) & (group < GROUPS)
     HALVES: tl.constexpr = 2 if GATED else 1
     incoming = load(pick_wide(dys, order, group, 0, ALIGNED_N), m, n, M, N, N)
@@ -102,32 +98,34 @@ def grouped_activation_backward_kernel(
         a = load(x, m, n, M, N, N)
         values, derivative = pointwise(a, NAME, SLOPE)
     if WEIGHTED:
-        sums = tl.sum(tl.where(present[:, None] & (n[None, :] < N), incoming * values, 0.0), axis=1)
-        tiles = tl.cdiv(N, BLOCK_N)
-        partial = pick(partials, order, group, 0) + m.to(tl.int64) * tiles + first_n // BLOCK_N
-        tl.store(partial, sums, mask=m < M)
+        products = tl.where(present[:, None] & (n[None, :] < N), incoming * values, 0.0)
         incoming *= tl.load(pick(probabilities, order, group, 0) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gradients = gated_gradients(incoming, a, b, NAME, SLOPE, LIMIT, OFFSET)
     else:
         gradients = (incoming * derivative,)
     inside = present[:, None] & (n[None, :] < N)
-    magnitudes = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    tiles = ()
     for half in tl.static_range(HALVES):
-        rounded = tl.where(inside, gradients[half].to(xs[0].dtype.element_ty).to(tl.float32), 0.0)
-        magnitudes = tl.maximum(magnitudes, tl.abs(rounded))  # of a number and NaN the number
+        values = tl.where(inside, gradients[half].to(xs[0].dtype.element_ty).to(tl.float32), 0.0)
+        if AMAX and (ELEMENT is not None or group < GROUPS):
+            record_amaxes(row_amaxes, column_amaxes, order, group, tl.abs(values), ROW or ELEMENT is None, COLUMN)
+        tiles = append(tiles, held(values, LAYOUTS))  # both halves leave the registers before either is cast
+    if WEIGHTED:
+        columns = tl.cdiv(N, BLOCK_N)
+        partial = pick(partials, order, group, 0) + m.to(tl.int64) * columns + first_n // BLOCK_N
+        tl.store(partial, tl.sum(products, axis=1), mask=m < M)
+    for half in tl.static_range(HALVES):
         store_tile(
-            rounded, scale, scale_inv, order, group, place, first_m, first_n, M, N, P, half * N, HALVES * N,
+            tiles[half], scale, scale_inv, order, group, place, first_m, first_n, M, N, P, half * N, HALVES * N,
             row_codes, row_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N,
+            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N, LAYOUTS,
         )  # fmt: skip
-    if AMAX and (ELEMENT is not None or group < GROUPS):
-        record_amaxes(row_amaxes, column_amaxes, order, group, magnitudes, ROW or ELEMENT is None, COLUMN)
 
 
-_forward = Kernel(grouped_activation_kernel)
-_backward = Kernel(grouped_activation_backward_kernel)
+FORWARD = Kernel(grouped_activation_kernel, layouts=True)
+BACKWARD = Kernel(grouped_activation_backward_kernel, layouts=True)
 
 
 def forward(
@@ -155,7 +153,8 @@ def cast(
     """``grouped_activation_cast``."""
     x, columns = ready(x), out_columns(name, x.shape[1])
     out, made = casts_to(x[:, :columns], offsets, formats, dims, k_major)
-    choice = cast_tile("activation", formats, dims, columns, x.device)
+    out = out._replace(shared=out.shared and name in SHOWN)
+    choice = out.tile("activation", columns, x.device)
     _forward_to(out, x, probabilities, offsets, scales, name, parameters, scales is not None, choice)
     return as_declared(made, formats, dims, k_major)
 
@@ -193,15 +192,12 @@ def backward_cast(
     """``grouped_activation_backward_cast``."""
     dy, x = ready(dy), ready(x)
     out, made = casts_to(x, offsets, formats, dims, k_major)
-    choice = cast_tile("activation_backward", formats, dims, dy.shape[1], x.device)
+    out = out._replace(shared=out.shared and name in SHOWN)
+    choice = out.tile("activation_backward", dy.shape[1], x.device)
     if gated(name) and scales is None:
         choice = within_half(choice, parse(formats[0]), dy.shape[1])
     sums = _backward_to(out, dy, x, probabilities, offsets, scales, name, parameters, scales is not None, choice)
     return [*as_declared(made, formats, dims, k_major), sums]
-
-
-def cast_tile(kernel: str, formats: Sequence[str], dims: Sequence[int], columns: int, device: torch.device) -> Tile:
-    return fused_tile(kernel, None, parse(formats[0]), ROWWISE in dims, COLUMNWISE in dims, (0, columns), device)
 
 
 # ---- launches ----
@@ -226,9 +222,9 @@ def _forward_to(
     columns = out_columns(name, x.shape[1])
     constants = (
         *formula(name, parameters), *out.constants, probabilities is not None, with_amax, columns % out.unit == 0,
-        choice.rows, choice.cols,
+        choice.rows, choice.cols, out.layouts(choice),
     )  # fmt: skip
-    launch(_forward, out, tensors, offsets, x.shape[0], columns, constants, choice)
+    launch(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
 
 
 def _backward_to(
@@ -258,7 +254,7 @@ def _backward_to(
     ]  # fmt: skip
     constants = (
         *formula(name, parameters), *out.constants, probabilities is not None, with_amax, columns % out.unit == 0,
-        choice.rows, choice.cols,
+        choice.rows, choice.cols, out.layouts(choice),
     )  # fmt: skip
-    launch(_backward, out, tensors, offsets, M, columns, constants, choice)
+    launch(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
     return partial if probabilities is None else partial.sum(1)

@@ -106,7 +106,7 @@ def cast(
         gpu.check(x, given[0], parsed[0], dims[0])
         out, made = casts_to(x, offsets, formats, dims, k_major)
         level = None if given[0] is None else given[0].float()
-        cast_kernels.cast(out, x, None, offsets, level, parsed[0], dims)
+        cast_kernels.cast(out, x, None, offsets, level)
         return as_declared(made, formats, dims, k_major)
     outputs: list[Tensor] = []
     jobs: list[Job] = []

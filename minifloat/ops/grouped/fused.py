@@ -14,21 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, parse
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, parse
 from minifloat.ops import grouped
 from minifloat.ops.grouped import table
 from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
 from minifloat.ops.launch import Kernel
-from minifloat.ops.quantize.blocks import store_block_cast
+from minifloat.ops.quantize.blocks import block_tile, store_block_cast
 from minifloat.ops.quantize.device import (
     FLT_MAX,
     pick,
     pick_wide,
+    places,
     record_max,
     store_scaled,
 )
 from minifloat.ops.quantize.fused import VALUE, cast_constants
-from minifloat.ops.tiles import Tile
+from minifloat.ops.quantize.job import Aligned, aligned
+from minifloat.ops.quantize.layouts import Layouts, layouts, through_shared
+from minifloat.ops.tiles import Tile, tile
 
 Argument = tuple[Tensor, Place]
 """A tensor, and where in it a group begins."""
@@ -64,28 +67,28 @@ def scale_of(
 
 @triton.jit
 def store_tile(
-    values, scale, scale_inv, order, group, place, first_m, first_n, M, N, P, first, width,
+    tile, scale, scale_inv, order, group, place, first_m, first_n, M, N, P, first, width,
     row_codes, row_scales, column_codes, column_scales,
     row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    ALIGNED_N: tl.constexpr,
+    ALIGNED_N: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of the N columns from ``first`` on of a group [M, width], or the codes of its cast.
+    """Stores a ``tile`` that ``held`` returned, of the N columns from ``first`` on of a group [M, width], or its codes.
 
     ``scale``, ``scale_inv``: of :func:`scale_of`; ``place``: of the tile in its group; ``P``: see ``store_codes``.
     """
-    m, n = first_m + tl.arange(0, values.shape[0]), first_n + tl.arange(0, values.shape[1])
     row_codes = pick_wide(row_codes, order, group, 0, ALIGNED_N)
     column_codes = pick_wide(column_codes, order, group, 0, K_MAJOR or ALIGNED_N)
     row_scales, column_scales = pick(row_scales, order, group, 0), pick(column_scales, order, group, 0)
     if ELEMENT is None:
+        m, n = places(tile, first_m, first_n, False)
         where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
-        tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+        tl.store(where, tile.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
     elif BLOCK == 0:
+        m, n = places(tile, first_m, first_n, False)
         store_scaled(
-            values * scale, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, True,
-            ELEMENT,
+            tile * scale, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, True, ELEMENT
         )  # fmt: skip
         if place == 0:
             if ROW:
@@ -94,10 +97,10 @@ def store_tile(
                 tl.store(column_scales, scale_inv)
     else:
         store_block_cast(
-            values, first_m, first + first_n, M, width, P,
+            tile, first_m, first + first_n, M, width, P,
             row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, True, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
+            ROW, COLUMN, K_MAJOR, True, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
         )  # fmt: skip
 
 
@@ -120,6 +123,9 @@ class Outputs(NamedTuple):
         stored: rows of the memory of columnwise codes.
         strides: of both grids of scales.
         unit: columns at multiples of which all rows begin at 16 bytes.
+        format: of the casts.
+        dims: of the casts.
+        shared: they go through shared memory, see ``quantize/layouts.py``.
     """
 
     tensors: tuple[Argument, ...]
@@ -127,6 +133,22 @@ class Outputs(NamedTuple):
     stored: int = 0
     strides: tuple[int, ...] = (0, 0, 0, 0)
     unit: int = 16
+    format: Format = IDENTITY
+    dims: Sequence[int] = ()
+    shared: bool = False
+
+    def tile(self, kernel: str, columns: int, device: torch.device) -> Tile:
+        """The tile of a kernel that casts as many ``columns``."""
+        row, column = ROWWISE in self.dims, COLUMNWISE in self.dims
+        if self.shared and kernel != "cast":  # their tiles hold more than those of matrices
+            kernel = f"grouped_{kernel}"
+        if self.format.block:
+            return block_tile(kernel, self.format, row, column, self.shared, aligned([columns]), device)
+        return tile("cast_tensor" if kernel == "cast" else f"{kernel}_columnwise" if column else kernel, device)
+
+    def layouts(self, choice: Tile) -> Layouts | None:
+        """Of that tile; ``None`` where Triton chooses them."""
+        return layouts(choice, self.format.block, self.constants[2]) if self.shared else None
 
 
 def launch(
@@ -184,7 +206,11 @@ def casts_to(
     how = cast_constants(x, fmt, ROWWISE in dims, COLUMNWISE in dims, any(k_major) and not fmt.packed)
     if not fmt.block:
         how = *how[:-1], FLT_MAX.value  # of a whole matrix scales may be larger
-    return Outputs((*row, *column), how, column[0][0].shape[0], tuple(strides), 32 if fmt.packed else 16), made
+    # Rows, and halves of them, begin at multiples of 16 bytes, and so do columns of whatever number of rows.
+    sizes = Aligned(False, width % 32 == 0, True)
+    shared = len(dims) == 2 and fmt.block == 128 and through_shared(x, fmt, True, any(k_major), sizes)
+    stored, unit = column[0][0].shape[0], 32 if fmt.packed else 16
+    return Outputs((*row, *column), how, stored, tuple(strides), unit, fmt, dims, shared), made
 
 
 def as_declared(

@@ -80,5 +80,5 @@ def cast(
     x = ready(x)
     matrix = x.new_empty(1, 1).expand(rows.shape[0], K)
     out, made = casts_to(matrix, offsets, formats, dims, k_major)
-    cast_kernels.cast(out, x, rows, offsets, level, fmt, dims)
+    cast_kernels.cast(out, x, rows, offsets, level)
     return as_declared(made, formats, dims, k_major)
