@@ -259,7 +259,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
 
 def gives_values(fmt: Format, x: Tensor) -> bool:
     """``x`` may be cast to bf16 values in lieu of codes: these times the scales of their blocks."""
-    return not fmt.tile and fmt.rounding == "nearest" and aligned(x.shape)
+    return not fmt.tile and fmt.rounding in ("nearest", "stochastic") and aligned(x.shape)
 
 
 def constants(job: Job, variant: int, can_skip: bool, aligned_k: bool, choice: Tile) -> tuple[Any, ...]:
