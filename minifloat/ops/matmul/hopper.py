@@ -89,16 +89,6 @@ def operands(a_tiles, b_tiles, stage, PART: gl.constexpr, A_K: gl.constexpr, B_K
 
 
 @gluon.jit
-def load_factors(source, places, size, STEP: gl.constexpr):
-    """Of rows or columns at ``places``: each its own (STEP 1), one for all (0), or none (-1), which is 1."""
-    if STEP < 0:
-        factors = gl.full(places.shape, 1.0, gl.float32, places.type.layout)
-    else:
-        factors = gl.load(source + places * STEP, mask=places < size, other=0.0)
-    return factors
-
-
-@gluon.jit
 def store_half(
     total, a_factor, b_factor, bias, out, first_m, first_n, M, N, inverse,
     A_STEP: gl.constexpr, B_STEP: gl.constexpr, BIAS: gl.constexpr,
@@ -106,8 +96,8 @@ def store_half(
     """Writes sums times their factors plus a bias, 16 bytes at a time: the arithmetic of ``spread.finish_kernel``."""
     m = first_m + gl.arange(0, _HALF, layout=gl.SliceLayout(1, _SUMS))
     n = first_n + gl.arange(0, _COLS, layout=gl.SliceLayout(0, _SUMS))
-    rows = load_factors(a_factor, m, M, A_STEP)
-    columns = load_factors(b_factor, n, N, B_STEP)
+    rows = gl.load(a_factor + m * A_STEP, mask=m < M, other=0.0)
+    columns = gl.load(b_factor + n * B_STEP, mask=n < N, other=0.0)
     total = total * (rows[:, None] * columns[None, :] * inverse)
     if BIAS:
         added = gl.load(bias + n, mask=n < N, other=0.0)
@@ -164,7 +154,7 @@ def scaled_product_kernel(
 ):  # fmt: skip
     """[M, N]: ``a`` times ``b``, described with the contracted dim K last (*_K) or first, scaled, plus a bias.
 
-    STEP: see :func:`load_factors`.
+    STEP: 1 where each row or column has its own factor, 0 where one serves all.
     """
     a_tiles = gl.allocate_shared_memory(
         a.dtype, [2 * STAGES, _HALF, _DEPTH] if A_K else [2 * STAGES, _DEPTH, _HALF], _OPERAND
@@ -219,14 +209,14 @@ def multiply(operands: Sequence[Tensor], scales: Scales, bias: Tensor | None, ou
     (M, depth), N = a.shape, b.shape[0]
     (left, a_k), (right, b_k) = _described(a, ROWS // 2), _described(b, COLS)
     out = allocate((M, N), out_dtype, a.device)
-    factors, steps = factors_of(scales, out)
+    factors, steps = factors_of(scales, out.new_ones(1, dtype=torch.float32))
     programs = min(triton.cdiv(M, ROWS) * triton.cdiv(N, COLS), multiprocessors(out.device))
     launch.count(scaled_product_kernel.__name__)
     with torch.cuda.device(out.device):
         scaled_product_kernel[(programs,)](
             left, right, *factors, out if bias is None else ready(bias), out,
             M, N, min(depth, b.shape[1]), 1.0 / scales.divisor,
-            aligned([N]), a_k, b_k, *steps, bias is not None, SWEEP, STAGES,
+            aligned([N]), a_k, b_k, *[max(step, 0) for step in steps], bias is not None, SWEEP, STAGES,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
