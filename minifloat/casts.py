@@ -13,7 +13,7 @@ from minifloat import capability
 from minifloat.arguments import shown
 from minifloat.formats import Format
 from minifloat.operand import Operand, Quantized
-from minifloat.ops import new, quantize
+from minifloat.ops import delayed, new, quantize
 from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
 
 Amaxes = tuple[Tensor | None, ...]
@@ -137,6 +137,9 @@ class Casts:
                         self._read.append(numbers[twin])
         self._nothing: list[Tensor | None] = [None] * len(self._sources)
         self.takes_scales = any(takes for _, _, takes in self._sources)
+        self.all_take_scales = all(takes for _, _, takes in self._sources) and {i for i, *_ in self._sources} == set(
+            range(len(wanted))
+        )
 
     def __call__(
         self,
@@ -167,6 +170,19 @@ class Casts:
             shape = x.shape
             results.append(each.operands(outputs, (math.prod(shape[:-1]), shape[-1]), x.dtype, x))
         return results
+
+    def recorded(
+        self, xs: Sequence[Tensor], history: tuple[Tensor, Tensor], slots: Sequence[int], forward: bool
+    ) -> list[Quantized]:
+        """All casts take delayed scales: in compiled code one operation casts and records, see ``cast_and_record_``.
+
+        ``history``: the scales [n] and the amaxes [L, n]; the operands have no amax.
+        """
+        matrices, request = [as_matrix(x) for x in xs], self.request
+        made = delayed.cast_and_record_[len(request.cast_of)](
+            matrices, *history, forward, slots, request.cast_of, request.formats, request.dims, request.k_major
+        )
+        return self._operands(matrices, made[0::2], made[1::2], self._nothing, self._nothing)
 
     def amaxes(self, xs: Sequence[Tensor]) -> list[Amaxes]:
         """The amaxes of ``xs``; see :func:`find_amaxes`."""

@@ -50,6 +50,7 @@ class Operation(Generic[R]):
         reference: in plain PyTorch, for every device: the definition.
         gpu: returns the same on kernels of our own, for GPUs that run them (``capability.kernels``). Called when the
             first CUDA tensor comes, so that nothing else imports Triton.
+        prepares: that takes the lists alone, once for each spelling, and returns what takes the other arguments.
         mutates: the arguments that the operation writes to.
         random: it draws from PyTorch's generator: a compiler must neither deduplicate nor reorder it.
     """
@@ -61,13 +62,16 @@ class Operation(Generic[R]):
         gpu: Callable[[], Callable[..., R]] | None,
         mutates: Sequence[str],
         random: bool,
+        prepares: bool = False,
     ) -> None:
         self.__doc__ = reference.__doc__
-        self._declared = reference, gpu, mutates, random
+        self._declared = reference, gpu, mutates, random, prepares
         self.reference = reference
         self.shapes: Callable[..., R] = reference
         self._load_gpu = gpu
         self._gpu: Callable[..., R] | None = None
+        self._prepared: dict[str, Callable[..., R]] = {}
+        self._prepares = prepares
         self._lists = _lists(reference)
         self._defaults = tuple([each.default for each in inspect.signature(reference).parameters.values()])
         self._first = _first_tensor(reference)
@@ -84,7 +88,7 @@ class Operation(Generic[R]):
     def __call__(self, *args: Any) -> R:
         where = directly(args[self._first])
         if where == "cuda" and self._load_gpu is not None:
-            return self._kernels()(*args)
+            return self._prepared_for(self.spelled(*args)) if self._prepares else self._kernels()(*args)
         if where == "cpu":
             with torch._C._DisableAutocast():
                 return self.reference(*args)
@@ -151,7 +155,19 @@ class Operation(Generic[R]):
 
     def _on_gpu(self, *args: Any) -> R:
         runs, _ = capability.kernels(torch.cuda.current_device())
-        return self._kernels()(*self.read(args)) if runs else self._on_any(*args)
+        if not runs:
+            return self._on_any(*args)
+        return self._prepared_for(args) if self._prepares else self._kernels()(*self.read(args))
+
+    def _prepared_for(self, args: tuple[Any, ...]) -> R:
+        *rest, spelling = args
+        run = self._prepared.get(spelling)
+        if run is None:
+            if len(self._prepared) >= MOST_SPELLINGS:
+                self._prepared.clear()
+            prepare: Any = self._kernels()
+            run = self._prepared[spelling] = prepare(*_values(spelling, tuple(self._lists.values())))
+        return run(*rest)
 
     def _without_autocast(self, *args: Any) -> R:
         """``torch.autocast`` must not reach inside: it would run a reference's fp32 products in bf16."""
@@ -161,10 +177,14 @@ class Operation(Generic[R]):
 
 
 def operation(
-    gpu: Callable[[], Callable[..., Any]] | None = None, *, mutates: Sequence[str] = (), random: bool = False
+    gpu: Callable[[], Callable[..., Any]] | None = None,
+    *,
+    mutates: Sequence[str] = (),
+    random: bool = False,
+    prepares: bool = False,
 ) -> Callable[[Callable[..., R]], Operation[R]]:
     """Declares the operation whose reference is decorated, under its name; the arguments are those of Operation."""
-    return lambda reference: Operation(reference.__name__, reference, gpu, mutates, random)
+    return lambda reference: Operation(reference.__name__, reference, gpu, mutates, random, prepares)
 
 
 def directly(x: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from minifloat import capability, casts, quantizer
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize
+from minifloat.ops.delayed import gpu as delayed_gpu
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, job, pipeline, reference
 from minifloat.ops.quantize.work import read_amaxes
@@ -221,9 +223,10 @@ def test_fills_of_operations(stream: int, device: torch.device, monkeypatch: pyt
     monkeypatch.setattr(pipeline, "_zeros", pipeline._Zeros())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
     how = quantizer.casts(CASES["current"][:2], "cuda")
+    run = pipeline.amax_and_cast(*how.request)
     for call in range(3):
         xs = values(device, (32, 48), (17, 33), scale=10.0**call)
-        got = pipeline.amax_and_cast(xs, [None] * len(how.request.formats), *map(tuple, how.request))
+        got = run(xs, [None] * len(how.request.formats))
         want = quantize.amax_and_cast.reference(xs, [None] * len(how.request.formats), *how.request)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert bool(pipeline._zeros.filled) == (stream == 0)
@@ -413,12 +416,13 @@ def test_operations_replay_too(case: str, device: torch.device) -> None:
 def test_both_phases_replay_too(case: str, device: torch.device) -> None:
     """The operation of compiled code that finds amaxes and casts; its outputs share no memory."""
     how = quantizer.casts(CASES[case][:2], "cuda")
+    run = pipeline.amax_and_cast(*how.request)
     for call in range(3):
         xs = values(device, (32, 48), (17, 33), scale=10.0**call)
         rng = torch.tensor([5, call], device=device)
         rngs = [rng if "stochastic" in spec else None for spec in how.request.formats]
         with nothing_else() if call else count_launches():
-            actual = pipeline.amax_and_cast(xs, rngs, *map(tuple, how.request))
+            actual = run(xs, rngs)
         expected = quantize.amax_and_cast.reference(xs, rngs, *how.request)
         for got, want in zip(actual, expected, strict=True):
             assert_same_bits(got, want)
@@ -457,3 +461,34 @@ def test_any_number_of_matrices_is_one_launch(device: torch.device, monkeypatch:
         assert set(launches.values()) == {1 if call < 2 else 2}
         assert_same(actual, by_reference(xs, how))
     assert [type(each) for each in known(how)] == [pipeline.Recording] * 2
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("forward", [False, True])
+def test_casts_that_record(
+    forward: bool, transposed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a compiled layer calls under delayed scaling: recorded at the first call, equal to the reference in all."""
+    from minifloat.ops import delayed
+
+    monkeypatch.setattr(delayed_gpu, "_prepared", {})
+    cast_of = [0, 0, 1] if transposed else [0, 1]
+    formats = ["e4m3/tensor/given"] * len(cast_of)
+    dims = [ROWWISE, COLUMNWISE, ROWWISE] if transposed else [ROWWISE, ROWWISE]
+    arguments = [2, 0], cast_of, formats, dims, [transposed] * len(cast_of)
+    operation = delayed.cast_and_record_[len(cast_of)]
+    run = delayed_gpu.cast_and_record(*arguments)
+    history, scale = torch.rand(4, 3, device=device), torch.tensor([0.5, 3.0, 20.0], device=device)
+    for number in range(3):
+        xs = values(device, (48, 32), (16, 32), scale=2.0**number)
+        wanted_history = history.clone()
+        wanted = operation.reference(xs, scale, wanted_history, forward, *arguments)
+        with count_launches() as launches:
+            made = run(xs, scale, history, forward)
+        assert launches == {"cast_tensor_kernel": 1 + transposed, "record_kernel": 1}
+        assert_same_bits(history, wanted_history)
+        for got, want in zip(made, wanted, strict=True):
+            assert_same_bits(got, want)
+            assert got.stride() == want.stride()
+    recorded = inspect.getclosurevars(run).nonlocals["work"].known
+    assert recorded and all(recorded.values())

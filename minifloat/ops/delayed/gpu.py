@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.ops.delayed import Rule
+from minifloat.ops.delayed import Rule, refuse_recomputation
 from minifloat.ops.launch import Kernel, Prepared, recorded
 from minifloat.ops.quantize.device import FLT_MAX
+from minifloat.ops.quantize.pipeline import Recorded
+from minifloat.ops.quantize.work import Request
 
 _LAYERS = 32
 """Histories that one launch updates."""
@@ -95,6 +97,24 @@ def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> N
     places = tuple(slots)
     tensors = history, tuple(amaxes)
     _launch(places, [history, *amaxes], lambda: _record(1, tensors, (places,), (len(places),), 1))
+
+
+def cast_and_record(slots: Sequence[int], *casts: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """The operations ``cast_and_record_``, prepared for their lists."""
+    of, formats, dims, k_major = map(list, casts)
+    work = Recorded(Request([], [], [], of, formats, dims, k_major, [-1] * len(of)), True, returned=False)
+    slots_of, nothing = [slots[i] for i in of], [None] * len(of)
+    measured = [of.index(i) for i in range(len(slots))]
+
+    def run(xs: Sequence[Tensor], scale: Tensor, history: Tensor, forward: bool) -> tuple[Tensor, ...]:
+        if forward:
+            refuse_recomputation()
+        scales = scale.split(1)
+        outputs, _ = work(xs, [scales[slot] for slot in slots_of], nothing, None)
+        record(history, slots, [outputs[j][2] for j in measured])  # type: ignore[misc]
+        return tuple([part for output in outputs for part in output[:2]])
+
+    return run
 
 
 def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:

@@ -89,7 +89,7 @@ def _transposed(x: Tensor) -> Tensor:
 _amax, _cast = amax.reference, cast.reference
 
 
-@operation(lambda: _recorded().amax_and_cast)
+@operation(lambda: _recorded().amax_and_cast, prepares=True)
 def amax_and_cast(
     xs: Sequence[Tensor],
     rngs: Sequence[Tensor | None],
@@ -108,7 +108,7 @@ def amax_and_cast(
     """
     amaxes = _amax([xs[i] for i in amax_of], amax_formats, amax_dims)
     given = [None if own < 0 else amaxes[own] for own in own_level]
-    made = _codes_and_scales(_cast([xs[i] for i in cast_of], given, rngs, formats, dims, k_major, None))
+    made = codes_and_scales(_cast([xs[i] for i in cast_of], given, rngs, formats, dims, k_major, None))
     return [amaxes[own] for own in read_amaxes(formats, own_level)] + made
 
 
@@ -120,10 +120,10 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     amaxes = amax.shapes([xs[i] for i in amax_of], amax_formats, amax_dims)
     read = [amaxes[own] for own in read_amaxes(formats, own_level)]
-    return read + _codes_and_scales(cast.shapes([xs[i] for i in cast_of], (), rngs, formats, dims, k_major, None))
+    return read + codes_and_scales(cast.shapes([xs[i] for i in cast_of], (), rngs, formats, dims, k_major, None))
 
 
-def _codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:
+def codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:
     """What :data:`cast` gives, but for the amax that delayed scaling alone measures."""
     return [tensor for i, tensor in enumerate(made) if i % 3 < 2]
 

@@ -7,7 +7,7 @@ GPU takes for a small layer, so that what the first call launched is kept, with 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
@@ -78,12 +78,15 @@ class Recorded(Work):
 
     Args:
         separate: no outputs share memory, which those of an operation must not.
+        returned: so are the amaxes that delayed scaling measures; else the operation reads them and forgets them.
         as_values: as of ``gpu.cast``.
     """
 
-    def __init__(self, request: Request, separate: bool = False, as_values: Sequence[bool] = ()) -> None:
+    def __init__(
+        self, request: Request, separate: bool = False, as_values: Sequence[bool] = (), returned: bool = True
+    ) -> None:
         super().__init__(request)
-        self.separate, self.as_values = separate, as_values
+        self.separate, self.as_values, self.returned = separate, as_values, returned
         read = read_amaxes(request.formats, request.own_level)
         self.readers = [request.own_level.index(own) for own in read]  # of each the first cast that takes it
         self.known: dict[Any, Any] = {}  # a Recording, or None: cannot be replayed
@@ -162,7 +165,7 @@ class Recorded(Work):
             and all(gpu.casts(parse(spec)) for spec in (*self.request.formats, *self.request.amax_formats))
         ):
             arguments = [*xs, *[other for other in (*given, *rngs, noop) if other is not None]]
-            self.known[key] = Recording.of(self.request, self.separate, log.launches, arguments, outputs, amaxes)
+            self.known[key] = Recording.of(self, log.launches, arguments, outputs, amaxes)
         return outputs, amaxes
 
 
@@ -205,17 +208,17 @@ def cast(
     return _flat(_requested(of, tuple(formats), tuple(dims), tuple(k_major))(distinct, given, rngs, noop)[0])
 
 
-@lru_cache(MOST_REQUESTS)
-def _amax_and_cast(*lists: tuple[Any, ...]) -> Recorded:
-    return Recorded(Request(*map(list, lists)), True)
+def amax_and_cast(*lists: Sequence[Any]) -> Callable[..., list[Tensor]]:
+    """As the operation, prepared for its lists."""
+    work = Recorded(Request(*map(list, lists)), True)
+    nothing = [None] * len(work.request.cast_of)
 
+    def run(xs: Sequence[Tensor], rngs: Sequence[Tensor | None]) -> list[Tensor]:
+        outputs, _ = work(xs, nothing, rngs, None)
+        read: list[Any] = [outputs[j][3] for j in work.readers]
+        return [*read, *[part for output in outputs for part in output[:2]]]
 
-def amax_and_cast(xs: Sequence[Tensor], rngs: Sequence[Tensor | None], *lists: Sequence[Any]) -> list[Tensor]:
-    """As the operation."""
-    work = _amax_and_cast(*map(tuple, lists))
-    outputs, _ = work(xs, [None] * len(rngs), rngs, None)
-    read: list[Any] = [outputs[j][3] for j in work.readers]
-    return [*read, *[part for output in outputs for part in output[:2]]]
+    return run
 
 
 def _flat(outputs: Sequence[Output]) -> list[Tensor]:
@@ -250,10 +253,11 @@ class Recording(NamedTuple):
     The list is that of the tensors of the call, of the zeros, of codes and scales of each cast, and 0.
 
     Args:
-        zeros: elements of each amax that is raised; ``shown`` of them are the result, ``shows``: some are part of it.
+        zeros: elements of each amax that is raised; ``shown`` of them are the result.
         alone: which amaxes an operation returns, so that each has memory of its own.
         places: addresses of the others after the first one; ``room`` elements are needed for all.
         separate: as of :class:`Recorded`.
+        views: amaxes are shown as parts of the fill.
     """
 
     launches: list[Prepared]
@@ -264,19 +268,19 @@ class Recording(NamedTuple):
     room: int
     shown: int
     separate: bool
-    shows: bool
+    views: bool
 
     @classmethod
     def of(
         cls,
-        request: Request,
-        separate: bool,
+        work: Recorded,
         launches: Sequence[launch.Launch],
         arguments: Sequence[Tensor],
         outputs: Sequence[Output],
         amaxes: Sequence[Tensor],
     ) -> Recording | None:
         """None if it cannot be replayed, as a launch that writes to memory which is no part of the result."""
+        request, separate = work.request, work.separate
         formats = [parse(spec) for spec in request.formats]
         casts = []
         zeros = [*amaxes]
@@ -305,10 +309,21 @@ class Recording(NamedTuple):
         sizes = [amax.numel() for amax in zeros]
         unit = 1 if max(sizes, default=1) == 1 else 4  # kernels read 16 bytes at a time of what is no single element
         part = {place for each in casts for place in (each.measured, each.level)}
-        alone = [separate and (place < shown or place in part) for place in range(len(zeros))]
+        outputs_too = separate and work.returned
+        alone = [outputs_too and (place < shown or place in part) for place in range(len(zeros))]
         rooms = [0 if own else size + -size % unit for size, own in zip(sizes, alone, strict=True)]
         *starts, room = accumulate(rooms, initial=0)
-        return cls(prepared, casts, sizes, alone, [4 * start for start in starts], room, shown, separate, shows)
+        return cls(
+            prepared,
+            casts,
+            sizes,
+            alone,
+            [4 * start for start in starts],
+            room,
+            shown,
+            separate,
+            shows and not outputs_too,
+        )
 
     def replay(
         self, pointers: list[int], given: Sequence[Tensor | None], device: torch.device
@@ -325,9 +340,9 @@ class Recording(NamedTuple):
             whole, taken = (_filled(self.room, device), 0) if alone else _zeros.take(self.room, device)
             first = whole.data_ptr() + 4 * taken
             pointers.extend([first + place for place in self.places])
-            if self.shows and not self.separate:
+            if self.views:
                 zeros = self._parts(whole[taken : taken + self.room])
-        if self.separate and self.zeros:
+        if any(self.alone):
             zeros = self._alone(pointers, device)
         for j, (layout, scales, shares, measured, level) in enumerate(self.casts):
             codes = empty(*layout)
