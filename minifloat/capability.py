@@ -182,6 +182,10 @@ def kernels(device: int) -> Support:
     return True, f"Triton kernels, sm_{facts[0]}{facts[1]}"
 
 
+# What assume_constant_result does: compiled code asks once, and does not look for Triton itself.
+kernels.__wrapped__._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def k_major(fmt: Format) -> bool:
     """CUDA's product of ``fmt`` wants the contracted dim consecutive: dgrad and wgrad read transposed copies.
 

@@ -27,6 +27,7 @@ FORMATS: dict[str, tuple[Format, Format]] = {name: (a, b) for name, a, b in PAIR
     "MXFP8 by NVFP4": (Format(block=32, scale_rule="e8m0"), Format("e2m1", 16, scale_rule="two_level")),
 }
 PER_TENSOR = {"FP8 per tensor", "FP8 per tensor, E5M2 gradient"}
+FIND_SPEC = importlib.util.find_spec
 SM_90 = PER_TENSOR | {"FP8 rowwise"}
 STRIPS = {"FP8 1x128 by 128x128", "FP8 1x128 by 1x128", "fp32 scales", "FP8 1x128 by MXFP4"}
 SM_100 = {name for name, a, b in PAIRS if a.block and b.block} | {"tiles", "E5M2 strips", "strips by MXFP8"}
@@ -133,3 +134,11 @@ def test_block_scales_of_a_rule_of_the_users_are_not_written_out(monkeypatch: py
         fmt = Format(block=32, scale_rule=f"capability_{own}")
         emulated, reason = capability.emulates(fmt, fmt, GPU)
         assert not emulated and "no powers of two" in reason
+
+
+def test_compiled_code_asks_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo refuses to trace what looks for an installed package."""
+    facts(monkeypatch, (9, 0), "12.9")
+    monkeypatch.setattr(importlib.util, "find_spec", FIND_SPEC)
+    run = torch.compile(lambda x: x + capability.kernels(0)[0], backend="eager", fullgraph=True)
+    assert run(torch.zeros(())) == capability.kernels(0)[0]
