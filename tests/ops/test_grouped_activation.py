@@ -17,7 +17,7 @@ from minifloat.functional.activation import Activation
 from minifloat.ops import grouped
 from minifloat.ops.grouped import activation, activation_kernels, layout
 from minifloat.ops.grouped.fused import Outputs
-from minifloat.ops.launch import count_launches
+from minifloat.ops.launch import KNOWN, count_launches
 from minifloat.ops.quantize.fused import VALUE
 from minifloat.ops.tiles import tile
 from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, activation_inputs, error_scale
@@ -205,4 +205,4 @@ def test_compiled(spec: str | None, shared: bool) -> None:
         assert "ld.global.v4.b32" in compiled.ptx and ("st.global.b8" not in compiled.ptx or scales is codes)
         # Two halves of 128 x 128 elements in registers: as the kernel of one matrix.
         both = (name, choice.rows) == ("activation_backward", 128) and not shared
-        assert compiled.spills <= (320 if both else 32 if shared else 0)
+        assert compiled.spills <= (320 if both else 32 if shared and KNOWN else 128 if shared else 0)

@@ -40,7 +40,7 @@ VALUES = {
         "--vocabulary 70000 --tokenizer": "nowhere.json",
     },
     "study TEXT --model micro": {
-        "--recipes": "fp7 '' current,current", "--seeds": f"1 0 -1 x 1,1 {HUGE}", "--steps": f"0 {HUGE} x",
+        "--recipes": "fp7 current,current", "--seeds": f"1 0 -1 x 1,1 {HUGE}", "--steps": f"0 {HUGE} x",
         "--batch-size": f"0 {HUGE}", "--learning-rate": "0 nan", "--evaluations": f"0 {HUGE}", "--workers": f"0 {HUGE}",
         "--minutes": "-1 nan x", "--max-gap": "-1 nan", "--max-gap-4bit": "nan", "--device": "tpu",
         "--out": "TEXT/a.txt",
