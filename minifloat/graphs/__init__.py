@@ -80,7 +80,7 @@ def make_graphed_callables(
 
     Raises:
         ValueError: something is on a CPU, ``_order`` is none, or a module cannot be captured: it has hooks on
-            parameters, ``delay_wgrad_compute``, weights that FSDP2 shards, delayed scaling with ``etp_group``.
+            parameters, ``delay_wgrad_compute``, weights that FSDP2 shards.
         TypeError: ``cache_quantized_params``, and a module takes no ``is_first_microbatch``.
     """
     several = not isinstance(modules, nn.Module)

@@ -111,17 +111,12 @@ class GraphedCallable:
         """Forward and backward as they will be captured, which leave gradients alone.
 
         Raises:
-            ValueError: an input's gradient is None; the output is quantized; delayed scaling of sharded weights.
+            ValueError: an input's gradient is None; the output is quantized.
         """
         weights = [weight for weight, _ in self.main_grads]
         with scratch_main_grads(weights):
             for _ in range(iterations):
                 self._run()
-                if self.calls and self.shared.weights:  # on a GPU replays have given other numbers than eager code
-                    raise ValueError(
-                        f"{self.label}: no graph holds delayed scaling together with weights that etp_group shards; "
-                        "use another recipe, or leave the module eager"
-                    )
                 given = [torch.zeros_like(output) for output in self._differentiable()]
                 grads = self._gradients(given)
                 unused = [i for i, grad in zip(self.inputs, grads, strict=False) if grad is None]

@@ -9,7 +9,7 @@ from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_graphs import after_a_failure, compare, in_main_grad
 
 
-@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8", "delayed"])
 def test_attention_captured_and_experts_eager(worker_pool: Pools, recipe: str) -> None:
     """Bit for bit; nothing is in flight at a graph's begin, and no gather crosses it."""
     for different in worker_pool(2).run(compare, recipe, True, torch.float32):
@@ -20,16 +20,6 @@ def test_all_captured_with_more_ahead(worker_pool: Pools) -> None:
     """One graph after the other, of uneven rows, with two gathers ahead in each."""
     for different in worker_pool(3).run(compare, "current", False, torch.bfloat16, 2):
         assert not different
-
-
-def refused(rank: int, size: int) -> str:
-    with pytest.raises(ValueError, match=r"MultiheadAttention.*no graph holds delayed scaling together") as caught:
-        compare(rank, size, "delayed", True, torch.float32)
-    return str(caught.value)
-
-
-def test_delayed_scaling_is_refused(worker_pool: Pools) -> None:
-    assert all(worker_pool(2).run(refused))
 
 
 def test_main_grad(worker_pool: Pools) -> None:

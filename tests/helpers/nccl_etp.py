@@ -283,7 +283,7 @@ def cases(repetitions: int) -> dict[str, Check]:
         found[f"transformer {recipe}, {depth} ahead"] = partial(lockstep, "transformer", recipe, depth, 3)
     for place, depth in product(("cast", "gather", "use", "reduction"), (0, 1, 2)):
         found[f"race at {place}, {depth} ahead"] = partial(race, place, depth, repetitions)
-    for recipe, experts, depth in product(("none", "current", "block", "mxfp8"), (True, False), (1, 2)):
+    for recipe, experts, depth in product(("none", "current", "delayed", "block", "mxfp8"), (True, False), (1, 2)):
         if experts or recipe == "current":
             name = f"graphs of {'attention' if experts else 'blocks'}, {recipe}, {depth} ahead"
             found[name] = partial(graphs, recipe, experts, depth)

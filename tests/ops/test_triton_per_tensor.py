@@ -204,6 +204,7 @@ def test_update_of_many_layers(layers: int, device: torch.device, monkeypatch: p
             gpu.update(histories, scales, rules)
         assert launches == {"update_kernel": 1 + layers // 33}
         assert all(torch.equal(got, want) for got, want in zip((*histories, *scales), expected, strict=True))
+        assert all(scale._version == 1 for scale in scales)  # by which stale casts are known
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)

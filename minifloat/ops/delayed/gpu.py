@@ -127,6 +127,7 @@ def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequenc
             some = layers[first : first + _LAYERS]
             key = rule, layers[0][0].shape, len(some)
             _launch(key, [each for layer in some for each in layer], partial(_update_alike, some, Rule.parse(rule)))
+    torch.autograd.graph.increment_version(scales)  # weights that several calls share are cast anew when it rises
 
 
 def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> None:
