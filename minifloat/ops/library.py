@@ -1,9 +1,9 @@
 """How an operation is declared: once, by a decorator on its reference in plain PyTorch.
 
 The annotations of the reference give the schema, and the reference is what runs on every device. The declaration may
-name a function for GPUs, and one that gives shapes, dtypes and strides alone::
+name a function for GPUs, by where it is in this package, and have one that gives shapes, dtypes and strides alone::
 
-    @operation(gpu=lambda: kernels().scale_rows)
+    @operation("rows.kernels:scale_rows")
     def scale_rows(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]: ...
 
     @scale_rows.fake
@@ -13,6 +13,7 @@ name a function for GPUs, and one that gives shapes, dtypes and strides alone::
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import typing
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -48,8 +49,8 @@ class Operation(Generic[R]):
 
     Args:
         reference: in plain PyTorch, for every device: the definition.
-        gpu: returns the same on kernels of our own, for GPUs that run them (``capability.kernels``). Called when the
-            first CUDA tensor comes, so that nothing else imports Triton.
+        gpu: names, as "module:function" of this package, the same on kernels of our own, for GPUs that run them
+            (``capability.kernels``). Imported when the first CUDA tensor comes, so that nothing else imports Triton.
         prepares: that takes the lists alone, once for each spelling, and returns what takes the other arguments.
         mutates: the arguments that the operation writes to.
         random: it draws from PyTorch's generator: a compiler must neither deduplicate nor reorder it.
@@ -59,7 +60,7 @@ class Operation(Generic[R]):
         self,
         name: str,
         reference: Callable[..., R],
-        gpu: Callable[[], Callable[..., R]] | None,
+        gpu: str,
         mutates: Sequence[str],
         random: bool,
         prepares: bool = False,
@@ -68,7 +69,7 @@ class Operation(Generic[R]):
         self._declared = reference, gpu, mutates, random, prepares
         self.reference = reference
         self.shapes: Callable[..., R] = reference
-        self._load_gpu = gpu
+        self._gpu_name = gpu
         self._gpu: Callable[..., R] | None = None
         self._prepared: dict[str, Callable[..., R]] = {}
         self._prepares = prepares
@@ -79,7 +80,7 @@ class Operation(Generic[R]):
         _LIBRARY.define(name + _schema(reference, mutates), tags=(torch.Tag.nondeterministic_seeded,) if random else ())
         self.overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
         _LIBRARY.impl(name, self._on_any, "CompositeExplicitAutograd")
-        if gpu is not None:
+        if gpu:
             _LIBRARY.impl(name, self._on_gpu, "CUDA")
         for key in _AUTOCAST:
             _LIBRARY.impl(name, self._without_autocast, key)
@@ -87,7 +88,7 @@ class Operation(Generic[R]):
 
     def __call__(self, *args: Any) -> R:
         where = directly(args[self._first])
-        if where == "cuda" and self._load_gpu is not None:
+        if where == "cuda" and self._gpu_name:
             return self._prepared_for(self.spelled(*args)) if self._prepares else self._kernels()(*args)
         if where == "cpu":
             with torch._C._DisableAutocast():
@@ -146,8 +147,7 @@ class Operation(Generic[R]):
 
     def _kernels(self) -> Callable[..., R]:
         if self._gpu is None:
-            assert self._load_gpu is not None
-            self._gpu = self._load_gpu()
+            self._gpu = pkgutil.resolve_name(f"minifloat.ops.{self._gpu_name}")
         return self._gpu
 
     def _on_any(self, *args: Any) -> R:
@@ -177,7 +177,7 @@ class Operation(Generic[R]):
 
 
 def operation(
-    gpu: Callable[[], Callable[..., Any]] | None = None,
+    gpu: str = "",
     *,
     mutates: Sequence[str] = (),
     random: bool = False,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import minifloat.ops
 from minifloat.ops import quantize
-from minifloat.ops.library import operation
+from minifloat.ops.library import Operation, operation
 
 NAMES = st.lists(st.text("aZ09/=._-", min_size=1))
 
@@ -50,3 +55,14 @@ def test_the_dispatcher_gets_few_arguments() -> None:
     arguments = [x], [None], [0], ["e4m3/tensor/fp32"], [-1], [0], ["e4m3/tensor/fp32"], [-1], [False], [0]
     *_, lists = quantize.amax_and_cast.spelled(*arguments)
     assert lists == "0;e4m3/tensor/fp32;-1;0;e4m3/tensor/fp32;-1;False;0"
+
+
+def test_functions_for_gpus_exist() -> None:
+    """Operations name them; a GPU alone would import them."""
+    pytest.importorskip("triton")
+    modules = [
+        importlib.import_module(each.name) for each in pkgutil.walk_packages(minifloat.ops.__path__, "minifloat.ops.")
+    ]
+    operations = {each for module in modules for each in vars(module).values() if isinstance(each, Operation)}
+    named = [each for each in operations if each._gpu_name]
+    assert len(named) > 20 and all(callable(each._kernels()) for each in named)

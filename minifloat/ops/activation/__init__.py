@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,13 +54,7 @@ def out_columns(name: str, columns: int) -> int:
     return columns // 2
 
 
-def _kernels() -> ModuleType:
-    from minifloat.ops.activation import kernels  # which need Triton
-
-    return kernels
-
-
-@operation(lambda: _kernels().forward)
+@operation("activation.kernels:forward")
 def activation_forward(
     x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype, with_amax: bool
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +67,7 @@ def activation_forward(
     return y, _amax(y, with_amax)
 
 
-@operation(lambda: _kernels().cast)
+@operation("activation.kernels:cast")
 def activation_cast(
     x: Tensor,
     name: str,
@@ -102,7 +95,7 @@ def _(x: Tensor, name: str, _parameters: Any, _scale: Any, format: str, *wanted:
     return empty_fused_cast(x, out_columns(name, x.shape[-1]), parse(format), *wanted)
 
 
-@operation(lambda: _kernels().backward)
+@operation("activation.kernels:backward")
 def activation_backward(
     dy: Tensor,
     x: Tensor,
@@ -121,7 +114,7 @@ def activation_backward(
     return dx, _amax(dx, with_amax), _column_sum(dx, with_bias)
 
 
-@operation(lambda: _kernels().backward_cast)
+@operation("activation.kernels:backward_cast")
 def activation_backward_cast(
     dy: Tensor,
     x: Tensor,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +30,7 @@ class Rule(NamedTuple):
         return cls(ELEMENTS[element].max * 2.0 ** -int(margin.removeprefix("margin=")), algorithm == "most_recent")
 
 
-def _kernels() -> ModuleType:
-    from minifloat.ops.delayed import gpu  # which needs Triton
-
-    return gpu
-
-
-@operation(lambda: _kernels().record, mutates=["history"])
+@operation("delayed.gpu:record", mutates=["history"])
 def record_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
     """Max-accumulates ``amaxes`` (fp32 [1] each), but infinity and NaN, into the newest row of ``history`` [L, n]."""
     for slot, amax in zip(slots, amaxes, strict=True):
@@ -45,18 +38,7 @@ def record_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]
         newest.copy_(torch.maximum(_finite(newest), _finite(amax.reshape(()))))
 
 
-def _forward_kernel() -> Callable[..., None]:
-    record = _kernels().record
-
-    def run(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
-        refuse_recomputation()
-        if amaxes:
-            record(history, slots, amaxes)
-
-    return run
-
-
-@operation(_forward_kernel, mutates=["history"])
+@operation("delayed.gpu:record_forward", mutates=["history"])
 def record_forward_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
     """``record_amax_`` of a compiled forward. A graph does not see that it runs in a checkpoint, so this looks for one.
 
@@ -95,7 +77,7 @@ def _cast_and_record(count: int) -> Operation[tuple[Tensor, ...]]:
 
     run.__name__ = f"cast_and_record_{count}_"
     run.__annotations__["return"] = tuple[(Tensor,) * (2 * count)]  # type: ignore[misc]
-    made = Operation(run.__name__, run, lambda: _kernels().cast_and_record, ["history"], False, prepares=True)
+    made = Operation(run.__name__, run, "delayed.gpu:cast_and_record", ["history"], False, prepares=True)
     made.fake(fake)
     return made
 
@@ -121,7 +103,7 @@ def refuse_recomputation() -> None:
         )
 
 
-@operation(lambda: _kernels().update, mutates=["histories", "scales"])
+@operation("delayed.gpu:update", mutates=["histories", "scales"])
 def update_scales_(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
     """Rolls each history [L, n] and computes each scale [n] anew, ``max * 2^-margin / amax``: ``docs/numerics.md``.
 

@@ -99,6 +99,13 @@ def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> N
     _launch(places, [history, *amaxes], lambda: _record(1, tensors, (places,), (len(places),), 1))
 
 
+def record_forward(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
+    """The operation ``record_forward_amax_``."""
+    refuse_recomputation()
+    if amaxes:
+        record(history, slots, amaxes)
+
+
 def cast_and_record(slots: Sequence[int], *casts: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
     """The operations ``cast_and_record_``, prepared for their lists."""
     of, formats, dims, k_major = map(list, casts)

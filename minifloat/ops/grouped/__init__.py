@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +20,6 @@ from minifloat.ops.library import SymInt, operation
 from minifloat.ops.quantize import reference, scale_shape
 
 
-def _products() -> ModuleType:
-    from minifloat.ops.grouped import products  # which needs Triton
-
-    return products
-
-
-def _sums() -> ModuleType:
-    from minifloat.ops.grouped import sums  # which needs Triton
-
-    return sums
-
-
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
     """Number, first row and rows of each group; waits for the device."""
     known = offsets.tolist()
@@ -40,13 +27,7 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
         yield group, first, end - first
 
 
-def _casts() -> ModuleType:
-    from minifloat.ops.grouped import casts  # which needs Triton
-
-    return casts
-
-
-@operation(lambda: _casts().amax)
+@operation("grouped.casts:amax")
 def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     """Of each group of rows of ``x`` [M, K] what ``reference.amax`` gives, for each format along its dim.
 
@@ -74,7 +55,7 @@ def _(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
-@operation(lambda: _casts().cast)
+@operation("grouped.casts:cast")
 def grouped_cast(
     x: Tensor,
     offsets: Tensor,
@@ -144,7 +125,7 @@ def empty_cast(x: Tensor, groups: int, fmt: Format, dim: int, k_major: bool) -> 
     return codes, scales, x.new_empty(groups if fmt.scale_rule == "given" else 0, dtype=torch.float32)
 
 
-@operation(lambda: _products().multiply)
+@operation("grouped.products:multiply")
 def grouped_mm(
     gemm: str,
     a: Tensor, a_scale: Tensor | None, a_amax: Tensor | None, a_format: str, a_dim: int, a_offsets: Tensor,
@@ -235,7 +216,7 @@ def _(gemm: str, a: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((offsets.shape[0] - 1, rows, cols) if gemm == "wgrad" else (rows, cols), dtype=out_dtype)
 
 
-@operation(lambda: _products().multiply_values)
+@operation("grouped.products:multiply_values")
 def rowwise_mm(
     x: Tensor, x_offsets: Tensor, w: Tensor, w_offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -259,7 +240,7 @@ def _(x: Tensor, x_offsets: Tensor, w: Tensor, w_offsets: Tensor, bias: Any, out
     return x.new_empty((x.shape[0], w.shape[0] // (w_offsets.shape[0] - 1)), dtype=out_dtype)
 
 
-@operation(lambda: _products().multiply_into, mutates=["out"])
+@operation("grouped.products:multiply_into", mutates=["out"])
 def grouped_mm_into(
     out: Tensor,
     gemm: str,
@@ -281,7 +262,7 @@ def _(out: Tensor, *_arguments: Any) -> None:
     return None
 
 
-@operation(lambda: _sums().add_rows)
+@operation("grouped.sums:add_rows")
 def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """The sum of each group's rows of ``x`` [M, N]: [G, N], in the dtype of ``x``."""
     sums = [x[first : first + rows].sum(0) for _, first, rows in _groups(offsets)]
@@ -293,13 +274,7 @@ def _(x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, x.shape[1])
 
 
-def _decode() -> ModuleType:
-    from minifloat.ops.grouped import decode  # which needs Triton
-
-    return decode
-
-
-@operation(lambda: _decode().dequantize)
+@operation("grouped.decode:dequantize")
 def grouped_dequantize(
     codes: Tensor, scale_inv: Tensor, amax: Tensor | None, offsets: Tensor, format: str, dim: int, rows: SymInt,
     cols: SymInt, dtype: torch.dtype,

@@ -7,7 +7,6 @@ y = p act(x) is computed in fp32 and rounded once to the dtype of x; each group'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,13 +18,7 @@ from minifloat.ops.activation import out_columns, reference
 from minifloat.ops.library import operation
 
 
-def _kernels() -> ModuleType:
-    from minifloat.ops.grouped import activation_kernels  # which need Triton
-
-    return activation_kernels
-
-
-@operation(lambda: _kernels().forward)
+@operation("grouped.activation_kernels:forward")
 def grouped_activation(
     x: Tensor, probabilities: Tensor | None, offsets: Tensor, name: str, parameters: Sequence[float], with_amax: bool
 ) -> tuple[Tensor, Tensor]:
@@ -44,7 +37,7 @@ def _(x: Tensor, _p: Any, offsets: Tensor, name: str, _parameters: Any, with_ama
     return x.new_empty(x.shape[0], out_columns(name, x.shape[1])), amax
 
 
-@operation(lambda: _kernels().cast)
+@operation("grouped.activation_kernels:cast")
 def grouped_activation_cast(
     x: Tensor,
     probabilities: Tensor | None,
@@ -70,7 +63,7 @@ def _(x: Tensor, _p: Any, offsets: Tensor, _s: Any, name: str, _parameters: Any,
     return grouped.empty_casts(x[:, : out_columns(name, x.shape[1])], offsets, *how)
 
 
-@operation(lambda: _kernels().backward)
+@operation("grouped.activation_kernels:backward")
 def grouped_activation_backward(
     dy: Tensor,
     x: Tensor,
@@ -93,7 +86,7 @@ def _(
     return x.new_empty(x.shape), _empty_sums(x, probabilities), amax
 
 
-@operation(lambda: _kernels().backward_cast)
+@operation("grouped.activation_kernels:backward_cast")
 def grouped_activation_backward_cast(
     dy: Tensor,
     x: Tensor,

@@ -6,7 +6,6 @@ Row r of the matrix [M, K] that is cast is row ``rows[r]`` of ``x`` [T, K]; it n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,13 +16,7 @@ from minifloat.ops import grouped
 from minifloat.ops.library import operation
 
 
-def _kernels() -> ModuleType:
-    from minifloat.ops.grouped import gathered_kernels  # which need Triton
-
-    return gathered_kernels
-
-
-@operation(lambda: _kernels().amax)
+@operation("grouped.gathered_kernels:amax")
 def gathered_amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """The amax of each group, fp32 [G]; ``rows``: int32 [M], ``offsets``: as of :data:`grouped.grouped_amax`."""
     return grouped.grouped_amax.reference(x[rows.long()], offsets, [Format().spec], [ROWWISE])[0]
@@ -34,7 +27,7 @@ def _(x: Tensor, _rows: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, dtype=torch.float32)
 
 
-@operation(lambda: _kernels().cast)
+@operation("grouped.gathered_kernels:cast")
 def gathered_cast(
     x: Tensor,
     rows: Tensor,

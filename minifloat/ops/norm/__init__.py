@@ -6,7 +6,6 @@ Layer Normalization (Ba et al. 2016), Root Mean Square Layer Normalization (Zhan
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,13 +43,7 @@ def check(x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None
         raise ValueError("RMSNorm has no beta; pass beta=None, or normalization='LayerNorm'")
 
 
-def _kernels() -> SimpleNamespace:
-    from minifloat.ops.norm import backward, cast, forward  # which need Triton
-
-    return SimpleNamespace(forward=forward.norm_forward, cast=cast.norm_cast, backward=backward.norm_backward)
-
-
-@operation(lambda: _kernels().forward)
+@operation("norm.forward:norm_forward")
 def norm_forward(
     x: Tensor,
     gamma: Tensor,
@@ -82,7 +75,7 @@ def norm_forward(
     return y, mean, rsigma, amax, x.new_empty(0) if residual is None else total
 
 
-@operation(lambda: _kernels().cast)
+@operation("norm.cast:norm_cast")
 def norm_cast(
     x: Tensor,
     gamma: Tensor,
@@ -120,7 +113,7 @@ def _(x: Tensor, gamma: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor
     return *empty_fused_cast(x, x.shape[1], parse(format), *wanted[:3]), mean, rsigma, total
 
 
-@operation(lambda: _kernels().backward)
+@operation("norm.backward:norm_backward")
 def norm_backward(
     dy: Tensor,
     x: Tensor,

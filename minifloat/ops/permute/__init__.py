@@ -7,8 +7,6 @@ rows are those of dropped slots. Both stay on the device, where they were comput
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -18,13 +16,7 @@ from minifloat.ops.permute import reference
 __all__ = ["permute_rows", "unpermute_rows", "unpermute_rows_backward"]
 
 
-def _kernels() -> ModuleType:
-    from minifloat.ops.permute import kernels  # which need Triton
-
-    return kernels
-
-
-@operation(lambda: _kernels().permute)
+@operation("permute.kernels:permute")
 def permute_rows(x: Tensor, probabilities: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
     """Rows [T k, H] sorted by expert, from ``x`` [T, H]: each is its token's, times its probability if there are any.
 
@@ -39,7 +31,7 @@ def _(x: Tensor, _probabilities: Tensor | None, inverse: Tensor, _offsets: Tenso
     return x.new_empty(inverse.numel(), x.shape[1])
 
 
-@operation(lambda: _kernels().unpermute)
+@operation("permute.kernels:unpermute")
 def unpermute_rows(y: Tensor, probabilities: Tensor | None, inverse: Tensor, offsets: Tensor) -> Tensor:
     """The tokens [T, H] of rows ``y`` [T k, H]: the sum of the k rows of each, times their probabilities if any.
 
@@ -54,7 +46,7 @@ def _(y: Tensor, _probabilities: Tensor | None, inverse: Tensor, _offsets: Tenso
     return y.new_empty(inverse.shape[0], y.shape[1])
 
 
-@operation(lambda: _kernels().unpermute_backward)
+@operation("permute.kernels:unpermute_backward")
 def unpermute_rows_backward(
     grad: Tensor, y: Tensor, probabilities: Tensor, inverse: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:

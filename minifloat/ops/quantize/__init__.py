@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,19 +14,7 @@ from minifloat.ops.quantize import hadamard, reference
 from minifloat.ops.quantize.work import read_amaxes
 
 
-def _kernels() -> ModuleType:
-    from minifloat.ops.quantize import gpu  # which needs Triton
-
-    return gpu
-
-
-def _recorded() -> ModuleType:
-    from minifloat.ops.quantize import pipeline  # which needs Triton
-
-    return pipeline
-
-
-@operation(lambda: _recorded().amax)
+@operation("quantize.pipeline:amax")
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     """Of each tensor what ``reference.amax`` gives."""
     return [reference.amax(x, parse(spec), dim) for x, spec, dim in zip(xs, formats, dims, strict=True)]
@@ -41,7 +28,7 @@ def _(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list
     ]
 
 
-@operation(lambda: _recorded().cast)
+@operation("quantize.pipeline:cast")
 def cast(
     xs: Sequence[Tensor],
     given: Sequence[Tensor | None],
@@ -89,7 +76,7 @@ def _transposed(x: Tensor) -> Tensor:
 _amax, _cast = amax.reference, cast.reference
 
 
-@operation(lambda: _recorded().amax_and_cast, prepares=True)
+@operation("quantize.pipeline:amax_and_cast", prepares=True)
 def amax_and_cast(
     xs: Sequence[Tensor],
     rngs: Sequence[Tensor | None],
@@ -128,7 +115,7 @@ def codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for i, tensor in enumerate(made) if i % 3 < 2]
 
 
-@operation(lambda: _kernels().dequantize)
+@operation("quantize.gpu:dequantize")
 def dequantize(
     codes: Tensor,
     scale_inv: Tensor,

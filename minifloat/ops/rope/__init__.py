@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from minifloat.ops.library import operation
 
 __all__ = ["rotate_into", "rotated"]
-
-
-def _kernels() -> ModuleType:
-    from minifloat.ops.rope import kernels  # which need Triton
-
-    return kernels
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool = False) -> Tensor:
@@ -40,7 +32,7 @@ def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-b, a), -1)
 
 
-@operation(lambda: _kernels().rotate_into, mutates=("out",))
+@operation("rope.kernels:rotate_into", mutates=("out",))
 def rotate_into(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool, back: bool) -> None:
     """Writes :func:`rotated` of ``x`` [a, b, h, d] to ``out`` [a, b, h, d]; ``cos``, ``sin``: fp32 [a, b, r].
 
