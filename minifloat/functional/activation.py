@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.autograd import as_output, guarded
+from minifloat.functional.autograd import apply, as_output, guarded
 from minifloat.functional.fused_cast import FusedOutput, OutputCast
 from minifloat.ops import activation
 from minifloat.quantizer import Quantizer, as_matrix
@@ -53,8 +53,7 @@ def activate(x: Tensor, of: Activation) -> Tensor:
     Raises:
         TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or of odd width and the activation is gated.
     """
-    y: Tensor = ActivationFunction.apply(x, of)  # type: ignore[no-untyped-call]
-    return y
+    return apply(ActivationFunction, x, of)
 
 
 class ActivationFunction(torch.autograd.Function):

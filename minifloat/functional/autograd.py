@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-def apply_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` of eager code, past what ``torch.func`` needs: ten Python calls each time."""
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_dynamo_compiling():  # as after a graph break
+def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """``function.apply(*args)``, one result or a tuple; eager code skips ten Python calls that ``torch.func`` needs."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat import capability
-from minifloat.functional.autograd import guarded
+from minifloat.functional.autograd import apply, guarded
 from minifloat.functional.gemm import check_operands
 from minifloat.functional.grouped import GroupedOperand
 from minifloat.functional.grouped import multiply as multiply_groups
@@ -91,8 +91,7 @@ def _one_group(x: Operand) -> GroupedOperand:
 
 def multiply_values(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     """X W^T of ``x`` [M, K] and ``weight`` [N, K], which are of one dtype, with gradients."""
-    result: Tensor = _ValuesFunction.apply(x, weight, out_dtype)  # type: ignore[no-untyped-call]
-    return result
+    return apply(_ValuesFunction, x, weight, out_dtype)
 
 
 class _ValuesFunction(torch.autograd.Function):

@@ -16,7 +16,7 @@ from minifloat.comm.checks import Check
 from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.functional.autograd import autocast_to, guarded
+from minifloat.functional.autograd import apply, autocast_to, guarded
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.ops import cross_entropy as kernels
 
@@ -71,9 +71,7 @@ def cross_entropy(
     group = Group.of(tp_group)
     options = label_smoothing, ignore_index, chunk_rows or 0, *place(logits.shape[-1], group, classes)
     rows, label = target.reshape(-1).long(), check and "cross_entropy"
-    loss: Tensor = CrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, logits.shape[-1]), rows, group, label, *options
-    )
+    loss = apply(CrossEntropyFunction, logits.reshape(-1, logits.shape[-1]), rows, group, label, *options)
     if reduction == "none":
         return loss.reshape(target.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / (rows != ignore_index).sum()
@@ -223,11 +221,8 @@ def linear_cross_entropy(
     hidden = autocast_to(hidden)
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    loss: Tensor = LinearCrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1).long(), parallel, needs, reduction,
-        *options,
-    )  # fmt: skip
-    return loss
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
+    return apply(LinearCrossEntropyFunction, rows, weight, bias, targets, parallel, needs, reduction, *options)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):

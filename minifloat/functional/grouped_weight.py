@@ -14,7 +14,7 @@ from minifloat import capability
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.shard_map import cached
 from minifloat.formats import COLUMNWISE, Format
-from minifloat.functional.autograd import apply_eager
+from minifloat.functional.autograd import apply
 from minifloat.functional.grouped import GroupedOperand, GroupLayout, multiply
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
@@ -268,8 +268,7 @@ def stack_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Tenso
         make = partial(_neighbours_as_one, weights)
     else:
         return torch.stack(list(weights))
-    whole: Tensor = apply_eager(_Stacked, make, *weights)
-    return whole
+    return apply(_Stacked, make, *weights)
 
 
 def _quantized_as_one(weights: Sequence[QuantizedTensor], operands: Quantized) -> Tensor:

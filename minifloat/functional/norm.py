@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.autograd import as_output, guarded
+from minifloat.functional.autograd import apply, as_output, guarded
 from minifloat.functional.fused_cast import FusedOutput, OutputCast
 from minifloat.ops import norm
 from minifloat.quantizer import Quantizer, as_matrix
@@ -67,8 +67,7 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"{of.normalization} of {x.dtype}; bf16, fp16 and fp32 are supported: use x.float()")
-    y: Tensor = NormFunction.apply(x, gamma, beta, of)  # type: ignore[no-untyped-call]
-    return y
+    return apply(NormFunction, x, gamma, beta, of)
 
 
 class NormFunction(torch.autograd.Function):

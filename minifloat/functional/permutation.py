@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat.arguments import Size, checked, shown
-from minifloat.functional.autograd import guarded
+from minifloat.functional.autograd import apply, guarded
 from minifloat.ops.permute import permute_rows, unpermute_rows, unpermute_rows_backward
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -72,8 +72,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
         TypeError, ValueError: ``x`` is not [T, H] of bf16, fp16, fp32 or fp64.
     """
     _check_rows("permute", "x", x, routing.inverse.shape[0], "T")
-    y: Tensor = PermuteFunction.apply(x, routing.inverse, routing.offsets)  # type: ignore[no-untyped-call]
-    return y
+    return apply(PermuteFunction, x, routing.inverse, routing.offsets)
 
 
 @checked
@@ -91,14 +90,10 @@ def unpermute(y: Tensor, routing: Routing, probabilities: Tensor | None = None) 
     """
     _check_rows("unpermute", "y", y, routing.order.shape[0], "T k")
     if probabilities is None:
-        x: Tensor = UnpermuteFunction.apply(y, routing.inverse, routing.offsets)  # type: ignore[no-untyped-call]
-        return x
+        return apply(UnpermuteFunction, y, routing.inverse, routing.offsets)
     _check_probabilities("unpermute", probabilities, routing)
     weights = probabilities.to(torch.promote_types(y.dtype, torch.float32))
-    weighted: Tensor = WeightedUnpermuteFunction.apply(  # type: ignore[no-untyped-call]
-        y, weights, routing.inverse, routing.offsets
-    )
-    return weighted
+    return apply(WeightedUnpermuteFunction, y, weights, routing.inverse, routing.offsets)
 
 
 @checked
@@ -109,10 +104,7 @@ def permute_probabilities(probabilities: Tensor, routing: Routing) -> Tensor:
         TypeError, ValueError: ``probabilities`` is not [T, k] of floating-point numbers.
     """
     _check_probabilities("permute_probabilities", probabilities, routing)
-    rows: Tensor = PermuteProbabilitiesFunction.apply(  # type: ignore[no-untyped-call]
-        probabilities.float(), routing.order, routing.inverse
-    )
-    return rows
+    return apply(PermuteProbabilitiesFunction, probabilities.float(), routing.order, routing.inverse)
 
 
 def _check_probabilities(function: str, probabilities: Tensor, routing: Routing) -> None:

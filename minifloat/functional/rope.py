@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from minifloat.arguments import checked
 from minifloat.functional import attention_mask
+from minifloat.functional.autograd import apply
 from minifloat.ops.rope import rotate_into, rotated
 
 TensorFormat = Literal["sbhd", "bshd", "thd"]
@@ -49,10 +50,8 @@ def apply_rotary_pos_emb(
     cos, sin = angles.cos(), angles.sin()
     if not _in_one_kernel(t, angles):
         return rotated(t, cos, sin, interleaved)
-    y: Tensor = RotateFunction.apply(  # type: ignore[no-untyped-call]
-        _four(t), _of_tokens(cos, t), _of_tokens(sin, t), interleaved, False
-    )
-    return y.view(t.shape)
+    tables = _of_tokens(cos, t), _of_tokens(sin, t)
+    return apply(RotateFunction, _four(t), *tables, interleaved, False).view(t.shape)
 
 
 def split_rotated(
@@ -87,7 +86,7 @@ def split_rotated(
         else:
             angles = _angles(heads, f.flatten(1), tensor_format, None, c)
             tables += _of_tokens(angles.cos(), heads), _of_tokens(angles.sin(), heads)
-    parts = SplitRotatedFunction.apply(_four(heads), tuple(sizes), interleaved, *tables)  # type: ignore[no-untyped-call]
+    parts = apply(SplitRotatedFunction, _four(heads), tuple(sizes), interleaved, *tables)
     return tuple([part.view(*heads.shape[:-2], *part.shape[-2:]) for part in parts])
 
 
@@ -103,8 +102,7 @@ class RotateFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         interleaved, back = ctx.options
-        dt = RotateFunction.apply(dy, *ctx.saved_tensors, interleaved, not back)  # type: ignore[no-untyped-call]
-        return dt, None, None, None, None
+        return apply(RotateFunction, dy, *ctx.saved_tensors, interleaved, not back), None, None, None, None
 
 
 class SplitRotatedFunction(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minifloat.functional.autograd import guarded
+from minifloat.functional.autograd import apply, guarded
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -64,7 +64,7 @@ def choose_experts(logits: Tensor, how: Selection, expert_bias: Tensor | None) -
     if how.num_groups > 1:
         candidates = _within_best_groups(candidates, how)
     indices = _largest(candidates, how.top_k)
-    chosen: Tensor = _Pick.apply(scores, indices)  # type: ignore[no-untyped-call]
+    chosen = apply(_Pick, scores, indices)
     if not how.score_before_top_k:
         chosen = how.scores(chosen)
     if how.normalize_top_k:
@@ -81,8 +81,7 @@ def multiply_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
     2^-16 of the largest logit (fp32 without tensor cores: 2^-19), and in an eighth of the time.
     """
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.numel():
-        logits: Tensor = _LogitsFunction.apply(x, weight)  # type: ignore[no-untyped-call]
-        return logits
+        return apply(_LogitsFunction, x, weight)
     return torch.nn.functional.linear(x.float(), weight.float())
 
 

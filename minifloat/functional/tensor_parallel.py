@@ -18,6 +18,7 @@ from minifloat.comm.gather import start_gather
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.autograd import apply
 from minifloat.functional.gathered import Gathered, GatheredByProduct, multiplied, only
 from minifloat.functional.gemm import WeightGemm
 from minifloat.functional.prepare_shard import prepare_shard
@@ -214,10 +215,7 @@ class TensorParallel:
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """``parameter``, which all ranks have and each uses for its own rows, with the gradient of all of them."""
-        if not self.sequence_parallel:
-            return parameter
-        result: Tensor = _Replicated.apply(parameter, self)  # type: ignore[no-untyped-call]
-        return result
+        return apply(_Replicated, parameter, self) if self.sequence_parallel else parameter
 
     def _start_summed(self, product: WeightGemm, a: Quantized) -> Pending[Tensor]:
         """The sum of the ranks' products, whose addends may be sent while the product is computed."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import Device, FloatDtype, Size, checked
 from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
-from minifloat.functional.autograd import as_output
+from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.tensor_parallel import TensorParallel
@@ -130,10 +130,8 @@ class VocabParallelEmbedding(EtpEmbedding):
             return compiled
         row = tokens - self.first
         elsewhere = ((row < 0) | (row >= self.num_embeddings)) & (tokens >= 0) & (tokens < self.vocabulary)
-        result: Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
-            self._table(), row.masked_fill(elsewhere, 0), elsewhere, call, call.output_shape(shape, self.embedding_dim)
-        )
-        return result
+        row, result_shape = row.masked_fill(elsewhere, 0), call.output_shape(shape, self.embedding_dim)
+        return apply(_LookUp, self._table(), row, elsewhere, call, result_shape)
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:

@@ -15,6 +15,7 @@ from minifloat.comm.ddp import check_same_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import ROWWISE
+from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction, Sharding
 from minifloat.functional.etp.weight import EtpWeight, stand_in
 from minifloat.functional.quantize import holds
@@ -149,8 +150,7 @@ class EtpRows(Weights):
         source = self._etp_source()
         source.cast(_VALUES, self._weight(self._weight_names[0]).dtype)
         whole: Tensor = source.forward().along(ROWWISE).codes
-        gathered: Tensor = _Gathered.apply(self._etp_stand_in(whole.shape), whole)  # type: ignore[no-untyped-call]
-        return gathered
+        return apply(_Gathered, self._etp_stand_in(whole.shape), whole)
 
     def _etp_stand_in(self, shape: Sequence[int]) -> Tensor:
         """What autograd sees in the place of W.

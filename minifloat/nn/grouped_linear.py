@@ -17,14 +17,11 @@ from minifloat.autocast import checks_finite, current
 from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
-from minifloat.functional.autograd import apply_eager
+from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.grouped_plan import GroupedPlan, make_grouped_plan, quantize_weight
-from minifloat.functional.grouped_weight import (
-    are_alike,
-    join_all,
-)
+from minifloat.functional.grouped_weight import are_alike, join_all
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan
@@ -193,12 +190,9 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         if writes:
             call.out = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
             call.dgrad_out = self._memory("dgrad_out", dgrad_out, x.shape, x)
-        if call.eager:
-            y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
-        else:
-            y = LinearFunction.apply(plan, call, x, weight, bias)  # type: ignore[no-untyped-call]
-            if fp8_output:
-                y = quantized_in_graph(y, plan.config.output, None, self._label)
+        y = apply(LinearFunction, plan, call, x, weight, bias)
+        if fp8_output and not call.eager:
+            y = quantized_in_graph(y, plan.config.output, None, self._label)
         if call.delayed_call is not None:
             call.delayed_call.forward_finished()
         if finite.active:

@@ -15,6 +15,7 @@ from minifloat import finite, recompute
 from minifloat.arguments import Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.activation import Activation, activate
+from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
@@ -151,7 +152,7 @@ class GroupedMLP(parts.LayerOfLinears):
             a = activate(h, self.activation)
         else:
             h = h.reshape(layout.rows, h.shape[-1])  # which -1 cannot say of no rows
-            a = GroupedActivationFunction.apply(h, probabilities, layout.offsets, self.activation)  # type: ignore[no-untyped-call]
+            a = apply(GroupedActivationFunction, h, probabilities, layout.offsets, self.activation)
         y = self.fc2(a, layout, is_first_microbatch)
         return y if y.shape == x.shape else y.reshape(x.shape)
 
@@ -205,9 +206,7 @@ class GroupedMLP(parts.LayerOfLinears):
         )
         tokens = None if routing is None else routing.order // routing.inverse.shape[1]
         mlp = GroupedMLPCall(self.activation, plan1, plan2, routing, tokens)
-        y: Tensor = GroupedMLPFunction.apply(  # type: ignore[no-untyped-call]
-            mlp, call1, call2, x.to(dtype), probabilities, w1, b1, w2, b2
-        )
+        y = apply(GroupedMLPFunction, mlp, call1, call2, x.to(dtype), probabilities, w1, b1, w2, b2)
         for call in (call1, call2):
             if call.delayed_call is not None:
                 call.delayed_call.forward_finished()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import recompute
 from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
+from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
 from minifloat.functional.linear_steps import quantized_in_graph
@@ -169,9 +170,7 @@ class LayerNormLinear(parts.LayerOfLinears):
                 parallel=parallel, recompute_x=self.recompute_norm,
             )  # fmt: skip
             norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
-            y, *extra = LayerNormLinearFunction.apply(  # type: ignore[no-untyped-call]
-                norm, plan, call, x.to(dtype), residual, gamma, beta, weight, b
-            )
+            y, *extra = apply(LayerNormLinearFunction, norm, plan, call, x.to(dtype), residual, gamma, beta, weight, b)
             if fp8_output and not call.eager:
                 y = quantized_in_graph(y, plan.config.output, call.delayed_call, linear._label)
             if call.delayed_call is not None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat import recompute
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import Activation, activate
+from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
@@ -207,8 +208,8 @@ class LayerNormMLP(parts.LayerOfLinears):
             )
             norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             mlp = MLPCall(norm, self.activation, plan1, plan2)
-            y, *extra = LayerNormMLPFunction.apply(  # type: ignore[no-untyped-call]
-                mlp, call1, call2, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2
+            y, *extra = apply(
+                LayerNormMLPFunction, mlp, call1, call2, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2
             )
             for call in (call1, call2):
                 if call.delayed_call is not None:

@@ -15,7 +15,7 @@ from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import autocast, is_batch_invariant
 from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
-from minifloat.functional.autograd import apply_eager
+from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_steps import quantized_in_graph
@@ -187,12 +187,9 @@ class Linear(LinearCalls, LinearParameters):
         shares = call.eager and plan.shares_x and call.x is None
         if shares:
             call.x, call.shares_x = shared_cast.find(source, dtype, (quantizer, plan.passing), self, ranks), True
-        if call.eager:
-            y: Tensor = apply_eager(LinearFunction, plan, call, x, weight, bias)
-        else:
-            y = LinearFunction.apply(plan, call, x, weight, bias)  # type: ignore[no-untyped-call]
-            if fp8_output:
-                y = quantized_in_graph(y, plan.config.output, call.delayed_call, self._label)
+        y = apply(LinearFunction, plan, call, x, weight, bias)
+        if fp8_output and not call.eager:
+            y = quantized_in_graph(y, plan.config.output, call.delayed_call, self._label)
         if shares:
             shared_cast.keep(source, dtype, (quantizer, plan.passing), call.x, self, ranks)
         if call.delayed_call is not None:

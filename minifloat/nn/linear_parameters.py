@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.comm.dtensor import is_dtensor
+from minifloat.functional.autograd import apply
 from minifloat.nn import parameters
 from minifloat.nn.etp import EtpRows
 from minifloat.nn.parameters import InitMethod
@@ -33,10 +34,7 @@ class LinearParameters(EtpRows, nn.Linear):
         if self.parameters_split is None:
             return self.weight
         parts, whole = [getattr(self, name) for name in self._weight_names], self._gathered_weight()
-        if whole is None:
-            return torch.cat(parts)
-        joined: Tensor = _Joined.apply(whole, *parts)  # type: ignore[no-untyped-call]
-        return joined
+        return torch.cat(parts) if whole is None else apply(_Joined, whole, *parts)
 
     def whole_weight(self) -> Tensor:
         """W of all ranks of ``etp_group``, in the dtype of the parameter: a collective; without a group W itself.
