@@ -39,7 +39,6 @@ def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> GroupedPl
     """The steps of a grouped linear; X [M, K] has the rows of all groups, W is [G, N, K]."""
     plan = make_plan(config, options)
     override, device = config.backward_override, options.device
-    load: Any = dequantized if override == "dequantized" else steps.identity
     load_x: Any = plan.load_x
     save_x: Any = plan.save_x
     if options.needs_w and (override == "high_precision" or (plan.saves_value and override is None)):
@@ -55,6 +54,10 @@ def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> GroupedPl
     cast_inputs: Any = partial(quantize_inputs, x_casts, GroupedCasts(plan.w_quantizer, "weight", device))
     if options.gathers_weight:
         cast_inputs = partial(steps.with_gathered_w, cast_inputs)
+    wgrad = partial(steps.wgrad, multiply, config.fast_wgrad)
+    dgrad = partial(steps.dgrad, multiply_weight, options.dtype, config.fast_dgrad)
+    if override == "dequantized":
+        dgrad, wgrad = (partial(steps.of_values, dequantized, product) for product in (dgrad, wgrad))
     own = dict(
         shares_x=False,
         quantize_inputs=cast_inputs,
@@ -68,8 +71,8 @@ def make_grouped_plan(config: LinearConfig, options: LinearOptions) -> GroupedPl
         save_w=save_w,
         quantize_dy=quantize_dy,
         load_x=load_x,
-        dgrad=partial(steps.dgrad, multiply_weight, load, options.dtype, config.fast_dgrad),
-        wgrad=partial(steps.wgrad, multiply, load, config.fast_wgrad),
+        dgrad=dgrad,
+        wgrad=wgrad,
         bias_gradient=bias_gradient if options.needs_b else steps.nothing,
         x_casts=x_casts,
         dy_casts=dy_casts,
@@ -122,7 +125,7 @@ def cast_value(casts: GroupedCasts, value: GroupedOperand, scale: Tensor | None)
 
 
 def dequantized(operand: GroupedOperand | SeparateOperands) -> GroupedOperand:
-    """Its values, for a backward in high precision that starts from codes."""
+    """The values that it stands for."""
     operand = operand.joined() if isinstance(operand, SeparateOperands) else operand
     return values(operand.dequantize(), operand.offsets)
 

@@ -80,12 +80,12 @@ def gradients(
     What is gathered for wgrad is gathered during dgrad, and dX is summed over the ranks during wgrad.
     """
     dx = dw = None
-    loaded = None if x is None else plan.load_x(x, x_scale)
+    loaded = x if x is None or plan.load_x is None else plan.load_x(x, x_scale)
     if w is not None:
-        dx = plan.dgrad(dy, plan.load_w(w, weight), *dgrad_out)
+        dx = plan.dgrad(dy, w if plan.load_w is None else plan.load_w(w, weight), *dgrad_out)
     if loaded is not None:
         dw = plan.accumulate_dw(weight, partial(plan.wgrad, dy.along(COLUMNWISE), loaded))
-    return None if dx is None else plan.reduce_dx(dx), dw
+    return dx if dx is None or plan.reduce_dx is None else plan.reduce_dx(dx), dw
 
 
 # ---- what backward saves ----

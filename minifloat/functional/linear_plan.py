@@ -53,9 +53,9 @@ class LinearPlan:
         save_x, save_w: (value, operands) -> the operand that backward reads.
         output: (Y, shape of X, delayed call) -> what forward returns; ``grad_input`` of dX what backward returns.
         quantize_dy: (dY, delayed call, amaxes if known, groups) -> its operands, gathered where ranks split its rows.
-        load_x: (operand, delayed scale) -> what wgrad reads of X, gathered likewise.
-        load_w: (operand, weight) -> what dgrad reads of W, gathered where ranks split its rows.
-        dgrad: (dY, W) -> dX [M, K]; ``reduce_dx`` ends its sum over the ranks, which goes on during wgrad.
+        load_x: (operand, delayed scale) -> what wgrad reads of X, gathered likewise; None: the operand.
+        load_w: (operand, weight) -> what dgrad reads of W, gathered where ranks split its rows; None: the operand.
+        dgrad: (dY, W) -> dX [M, K]; ``reduce_dx`` ends its sum over the ranks, if any, which goes on during wgrad.
         wgrad: (dY, X, dtype, out, accumulate) -> dW [N, K], where to and how as of ``gemm.wgrad``.
         accumulate_dw: (weight, a function that computes dW) -> what autograd gets.
         bias_gradient: (dY, groups) -> db [N]; ``reduce_db`` likewise.
@@ -78,10 +78,10 @@ class LinearPlan:
     save_w: Callable[[Tensor, Quantized], Operand | None]
     output: Callable[[Tensor, torch.Size, DelayedCall | None], Tensor]
     quantize_dy: Callable[..., Any]
-    load_x: Callable[[Operand, Tensor | None], Any]
-    load_w: Callable[[Operand, Tensor | None], Operand]
+    load_x: steps.Load | None
+    load_w: steps.Load | None
     dgrad: Callable[..., Any]
-    reduce_dx: Callable[[Any], Tensor]
+    reduce_dx: Callable[[Any], Tensor] | None
     wgrad: Callable[..., Tensor]
     accumulate_dw: Sink
     grad_input: Callable[[Tensor, torch.Size, DelayedCall | None], Tensor]
@@ -103,8 +103,6 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     w_quantizer = config.weight.with_usage(columnwise=needs_x and override is None)
     passing, dy_passing = _passing(config, options)
     along = ROWWISE if override == "dequantized" else COLUMNWISE  # the orientation of X and W that backward reads
-    load: Callable[[Operand], Operand] = steps.dequantized if override == "dequantized" else steps.identity
-
     save_w: Callable[..., Operand | None] = steps.nothing
     if needs_x and options.gathers_weight:
         save_w = steps.save_part_value if override == "high_precision" else partial(steps.save_part, along)
@@ -122,7 +120,12 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     sharded = parallel.mode is not None
     compiling = torch.compiler.is_compiling()
     multiply = gemm.multiply if compiling else gemm.multiply_eager
-    wgrad = partial(steps.wgrad, multiply, load, config.fast_wgrad)
+    wgrad = partial(steps.wgrad, multiply, config.fast_wgrad)
+    dgrad = partial(steps.dgrad, multiply, options.dtype, config.fast_dgrad)
+    if sharded:
+        dgrad = partial(steps.sharded_dgrad, options, config.fast_dgrad)
+    if override == "dequantized":
+        dgrad, wgrad = (partial(steps.of_values, steps.dequantized, product) for product in (dgrad, wgrad))
     output, grad_input = _outputs(config, options, compiling)
     return LinearPlan(
         config,
@@ -148,13 +151,9 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
         output=output,
         quantize_dy=quantize_dy,
         load_x=load_x,
-        load_w=partial(steps.gather_w, along, override == "high_precision")
-        if options.gathers_weight
-        else steps.saved_w,
-        dgrad=partial(steps.sharded_dgrad, options, load, config.fast_dgrad)
-        if sharded
-        else partial(steps.dgrad, multiply, load, options.dtype, config.fast_dgrad),
-        reduce_dx=Pending.wait if sharded else steps.identity,
+        load_w=partial(steps.gather_w, along, override == "high_precision") if options.gathers_weight else None,
+        dgrad=dgrad,
+        reduce_dx=Pending.wait if sharded else None,
         wgrad=partial(steps.wgrad_of_gathered, along, wgrad) if gathers_x else wgrad,
         accumulate_dw=_sink(options, compiling),
         grad_input=grad_input,
@@ -201,10 +200,10 @@ def _quantize_inputs(
 
 def _save_and_load(
     config: LinearConfig, parallel: TensorParallel, along: int, saves_value: bool
-) -> tuple[Callable[..., Operand | None], Callable[..., Any]]:
+) -> tuple[Callable[..., Operand | None], steps.Load | None]:
     """What backward needs of X: how forward saves it, and how wgrad gets its operand of that."""
     save: Callable[..., Operand | None] = partial(steps.save_x_along, along)
-    load: Callable[..., Any] = steps.load_saved
+    load: steps.Load | None = None
     if config.backward_override == "high_precision" or (saves_value and config.backward_override is None):
         save = steps.save_value
     if saves_value and config.backward_override is None and config.input.format(COLUMNWISE).quantized:

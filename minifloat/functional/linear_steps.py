@@ -28,6 +28,7 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor, traced
 
 Gemm = Callable[..., Tensor]
+Load = Callable[[Operand, Tensor | None], Any]
 
 
 class Call:
@@ -63,7 +64,7 @@ def nothing(*_: Any) -> None:
 
 
 def identity(x: Any) -> Any:
-    """For a linear that is not split, or an operand that is multiplied as it was saved."""
+    """For a linear that is not split."""
     return x
 
 
@@ -304,13 +305,8 @@ def _one_orientation(operand: Operand) -> Quantized:
 
 
 def dequantized(operand: Operand) -> Operand:
-    """Its values, for a backward in high precision that starts from codes."""
+    """The values that it stands for."""
     return unquantized(operand.dequantize())
-
-
-def load_saved(operand: Operand, scale: Tensor | None) -> Operand:
-    """X as it was saved."""
-    return operand
 
 
 def cast_value(cast: Callable[..., Quantized], quantizer: Quantizer, value: Operand, scale: Tensor | None) -> Operand:
@@ -319,16 +315,11 @@ def cast_value(cast: Callable[..., Quantized], quantizer: Quantizer, value: Oper
 
 
 def gather_x(
-    parallel: TensorParallel, along: int, load: Callable[..., Operand], operand: Operand, scale: Tensor | None
+    parallel: TensorParallel, along: int, load: Load | None, operand: Operand, scale: Tensor | None
 ) -> Gathered:
     """The X of all ranks, for wgrad; the gather begins."""
-    part = _one_orientation(load(operand, scale))
+    part = _one_orientation(operand if load is None else load(operand, scale))
     return parallel.gather(part, rowwise=along == ROWWISE, columnwise=along != ROWWISE, multiplied=False)
-
-
-def saved_w(w: Operand, weight: Tensor | None) -> Operand:
-    """W as it was saved."""
-    return w
 
 
 def gather_w(dim: int, values: bool, w: Operand, weight: Any) -> Operand:
@@ -337,29 +328,29 @@ def gather_w(dim: int, values: bool, w: Operand, weight: Any) -> Operand:
     return whole
 
 
-def dgrad(
-    multiply: Gemm, load: Callable[[Operand], Operand], dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand,
-    *out: Tensor,
-) -> Tensor:  # fmt: skip
+def dgrad(multiply: Gemm, dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand, *out: Tensor) -> Tensor:
     """dX = dY W; to ``out``, if that is given."""
-    return multiply("dgrad", dy.along(ROWWISE), load(w), dtype, None, fast, *out)
+    return multiply("dgrad", dy.along(ROWWISE), w, dtype, None, fast, *out)
 
 
-def sharded_dgrad(
-    options: LinearOptions, load: Callable[[Operand], Operand], fast: bool, dy: Quantized | Gathered, w: Operand
-) -> Pending[Tensor]:
+def sharded_dgrad(options: LinearOptions, fast: bool, dy: Quantized | Gathered, w: Operand) -> Pending[Tensor]:
     """dX of a linear that is split over ranks, whose sum goes on during wgrad."""
     wgrad_follows = options.needs_w and options.wgrad_tasks is None
-    product = WeightGemm("dgrad", _one_orientation(load(w)), options.dtype, fast)
+    product = WeightGemm("dgrad", _one_orientation(w), options.dtype, fast)
     return options.parallel.start_grad_input(product, dy, wgrad_follows)
 
 
 def wgrad(
-    multiply: Gemm, load: Callable[[Operand], Operand], fast: bool, dy: Operand, x: Operand,
-    dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False,
+    multiply: Gemm, fast: bool, dy: Operand, x: Operand, dtype: torch.dtype, out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:  # fmt: skip
     """dW = dY^T X; to ``out``, or added to it."""
-    return multiply("wgrad", dy, load(x), dtype, None, fast, out, accumulate)
+    return multiply("wgrad", dy, x, dtype, None, fast, out, accumulate)
+
+
+def of_values(dequantize: Callable[[Any], Any], product: Callable[..., Any], dy: Any, saved: Any, *options: Any) -> Any:
+    """dgrad or wgrad of the values of a saved operand, for a backward in high precision that starts from codes."""
+    return product(dy, dequantize(saved), *options)
 
 
 def wgrad_of_gathered(along: int, wgrad: Callable[..., Tensor], dy: Operand, x: Gathered, *into: Any) -> Tensor:
