@@ -72,7 +72,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
         TypeError, ValueError: ``x`` is not [T, H] of bf16, fp16, fp32 or fp64.
     """
     _check_rows("permute", "x", x, routing.inverse.shape[0], "T")
-    return apply(PermuteFunction, x, routing.inverse, routing.offsets)
+    return apply(PermuteFunction, x, routing.inverse, routing.offsets, False)
 
 
 @checked
@@ -90,7 +90,7 @@ def unpermute(y: Tensor, routing: Routing, probabilities: Tensor | None = None) 
     """
     _check_rows("unpermute", "y", y, routing.order.shape[0], "T k")
     if probabilities is None:
-        return apply(UnpermuteFunction, y, routing.inverse, routing.offsets)
+        return apply(PermuteFunction, y, routing.inverse, routing.offsets, True)
     _check_probabilities("unpermute", probabilities, routing)
     weights = probabilities.to(torch.promote_types(y.dtype, torch.float32))
     return apply(WeightedUnpermuteFunction, y, weights, routing.inverse, routing.offsets)
@@ -125,31 +125,18 @@ def _check_rows(function: str, name: str, x: Tensor, rows: int, symbol: str) -> 
 
 
 class PermuteFunction(torch.autograd.Function):
-    """Keeps the routing alone."""
+    """Tokens to rows, or ``back``: each the gradient of the other. Keeps the routing alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, offsets: Tensor, back: bool) -> Tensor:
         ctx.save_for_backward(inverse, offsets)
-        return permute_rows(x, None, inverse, offsets)
+        ctx.back = back
+        return (unpermute_rows if back else permute_rows)(x, None, inverse, offsets)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return unpermute_rows(dy, None, *ctx.saved_tensors), None, None
-
-
-class UnpermuteFunction(torch.autograd.Function):
-    """Keeps the routing alone."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse, offsets)
-        return unpermute_rows(y, None, inverse, offsets)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return permute_rows(dx, None, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return (permute_rows if ctx.back else unpermute_rows)(dy, None, *ctx.saved_tensors), None, None, None
 
 
 class WeightedUnpermuteFunction(torch.autograd.Function):
