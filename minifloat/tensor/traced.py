@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minifloat.comm.group import Group
 from minifloat.comm.sharded_cast import reduce_amaxes
-from minifloat.formats import COLUMNWISE, ROWWISE, parse
+from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix, cast_all, find_amaxes
 from minifloat.tensor import operand_ops
@@ -30,19 +30,12 @@ class _Wrapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, description: tuple[Any, ...], label: str, *inner: Tensor) -> Tensor:
         ctx.inner = len(inner)
-        (row, column, *usage), held, shared, has_scale, group = description
-        tensors, shape = iter(inner), matrix_shape(values.shape)
-        found: dict[str, Operand | None] = dict.fromkeys(operand_ops.SLOTS)
-        for slot, spec, dim, names in held:
-            buffers = {name: next(tensors) for name in names}
-            scale_inv, amax = buffers.get("scale_inv"), buffers.get("amax")
-            found[slot] = Operand(buffers["codes"], scale_inv, amax, parse(spec), dim, shape, values.dtype)
-        rowwise, columnwise = found["rowwise"], found["columnwise"]
-        quantizer = Quantizer(parse(row), None if column is None else parse(column), *usage)
+        *description, names, group = description  # type: ignore[assignment]
+        buffers = dict(zip(names, inner, strict=True))
+        quantizer, operands = operand_ops.restore(tuple(description), buffers, matrix_shape(values.shape))
         result = QuantizedTensor.from_operands(
-            Quantized(rowwise, rowwise if shared else columnwise), quantizer, values.shape, values.dtype,
-            scale=next(tensors) if has_scale else None,
-        )  # fmt: skip
+            operands, quantizer, values.shape, values.dtype, scale=buffers.get("scale")
+        )
         result.made_by, result._group = label, group
         return result
 
@@ -78,17 +71,17 @@ def as_quantized_tensor(
     usage = (quantizer.rowwise, quantizer.columnwise, quantizer.columnwise_source)
     column = None if quantizer.column_format is None else quantizer.column_format.spec
     shared = operands.rowwise is operands.columnwise
-    held: list[tuple[Any, ...]] = []
-    inner: list[Tensor] = []
+    layouts: list[tuple[Any, ...]] = []
+    inner: list[tuple[str, Tensor | None]] = []
     for slot, operand in (("rowwise", operands.rowwise), ("columnwise", None if shared else operands.columnwise)):
         if operand is not None:
+            layouts.append((slot, operand.format.spec, operand.dim, None, values.dtype))
             parts = (("codes", operand.codes), ("scale_inv", operand.scale_inv), ("amax", operand.amax))
-            held.append((slot, operand.format.spec, operand.dim, tuple([n for n, part in parts if part is not None])))
-            inner += [part for _, part in parts if part is not None]
-    if scale is not None:
-        inner.append(scale)
-    description = (quantizer.row_format.spec, column, *usage), tuple(held), shared, scale is not None, group
-    return _wrapped(values, description, label, *inner)
+            inner += [(f"{slot}_{name}", part) for name, part in parts]
+    held = [(name, tensor) for name, tensor in (*inner, ("scale", scale)) if tensor is not None]
+    names = tuple([name for name, _ in held])
+    description = (quantizer.row_format.spec, column, *usage), tuple(layouts), shared, names, group
+    return _wrapped(values, description, label, *[tensor for _, tensor in held])
 
 
 def quantize_traced(
