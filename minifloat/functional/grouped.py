@@ -129,6 +129,7 @@ class GroupedCasts:
         one_amax: all that the casts need to know of a group is one amax, which a kernel that computes it can find.
         in_kernel: a kernel that computes a value can cast it.
         from_tokens: a kernel can cast rows that it reads by index.
+        specs: formats, dims and memory orders of the casts.
     """
 
     def __init__(self, quantizer: Quantizer, kind: str, gemm_ready_on: str) -> None:
@@ -149,6 +150,7 @@ class GroupedCasts:
             if fmt.quantized:  # a transposed copy takes the amax of its twin
                 self.level_of.append(numbers[min(place, len(own) - 1)])
         self.k_major = [gemm_ready_on == "cuda" and capability.k_major(fmt) for fmt, _ in self.casts]
+        self.specs = [fmt.spec for fmt, _ in self.casts], [dim for _, dim in self.casts], self.k_major
         self.stochastic = any(fmt.rounding == "stochastic" for fmt, _ in self.casts)
         self.one_amax = measures_amax(quantizer)
         formats, first = {fmt for fmt, _ in each}, each[0][0] if each else IDENTITY
@@ -186,8 +188,7 @@ class GroupedCasts:
         made: list[Tensor] = []
         if self.casts:
             rng = grouped.draw_seeds(offsets) if self.stochastic else None
-            specs, dims = [fmt.spec for fmt, _ in self.casts], [dim for _, dim in self.casts]
-            made = grouped.grouped_cast(x, offsets, given, rng, specs, dims, self.k_major)
+            made = grouped.grouped_cast(x, offsets, given, rng, *self.specs)
         return self.operands(x, offsets, made, given, delayed_call)
 
     def of_tokens(
@@ -205,8 +206,7 @@ class GroupedCasts:
             level = gathered_amax(x, rows, offsets)
         elif delayed_call is not None:
             level = delayed_scale(delayed_call, self.kind)
-        specs, dims = [fmt.spec for fmt, _ in self.casts], [dim for _, dim in self.casts]
-        made = gathered_cast(x, rows, offsets, level, specs, dims, self.k_major)
+        made = gathered_cast(x, rows, offsets, level, *self.specs)
         like = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])  # of the shape of the rows
         return self.operands(like, offsets, made, [level] * len(self.casts), delayed_call)
 

@@ -74,7 +74,7 @@ def act_operands(
         return casts(y, offsets, delayed_call, scales, amax if casts.one_amax else None)
     if scales is None and delayed_call is not None:
         scales = delayed_scale(delayed_call, casts.kind)
-    made = forward_cast(h, probabilities, offsets, scales, *how, *_specs(casts))
+    made = forward_cast(h, probabilities, offsets, scales, *how, *casts.specs)
     like = h[:, : out_columns(of.name, h.shape[1])]
     return casts.operands(like, offsets, made, [scales] * len(casts.casts), delayed_call)
 
@@ -100,10 +100,5 @@ def dact_operands(
         operands = casts(dh, offsets, delayed_call, None, amax if casts.one_amax else None)
         return operands, dp, dh if with_value else None
     scales = None if delayed_call is None else delayed_scale(delayed_call, casts.kind)
-    *made, dp = grouped_activation_backward_cast(da, h, probabilities, offsets, scales, *how, *_specs(casts))
+    *made, dp = grouped_activation_backward_cast(da, h, probabilities, offsets, scales, *how, *casts.specs)
     return casts.operands(h, offsets, made, [scales] * len(casts.casts), delayed_call), dp, None
-
-
-def _specs(casts: GroupedCasts) -> tuple[list[str], list[int], list[bool]]:
-    """Formats, dims and memory orders of the casts."""
-    return [fmt.spec for fmt, _ in casts.casts], [dim for _, dim in casts.casts], casts.k_major
