@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from minifloat.arguments import checked
 from minifloat.comm.ddp import check_same_rows
+from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import ROWWISE
@@ -19,8 +20,10 @@ from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction, Sharding
 from minifloat.functional.etp.weight import EtpWeight, stand_in
 from minifloat.functional.quantize import holds
+from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.functional.weight_gradient import computed, into_grad
-from minifloat.nn.weights import Weights
+from minifloat.nn.parameters import InitMethod
+from minifloat.nn.tensor_parallel import Partition
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor
@@ -29,16 +32,73 @@ from minifloat.tensor.rows import QuantizedRows, rows_of
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
 
 
-class EtpRows(Weights):
+class EtpRows(nn.Module):
     """A layer that may keep its rows of the weight alone; see :class:`~minifloat.functional.etp.rows.Owner`.
 
     Its weight is one matrix, of one parameter or of several below each other: ranks share out the rows of the matrix,
-    so that of a parameter among several one may have all, and another none.
+    so that of a parameter among several one may have all, and another none. What raises ``NotImplementedError`` says
+    how a class keeps them.
     """
 
+    in_features: int
+    out_features: int
+    name: str
+    fuse_wgrad_accumulation: bool
+    delay_wgrad_compute: bool
+    return_bias: bool
+    parameters_split: dict[str, int] | None
+    init_method: InitMethod | None
+    parallel_mode: Mode | None
+    sequence_parallel: bool
+    _parallel: TensorParallel
+    _partitions: dict[str, Partition]
     _etp: Sharding | None = None
     _etp_lengths: tuple[int, ...] = ()  # rows of each parameter of the whole
     _etp_weight: EtpWeight | None = None  # made at first use: no copy and no file has it
+
+    @property
+    def _label(self) -> str:
+        """What errors call the layer."""
+        raise NotImplementedError
+
+    @property
+    def _weight_names(self) -> tuple[str, ...]:
+        """The names of the parameters that make up the weight."""
+        raise NotImplementedError
+
+    @property
+    def _matrices(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the parameters of each matrix [N, K] that is quantized by itself; none if parameters are no rows."""
+        raise NotImplementedError
+
+    def _weight(self, name: str) -> nn.Parameter:
+        return getattr(self, name)
+
+    def _weight_matrix(self) -> Tensor:
+        """W, this rank's, in the shape that the autograd function takes."""
+        raise NotImplementedError
+
+    def _bias_vector(self) -> Tensor | None:
+        """b, likewise."""
+        raise NotImplementedError
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """W, and b where forward adds it."""
+        raise NotImplementedError
+
+    def _gathered_weight(self) -> QuantizedTensor | None:
+        """W where FSDP2 has gathered it as one, of several parameters."""
+        return None
+
+    def reset_parameters(self) -> None:
+        """Initial values."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def _write(self, name: str, parameter: Tensor, values: Tensor) -> None:
+        own_rows(parameter).copy_(self._own_part(name, values))
+
+    # ---- this rank's rows ----
 
     def _shard_rows(
         self,
@@ -91,9 +151,9 @@ class EtpRows(Weights):
                     parameter.join(self._etp.group)
 
     def _own_part(self, name: str, values: Tensor) -> Tensor:
-        sharded = self._etp is not None and name in self._weight_names
-        if not sharded:
-            return super()._own_part(name, values)
+        """Of ``values`` in the whole shape of the parameter ``name`` what this rank has."""
+        if self._etp is None or name not in self._weight_names:
+            return own_part(values, self._weight(name))
         return values[..., self._etp_range(self._weight_names.index(name)), :]
 
     def _rows_parameter(self, place: int, whole: nn.Parameter, rows: Tensor) -> nn.Parameter:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import finite, recompute
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
-from minifloat.autocast import checks_finite, current
+from minifloat.autocast import checks_finite
 from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
@@ -271,20 +271,14 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             self._bind_scales()
 
     def _calibrate_groups(self, x: Tensor, layout: GroupLayout) -> None:
-        """Where ``autocast`` calibrates delayed scaling: records what is about to be computed in high precision."""
-        context = current()
-        if context is None or not context.calibrating or self.recipe is not None or recompute.recomputes():
+        """Records the amaxes of groups where ``autocast`` calibrates delayed scaling."""
+        if (calibration := self._calibration()) is None:
             return
-        config = self._config(context.recipe)
-        if config.delayed is None:
-            return
-        self._check_on_meta()
-        call = DelayedCall((self.forward_scaling, self.backward_scaling), config.delayed, True, False, context)
         weight = as_matrix(self._own_values())
         uniform = GroupLayout.uniform(self.num_gemms, weight.shape[0] // self.num_gemms, x.device)
         of_groups = ("input", as_matrix(x.detach()), layout), ("weight", weight, uniform)
         for kind, matrix, groups in of_groups:
-            record_groups(call, kind, grouped_amax(matrix, groups.offsets, [Format().spec], [-1]))
+            record_groups(calibration, kind, grouped_amax(matrix, groups.offsets, [Format().spec], [-1]))
 
     def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
         """Not before it is known which rows are some expert's."""

@@ -19,7 +19,7 @@ from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction
 from minifloat.functional.linear_steps import quantized_in_graph
-from minifloat.functional.quantize import reuse
+from minifloat.functional.quantize import calibrate, reuse
 from minifloat.functional.tensor_parallel import Mode
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
@@ -168,7 +168,8 @@ class Linear(LinearCalls, LinearParameters):
         self._check_input(x)
         recipe = self._recipe_in_force()
         if recipe is None:
-            self._calibrate(x)
+            if (calibration := self._calibration()) is not None:
+                calibrate([x.detach(), self._own_values()], ["input", "weight"], calibration)
             rows_alone = autocast.batch_invariant_used and is_batch_invariant()
             if parallel.mode is not None or self._etp is not None or rows_alone:
                 self._check_dtype(x)

@@ -20,7 +20,6 @@ from minifloat.functional.batch_invariant import check_rows_alone
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan, make_plan
 from minifloat.functional.linear_steps import Call
-from minifloat.functional.quantize import calibrate
 from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
 from minifloat.functional.weight_gradient import parameters_of
 from minifloat.nn.inputs import check_meta, check_tensor
@@ -222,17 +221,16 @@ class LinearCalls(LinearState):
                 "both; convert one to the dtype of the other, or use torch.autocast or a recipe"
             )
 
-    def _calibrate(self, x: Tensor) -> None:
-        """Where ``autocast`` calibrates delayed scaling: records what is about to be computed in high precision."""
+    def _calibration(self) -> DelayedCall | None:
+        """Where ``autocast`` calibrates delayed scaling: what is about to be computed in high precision is recorded."""
         context = current()
         if context is None or not context.calibrating or self.recipe is not None or recompute.recomputes():
-            return
+            return None
         config = self._config(context.recipe)
-        if config.delayed is not None:
-            self._check_on_meta()
-            states = self.forward_scaling, self.backward_scaling
-            delayed_call = DelayedCall(states, config.delayed, True, False, context)
-            calibrate([x.detach(), self._own_values()], ["input", "weight"], delayed_call)
+        if config.delayed is None:
+            return None
+        self._check_on_meta()
+        return DelayedCall((self.forward_scaling, self.backward_scaling), config.delayed, True, False, context)
 
     def _own_values(self) -> Tensor:
         """What this rank has of W."""
