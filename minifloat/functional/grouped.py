@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat import capability
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.fused_cast import measures_amax
@@ -24,7 +23,7 @@ from minifloat.ops import grouped, matmul, new
 from minifloat.ops.grouped.gathered import gathered_amax, gathered_cast
 from minifloat.ops.permute import permute_rows
 from minifloat.ops.quantize import casts_blocks
-from minifloat.quantizer import Quantizer, as_matrix
+from minifloat.quantizer import Quantizer, as_matrix, casts
 
 
 class GroupLayout(NamedTuple):
@@ -129,32 +128,24 @@ class GroupedCasts:
         one_amax: all that the casts need to know of a group is one amax, which a kernel that computes it can find.
         in_kernel: a kernel that computes a value can cast it.
         from_tokens: a kernel can cast rows that it reads by index.
-        specs: formats, dims and memory orders of the casts.
+        formats, specs: of each cast; specs, dims and memory orders as operations take them.
     """
 
     def __init__(self, quantizer: Quantizer, kind: str, gemm_ready_on: str) -> None:
-        self.kind = kind
-        own, each = quantizer.casts, quantizer.layouts(gemm_ready_on)
-        self.arrangement = quantizer.arrangement(each)
+        prepared = casts([quantizer], gemm_ready_on)
+        self.kind, self.request = kind, prepared.request
+        self.arrangement = prepared.wanted[0].arrangement
         self.second = None
         if quantizer.chained:
             column = Quantizer(quantizer.format(COLUMNWISE), rowwise=False)
             self.second = GroupedCasts(column, kind, gemm_ready_on)
-        self.casts = [(fmt, dim) for fmt, dim in each if fmt.quantized]
-        self.levels = [(fmt, dim) for fmt, dim in own if fmt.needs_amax]
-        numbers: list[int] = []
-        self.level_of: list[int] = []
-        for fmt, _ in own:
-            numbers.append(sum(number >= 0 for number in numbers) if fmt.needs_amax else -1)
-        for place, (fmt, _) in enumerate(each):
-            if fmt.quantized:  # a transposed copy takes the amax of its twin
-                self.level_of.append(numbers[min(place, len(own) - 1)])
-        self.k_major = [gemm_ready_on == "cuda" and capability.k_major(fmt) for fmt, _ in self.casts]
-        self.specs = [fmt.spec for fmt, _ in self.casts], [dim for _, dim in self.casts], self.k_major
-        self.stochastic = any(fmt.rounding == "stochastic" for fmt, _ in self.casts)
+        self.formats = [fmt for fmt, _ in self.arrangement.layouts if fmt.quantized]
+        self.specs = self.request.formats, self.request.dims, self.request.k_major
         self.one_amax = measures_amax(quantizer)
-        formats, first = {fmt for fmt, _ in each}, each[0][0] if each else IDENTITY
-        columns = [order for (_, dim), order in zip(self.casts, self.k_major, strict=True) if dim == COLUMNWISE]
+        each = [fmt for fmt, _ in self.arrangement.layouts]
+        formats, first = set(each), each[0] if each else IDENTITY
+        _, dims, orders = self.specs
+        columns = [order for dim, order in zip(dims, orders, strict=True) if dim == COLUMNWISE]
         scaled = first.scale_rule == "given" and all(columns)  # in another order no kernel writes them
         alike = self.second is None and len(formats) == 1
         self.in_kernel = alike and (scaled or casts_blocks(first))
@@ -177,17 +168,18 @@ class GroupedCasts:
         x = as_matrix(x)
         if scales is None and delayed_call is not None:
             scales = delayed_scale(delayed_call, self.kind)
-        amaxes = [amax] * len(self.levels) if amax is not None else []
-        if self.levels and not amaxes:
-            specs, dims = [fmt.spec for fmt, _ in self.levels], [dim for _, dim in self.levels]
-            amaxes = grouped.grouped_amax(x, offsets, specs, dims)
+        request = self.request
+        amaxes = [amax] * len(request.amax_of) if amax is not None else []
+        if request.amax_of and not amaxes:
+            amaxes = grouped.grouped_amax(x, offsets, request.amax_formats, request.amax_dims)
         given = [
             scales if fmt.scale_rule == "given" else None if own < 0 else amaxes[own]
-            for (fmt, _), own in zip(self.casts, self.level_of, strict=True)
+            for fmt, own in zip(self.formats, request.own_level, strict=True)
         ]
         made: list[Tensor] = []
-        if self.casts:
-            rng = grouped.draw_seeds(offsets) if self.stochastic else None
+        if self.formats:
+            stochastic = any(fmt.rounding == "stochastic" for fmt in self.formats)
+            rng = grouped.draw_seeds(offsets) if stochastic else None
             made = grouped.grouped_cast(x, offsets, given, rng, *self.specs)
         return self.operands(x, offsets, made, given, delayed_call)
 
@@ -208,7 +200,7 @@ class GroupedCasts:
             level = delayed_scale(delayed_call, self.kind)
         made = gathered_cast(x, rows, offsets, level, *self.specs)
         like = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])  # of the shape of the rows
-        return self.operands(like, offsets, made, [level] * len(self.casts), delayed_call)
+        return self.operands(like, offsets, made, [level] * len(self.formats), delayed_call)
 
     def operands(
         self,

@@ -76,7 +76,7 @@ def act_operands(
         scales = delayed_scale(delayed_call, casts.kind)
     made = forward_cast(h, probabilities, offsets, scales, *how, *casts.specs)
     like = h[:, : out_columns(of.name, h.shape[1])]
-    return casts.operands(like, offsets, made, [scales] * len(casts.casts), delayed_call)
+    return casts.operands(like, offsets, made, [scales] * len(casts.formats), delayed_call)
 
 
 def dact_operands(
@@ -94,11 +94,11 @@ def dact_operands(
     The cast of blocks that straddle the halves of a gated activation's input is a kernel of its own.
     """
     how = of.name, of.parameters
-    straddles = of.gated and casts.in_kernel and (h.shape[1] // 2) % max(casts.casts[0][0].block, 1) != 0
+    straddles = of.gated and casts.in_kernel and (h.shape[1] // 2) % max(casts.formats[0].block, 1) != 0
     if with_value or straddles or not casts.in_kernel:
         dh, dp, amax = grouped_activation_backward(da, h, probabilities, offsets, *how, casts.one_amax)
         operands = casts(dh, offsets, delayed_call, None, amax if casts.one_amax else None)
         return operands, dp, dh if with_value else None
     scales = None if delayed_call is None else delayed_scale(delayed_call, casts.kind)
     *made, dp = grouped_activation_backward_cast(da, h, probabilities, offsets, scales, *how, *casts.specs)
-    return casts.operands(h, offsets, made, [scales] * len(casts.casts), delayed_call), dp, None
+    return casts.operands(h, offsets, made, [scales] * len(casts.formats), delayed_call), dp, None
