@@ -23,8 +23,9 @@ from minifloat.tensor import QuantizedTensor
 Ranks = tuple[Group, ShardMap | None]
 """Who gathers an input, and the rows that each has of it."""
 
-Kind = tuple[Quantizer, tuple[int, ...]]
-"""How an input is cast: the quantizer, and the dims along which it gives values (``LinearPlan.passing``)."""
+Cast = tuple[torch.dtype, Quantizer, tuple[int, ...], Ranks | None]
+"""How an input is cast: to which dtype first, the quantizer, the dims along which it gives values
+(``LinearPlan.passing``), and who gathers it, if ranks do: then the operands are this rank's part."""
 
 
 class _Latest(NamedTuple):
@@ -32,9 +33,7 @@ class _Latest(NamedTuple):
 
     source: ReferenceType[Tensor]
     version: int
-    dtype: torch.dtype
-    kind: Kind
-    ranks: Ranks | None
+    cast: Cast
     capturing: bool  # into a CUDA graph: such operands have values in a replay only, others are constants to it
     operands: Quantized
     readers: list[nn.Module]  # not their ids, which other modules have later, on some ranks and not on others
@@ -102,11 +101,11 @@ def offer(part: Quantized, whole: Quantized | Gathered) -> Quantized | Gathered:
     return slot.whole[1]
 
 
-def find(x: Tensor, dtype: torch.dtype, kind: Kind, reader: nn.Module, ranks: Ranks | None = None) -> Quantized | None:
-    """The operands that another layer just made of this very ``x``, cast to ``dtype`` first, if they are the same.
+def find(x: Tensor, cast: Cast, reader: nn.Module) -> Quantized | None:
+    """The operands that another layer just made of this very ``x``, if they are the same.
 
-    ``ranks``: where X is gathered: they are this rank's part. All ranks find the same, since they run the same. For
-    eager code alone: in a compiled graph casts of one tensor are common subexpressions.
+    All ranks find the same, since they run the same. For eager code alone: in a compiled graph casts of one tensor are
+    common subexpressions.
 
     A layer that comes a second time is no sibling but a new call: ``x`` may be a buffer that was filled anew in a way
     that PyTorch does not count.
@@ -114,24 +113,16 @@ def find(x: Tensor, dtype: torch.dtype, kind: Kind, reader: nn.Module, ranks: Ra
     latest = _local.slot.latest
     if latest is None or latest.source() is not x or x.is_inference() or reader in latest.readers:
         return None
-    same = latest.version == x._version and latest.dtype == dtype and latest.kind == kind
-    if not same or latest.ranks != ranks or latest.capturing != _capturing(x):
+    if latest.version != x._version or latest.cast != cast or latest.capturing != _capturing(x):
         return None
     latest.readers.append(reader)
     return latest.operands
 
 
-def keep(
-    x: Tensor,
-    dtype: torch.dtype,
-    kind: Kind,
-    operands: Quantized | None,
-    reader: nn.Module,
-    ranks: Ranks | None = None,
-) -> None:
+def keep(x: Tensor, cast: Cast, operands: Quantized | None, reader: nn.Module) -> None:
     """Offers operands of ``x`` to the next layers, until ``x`` is freed or another tensor is quantized.
 
-    ``kind``: of a quantizer whose casts siblings would repeat bit for bit (:func:`is_shared`). Eager code alone, as
+    ``cast``: with a quantizer whose casts siblings would repeat bit for bit (:func:`is_shared`). Eager code alone, as
     :func:`find`.
     """
     slot = _local.slot
@@ -139,8 +130,7 @@ def keep(
         return
     if slot.latest is None or slot.latest.operands is not operands:  # else they were found here
         capturing = x.is_cuda and _capturing(x)
-        latest = ref(x, slot.forget), x._version, dtype, kind, ranks, capturing, operands, [reader]
-        slot.latest = new(_Latest, latest)
+        slot.latest = new(_Latest, (ref(x, slot.forget), x._version, cast, capturing, operands, [reader]))
 
 
 def is_shared(quantizer: Quantizer) -> bool:

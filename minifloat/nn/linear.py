@@ -186,13 +186,14 @@ class Linear(LinearCalls, LinearParameters):
         if ranks is None and isinstance(x, QuantizedTensor):
             call.x = reuse(x, quantizer) if call.eager else traced.reuse(x, quantizer)
         shares = call.eager and plan.shares_x and call.x is None
+        cast = dtype, quantizer, plan.passing, ranks
         if shares:
-            call.x, call.shares_x = shared_cast.find(source, dtype, (quantizer, plan.passing), self, ranks), True
+            call.x, call.shares_x = shared_cast.find(source, cast, self), True
         y = apply(LinearFunction, plan, call, x, weight, bias)
         if fp8_output and not call.eager:
             y = quantized_in_graph(y, plan.config.output, call.delayed_call, self._label)
         if shares:
-            shared_cast.keep(source, dtype, (quantizer, plan.passing), call.x, self, ranks)
+            shared_cast.keep(source, cast, call.x, self)
         if call.delayed_call is not None:
             call.delayed_call.forward_finished()
         if finite.active:
