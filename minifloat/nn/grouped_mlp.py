@@ -28,7 +28,7 @@ from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.recipe import Recipe, RecipeLike
 
 
-class GroupedMLP(parts.LayerOfLinears):
+class GroupedMLP(parts.LayerOfParts):
     """The MLPs of all experts: fc2(activation(fc1(X))) on rows that are sorted by expert.
 
     ======  ==========================  =============================
@@ -211,16 +211,6 @@ class GroupedMLP(parts.LayerOfLinears):
             if call.delayed_call is not None:
                 call.delayed_call.forward_finished()
         return y
-
-    def reset_parameters(self) -> None:
-        """Initial values of both linears."""
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
-
-    def backward_dw(self) -> None:
-        """As :meth:`Linear.backward_dw`, of fc2 and then of fc1."""
-        self.fc2.backward_dw()
-        self.fc1.backward_dw()
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name}"

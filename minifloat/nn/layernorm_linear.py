@@ -26,7 +26,7 @@ from minifloat.recipe import RecipeLike
 from minifloat.recompute import parallel_of
 
 
-class LayerNormLinear(parts.LayerOfLinears):
+class LayerNormLinear(parts.LayerOfParts):
     """Y = norm(X) W^T + b, where the norm's kernel quantizes and no high-precision result is kept.
 
     Its parts are the modules ``norm`` and ``linear``, and what it computes is what they compute one after the other,
@@ -179,12 +179,3 @@ class LayerNormLinear(parts.LayerOfLinears):
             stream = x if found is None else found
             bias = linear._bias_vector() if self.return_bias else None
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
-
-    def reset_parameters(self) -> None:
-        """Initial values of both parts."""
-        self.norm.reset_parameters()
-        self.linear.reset_parameters()
-
-    def backward_dw(self) -> None:
-        """As :meth:`Linear.backward_dw`."""
-        self.linear.backward_dw()

@@ -27,7 +27,7 @@ from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint_without_dropout, parallel_of
 
 
-class LayerNormMLP(parts.LayerOfLinears):
+class LayerNormMLP(parts.LayerOfParts):
     """Y = act(norm(X) W1^T + b1) W2^T + b2, where the kernels of norm and activation quantize.
 
     Its parts are the modules ``norm``, ``fc1`` and ``fc2``; what it computes is what they compute one after the other,
@@ -218,11 +218,6 @@ class LayerNormMLP(parts.LayerOfLinears):
             stream = x if found is None else found
             bias = fc2._returned_bias(row) if self.return_bias else None
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
-
-    def reset_parameters(self) -> None:
-        """Initial values of all parts."""
-        for part in (self.norm, self.fc1, self.fc2):
-            part.reset_parameters()
 
     def backward_dw(self) -> None:
         """As :meth:`Linear.backward_dw`, of fc2 and then of fc1; a frozen weight has no gradient to compute."""

@@ -24,7 +24,7 @@ from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint_without_dropout, recomputes
 
 
-class MoE(parts.LayerOfLinears):
+class MoE(parts.LayerOfParts):
     """Y = the sum over the k experts of a token of p_e MLP_e(X), and that of an MLP for all tokens if there is one.
 
     The router chooses experts, tokens are sorted by expert (k rows for each), :class:`GroupedMLP` computes, and the
@@ -164,20 +164,8 @@ class MoE(parts.LayerOfLinears):
         # Those of the original's graph, which neither copies nor files can have.
         return self.__dict__ | {"router_loss": None, "expert_counts": None}
 
-    def reset_parameters(self) -> None:
-        """Initial values of all parts."""
-        for part in (self.router, self.experts, self.shared_fc1, self.shared_fc2):
-            if part is not None:
-                part.reset_parameters()  # type: ignore[operator]
 
-    def backward_dw(self) -> None:
-        """As :meth:`Linear.backward_dw`, of all linears, the last ones first."""
-        for part in (self.shared_fc2, self.shared_fc1, self.experts):
-            if part is not None:
-                part.backward_dw()
-
-
-class LayerNormMoE(parts.LayerOfLinears):
+class LayerNormMoE(parts.LayerOfParts):
     """A norm and a mixture of experts, Y = MoE(norm(X)): what a :class:`~minifloat.TransformerLayer` has for an MLP.
 
     Args:
@@ -225,15 +213,6 @@ class LayerNormMoE(parts.LayerOfLinears):
     def _run(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
         n = self.norm(x)
         return parts.outputs(self.moe(n, is_first_microbatch), (self.return_layernorm_output, n))
-
-    def reset_parameters(self) -> None:
-        """Initial values of both parts."""
-        self.norm.reset_parameters()
-        self.moe.reset_parameters()
-
-    def backward_dw(self) -> None:
-        """As :meth:`MoE.backward_dw`."""
-        self.moe.backward_dw()
 
 
 @checked

@@ -75,6 +75,21 @@ class LayerOfLinears(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, LinearState)}
 
 
+class LayerOfParts(LayerOfLinears):
+    """A layer whose parts have all of its parameters."""
+
+    def reset_parameters(self) -> None:
+        """Initial values of all parts."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+    def backward_dw(self) -> None:
+        """As :meth:`Linear.backward_dw`, of all linears, the last ones first."""
+        for part in reversed(list(self.children())):
+            if hasattr(part, "backward_dw"):
+                part.backward_dw()
+
+
 def outputs(y: Any, *others: tuple[bool, Any]) -> Any:
     """What a layer returns: Y, or a tuple of Y and those of the others that are wanted."""
     extra = [other for wanted, other in others if wanted]
