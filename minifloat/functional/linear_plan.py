@@ -120,8 +120,8 @@ def make_plan(config: LinearConfig, options: LinearOptions) -> LinearPlan:
     sharded = parallel.mode is not None
     compiling = torch.compiler.is_compiling()
     multiply = gemm.multiply if compiling else gemm.multiply_eager
-    wgrad = partial(steps.wgrad, multiply, config.fast_wgrad)
-    dgrad = partial(steps.dgrad, multiply, options.dtype, config.fast_dgrad)
+    wgrad: Callable[..., Tensor] = partial(steps.wgrad, multiply, config.fast_wgrad)
+    dgrad: Callable[..., Any] = partial(steps.dgrad, multiply, options.dtype, config.fast_dgrad)
     if sharded:
         dgrad = partial(steps.sharded_dgrad, options, config.fast_dgrad)
     if override == "dequantized":

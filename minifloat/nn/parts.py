@@ -86,8 +86,9 @@ class LayerOfParts(LayerOfLinears):
     def backward_dw(self) -> None:
         """As :meth:`Linear.backward_dw`, of all linears, the last ones first."""
         for part in reversed(list(self.children())):
-            if hasattr(part, "backward_dw"):
-                part.backward_dw()
+            compute: Any = getattr(part, "backward_dw", None)
+            if compute is not None:
+                compute()
 
 
 def outputs(y: Any, *others: tuple[bool, Any]) -> Any:
