@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.functional import sort_by_expert
-from minifloat.ops.permute import permute_rows, reference, unpermute_rows, unpermute_rows_backward
+from minifloat.ops.permute import dot_width, permute_rows, precise, unpermute_rows, unpermute_rows_backward
 from tests.helpers.compare import DTYPES, U, assert_same_bits, assert_within
 from tests.helpers.routing import CASES, Case, loop_unpermute, some_indices
 
@@ -24,7 +24,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device, kind: str = "dr
         "indices": indices,
         "x": torch.randn(case.tokens, case.columns).to(dtype).to(device),
         "y": torch.randn(indices.numel(), case.columns).to(dtype).to(device),
-        "p": torch.rand(indices.shape, dtype=reference.precise(dtype)).to(device),
+        "p": torch.rand(indices.shape, dtype=precise(dtype)).to(device),
         "where": (routing.inverse, routing.offsets),
     }
 
@@ -53,7 +53,7 @@ def test_within_the_rounding_of_fp32(case: Case, dtype: torch.dtype, device: tor
 
 def test_the_order_of_a_dot_product(device: torch.device) -> None:
     """The columns 1024 apart first, then neighbours: what the definition says, by hand."""
-    assert [reference.dot_width(n) for n in (0, 1, 2, 3, 1000, 1024, 1025, 7168)] == [
+    assert [dot_width(n) for n in (0, 1, 2, 3, 1000, 1024, 1025, 7168)] == [
         1,
         1,
         2,

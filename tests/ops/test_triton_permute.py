@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 
 from minifloat.functional import permute, sort_by_expert, unpermute
 from minifloat.ops.launch import count_launches
-from minifloat.ops.permute import kernels, reference
+from minifloat.ops.permute import kernels, permute_rows, precise, unpermute_rows, unpermute_rows_backward
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import DTYPES, assert_same_bits, assert_same_bits_or_nan
@@ -22,6 +23,13 @@ from tests.helpers.routing import CASES, KINDS, Case, some_indices
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 FOR_EACH_CASE = pytest.mark.parametrize(
     "case", [*CASES, Case(3, 2, 1025, 2), Case(70, 4, 4, 9)], ids=lambda case: "-".join(map(str, case))
+)
+
+
+REFERENCE = SimpleNamespace(
+    permute=permute_rows.reference,
+    unpermute=unpermute_rows.reference,
+    unpermute_backward=unpermute_rows_backward.reference,
 )
 
 
@@ -44,7 +52,7 @@ def results(module: Any, x: Tensor, y: Tensor, p: Tensor, *of: Tensor) -> list[T
 
 def check(x: Tensor, y: Tensor, p: Tensor, *of: Tensor) -> None:
     same = assert_same_bits_or_nan if x.dtype in DTYPES else assert_same_bits
-    for got, want in zip(results(kernels, x, y, p, *of), results(reference, x, y, p, *of), strict=True):
+    for got, want in zip(results(kernels, x, y, p, *of), results(REFERENCE, x, y, p, *of), strict=True):
         assert got.is_contiguous() and got.device == want.device
         same(got, want)
 
@@ -56,7 +64,7 @@ def test_bit_for_bit(case: Case, kind: str, dtype: torch.dtype, device: torch.de
     of = where(case, kind, device)
     x = torch.randn(case.tokens, case.columns).to(dtype).to(device)
     y = torch.randn(case.tokens * case.k, case.columns).to(dtype).to(device)
-    check(x, y, torch.rand(case.tokens, case.k, dtype=reference.precise(dtype)).to(device), *of)
+    check(x, y, torch.rand(case.tokens, case.k, dtype=precise(dtype)).to(device), *of)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +85,7 @@ def test_tiles_do_not_change_rows(tile: Tile, monkeypatch: pytest.MonkeyPatch, d
     x, y = torch.randn(13, 99, device=device).bfloat16(), torch.randn(39, 99, device=device).bfloat16()
     p = torch.rand(13, 3, device=device)
     monkeypatch.setattr(kernels, "rows_tile", lambda columns: tile)
-    for got, want in zip(results(kernels, x, y, p, *of)[:5], results(reference, x, y, p, *of)[:5], strict=True):
+    for got, want in zip(results(kernels, x, y, p, *of)[:5], results(REFERENCE, x, y, p, *of)[:5], strict=True):
         assert_same_bits(got, want)
 
 
@@ -85,7 +93,7 @@ def test_layout_and_address_of_the_input_are_no_matter(device: torch.device) -> 
     case = Case(12, 2, 40, 3)
     of = where(case, "random", device)
     x, y, p = (torch.randn(shape, device=device) for shape in ((12, 40), (24, 40), (12, 2)))
-    want = results(reference, x, y, p, *of)
+    want = results(REFERENCE, x, y, p, *of)
     shifted = [torch.cat([each.new_zeros(1), each.flatten()])[1:].view(each.shape) for each in (x, y, p, *of)]
     turned = [each.T.contiguous().T if each.dim() == 2 else each for each in (x, y, p, *of)]
     for moved in (shifted, turned):
@@ -157,4 +165,4 @@ def test_large_on_a_gpu(kind: str) -> None:
             assert_same_bits(
                 y[of[0].long()][of[0] < of[1][-1]], x[-500:, None].expand(-1, case.k, -1)[of[0] < of[1][-1]]
             )
-            assert_same_bits(out[-500:], reference.unpermute(y, p[-500:], *of))
+            assert_same_bits(out[-500:], REFERENCE.unpermute(y, p[-500:], *of))

@@ -2,7 +2,10 @@
 
 ``inverse``, int32 [T, k], has the row that each choice (slot) of each token has among all T k, which are sorted by
 expert. ``offsets``, int32 [E + 1], has the first row of each expert, and then the number of rows of all of them: later
-rows are those of dropped slots. Both stay on the device, where they were computed.
+rows are those of dropped slots, which count as zero. Both stay on the device, where they were computed.
+
+Kernels equal these references bit by bit: everything is computed in fp32 (fp64 of fp64), in the order of a token's
+slots, every product and every sum rounded, and rounded once to the dtype of the rows.
 """
 
 from __future__ import annotations
@@ -11,9 +14,20 @@ import torch
 from torch import Tensor
 
 from minifloat.ops.library import operation
-from minifloat.ops.permute import reference
 
 __all__ = ["permute_rows", "unpermute_rows", "unpermute_rows_backward"]
+
+WIDEST_DOT = 1024
+
+
+def dot_width(columns: int) -> int:
+    """Columns that a dot product adds side by side: a power of two."""
+    return min(1 << max(columns - 1, 0).bit_length(), WIDEST_DOT)
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @operation("permute.kernels:permute")
@@ -23,7 +37,14 @@ def permute_rows(x: Tensor, probabilities: Tensor | None, inverse: Tensor, offse
     A product is rounded once, from fp32. The rows of dropped slots are 0. ``probabilities`` are [T, k], fp32, and fp64
     for ``x`` of fp64.
     """
-    return reference.permute(x, probabilities, inverse, offsets)
+    y = x.new_empty(inverse.numel(), x.shape[1])
+    for slot in range(inverse.shape[1]):
+        values = x
+        if probabilities is not None:
+            values = (x.to(precise(x.dtype)) * probabilities[:, slot, None]).to(x.dtype)
+        kept = inverse[:, slot] < offsets[-1]
+        y.index_copy_(0, inverse[:, slot].long(), torch.where(kept[:, None], values, 0.0))
+    return y
 
 
 @permute_rows.fake
@@ -38,7 +59,10 @@ def unpermute_rows(y: Tensor, probabilities: Tensor | None, inverse: Tensor, off
     Computed in fp32, in the order of the slots, and rounded once. Dropped slots count as zero, whatever is in their
     rows. ``probabilities`` as in :data:`permute_rows`.
     """
-    return reference.unpermute(y, probabilities, inverse, offsets)
+    total = _term(y, probabilities, inverse, offsets, 0)
+    for slot in range(1, inverse.shape[1]):
+        total = total + _term(y, probabilities, inverse, offsets, slot)
+    return total.to(y.dtype)
 
 
 @unpermute_rows.fake
@@ -53,12 +77,39 @@ def unpermute_rows_backward(
     """The gradients of :data:`unpermute_rows`, from ``grad`` [T, H] of its result: of ``y``, and of the probabilities.
 
     The former is what :data:`permute_rows` makes of ``grad``. The latter, [T, k], fp32 or fp64, are dot products whose
-    order of sums ``reference.py`` defines.
+    order of sums :func:`_dot` defines.
     """
-    return reference.unpermute_backward(grad, y, probabilities, inverse, offsets)
+    exact = grad.to(precise(y.dtype))
+    dots = [_dot(exact, _term(y, None, inverse, offsets, slot)) for slot in range(inverse.shape[1])]
+    dprobabilities = torch.where(inverse < offsets[-1], torch.stack(dots, dim=1), 0.0)
+    return permute_rows.reference(grad, probabilities, inverse, offsets), dprobabilities
 
 
 @unpermute_rows_backward.fake
 def _(grad: Tensor, y: Tensor, _probabilities: Tensor, inverse: Tensor, _offsets: Tensor) -> tuple[Tensor, Tensor]:
-    dprobabilities = inverse.new_empty(inverse.shape, dtype=reference.precise(y.dtype))
+    dprobabilities = inverse.new_empty(inverse.shape, dtype=precise(y.dtype))
     return torch.empty_like(y, memory_format=torch.contiguous_format), dprobabilities
+
+
+def _term(y: Tensor, probabilities: Tensor | None, inverse: Tensor, offsets: Tensor, slot: int) -> Tensor:
+    """What one slot of each token adds; what is in the rows of dropped ones, be it NaN, is not read."""
+    values = y.index_select(0, inverse[:, slot]).to(precise(y.dtype))
+    if probabilities is not None:
+        values = values * probabilities[:, slot, None]
+    return torch.where((inverse[:, slot] < offsets[-1])[:, None], values, 0.0)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """The dot products of the rows of two [T, H]: [T].
+
+    The columns are taken :func:`dot_width` at a time, each of which adds its products over the row; then neighbours are
+    added until one number is left. A GPU can follow this order, whatever its threads hold.
+    """
+    width = dot_width(a.shape[1])
+    total = a.new_zeros(a.shape[0], width)
+    for first in range(0, a.shape[1], width):
+        product = a[:, first : first + width] * b[:, first : first + width]
+        total = total + torch.nn.functional.pad(product, (0, width - product.shape[1]))
+    while total.shape[1] > 1:
+        total = total[:, ::2] + total[:, 1::2]
+    return total[:, 0]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.permute.reference import dot_width, precise
+from minifloat.ops.permute import dot_width, precise
 from minifloat.ops.quantize.device import corner, extent
 from minifloat.ops.tiles import Tile
 
