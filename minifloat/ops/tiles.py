@@ -7,6 +7,7 @@ bits with every tile; kernels that sum (the norms) have one tile for each width,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -23,6 +24,10 @@ class Tile(NamedTuple):
     cols: int
     warps: int
     registers: int | None = None
+
+    def count(self, shape: Sequence[int]) -> int:
+        """Tiles of a matrix of ``shape``."""
+        return -(-shape[0] // self.rows) * -(-shape[1] // self.cols)
 
 
 class GemmTile(NamedTuple):

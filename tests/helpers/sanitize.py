@@ -169,10 +169,10 @@ def amaxes(device: torch.device) -> None:
 def dequantize(device: torch.device) -> None:
     shape = (129, 272)
     for fmt in (Format(), Format("e5m2"), STRIPS, TILES, MX, NV, NV_TILES, LINES):
-        decode.dequantize(*operand(fmt, ROWWISE, shape, device), fmt, ROWWISE, *shape, BF16)
+        decode.dequantize(*operand(fmt, ROWWISE, shape, device), fmt.spec, ROWWISE, *shape, BF16)
     for fmt in (Format(), STRIPS, MX, NV, ROTATED, LINES):
-        decode.dequantize(*operand(fmt, COLUMNWISE, shape, device), fmt, COLUMNWISE, *shape, BF16)
-        decode.dequantize(*operand(fmt, COLUMNWISE, ODD, device), fmt, COLUMNWISE, *ODD, FP32)
+        decode.dequantize(*operand(fmt, COLUMNWISE, shape, device), fmt.spec, COLUMNWISE, *shape, BF16)
+        decode.dequantize(*operand(fmt, COLUMNWISE, ODD, device), fmt.spec, COLUMNWISE, *ODD, FP32)
 
 
 def spread_out(device: torch.device) -> None:

@@ -129,7 +129,7 @@ def assert_dequantizes(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     with count_launches() as launches:
-        actual = dequantize(codes, scales, amax, fmt, dim, *shape, dtype)
+        actual = dequantize(codes, scales, amax, fmt.spec, dim, *shape, dtype)
     assert launches == ({"decode_kernel": 1} if actual.numel() else {})
     assert actual.is_contiguous() and actual.device == codes.device
     on_cpu = codes.cpu().contiguous(), scales.cpu().contiguous(), None if amax is None else amax.cpu()

@@ -160,7 +160,7 @@ def forward(
     amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
     choice = choice or tile("activation", x.device)
     how = *formula(name, parameters), *VALUE, False, with_amax, *tile_constants(y.shape, choice)
-    FORWARD(program_count(y.shape, choice), (x, x, y, y, x, x, amax), (*y.shape, 0, 0, 0, 0), how, choice.warps)
+    FORWARD(choice.count(y.shape), (x, x, y, y, x, x, amax), (*y.shape, 0, 0, 0, 0), how, choice.warps)
     return y, amax
 
 
@@ -179,7 +179,7 @@ def cast(
         *tile_constants(shape, choice, fmt if shared else None, k_major),
     )  # fmt: skip
     # At least one program, even without elements: it stores the scale.
-    programs = max(int(given), program_count(shape, choice))
+    programs = max(int(given), choice.count(shape))
     FORWARD(programs, (x, x if scale is None else scale, *out), (*shape, *scale_strides(out)), how, choice.warps)
     return out
 
@@ -210,7 +210,7 @@ def backward(
         *tile_constants(dy.shape, choice),
     )
     tensors = dy, x, x, dx, dx, x, x, amax, partial
-    BACKWARD(program_count(dy.shape, choice), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
+    BACKWARD(choice.count(dy.shape), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
     return dx, amax, partial.sum(0) if with_bias else partial
 
 
@@ -235,7 +235,7 @@ def backward_cast(
         not given or gated(name), given, with_bias, *tile_constants(shape, choice, fmt if shared else None, k_major),
     )  # fmt: skip
     tensors = dy, x, x if scale is None else scale, *out, partial
-    programs = max(int(given), program_count(shape, choice))
+    programs = max(int(given), choice.count(shape))
     BACKWARD(programs, tensors, (*shape, *scale_strides(out)), how, choice.warps)
     return *out, partial.sum(0) if with_bias else partial
 
@@ -249,10 +249,6 @@ def formula(name: str, parameters: Sequence[float]) -> tuple[str, float, float |
     if gate in SWISH_SLOPES:
         return "swish", SWISH_SLOPES[gate], None, 0.0, gated(name)
     return gate, 0.0, None, 0.0, gated(name)
-
-
-def program_count(shape: Sequence[int], choice: Tile) -> int:
-    return triton.cdiv(shape[0], choice.rows) * triton.cdiv(shape[1], choice.cols)
 
 
 def within_half(choice: Tile, fmt: Format, columns: int) -> Tile:

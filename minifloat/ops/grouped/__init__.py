@@ -17,7 +17,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import matmul
 from minifloat.ops.grouped import layout
 from minifloat.ops.library import SymInt, operation
-from minifloat.ops.quantize import reference, scale_shape
+from minifloat.ops.quantize import empty, reference, scale_shape
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -34,20 +34,17 @@ def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Seque
     ``offsets``: int32 [G + 1]: the first row of each group, and the end of the last one, at most M; not descending.
     The amaxes of formats that find their own are empty, [0].
     """
-    amaxes = []
-    for spec, dim in zip(formats, dims, strict=True):
-        fmt = parse(spec)
-        shape = layout.amax_shape(fmt, dim, x.shape[0], x.shape[1], offsets.numel() - 1) if fmt.needs_amax else (0,)
-        amax = x.new_zeros(shape, dtype=torch.float32)
+    amaxes = empty_amaxes(x, offsets, formats, dims)
+    for amax, fmt, dim in zip(amaxes, map(parse, formats), dims, strict=True):
+        amax.zero_()
         for group, first, rows in _groups(offsets) if fmt.needs_amax else ():
             place = layout.amax_rows(fmt, dim, first, rows, group)
             amax[place] = reference.amax(x[first : first + rows], fmt, dim).view_as(amax[place])
-        amaxes.append(amax)
     return amaxes
 
 
 @grouped_amax.fake
-def _(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
+def empty_amaxes(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     shapes = [
         layout.amax_shape(fmt, dim, x.shape[0], x.shape[1], offsets.shape[0] - 1) if fmt.needs_amax else (0,)
         for fmt, dim in zip(map(parse, formats), dims, strict=True)
@@ -117,10 +114,7 @@ def empty_casts(
 def empty_cast(x: Tensor, groups: int, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Memory of a cast: codes, scales, and the amaxes that a cast with given scales measures."""
     shape = layout.code_shape(fmt, dim, x.shape[0], x.shape[1], groups)
-    if k_major and dim == COLUMNWISE:
-        codes = x.new_empty(shape[::-1], dtype=torch.uint8).t()
-    else:
-        codes = x.new_empty(shape, dtype=torch.uint8)
+    codes = empty(x, shape, torch.uint8, k_major and dim == COLUMNWISE)
     scales = x.new_empty(layout.scale_shape(fmt, dim, x.shape[0], x.shape[1], groups), dtype=fmt.scale_dtype)
     return codes, scales, x.new_empty(groups if fmt.scale_rule == "given" else 0, dtype=torch.float32)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, Format, parse
 from minifloat.ops import grouped
-from minifloat.ops.grouped import cast_kernels, layout, table
+from minifloat.ops.grouped import cast_kernels, table
 from minifloat.ops.grouped.fused import Argument, as_declared, casts_to
 from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
@@ -30,19 +29,17 @@ def amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]
     if not all(map(gpu.casts, parsed)):
         return grouped.grouped_amax.reference(x, offsets, formats, dims)
     x, offsets = ready(x), offsets.contiguous()
-    M, K = x.shape
-    found: list[Tensor] = []
+    found = grouped.empty_amaxes(x, offsets, formats, dims)
     plain: list[Tensor] = []
     rotated: list[Tensor] = []
     lines: dict[int, list[Tensor]] = {}
-    for fmt, dim in zip(parsed, dims, strict=True):
+    for amax_of, fmt, dim in zip(found, parsed, dims, strict=True):
         gpu.check(x, None, fmt, dim)
-        shape = layout.amax_shape(fmt, dim, M, K, groups) if fmt.needs_amax else (0,)
-        found.append(x.new_zeros(shape, dtype=torch.float32))
+        amax_of.zero_()
         if fmt.amax_per_row:
-            lines.setdefault(dim, []).append(found[-1])
+            lines.setdefault(dim, []).append(amax_of)
         elif fmt.needs_amax:
-            (rotated if fmt.transform == "hadamard16" else plain).append(found[-1])
+            (rotated if fmt.transform == "hadamard16" else plain).append(amax_of)
     if not x.numel() or not groups:
         return found
     if rotated:
@@ -122,10 +119,7 @@ def cast(
             _kernel(job.targets[0].format)(job, offsets)
         else:
             _scale_nothing(job)
-    for i, (fmt, dim, transposed) in enumerate(zip(parsed, dims, k_major, strict=True)):
-        if fmt.packed and transposed and dim == COLUMNWISE:  # which no kernel writes
-            outputs[3 * i] = outputs[3 * i].t().contiguous().t()
-    return outputs
+    return as_declared(outputs, formats, dims, k_major)
 
 
 def _is_one(
@@ -164,7 +158,7 @@ def _cast_tensor(job: Job, offsets: Tensor) -> None:
     choice = tile("cast_tensor", job.x.device)
     level = _level_of(job, job.targets[0])
     outputs: list[Argument] = []
-    for target in _both(job):
+    for target in job.both:
         outputs += *_outputs(job, target), (target.amax, of_groups(1))
     constants = per_tensor.constants(job, 0, False, _aligned(job), choice)
     integers = [number(job.x.shape[1]), _stored(job)]
@@ -177,7 +171,7 @@ def _cast_blocks(job: Job, offsets: Tensor) -> None:
     choice, spread = blocks.choose(job, sizes)
     tensors: list[Tensor | Argument] = []
     strides: list[Place] = []
-    for target in _both(job):
+    for target in job.both:
         tensors += (target.amax, number(0)), *_outputs(job, target)  # they find their amaxes
         strides += map(number, target.scale_inv.stride())
     integers = [number(job.x.shape[1]), _stored(job), *strides]
@@ -192,7 +186,7 @@ def _cast_nvfp4(job: Job, offsets: Tensor) -> None:
     level = _level_of(job, job.targets[0])
     seeds = level if job.rng is None else (ready(job.rng), of_groups(2))
     outputs: list[Argument] = []
-    for target in _both(job):
+    for target in job.both:
         outputs += _level_of(job, target), *_outputs(job, target)
     constants = nvfp4.constants(job, 0, False, wide, choice)
     integers = [number(job.x.shape[1])]
@@ -215,11 +209,6 @@ def _launch(
     table.launch(kernel, offsets, M, choice.rows, programs, arguments, integers, constants, choice.warps)
 
 
-def _both(job: Job) -> tuple[Target, Target]:
-    """Rowwise, columnwise: what is not wanted is not written to, but needs an address."""
-    return job.row or job.targets[0], job.column or job.targets[0]
-
-
 def _outputs(job: Job, target: Target) -> tuple[Argument, Argument]:
     """Codes and scales."""
     fmt, dim, K = target.format, target.dim, job.x.shape[1]
@@ -240,4 +229,4 @@ def _aligned(job: Job) -> Aligned:
 
 def _stored(job: Job) -> Place:
     """Rows of the memory of columnwise codes."""
-    return number(_both(job)[1].codes.shape[0])
+    return number(job.both[1].codes.shape[0])

@@ -190,7 +190,7 @@ def finish(product: Tensor, scales: Scales, bias: Tensor | None, out_dtype: torc
     out = allocate((M, N), out_dtype, product.device)
     factors, steps = factors_of(scales, product)
     _finish(
-        triton.cdiv(M, FINISH.rows) * triton.cdiv(N, FINISH.cols),
+        FINISH.count(out.shape),
         (product, *factors, product if bias is None else ready(bias), out),
         (M, N),
         (

@@ -99,7 +99,7 @@ def repacked(codes: Tensor, dim: int, shape: torch.Size) -> Tensor:
     cols = triton.cdiv(contracted, 2)
     target = allocate((outer, cols), torch.uint8, codes.device)
     _repack(
-        triton.cdiv(outer, REPACK.rows) * triton.cdiv(cols, REPACK.cols),
+        REPACK.count(target.shape),
         (at_16_bytes(source), target),
         (contracted, outer, *source.stride(), cols),
         (REPACK.rows, REPACK.cols),

@@ -78,7 +78,7 @@ def k_major_copy(codes: Tensor, transposed: bool, align: tuple[int, int]) -> Ten
     k_major = source.stride(1) != 1
     stride = source.stride(1 if k_major else 0)
     _copy_bytes(
-        triton.cdiv(rows, TILE.rows) * triton.cdiv(cols, TILE.cols),
+        TILE.count(target.shape),
         (source, target),
         (M, K, stride, rows, cols),
         (
@@ -95,7 +95,7 @@ def copy_scales(scales: Tensor, rows: int, cols: int, fill: float) -> Tensor:
     source = at_16_bytes(scales)
     target = allocate((rows, cols), torch.float32, scales.device)
     _copy_scales(
-        triton.cdiv(rows, SCALES.rows) * triton.cdiv(cols, SCALES.cols),
+        SCALES.count(target.shape),
         (source, target),
         (*source.shape, *source.stride(), rows, cols),
         (fill, SCALES.rows, SCALES.cols),

@@ -94,7 +94,7 @@ def norm_cast(
     shown = normalization == "RMSNorm" and residual is None and not zero_centered
     shared = shown and casts_through_shared(x, shape, fmt, rowwise, columnwise, k_major)
     choice = fused_tile("norm", choice, fmt, rowwise, columnwise, shape, x.device, shared)
-    programs = triton.cdiv(shape[0], choice.rows) * triton.cdiv(shape[1], choice.cols)
+    programs = choice.count(shape)
     CAST(
         programs if scale is None else max(1, programs),  # without rows there is still a scale
         (

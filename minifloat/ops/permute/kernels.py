@@ -153,8 +153,8 @@ def _launch(
     tile, inverse, source = rows_tile(columns), ready(inverse), ready(source)
     scaled = probabilities is not None
     tensors = source, ready(probabilities) if probabilities is not None else source, inverse, ready(offsets), target
-    programs = triton.cdiv(tokens, tile.rows) * triton.cdiv(columns, tile.cols)
-    kernel(programs, tensors, _sizes(inverse, columns, offsets), (scaled, *_constants(source, tile)), tile.warps)
+    programs, constants = tile.count((tokens, columns)), (scaled, *_constants(source, tile))
+    kernel(programs, tensors, _sizes(inverse, columns, offsets), constants, tile.warps)
 
 
 def unpermute_backward(

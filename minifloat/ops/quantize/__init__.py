@@ -115,7 +115,7 @@ def codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for i, tensor in enumerate(made) if i % 3 < 2]
 
 
-@operation("quantize.gpu:dequantize")
+@operation("quantize.decode:dequantize")
 def dequantize(
     codes: Tensor,
     scale_inv: Tensor,
@@ -177,14 +177,12 @@ def empty_cast(x: Tensor, fmt: Format, dim: int, k_major: bool, columns: int | N
     codes, scales = code_shape(fmt, dim, rows, columns), scale_shape(fmt, dim, rows, columns)
     transposed = k_major and dim == COLUMNWISE
     scales_transposed = k_major and dim == ROWWISE and fmt.block > 0 and not fmt.tile
-    return (
-        x.new_empty(codes[::-1] if transposed else codes, dtype=torch.uint8).t()
-        if transposed
-        else x.new_empty(codes, dtype=torch.uint8),
-        x.new_empty(scales[::-1], dtype=fmt.scale_dtype).t()
-        if scales_transposed
-        else x.new_empty(scales, dtype=fmt.scale_dtype),
-    )
+    return empty(x, codes, torch.uint8, transposed), empty(x, scales, fmt.scale_dtype, scales_transposed)
+
+
+def empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype, transposed: bool) -> Tensor:
+    """Memory of ``shape``; ``transposed``: its columns are consecutive, not its rows."""
+    return x.new_empty(shape[::-1], dtype=dtype).t() if transposed else x.new_empty(shape, dtype=dtype)
 
 
 class FusedCodes(NamedTuple):
@@ -218,12 +216,11 @@ def fused_cast(
         for codes in [out.row_codes] * rowwise + [out.column_codes] * columnwise:
             codes.copy_(made)
         return out._replace(row_scales=scale_inv, amax=amax)
-    if rowwise:
-        made, scale_inv, _ = reference.cast(y, None, None, fmt, ROWWISE)
-        out.row_codes.copy_(made), out.row_scales.copy_(scale_inv)
-    if columnwise:
-        made, scale_inv, _ = reference.cast(y, None, None, fmt, COLUMNWISE)
-        out.column_codes.copy_(made), out.column_scales.copy_(scale_inv)
+    row, column = (rowwise, out.row_codes, out.row_scales), (columnwise, out.column_codes, out.column_scales)
+    for dim, (wanted, codes, scales) in ((ROWWISE, row), (COLUMNWISE, column)):
+        if wanted:
+            made, scale_inv, _ = reference.cast(y, None, None, fmt, dim)
+            codes.copy_(made), scales.copy_(scale_inv)
     return out
 
 

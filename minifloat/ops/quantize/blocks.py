@@ -8,6 +8,7 @@ along the rows, 128 x 1 along the columns, 128 x 128 for square tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -249,25 +250,18 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
     first = jobs[0]
     kind = _kind(first.targets[0])
     assert all(_kind(target) == kind for job in jobs for target in job.targets), "not alike"
-    rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
-    sizes = Aligned.of(rows, cols)
+    xs = [job.x for job in jobs]
+    sizes = Aligned.of(*([x.shape[i] for x in xs] for i in (0, 1)))
     # Launches of other kinds have not run through shared memory yet.
     shown = rule is not None and noop is None and not kind[1]
     choice, spread = choose(first, sizes, choice, shown)
-    counts = [triton.cdiv(M, choice.rows) * triton.cdiv(K, choice.cols) for M, K in zip(rows, cols, strict=True)]
-    programs = Programs.of(counts)
-    outputs, strides = [], []
-    # What is not wanted is not written to, but needs an address.
-    for targets in ([job.row or job.targets[0] for job in jobs], [job.column or job.targets[0] for job in jobs]):
-        grids = [getattr(target, scales) for target in targets]
-        outputs += [
-            programs.pad(t) for t in ([_level(target) for target in targets], [t.codes for t in targets], grids)
-        ]
-        strides += [programs.pad_integers([grid.stride(i) for grid in grids]) for i in (0, 1)]
-    m, k = programs.pad_integers(rows), programs.pad_integers(cols)
+    programs = Programs.of([choice.count(x.shape) for x in xs])
+    outputs = programs.outputs(jobs, _level, attrgetter("codes"), attrgetter(scales))
+    strides = [tuple([grid.stride(i) for grid in grids]) for grids in outputs[2::3] for i in (0, 1)]
+    m, k = programs.sizes(xs)
     CAST(
         programs.total,
-        (programs.pad([job.x for job in jobs]), *outputs, first.x if noop is None else noop),
+        (programs.pad(xs), *outputs, first.x if noop is None else noop),
         (programs.starts, m, k, m, *strides),
         constants(first, programs.variant, rule, noop is not None, sizes, choice, spread),
         choice.warps,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format, ScaleRule
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, ScaleRule, parse
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize import hadamard
 from minifloat.ops.quantize.device import extent
@@ -186,14 +186,14 @@ def dequantize(
     codes: Tensor,
     scale_inv: Tensor,
     amax: Tensor | None,
-    fmt: Format,
+    format: str,
     dim: int,
     rows: int,
     cols: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``reference.dequantize`` rounded to ``dtype``, [rows, cols] contiguous; codes and scales of any strides."""
-    levels, strides, inverse = scale_inv, (0, 0), 1.0
+    """As the operation; codes and scales of any strides."""
+    fmt, levels, strides, inverse = parse(format), scale_inv, (0, 0), 1.0
     if fmt.scale_rule == "two_level":
         assert amax is not None
         levels, inverse = amax.contiguous(), 1.0 / (6 * fmt.block_scale_max)
@@ -219,7 +219,7 @@ def decode(codes: Tensor, fmt: Format, dim: int, factors: Factors, out: Tensor) 
     strides = scale_inv.stride() if fmt.grid else (0, 0)
     scale_strides = strides[0] if rows else 0, strides[1] if cols else 0
     _decode(
-        triton.cdiv(M, TILE.rows) * triton.cdiv(K, TILE.cols),
+        TILE.count(out.shape),
         (codes, scale_inv, at_16_bytes(factors.levels), out),
         (M, K, *codes.shape, codes.stride(1 if k_major else 0), *scale_strides, *factors.level_strides),
         (

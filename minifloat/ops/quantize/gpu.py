@@ -10,7 +10,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import quantize
 from minifloat.ops.launch import most_matrices, ready
-from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, decode, empty_cast, nvfp4, per_tensor
+from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
 from minifloat.ops.quantize.job import Job, Target, groups
 
 
@@ -30,10 +30,10 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
     if len({x.device for x in xs}) > 1:
         return [amax([x], [spec], [dim])[0] for x, spec, dim in zip(xs, formats, dims, strict=True)]
     single = [not fmt.amax_per_row and (fmt.block == 0 or fmt.scale_rule == "two_level") for fmt in parsed]
-    zeros = iter(_zeros(sum(single), xs[0].device))
+    # Not parts of one tensor: outputs of an operation must not share memory.
     results = [
-        next(zeros) if one else torch.zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
-        for x, fmt, dim, one in zip(xs, parsed, dims, single, strict=True)
+        torch.zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
+        for x, fmt, dim in zip(xs, parsed, dims, strict=True)
     ]
     plain: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for i, (x, fmt, dim, found) in enumerate(zip(xs, parsed, dims, results, strict=True)):
@@ -59,11 +59,6 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
             group = pairs[first : first + most]
             per_tensor.amax([x for x, _ in group], [found for _, found in group])
     return results
-
-
-def _zeros(count: int, device: torch.device) -> list[Tensor]:
-    """``count`` zeros, fp32 [1] each. Not slots of one tensor: outputs of an operation must not share memory."""
-    return [torch.zeros(1, dtype=torch.float32, device=device) for _ in range(count)]
 
 
 def cast(
@@ -153,17 +148,3 @@ def _kernel(fmt: Format) -> Callable[..., None]:
     if fmt.scale_rule == "two_level":
         return nvfp4.cast
     return blocks.cast if fmt.block else per_tensor.cast
-
-
-def dequantize(
-    codes: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None,
-    format: str,
-    dim: int,
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """As the operation."""
-    return decode.dequantize(codes, scale_inv, amax, parse(format), dim, rows, cols, dtype)

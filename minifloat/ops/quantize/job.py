@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from minifloat.formats import Format
 from minifloat.ops.launch import MOST_BY_VALUE, most_matrices
+
+T = TypeVar("T")
 
 
 class Target(NamedTuple):
@@ -42,6 +44,12 @@ class Job(NamedTuple):
     @property
     def targets(self) -> list[Target]:
         return [target for target in (self.row, self.column) if target is not None]
+
+    @property
+    def both(self) -> tuple[Target, Target]:
+        """Rowwise and columnwise: what is not wanted is not written to, but needs an address."""
+        first = self.targets[0]
+        return self.row or first, self.column or first
 
     @property
     def sharded(self) -> bool:
@@ -91,12 +99,17 @@ class Programs(NamedTuple):
         """``COUNT`` of the kernels: matrices whose arguments are arguments of the launch; 0 if they are in a table."""
         return len(self.starts) if len(self.starts) <= MOST_BY_VALUE else 0
 
-    def pad(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def pad(self, values: Sequence[T]) -> tuple[T, ...]:
         """``values`` of the matrices, repeated for the places that no matrix takes."""
         return (*values, *[values[0]] * (len(self.starts) - len(values)))
 
-    def pad_integers(self, values: Sequence[int]) -> tuple[int, ...]:
-        return (*values, *[values[0]] * (len(self.starts) - len(values)))
+    def sizes(self, xs: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        """Rows and columns of the matrices."""
+        return [self.pad([x.shape[i] for x in xs]) for i in (0, 1)]
+
+    def outputs(self, jobs: Sequence[Job], *parts: Callable[[Target], Tensor]) -> list[tuple[Tensor, ...]]:
+        """``parts`` of the targets, rowwise and then columnwise."""
+        return [self.pad([part(job.both[side]) for job in jobs]) for side in (0, 1) for part in parts]
 
 
 def aligned(sizes: Sequence[int]) -> bool:

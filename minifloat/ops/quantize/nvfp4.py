@@ -7,6 +7,7 @@ the rows so that a thread holds 16 neighbours, along the columns row by row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import triton
@@ -221,7 +222,7 @@ def amax(xs: Sequence[Tensor], fmt: Format, dim: int, amaxes: Sequence[Tensor], 
         programs = _programs(xs, choice)
         of_lines = (programs.variant, dim == COLUMNWISE, _aligned(xs), choice.rows, choice.cols)
         tensors = programs.pad(xs), programs.pad(amaxes)
-        LINE_AMAX(programs.total, tensors, (programs.starts, *_sizes(programs, xs)), of_lines, choice.warps)
+        LINE_AMAX(programs.total, tensors, (programs.starts, *programs.sizes(xs)), of_lines, choice.warps)
     elif fmt.transform == "hadamard16":
         _amax_rotated(xs, None, amaxes, choice)
     else:
@@ -241,17 +242,12 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
     xs = [job.x for job in jobs]
     choice = choice or choose(first, _aligned(xs))
     programs = _programs(xs, choice)
-    outputs = []
-    for rowwise in (True, False):  # what is not wanted is not written to, but needs an address
-        targets = [(job.row if rowwise else job.column) or job.targets[0] for job in jobs]
-        outputs.append(programs.pad([_level(target) for target in targets]))
-        outputs.append(programs.pad([target.codes for target in targets]))
-        outputs.append(programs.pad([target.scale_inv for target in targets]))
+    outputs = programs.outputs(jobs, _level, attrgetter("codes"), attrgetter("scale_inv"))
     rngs = programs.pad([_level(job.targets[0]) if job.rng is None else ready(job.rng) for job in jobs])
     CAST(
         programs.total,
         (programs.pad(xs), rngs, *outputs, outputs[0][0] if noop is None else noop),
-        (programs.starts, *_sizes(programs, xs)),
+        (programs.starts, *programs.sizes(xs)),
         constants(first, programs.variant, noop is not None, _aligned(xs), choice),
         choice.warps,
     )
@@ -288,16 +284,12 @@ def _amax_rotated(
     of_rotated = (programs.variant, row_amaxes is not None, _aligned(xs), choice.cols)
     columns = programs.pad(column_amaxes)
     rows = columns if row_amaxes is None else programs.pad(row_amaxes)
-    integers = (programs.starts, *_sizes(programs, xs))
+    integers = (programs.starts, *programs.sizes(xs))
     ROTATED_AMAX(programs.total, (programs.pad(xs), rows, columns), integers, of_rotated, choice.warps)
 
 
 def _programs(xs: Sequence[Tensor], choice: Tile) -> Programs:
-    return Programs.of([triton.cdiv(x.shape[0], choice.rows) * triton.cdiv(x.shape[1], choice.cols) for x in xs])
-
-
-def _sizes(programs: Programs, xs: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    return [programs.pad_integers([x.shape[i] for x in xs]) for i in (0, 1)]
+    return Programs.of([choice.count(x.shape) for x in xs])
 
 
 def _aligned(xs: Sequence[Tensor]) -> bool:

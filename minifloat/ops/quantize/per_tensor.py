@@ -7,6 +7,7 @@ The amax is one reading of the tensor. The cast reads it again and writes the co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -108,9 +109,8 @@ def amax(xs: Sequence[Tensor], amaxes: Sequence[Tensor], choice: Tile | None = N
     choice = choice or tile("amax", xs[0].device)
     block = choice.rows * choice.cols
     programs = Programs.of([triton.cdiv(x.numel(), block) for x in xs])
-    sizes = [programs.pad_integers([x.shape[i] for x in xs]) for i in (0, 1)]
-    tensors = programs.pad(xs), programs.pad(amaxes)
-    AMAX(programs.total, tensors, (programs.starts, *sizes), (programs.variant, block, True), choice.warps)
+    tensors, integers = (programs.pad(xs), programs.pad(amaxes)), (programs.starts, *programs.sizes(xs))
+    AMAX(programs.total, tensors, integers, (programs.variant, block, True), choice.warps)
 
 
 def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
@@ -127,21 +127,16 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
     first = jobs[0]
     choice = choice or tile("cast_tensor", first.x.device)
     # A tensor of no elements still has a scale: one program, which finds nothing to cast.
-    counts = [max(1, triton.cdiv(j.x.shape[0], choice.rows) * triton.cdiv(j.x.shape[1], choice.cols)) for j in jobs]
-    programs = Programs.of(counts)
-    rows, cols = ([job.x.shape[i] for job in jobs] for i in (0, 1))
-    outputs = []
-    for place in (2, 3):  # rowwise, columnwise: what is not wanted is not written to, but needs an address
-        targets = [job[place] or job.targets[0] for job in jobs]
-        for part in ("codes", "scale_inv", "amax"):
-            outputs.append(programs.pad([getattr(target, part) for target in targets]))
+    xs = [job.x for job in jobs]
+    programs = Programs.of([max(1, choice.count(x.shape)) for x in xs])
+    outputs = programs.outputs(jobs, *map(attrgetter, ("codes", "scale_inv", "amax")))
     levels = programs.pad([_level(job) for job in jobs])
-    m, k = programs.pad_integers(rows), programs.pad_integers(cols)
+    m, k = programs.sizes(xs)
     CAST(
         programs.total,
-        (programs.pad([job.x for job in jobs]), levels, *outputs, levels[0] if noop is None else noop),
+        (programs.pad(xs), levels, *outputs, levels[0] if noop is None else noop),
         (programs.starts, m, k, m),
-        constants(first, programs.variant, noop is not None, Aligned.of(rows, cols), choice),
+        constants(first, programs.variant, noop is not None, Aligned.of(m, k), choice),
         choice.warps,
     )
 
