@@ -138,6 +138,13 @@ class EtpRows(nn.Module):
         rows.scale, rows.amax_group = whole.scale, group.process_group
         return rows
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of ``nn.Module``; what takes the place of a parameter that ranks share says so too."""
+        replaced = self._parameters.get(name)
+        super().register_parameter(name, param)
+        if replaced is not None and param is not None:
+            self._mark_parameters()
+
     def _mark_parameters(self) -> None:
         """Notes on the parameters which ranks share them, ``etp_group``, and how many rows and which, ``etp_rows``.
 

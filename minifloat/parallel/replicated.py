@@ -16,6 +16,7 @@ from minifloat.comm.collectives import all_reduce
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Reduction
+from minifloat.nn.etp import etp_parameters
 from minifloat.parallel.fsdp import pytorch
 
 Ranks = dist.ProcessGroup | DeviceMesh | Group
@@ -35,12 +36,13 @@ class ReducedGradients:
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         elsewhere = pytorch.managed_below(module) if self.recurse else ()
+        rows = etp_parameters(module)  # not by their marks, which a parameter that was put in their place lacks
         for name, parameter in module.named_parameters(recurse=self.recurse):
             path, _, own_name = name.rpartition(".")
             if elsewhere and (module.get_submodule(path), own_name) in elsewhere:
                 continue
             known = self._watched.get(name)
-            own = not hasattr(parameter, "etp_group") and not is_dtensor(parameter)
+            own = parameter not in rows and not is_dtensor(parameter)
             if own and parameter.requires_grad and (known is None or known() is not parameter):
                 parameter.register_hook(self._reduce)
                 self._watched[name] = ref(parameter)

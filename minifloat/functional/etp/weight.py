@@ -200,7 +200,9 @@ class EtpWeight:
             delayed: it is computed after the backward, and added for each use.
         """
         group, shards = self.sharding.group, self.sharding.shards
-        wanted = next(each for each in self.owner._etp_parameters() if each.requires_grad)
+        wanted = next((each for each in self.owner._etp_parameters() if each.requires_grad), None)
+        if wanted is None:  # all were frozen after the forward: they get no gradient, as from autograd
+            return
         dtype = wanted.main_grad.dtype if main_grad else wanted.dtype
         send = _send_buffer(wanted, self.sharding.matrices, dtype, product, shards)
         pending = start_reduce_scatter_rows(send, ShardMap.even(send.shape[0] // group.size, group.size), group)
