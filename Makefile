@@ -27,7 +27,7 @@ VERSION_TESTS := $(patsubst %,tests/%.py,test_import nn/test_linear nn/test_inpl
     parallel/test_fsdp_checkpoint parallel/test_ddp tools/test_train_loop)
 python_of = $(shell for python in $(1) $(PYTHON); do $$python -c '' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help train test test-versions test-part installed-part test-all lint format clean
+.PHONY: help train test test-versions install-versions test-part installed-part test-all lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -41,9 +41,12 @@ test: lint ## lint, type check, and run the default tests
 OLDEST = VENV=.venv-oldest TORCH=torch==2.11.0 THREADS=2 PYTHON=$(call python_of,python3.12)
 NEWEST = VENV=.venv-newest TORCH=torch THREADS=3 PYTHON=$(call python_of,python3.13)
 
-test-versions: ## part of the tests with the oldest supported and the newest PyTorch, other Pythons and more threads
+install-versions:
 	$(MAKE) installed-part $(OLDEST)
-	$(MAKE) installed-part $(NEWEST) & $(MAKE) test-part $(OLDEST) && wait $$!
+	$(MAKE) installed-part $(NEWEST)
+
+test-versions: install-versions ## part of the tests with the oldest and the newest PyTorch, other Pythons, more threads
+	$(MAKE) test-part $(OLDEST)
 	$(MAKE) test-part $(NEWEST)
 
 installed-part test-part: HAS_TORCH := assert False  # not an interpreter's own

@@ -342,7 +342,7 @@ def test_layers_compiled_by_themselves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["outside", "inside"])
+@pytest.mark.parametrize("way", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
 def test_a_layer_called_twice(name: str, way: Way) -> None:
     """Shared weights: both amaxes count, and each direction is updated once."""
 
@@ -458,7 +458,10 @@ def test_compiled_layers_count_their_gemms() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6"])
+@pytest.mark.parametrize(
+    "name",
+    ["block", "nvfp4", *[pytest.param(name, marks=pytest.mark.slow) for name in ("current", "mxfp8", "rowwise")]],
+)
 def test_a_layer_that_never_ran_eagerly(name: str) -> None:
     """Its first call makes formats, quantizers and the plan, all of which the compiler traces."""
     layer, x = Linear(IN, HIDDEN), torch.randn(4, IN)
@@ -520,7 +523,7 @@ def test_warm_start() -> None:
     assert [misses > 0 for _, misses in found] == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.slow), "delayed"])
 def test_equal_layers_compile_once(recipe: str) -> None:
     """Regional compilation: each layer is compiled by itself, and only the first one takes time."""
     model = torch.nn.Sequential(*[LayerNormLinear(IN, IN, recipe=recipe) for _ in range(3)])

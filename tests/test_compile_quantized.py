@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,10 +31,16 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 IN, HIDDEN, OUT = 32, 48, 17
 INPUT = QuantizerRole("linear", "input")
 NAMES = ["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"]
+KINDS = [Linear, LayerNormLinear, LayerNormMLP]
+
+
+def fast_if(fast: set[Any], *axes: Sequence[Any]) -> list[Any]:
+    """The product of the axes, slow but for some."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (case not in fast)) for case in product(*axes)]
 
 
 def slow_but(*fast: str) -> list[Any]:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    return fast_if({(name,) for name in fast}, NAMES)
 
 
 def same_codes(found: Any, wanted: Any) -> bool:
@@ -63,7 +70,7 @@ class TwoLinears(nn.Module):
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_but("delayed", "current", "nvfp4"))
+@pytest.mark.parametrize("name", slow_but("delayed", "nvfp4"))
 def test_quantized_output_within_a_graph(name: str, fused: bool) -> None:
     """The next layer takes the codes as they are, and gradients flow back through them; under all token counts."""
     pair = Pair(TwoLinears(name, name, fused), dynamic=True)
@@ -91,8 +98,7 @@ def test_inductor() -> None:
         torch.testing.assert_close(p.grad, q.grad)  # of the biases, whose sums are in Inductor's order
 
 
-@pytest.mark.parametrize("name", slow_but("current", "nvfp4"))
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("name", "dynamic"), fast_if({("current", False), ("nvfp4", True)}, NAMES, [False, True]))
 def test_quantize(name: str, dynamic: bool) -> None:
     """``quantize`` and a quantizer's call give what they give in eager code; also of a tensor that is quantized."""
     quantizer = named("current" if name == "delayed" else name).quantizer(INPUT)
@@ -132,8 +138,9 @@ def test_quantizers_made_in_compiled_code() -> None:
 # ---- going in and out ----
 
 
-@pytest.mark.parametrize("name", slow_but("delayed", "mxfp8"))
-@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+@pytest.mark.parametrize(
+    ("name", "kind"), fast_if({("delayed", Linear), ("mxfp8", LayerNormLinear)}, NAMES, [Linear, LayerNormLinear])
+)
 def test_quantized_output_without_gradients(name: str, kind: Any) -> None:
     """What leaves the graph is the eager tensor, of the right shape under dynamic shapes too."""
     layer = kind(IN, HIDDEN, recipe=name)
@@ -146,8 +153,7 @@ def test_quantized_output_without_gradients(name: str, kind: Any) -> None:
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("reads", [True, False])
-@pytest.mark.parametrize("name", slow_but("current", "nvfp4"))
+@pytest.mark.parametrize(("name", "reads"), fast_if({("current", True), ("nvfp4", False)}, NAMES, [True, False]))
 def test_quantized_input(name: str, reads: bool) -> None:
     """Of a layer with a recipe of its own: its codes are multiplied as they are, or its values are cast."""
     layer = Linear(IN, OUT, recipe=name)
@@ -230,18 +236,14 @@ UNCOMPILED = {
     "delay_wgrad_compute": (plain, {"delay_wgrad_compute": True}),
     "fuse_wgrad_accumulation": (with_main_grad, {"fuse_wgrad_accumulation": True}),
 }
-CASES = [
-    pytest.param(
-        kind, option, "current", marks=[pytest.mark.slow] * (kind is LayerNormLinear and option != "fp8_output")
-    )
-    for kind in (Linear, LayerNormLinear, LayerNormMLP)
-    for option in UNCOMPILED
-    if kind is Linear or (option != "fp8_grad" and (kind is LayerNormLinear or option != "fp8_output"))
-]
-DELAYED = [pytest.param(Linear, option, "delayed", marks=pytest.mark.slow) for option in UNCOMPILED]
+FAST = {*product([Linear], UNCOMPILED), (LayerNormLinear, "fp8_output"), (LayerNormMLP, "fuse_wgrad_accumulation")}
+HAVE_NOT = {(LayerNormLinear, "fp8_grad"), (LayerNormMLP, "fp8_grad"), (LayerNormMLP, "fp8_output")}
 
 
-@pytest.mark.parametrize(("kind", "option", "name"), [*CASES, *DELAYED])
+@pytest.mark.parametrize("name", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "option"), [case for case in fast_if(FAST, KINDS, UNCOMPILED) if case.values not in HAVE_NOT]
+)
 def test_uncompiled(kind: Any, option: str, name: str) -> None:
     """Everything of the layer runs as in eager code, nothing of it as in traced code; the rest is compiled."""
     call, options = UNCOMPILED[option]
@@ -257,16 +259,15 @@ def test_uncompiled(kind: Any, option: str, name: str) -> None:
     assert graphs() >= 1
 
 
-@pytest.mark.parametrize(("kind", "option", "name"), CASES)
-def test_refused_in_one_graph(kind: Any, option: str, name: str) -> None:
+@pytest.mark.parametrize("option", [option for option in UNCOMPILED if option != "fp8_output"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_in_one_graph(kind: Any, option: str) -> None:
     """The error names the layer, the option and the way out."""
-    call, options = UNCOMPILED[option]
-    pair = Pair(two_layers(kind, name, **options), call)
-    for model in (pair.eager, pair.model):
-        give_main_grads(model)
-    if option == "fp8_output":  # which is read in the same graph
-        pair.step(torch.randn(6, IN))
+    if (kind, option) in HAVE_NOT:
         return
+    call, options = UNCOMPILED[option]
+    pair = Pair(two_layers(kind, "current", **options), call)
+    give_main_grads(pair.model)
     with pytest.raises(RuntimeError, match=rf"fc1.*{option}.*torch\.compiler\.disable"):
         pair.run(torch.randn(6, IN))
 
@@ -300,8 +301,10 @@ def test_quantized_gradient_into_a_compiled_layer() -> None:
 # ---- quantized parameters and the first microbatch ----
 
 
-@pytest.mark.parametrize("name", slow_but("delayed", "mxfp8"))
-@pytest.mark.parametrize("make", [Linear, LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    fast_if({("mxfp8", Linear), ("mxfp8", LayerNormLinear), ("delayed", LayerNormMLP)}, NAMES, KINDS),
+)
 def test_quantized_parameters(name: str, make: Callable[..., nn.Module]) -> None:
     """Codes of the weight are what is multiplied, whatever the microbatch; and an optimizer's writes are seen."""
     with quantized_model_init(recipe=name):
@@ -333,8 +336,10 @@ def test_first_microbatch_in_one_graph(name: str) -> None:
 # ---- main gradients ----
 
 
-@pytest.mark.parametrize("name", slow_but("delayed", "current"))
-@pytest.mark.parametrize("make", [Linear, LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    fast_if({("current", Linear), ("current", LayerNormLinear), ("delayed", LayerNormMLP)}, NAMES, KINDS),
+)
 def test_main_gradients_in_one_graph(name: str, make: Callable[..., nn.Module]) -> None:
     """dW is added to views of one flat buffer, of a weight that is used twice both; autograd gets nothing of it."""
 
@@ -365,15 +370,15 @@ def with_splits(model: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("frozen", [None, 0], ids=["all", "but-the-first"])
-@pytest.mark.parametrize("name", ["current", "delayed"])
-@pytest.mark.parametrize("single", [pytest.param(False, marks=pytest.mark.slow), True], ids=["separate", "single"])
-def test_main_gradients_of_experts_in_one_graph(single: bool, name: str, frozen: int | None) -> None:
+@pytest.mark.parametrize("name", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["single", "separate", "first frozen"])
+def test_main_gradients_of_experts_in_one_graph(weights: str, name: str) -> None:
+    single = weights == "single"
     options: dict[str, Any] = {"single_grouped_weight": single, "fuse_wgrad_accumulation": True}
     pair = Pair(GroupedLinear(3, IN, OUT, bias=False, recipe=name, **options), with_splits)
     for model in (pair.eager, pair.model):
         give_main_grads(model)
-        if frozen is not None and not single:
+        if weights == "first frozen":
             next(model.parameters()).requires_grad_(False)
     for _ in range(2):
         pair.step(torch.randn(6, IN))

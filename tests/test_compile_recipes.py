@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -62,8 +63,15 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "by_new_recipe": lambda: CustomRecipe(by_new_recipe),
     "by_request": lambda: CustomRecipe(by_request),
 }
-ALIKE = ("current, options", "rowwise", "mxfp8", "nvfp4", "by_recipe")
-CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in RECIPES]
+DEFAULT: list[Any] = [
+    *[("own", name) for name in ("current", "delayed", "by_format", "by_new_recipe", "by_request")],
+    *[("inside", name) for name in ("block", "delayed", "by_format", "by_new_recipe")],
+]
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in product(("own", "outside", "inside"), RECIPES)
+    if case not in DEFAULT
+]
 
 
 def around(recipe: Recipe | None) -> contextlib.AbstractContextManager[Any]:
@@ -91,8 +99,7 @@ class Ways(Pair):
             return super().step(x, seed, training)
 
 
-@pytest.mark.parametrize("way", ["own", pytest.param("outside", marks=pytest.mark.slow), "inside"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("way", "name"), DEFAULT + SLOW)
 def test_equal_recipes(name: str, way: str) -> None:
     """Nothing is compiled again from the third step on, nor in the second but for what a factory has answered."""
     pair = Ways(RECIPES[name], way)

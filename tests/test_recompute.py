@@ -24,6 +24,7 @@ from minifloat import CustomRecipe, DelayedScaling, Linear, Quantizer, Recipe, a
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
+from tests.helpers.selection import diagonals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -496,7 +497,8 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
-    ("name", "own", "inside"), [("current", True, False), ("mxfp8", False, False), ("current", True, True)]
+    ("name", "own", "inside"),
+    [pytest.param("current", True, False, marks=pytest.mark.slow), ("mxfp8", False, False), ("current", True, True)],
 )
 def test_compiled(name: str, own: bool, inside: bool) -> None:
     """A checkpoint in a compiled function, or the reverse, is exact without state."""
@@ -515,7 +517,15 @@ def test_compiled(name: str, own: bool, inside: bool) -> None:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
-    ("form", "way"), [("module", ours), ("module", plain), ("closure", plain), ("method", ours), ("deep", plain)]
+    ("form", "way"),
+    [
+        ("method", ours),
+        ("deep", plain),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("module", ours), ("module", plain), ("closure", plain))
+        ],
+    ],
 )
 def test_compiled_checkpoint_of_delayed_scaling_is_refused(form: str, way: Way) -> None:
     """The graph would recompute with the scales of the next step. Without fullgraph it is run uncompiled."""
@@ -565,8 +575,7 @@ def test_checkpoint_of_compiled_delayed_scaling_is_refused(way: Way) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("own", "reentrant"), diagonals(2, [False, True], [False, True]))
 def test_checkpoint_of_pytorch_around_what_was_compiled_before(own: bool, reentrant: bool) -> None:
     """The graph that exists is used there, and refuses to run; with another recipe it does run."""
     model, _ = twins(RECIPES["delayed"], own)

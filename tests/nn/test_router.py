@@ -438,11 +438,19 @@ def test_ranks_sum_their_counts(worker_pool: Pools, wrap: str) -> None:
 # ---- compiled; nothing read by the host ----
 
 
-@FOR_EACH_OPTION
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.slow] * (name not in ("softmax, normalized", "groups", "sigmoid of the chosen"))
+        )
+        for name in OPTIONS
+    ],
+)
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled(options: dict[str, Any]) -> None:
+def test_compiled(name: str) -> None:
     """In one graph for any number of tokens, counts included."""
-    router = made(**options, **LOSSES)
+    router = made(**OPTIONS[name], **LOSSES)
     compiled = torch.compile(router, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (4, 7):
         x = torch.randn(tokens, H, requires_grad=True)

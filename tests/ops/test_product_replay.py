@@ -20,6 +20,7 @@ from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.replay_on_cpu import multiply_strided, nothing_else, replay_on_cpu
+from tests.helpers.selection import diagonals
 
 STRIP, TILE = Format(block=128, scale_rule="pow2"), Format(block=128, tile=True, scale_rule="pow2")
 MX, MX_TILE, MX4 = (
@@ -80,9 +81,7 @@ def runs_here(pair: tuple[Format, Format], device: torch.device) -> bool:
     return device.type == "cpu" or capability.backend(*pair, device) == backend_of(pair)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "gemm", "size"), diagonals(3, PAIRS, GEMMS, SIZES))
 def test_replays(name: str, gemm: str, size: str, device: torch.device) -> None:
     """Each call gives what PyTorch alone gives for its operands; of whole blocks the second one is a replay."""
     pair = PAIRS[name]

@@ -29,7 +29,8 @@ from minifloat.ops.quantize.layouts import layouts
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.activation_model import ACTIVATIONS, activation_inputs, backward_inputs
-from tests.helpers.norm_model import FOR_EACH_NORM, NORMS, norm_inputs
+from tests.helpers.norm_model import NORMS, norm_inputs
+from tests.helpers.selection import diagonals
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STRIPS, TILES, MX, MX_TILES = "e4m3/1x128/pow2", "e4m3/128x128/fp32/eps=0.001", "e4m3/1x32/e8m0", "e5m2/32x32/e8m0"
@@ -44,9 +45,7 @@ CASES: list[tuple[str, Wanted]] = [
     ("e2m1/1x32/e8m0", (True, True, False)),  # of packed codes no GEMM asks for another order
 ]
 FOR_EACH_CASE = pytest.mark.parametrize(("spec", "wanted"), CASES)
-FOR_EACH_PACKED_FORMAT = pytest.mark.parametrize(
-    "spec", ["e2m1/1x32/e8m0", "e2m1/32x32/e8m0", "e2m1/1x128/fp32", "e2m1/16x16/pow2"]
-)
+PACKED = ["e2m1/1x32/e8m0", "e2m1/32x32/e8m0", "e2m1/1x128/fp32", "e2m1/16x16/pow2"]
 PACKED_ORIENTATIONS: list[Wanted] = [(True, False, False), (False, True, False), (True, True, False)]
 NEGATIVE_LIMIT = Activation.of("clamped_swiglu", {"limit": -1.5})
 NEGATIVE_OFFSET = Activation.of("clamped_swiglu", {"glu_linear_offset": -1.0})
@@ -264,8 +263,7 @@ def test_norm_of_long_rows_and_other_tiles(device: torch.device) -> None:
 # ---- what follows an odd end of packed codes: 0, though a kernel has -0 or NaN outside of the matrix ----
 
 
-@FOR_EACH_PACKED_FORMAT
-@FOR_EACH_NORM
+@pytest.mark.parametrize(("norm", "spec"), diagonals(2, NORMS, PACKED))
 def test_odd_end_of_a_packed_norm(norm: Norm, spec: str, device: torch.device) -> None:
     """All that gamma multiplies is 0 below the last row; right of the last column an rsigma of NaN multiplies 0."""
     for shape in ((1, 1), (7, 12), (8, 13), (33, 80), (35, 67)):
@@ -278,8 +276,11 @@ def test_odd_end_of_a_packed_norm(norm: Norm, spec: str, device: torch.device) -
         assert_norm(got, norm_of(norm, x, gamma, beta), spec, (True, True, False))
 
 
-@FOR_EACH_PACKED_FORMAT
-@pytest.mark.parametrize("act", [*ACTIVATIONS, NEGATIVE_LIMIT, NEGATIVE_OFFSET], ids=activation_id)
+@pytest.mark.parametrize(
+    ("act", "spec"),
+    diagonals(4, [*ACTIVATIONS, NEGATIVE_LIMIT, NEGATIVE_OFFSET], PACKED),
+    ids=lambda each: each if isinstance(each, str) else activation_id(each),
+)
 def test_odd_end_of_a_packed_activation(act: Activation, spec: str, device: torch.device) -> None:
     """Odd columns cast along the rows, odd rows along the columns, and both; of a gated gradient rows alone are odd."""
     block = parse(spec).block

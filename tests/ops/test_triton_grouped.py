@@ -19,6 +19,7 @@ from minifloat.ops.grouped import casts, decode, layout
 from minifloat.ops.launch import Kernel, count_launches
 from minifloat.ops.quantize import gpu, per_tensor
 from tests.helpers.compare import assert_same_bits, assert_same_bits_or_nan, strides
+from tests.helpers.selection import diagonals
 from tests.helpers.triton_interpreter import compile_for, confined, last_first
 
 ROTATED = "e2m1/1x16/two_level/hadamard16"
@@ -33,7 +34,8 @@ COUNTS = [(7, 0, 23, 15), (0, 0), (0, 1, 16, 0)]
 WITHOUT_KERNEL = ["e4m3/1x8/e8m0", "e2m1/1x32/two_level"]
 BOTH = (ROWWISE, COLUMNWISE)
 EACH_FORMAT = pytest.mark.parametrize("spec", FORMATS)
-EACH_COUNTS = pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "-".join(map(str, counts)))
+FORMATS_AND_COUNTS = pytest.mark.parametrize(("spec", "counts"), diagonals(3, FORMATS, COUNTS), ids=str)
+"""All formats have tests of no rows, and of groups whose first is not empty, beside these."""
 
 
 def offsets_of(counts: Sequence[int], device: torch.device, first: int = 0) -> Tensor:
@@ -125,8 +127,7 @@ def check_dequantize(x: Tensor, offsets: Tensor, spec: str, dim: int, k_major: b
 # ---- every format ----
 
 
-@EACH_COUNTS
-@EACH_FORMAT
+@FORMATS_AND_COUNTS
 def test_amaxes_are_the_references(spec: str, counts: tuple[int, ...], device: torch.device) -> None:
     """Whatever lies behind the groups, and in front of the first one."""
     for cols, first in ((48, 0), (37, 17)):
@@ -136,8 +137,7 @@ def test_amaxes_are_the_references(spec: str, counts: tuple[int, ...], device: t
         check_amax(x, offsets, [spec] * len(dims_of(spec)), dims_of(spec))
 
 
-@EACH_COUNTS
-@EACH_FORMAT
+@FORMATS_AND_COUNTS
 def test_casts_are_the_references(spec: str, counts: tuple[int, ...], device: torch.device) -> None:
     """The same, of sizes at which all rows but those of packed codes begin at multiples of 16 bytes, or none."""
     for cols, first in ((48, 0), (37, 17)):
@@ -165,8 +165,7 @@ def test_groups_of_several_tiles(spec: str, device: torch.device) -> None:
             check_cast(x, offsets, [spec] * 2, BOTH, k_major)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
-@EACH_FORMAT
+@pytest.mark.parametrize(("spec", "dtype"), diagonals(2, FORMATS, [torch.float16, torch.float32]), ids=str)
 def test_other_dtypes(spec: str, dtype: torch.dtype, device: torch.device) -> None:
     x, offsets = values((26, 40), device, dtype), offsets_of((7, 0, 17), device)
     dims = dims_of(spec)
