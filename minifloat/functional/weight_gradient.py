@@ -31,22 +31,50 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
         the parameter run.
     """
     parameters = parameters_of(weight)
-    if parameters[0] is not weight:
-        dtype = next(parameter.main_grad.dtype for parameter in parameters if parameter.requires_grad)
-        given = [
-            into_main_grad(overwrite, own, partial(computed, dw))
-            for own, dw in _parts_of(product(dtype), parameters)
-            if own.requires_grad
-        ]
-        return None if all(dw is None for dw in given) else torch.zeros_like(weight)
+    if parameters[0] is weight:
+        old = _is_old(overwrite, weight)
+        product(weight.main_grad.dtype, weight.main_grad, not old)
+        asked = _written(weight, old)
+    else:
+        asked = _into_each(overwrite, parameters, product)
+    return torch.zeros_like(weight) if asked else None
+
+
+def _into_each(overwrite: bool, parameters: Sequence[Any], product: Product) -> bool:
+    """The same of experts' weights, those that want a gradient, in one launch; whether one asks for zeros."""
+    dtype = next(own.main_grad.dtype for own in parameters if own.requires_grad)
+    parts = [(own, part) for own, part in _parts_of(product(dtype), parameters) if own.requires_grad]
+    if len({id(own.main_grad) for own, _ in parts}) < len(parts):  # some share one: in turn
+        given = [into_main_grad(overwrite, own, partial(computed, part)) for own, part in parts]
+        return any(each is not None for each in given)
+    new: tuple[list[Tensor], list[Tensor]] = [], []
+    held: tuple[list[Tensor], list[Tensor]] = [], []
+    asked = False
+    for own, part in parts:
+        old = _is_old(overwrite, own)
+        held[old].append(own.main_grad)
+        new[old].append(part.to(own.main_grad.dtype))
+        asked |= _written(own, old)
+    if held[False]:
+        torch._foreach_add_(held[False], new[False])
+    if held[True]:
+        torch._foreach_copy_(held[True], new[True])
+    return asked
+
+
+def _is_old(overwrite: bool, weight: Any) -> bool:
+    """What is in ``main_grad`` is of the previous step."""
     # A weight may be used several times in a microbatch: only the first dW replaces what the previous step left.
     old = overwrite and getattr(weight, "main_grad_is_old", True)
-    old = old or getattr(weight, "overwrite_main_grad", False)
-    product(weight.main_grad.dtype, weight.main_grad, not old)
+    return bool(old or getattr(weight, "overwrite_main_grad", False))
+
+
+def _written(weight: Any, old: bool) -> bool:
+    """Says on the weight that dW is in ``main_grad``; returns whether hooks on the weight are to run."""
     if old:
         weight.main_grad_is_old = False
     weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else None
+    return bool(getattr(weight, "zero_out_wgrad", False))
 
 
 def into_grad(weight: Any, product: Product) -> None:

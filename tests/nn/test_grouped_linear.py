@@ -182,6 +182,37 @@ def test_compiled_where_backward_writes_gradients(option: str, experts: int, fro
     assert found is not None and found.any() and (not frozen or weights[0].grad is None)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_main_grads_of_experts_are_written_together(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One addition and one copy of all; each main_grad keeps its dtype, and its own wish for a copy or a gradient."""
+    counts = (4, 0, 7, 2, 5)
+    grouped, linears = layers(counts, recipe="none", fuse_wgrad_accumulation=True)
+    for linear in linears:
+        linear.fuse_wgrad_accumulation = False
+    weights: list[Any] = parameters(grouped, "weight")
+    for weight in weights:
+        weight.main_grad = torch.full((N, K), 3.0, dtype=torch.float32 if weight is weights[4] else BF16)
+    if shared:
+        weights[2].main_grad = weights[1].main_grad
+    weights[1].overwrite_main_grad = weights[4].zero_out_wgrad = True
+    weights[3].requires_grad_(False)
+    calls: list[int] = []
+    for name in ("_foreach_add_", "_foreach_copy_"):
+        run = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda own, new, run=run: (calls.append(len(own)), run(own, new)))
+    x, own_x, dy = batch(counts)
+    grouped(x, counts).backward(dy)
+    one_by_one(linears, own_x, counts)[: sum(counts)].backward(dy[: sum(counts)])
+    for i, (weight, linear) in enumerate(zip(weights, linears, strict=True)):
+        before = 0.0 if i == 1 else 3.0
+        if shared and i in (1, 2):
+            before = linears[3 - i].weight.grad
+        added = 0.0 if i == 3 else linear.weight.grad.to(weight.main_grad.dtype)
+        assert torch.equal(weight.main_grad, torch.full_like(weight.main_grad, 1.0) * before + added)
+        assert getattr(weight, "grad_added_to_main_grad", False) == (i != 3)
+    assert calls == ([] if shared else [3, 1])
+
+
 @pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
 def test_frozen_experts_get_no_gradient_by_another_way(option: str) -> None:
     grouped = GroupedLinear(2, K, N, recipe="current", **{option: True})  # type: ignore[arg-type]
