@@ -32,5 +32,11 @@ def test_fewer_ranks_for_backward(worker_pool: Pools, recipe: str, kind: str, op
     assert worker_pool(4).run(KINDS[kind], case, 3) == [""] * 4
 
 
+def test_fewer_ranks_for_backward_of_several_parameters(worker_pool: Pools) -> None:
+    """Those of query, key and value share the memory of the gathered weight."""
+    case = Case("transformer", "current", "each", reshard=2)
+    assert worker_pool(4).run(KINDS["high-precision"], case, 2) == [""] * 4
+
+
 def test_tensor_parallel(worker_pool: Pools) -> None:
     assert worker_pool(4).run(tensor_parallel, "mxfp8") == [[]] * 4

@@ -113,8 +113,11 @@ class ShardedParameter(FSDPParam):
         if self.is_dtensor:
             raise NotImplementedError("PyTorch reshards tensor-parallel parameters to all ranks only")
         fewer: Any = self.post_forward_mesh_info
-        buffers = self.weight.gathered.buffers(self.weight.held_for_backward(), self.number)
-        self._shares = [buffer.share(fewer.shard_mesh_rank, fewer.shard_mesh_size) for buffer in buffers]
+        if self.number == 0:  # of all parameters of the weight, before the memory that they share is freed
+            dims, place = self.weight.held_for_backward(), (fewer.shard_mesh_rank, fewer.shard_mesh_size)
+            for each in self.weight.parameters:
+                buffers = self.weight.gathered.buffers(dims, each.number)
+                each._shares = [buffer.share(*place) for buffer in buffers]
         self._setattr_on_modules(self.sharded_param)
         self.free_unsharded_param()
         self.sharded_state = ShardedState.SHARDED_POST_FORWARD
