@@ -71,6 +71,10 @@ class Quantizer:
         """The format that a GEMM contracting ``dim`` meets."""
         return self.row_format if dim == ROWWISE or self.column_format is None else self.column_format
 
+    def same_formats(self, other: Quantizer) -> bool:
+        """They differ in nothing but the orientations that are wanted."""
+        return self.with_usage(rowwise=True, columnwise=True) == other.with_usage(rowwise=True, columnwise=True)
+
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
         """The same formats for other orientations; None keeps what is."""
         rowwise = self.rowwise if rowwise is None else rowwise

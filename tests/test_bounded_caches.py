@@ -15,7 +15,7 @@ from minifloat import formats, quantizer
 from minifloat.functional.linear_config import LinearConfig
 from minifloat.quantizer import Quantizer
 
-# What these are of there is a handful of in a process: devices, kernels, booleans, nothing.
+# What these are of there is a handful of in a process: devices, kernels, booleans, groups of ranks, nothing.
 OF_FEW = {
     "_device_facts",
     "kernels",
@@ -25,6 +25,7 @@ OF_FEW = {
     "_runs_on",
     "_gather_options",
     "_max_options",
+    "lane_of",
     "_compiled",
     "operations",
     "_warn",

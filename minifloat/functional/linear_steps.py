@@ -83,15 +83,15 @@ def save_weight_value(weight: Tensor, operands: Quantized) -> Operand:
 
 def save_part(dim: int, weight: Any, operands: Quantized) -> Operand:
     """Of a weight that was gathered this rank's part."""
-    weight.etp_cast = weight.etp.latest
-    part: Operand = weight.etp.saved(dim)
+    part: Operand
+    part, weight.etp_cast = weight.etp.saved(dim)
     return part
 
 
 def save_part_value(weight: Any, operands: Quantized) -> Operand:
     """The same in high precision."""
-    weight.etp_cast = weight.etp.latest
-    part: Operand = weight.etp.values()
+    part: Operand
+    part, weight.etp_cast = weight.etp.saved(ROWWISE, values=True)
     return part
 
 

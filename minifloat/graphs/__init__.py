@@ -110,7 +110,8 @@ def make_graphed_callables(
     with unchanged(listed, device):
         _capture(made, steps, device, num_warmup_iters, allow_unused_input)
     for graphed in made:
-        graphed[0].shared.forget()
+        for weight in graphed[0].shared.weights:
+            weight.forget()  # no one else reads what was cast in the memory of a graph
     if _order is not None:
         return tuple(tuple(graphed) for graphed in made)
     for module, (graphed_once,) in zip(listed, made, strict=True):

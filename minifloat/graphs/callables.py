@@ -19,10 +19,10 @@ from minifloat.graphs import graph
 from minifloat.graphs.order import Progress
 from minifloat.graphs.shared_weights import SharedWeights
 from minifloat.graphs.warm_up import fused_weights, scratch_main_grads
-from minifloat.nn import weight_cache
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.moe import MoE
 from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.base import versions
 
 
 def label_of(module: nn.Module) -> str:
@@ -43,12 +43,12 @@ class WeightCache:
     def choose(self, first: bool | None) -> None:
         """Before a replay: casts, unless this is not the first microbatch and the weights are as they were."""
         weights = tuple(layer._weight(name) for layer in self.layers for name in layer._weight_names)
-        versions = weight_cache.versions(weights)
-        skipping = first is False and versions == self.versions
+        now = versions(weights)
+        skipping = first is False and now == self.versions
         if skipping != self.skipping:
             self.skip.fill_(float(skipping))
             self.skipping = skipping
-        self.versions = versions
+        self.versions = now
 
     @contextmanager
     def casting(self) -> Iterator[None]:
@@ -152,8 +152,7 @@ class GraphedCallable:
         first = self.cache is not None and self.microbatch == 0
         casting = self.cache.casting() if self.cache is not None and first else nullcontext()
         told = {} if self.cache is None else {"is_first_microbatch": first}
-        in_graph = self.shared.in_graph(forward=True)
-        with in_graph, captured(self.context) as calls, _torch_autocast(self.autocast_dtype), casting:
+        with self.shared.in_graph(), captured(self.context) as calls, _torch_autocast(self.autocast_dtype), casting:
             result = self.forward(*args, **kwargs, **told)
         self.calls = calls
         result = result, [(moe.router_loss, moe.expert_counts) for moe in self.routed]

@@ -29,11 +29,15 @@ class SharedWeights:
             lane.settle()
 
     @contextmanager
-    def in_graph(self, forward: bool) -> Iterator[None]:
-        """Inside, a graph is captured, or warmed up, which finishes what it starts; that of a forward casts."""
+    def in_graph(self, collected: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
+        """Inside, a graph is captured, or warmed up, which finishes what it starts.
+
+        That of a forward casts; ``collected``: that of a backward puts there the gradients that autograd adds.
+        """
         self.settle()
         for lane in self.lanes:
-            lane.in_graph = {each: None for each in self.weights if forward and each.lane is lane}
+            lane.in_graph = {each: None for each in self.weights if collected is None and each.lane is lane}
+            lane.collected = collected
         try:
             yield
             self.settle()
@@ -43,26 +47,14 @@ class SharedWeights:
             raise
         finally:
             for lane in self.lanes:
-                lane.in_graph = None
+                lane.in_graph = lane.collected = None
 
     def gradients(
         self, targets: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor | None]]
     ) -> list[Tensor | None]:
         """The gradients of ``targets``; ``compute``: gives those that autograd sees."""
-        leaves = [leaf for weight in self.weights if (leaf := weight.trained_leaf) is not None]
+        leaves = [each.leaf for each in self.weights if each.leaf is not None and each.leaf.requires_grad]
         collected: dict[Tensor, Tensor] = {}
-        with self.in_graph(forward=False):
-            for weight in self.weights:
-                weight.collected = collected
-            try:
-                seen = compute([*targets, *leaves])
-                self.settle()
-            finally:
-                for weight in self.weights:
-                    weight.collected = None
+        with self.in_graph(collected):
+            seen = compute([*targets, *leaves])
         return [collected.get(target, grad) for target, grad in zip(targets, seen, strict=False)]
-
-    def forget(self) -> None:
-        """No one else reads what was cast in the memory of a graph."""
-        for weight in self.weights:
-            weight.forget()

@@ -131,7 +131,8 @@ class VocabParallelEmbedding(EtpEmbedding):
         row = tokens - self.first
         elsewhere = ((row < 0) | (row >= self.num_embeddings)) & (tokens >= 0) & (tokens < self.vocabulary)
         row, result_shape = row.masked_fill(elsewhere, 0), call.output_shape(shape, self.embedding_dim)
-        return apply(_LookUp, self._table(), row, elsewhere, call, result_shape)
+        table = self.weight if self._etp is None else self._etp_whole()
+        return apply(_LookUp, table, row, elsewhere, call, result_shape)
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:

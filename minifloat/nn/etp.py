@@ -18,7 +18,7 @@ from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import ROWWISE
 from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction, Sharding
-from minifloat.functional.etp.weight import EtpWeight, stand_in
+from minifloat.functional.etp.weight import EtpWeight
 from minifloat.functional.quantize import holds
 from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.functional.weight_gradient import computed, into_grad
@@ -64,7 +64,7 @@ class EtpRows(nn.Module):
     @property
     def _weight_names(self) -> tuple[str, ...]:
         """The names of the parameters that make up the weight."""
-        raise NotImplementedError
+        return ("weight",)
 
     @property
     def _matrices(self) -> tuple[tuple[str, ...], ...]:
@@ -182,15 +182,12 @@ class EtpRows(nn.Module):
         begin, end = (min(max(row - before, 0), length) for row in (shards.first(rank), shards.end(rank)))
         return slice(begin, end)
 
-    def _etp_ranges(self) -> list[slice]:
-        """This rank's rows of each parameter, counted in the whole of it."""
-        return [self._etp_range(place) for place in range(len(self._etp_lengths))]
-
     def _etp_extents(self) -> dict[str, tuple[int, slice]]:
         """Of each parameter by name the rows of the whole, its dim -2, and which of them this rank has."""
         if self._etp is None:
             return {}
-        return dict(zip(self._weight_names, zip(self._etp_lengths, self._etp_ranges(), strict=True), strict=True))
+        named = enumerate(zip(self._weight_names, self._etp_lengths, strict=True))
+        return {name: (length, self._etp_range(place)) for place, (name, length) in named}
 
     def _cut_wholes(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Puts this rank's rows in the place of weights that a state dict has whole."""
@@ -225,14 +222,15 @@ class EtpRows(nn.Module):
         Raises:
             ValueError: a weight is computed, and would get no gradient, which goes to parameters past autograd.
         """
-        for name in self._weight_names:
-            if not self._weight(name).is_leaf:
+        parameters = self._etp_parameters()
+        for name, parameter in zip(self._weight_names, parameters, strict=True):
+            if not parameter.is_leaf:
                 raise ValueError(
                     f"{self._label}: {name} is computed from other tensors, as by a parametrization or "
                     "functional_call, and a weight that etp_group shares gives its gradient to a parameter; do without "
                     "one of them"
                 )
-        return stand_in(self._etp_source(), shape, self._weight(self._weight_names[0]))
+        return self._etp_source().stand_in(shape, parameters[0])
 
     # ---- what functional/etp asks ----
 
@@ -250,14 +248,13 @@ class EtpRows(nn.Module):
         return rows if len(rows) == 1 else [torch.cat(rows)]
 
     def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
-        parameters = self._etp_parameters()
-        if len(parameters) > 1 or not isinstance(parameters[0], QuantizedRows):
-            return None
-        rows = parameters[0]
-        return [rows.part] if holds(rows._operands, quantizer) else None
+        own = self._etp_parameters()
+        kept = all(isinstance(each, QuantizedRows) and holds(each._operands, quantizer) for each in own)
+        single = self._etp is not None and len(own) == self._etp.matrices
+        return [each.part for each in own] if kept and single else None
 
     def _etp_scales(self) -> list[Tensor | None]:
-        return [None] * len(self._matrices)
+        return [None]  # of one matrix
 
     def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
         return matrices[0]

@@ -77,7 +77,7 @@ class EtpEmbedding(EtpRows, nn.Embedding):
         if self.padding_idx is not None:
             whole[self.padding_idx].zero_()
         rows = whole[self.first : self.first + self.num_embeddings]
-        self.weight.copy_(rows if self._etp is None else rows[self._etp.own])
+        self.weight.copy_(rows if self._etp is None else rows[self._etp_range(0)])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [...], this rank's own, to their rows [..., D]."""
@@ -86,27 +86,12 @@ class EtpEmbedding(EtpRows, nn.Embedding):
         if torch.compiler.is_compiling():
             result: Tensor = run_eager(EtpEmbedding.forward, self, tokens)
             return result
-        return F.embedding(tokens, self._table(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
-
-    def _table(self) -> Tensor:
-        """The rows that this rank computes with."""
-        return self.weight if self._etp is None else self._etp_whole()
+        return F.embedding(tokens, self._etp_whole(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
     @property
     def _label(self) -> str:
         """What errors call the layer."""
         return f"{type(self).__name__}({self.vocabulary}, {self.embedding_dim})"
-
-    @property
-    def _weight_names(self) -> tuple[str, ...]:
-        return ("weight",)
-
-    @property
-    def _matrices(self) -> tuple[tuple[str, ...], ...]:
-        return (("weight",),)
-
-    def _weight_matrix(self) -> Tensor:
-        return self.weight
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self._etp is None else f", etp_size={self._etp.group.size}")

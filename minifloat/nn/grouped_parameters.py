@@ -21,14 +21,11 @@ from minifloat.functional.grouped_weight import (
     stack_weights,
 )
 from minifloat.functional.linear_config import FORWARD_SLOTS
-from minifloat.functional.quantize import holds
 from minifloat.nn import parameters
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import ParameterInit
 from minifloat.operand import Quantized
-from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor
-from minifloat.tensor.rows import QuantizedRows
 
 
 class Expert(nn.Module):
@@ -163,11 +160,6 @@ class GroupedParameters(LinearState):
     def _etp_rows(self) -> list[Tensor]:
         own = self._etp_values()
         return list(own[0].unbind()) if self.single_grouped_weight else own
-
-    def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
-        own = self._etp_parameters()
-        kept = all(isinstance(each, QuantizedRows) and holds(each._operands, quantizer) for each in own)
-        return [each.part for each in own] if kept else None
 
     def _etp_scales(self) -> list[Tensor | None]:
         if "forward_scaling" not in self._modules:

@@ -27,11 +27,12 @@ from minifloat.nn.quantized_parameters import (
     quantized_parameter,
     set_scale,
 )
-from minifloat.nn.weight_cache import CachedWeight, versions
+from minifloat.nn.weight_cache import CachedWeight
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, OwnRecipe, Recipe, RecipeLike, own_recipe
 from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps
 
 _HISTORIES = ("forward_scaling", "backward_scaling")
@@ -261,8 +262,8 @@ class LinearState(EtpRows):
         """
         quantizer = plan.w_quantizer
         if self._etp is not None:
-            for rows in self._quantized_rows().values():
-                if pairs_with(rows._operands, plan.config, plan.options.needs_x):
+            for rows in self._etp_parameters():
+                if isinstance(rows, QuantizedTensor) and pairs_with(rows._operands, plan.config, plan.options.needs_x):
                     quantizer = rows.quantizer  # as it is kept, whatever the recipe would make of it
             if delayed_call is not None:
                 self._bind_scales()

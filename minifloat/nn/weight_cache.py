@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
+from minifloat.tensor.base import versions
 
 
 class CachedWeight(NamedTuple):
@@ -27,9 +27,3 @@ class CachedWeight(NamedTuple):
             and self.versions == versions(sources)
             and self.quantizer == quantizer
         )
-
-
-def versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Counts the writes to each that PyTorch sees; an inference tensor has no such count."""
-    compiling = torch.compiler.is_compiling()  # no graph can ask whether a tensor is one of inference
-    return tuple(0 if not compiling and tensor.is_inference() else tensor._version for tensor in tensors)

@@ -60,11 +60,6 @@ class Ranks(NamedTuple):
         return Ranks(**{name: Group.of(mesh[name]) for name in names})
 
     @property
-    def share_data(self) -> bool:
-        """There are ranks with other data."""
-        return len(self.data) > 0
-
-    @property
     def data(self) -> tuple[Group, ...]:
         """Those of several ranks that have other data."""
         return tuple(each for each in (self.etp, self.eetp, self.dp) if each is not None and each.size > 1)
@@ -101,7 +96,7 @@ def plan_rows(
         ValueError: one cannot be sharded; autograd does not see the gradient of one that is not.
     """
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules() if ranks.share_data else ():
+    for name, module in model.named_modules() if ranks.data else ():
         style = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
         if type(module) in _SHARDED and ranks.rows(module).size > 1 and style != "replicated" and module not in summed:
             _check_layer(name, module)
@@ -139,12 +134,6 @@ def weight_rows(layers: Mapping[str, nn.Module]) -> dict[tuple[nn.Module, str], 
     return found
 
 
-def _weights(layers: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
-    """The parameters by the names of their layers and their own."""
-    each = [(name, layer) for name, layer in layers.items() if isinstance(layer, EtpRows)]
-    return [(name, weight) for name, layer in each for weight in layer._weight_names]
-
-
 def shard_rows(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
@@ -155,7 +144,8 @@ def shard_rows(
 ) -> None:
     """Does what :func:`plan_rows` has planned, and reduces the gradients of all other parameters."""
     shared: dict[Tensor, nn.Parameter] = {}
-    for module in layers.values():
+    rows: list[str] = []
+    for name, module in layers.items():
         layer = EtpEmbedding._adopt_whole(module) if type(module) is nn.Embedding else module
         assert isinstance(layer, EtpRows)
         group = ranks.rows(module)
@@ -164,6 +154,7 @@ def shard_rows(
         layer.invalidate()
         lane = layer._etp_source().lane
         lane.depth, lane.most_bytes = prefetch, prefetch_bytes
-    keep_rows(model, [".".join(each).lstrip(".") for each in _weights(layers)])
-    if ranks.share_data:
+        rows += [f"{name}.{weight}".lstrip(".") for weight in layer._weight_names]
+    keep_rows(model, rows)
+    if ranks.data:
         reduce_replicated(model, ranks.data, reduction)

@@ -128,7 +128,7 @@ def parallelize(
     ranks, plan = Ranks.of(mesh), plan or {}
     parallel = TensorParallel("column", sequence_parallel, ranks.tp, overlap, check=check)
     shards = _plan_modules(model, parallel, plan) if ranks.tp.size > 1 else []
-    if shards or ranks.share_data:
+    if shards or ranks.data:
         check_once(model)
     layers = plan_rows(model, ranks, plan, {shard.module for shard in shards if shard.summed})
     _check_parameters(model, shards, weight_rows(layers))

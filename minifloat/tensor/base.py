@@ -160,9 +160,8 @@ class CodedTensor(torch.Tensor):
 
     def _same_form(self, other: CodedTensor) -> bool:
         """The operands of ``other`` can be copied as they are."""
-        both = {"rowwise": True, "columnwise": True}
         return (
-            self.quantizer.with_usage(**both) == other.quantizer.with_usage(**both)
+            self.quantizer.same_formats(other.quantizer)
             and self._operands.any.shape == other._operands.any.shape
             and (self.shape, self.stride()) == (other.shape, other.stride())
             and all(theirs is not None for mine, theirs in zip(self._operands, other._operands, strict=True) if mine)
@@ -193,6 +192,12 @@ def copied(x: Tensor) -> Tensor:
 
 def version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
+
+
+def versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Counts the writes to each that PyTorch sees; an inference tensor has no such count."""
+    compiling = torch.compiler.is_compiling()  # no graph can ask whether a tensor is one of inference
+    return tuple([0 if not compiling and each.is_inference() else each._version for each in tensors])
 
 
 def count_writes(tensors: Iterable[Tensor]) -> None:

@@ -116,9 +116,9 @@ def split(rank: int, size: int) -> None:
         data = Data(rank, width=8)
         for _ in range(2):
             each(data.draw()).sum().backward()
-    for name, rows in zip(("query", "key", "value"), layer._etp_ranges(), strict=True):
-        want, got = (getattr(each, f"{name}_weight").grad for each in layers)
-        assert (got is None) == (name == "key")
+    for name, (_, rows) in layer._etp_extents().items():
+        want, got = (getattr(each, name).grad for each in layers)
+        assert (got is None) == (name == "key_weight")
         if want is not None:
             dist.all_reduce(want)
             torch.testing.assert_close(got, (want / size)[rows], rtol=0, atol=1e-5)
@@ -206,14 +206,14 @@ class Use(torch.autograd.Function):
             return Pending([], lambda: log.append(f"wait {name}{number}") or dy)
 
         def further(total: Tensor) -> None:
-            lane.reduce_further(pending("b"), lambda total: None)
+            lane.later(pending("b").wait)
 
         lane.reduce(pending("a"), further)
         return dy, None, None, None
 
 
 def test_no_reduction_is_awaited_as_soon_as_it_starts() -> None:
-    lane, log = Lane(Group()), list[str]()
+    lane, log = Lane(), list[str]()
     x = torch.zeros((), requires_grad=True)
     y = x
     for number in (3, 2, 1):
@@ -304,7 +304,7 @@ def failure(rank: int, size: int) -> list[str]:
             y.backward(data.draw())
         if net is nets[1]:
             ahead = lane(net)
-            assert not ahead._ahead and not ahead._reducing and not ahead._gradients
+            assert not ahead._ahead and not ahead._reducing and not ahead.sums
             assert [layer.weight.grad is None for layer in net.layers] == [True, True, True, False]
         net.zero_grad()
         results.append(etp.steps(net, data))

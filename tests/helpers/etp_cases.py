@@ -97,7 +97,7 @@ def own_rows(model: nn.Module) -> dict[str, slice]:
     found = {}
     for prefix, layer in model.named_modules():
         if isinstance(layer, EtpRows) and layer._etp is not None:
-            for name, rows in zip(layer._weight_names, layer._etp_ranges(), strict=True):
+            for name, (_, rows) in layer._etp_extents().items():
                 found[f"{prefix}.{name}".lstrip(".")] = rows
     return found
 

@@ -121,8 +121,8 @@ def own_rows(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     if kind == "weight" and not isinstance(layer, minifloat.Linear | minifloat.GroupedLinear):
         parent, _, last = path.rpartition(".")
         layer = model.get_submodule(parent) if last.isdigit() else layer
-    sharding = getattr(layer, "_etp", None)
-    return whole if sharding is None or kind != "weight" else whole[..., sharding.own, :]
+    sharded = getattr(layer, "_etp", None) is not None and kind == "weight"
+    return whole[..., layer._etp_range(0), :] if sharded else whole  # type: ignore[operator]
 
 
 def gradient(parameter: Any) -> Tensor | None:

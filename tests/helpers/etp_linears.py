@@ -71,7 +71,7 @@ def sources(net: nn.Module) -> list[EtpWeight]:
 def own(layer: Linear, whole: Tensor | None) -> Tensor | None:
     """This rank's rows of the weight's gradient."""
     assert layer._etp is not None
-    return None if whole is None else whole[layer._etp.own]
+    return None if whole is None else whole[layer._etp_range(0)]
 
 
 class Data:

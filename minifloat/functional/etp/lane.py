@@ -7,9 +7,10 @@ read too early or reused too soon, whatever is predicted.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,26 +20,12 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Parts
 from minifloat.operand import Quantized
+from minifloat.recompute import capturing
+
+if TYPE_CHECKING:
+    from minifloat.functional.etp.weight import EtpWeight
 
 _MOST_SUCCESSORS = 64  # of one weight; contexts that never repeat must not fill the memory
-
-
-class Source(Protocol):
-    """A weight, or those of all experts of a layer: what is gathered at once."""
-
-    number: int  # that no other has
-    casts: int  # how many casts there have been of it, equal on all ranks
-    successors: dict[tuple[Key | None, Key], Step]
-
-    def parts(self, values: bool) -> Parts | None:
-        """This rank's rows as they were cast last, or their ``values``; None if the parameters have changed since."""
-
-    def start(self, dim: int, parts: Parts) -> Pending[list[Quantized]]:
-        """Gathers ``parts``, for products that contract ``dim``."""
-
-    def nbytes(self, dim: int, parts: Parts) -> int:
-        """How much memory the wholes of ``parts`` take, for products that contract ``dim``: the same on all ranks."""
-
 
 Key = tuple[int, int, bool, bool]
 """A step without its source, which a table would keep alive."""
@@ -47,7 +34,7 @@ Key = tuple[int, int, bool, bool]
 class Step(NamedTuple):
     """A gather: of what, for which dim, of values or of what they were cast to; does its caller want gradients?"""
 
-    source: Source
+    source: EtpWeight
     dim: int
     values: bool
     grad: bool
@@ -65,32 +52,6 @@ class Ahead(NamedTuple):
     pending: Pending[list[Quantized]]
 
 
-class Gradient:
-    """Of a weight in one backward, which may use it several times: what has been reduced so far.
-
-    Args:
-        deliver: is given the sum, once: hooks on parameters see no part of it.
-        complete: no further one is to come.
-    """
-
-    def __init__(self, deliver: Callable[[Tensor], None], complete: bool = False) -> None:
-        self.deliver, self.complete = deliver, complete
-        self.awaited = 0
-        self.total: Tensor | None = None
-
-    def add(self, own: Tensor) -> None:
-        """One that was awaited."""
-        self.total = own if self.total is None else self.total.add_(own)
-        self.awaited -= 1
-        self.deliver_complete()
-
-    def deliver_complete(self) -> None:
-        """Delivers the sum if none is awaited any more."""
-        if self.complete and not self.awaited and self.total is not None:
-            total, self.total = self.total, None
-            self.deliver(total)
-
-
 class Lane:
     """The gathers and reductions of one group.
 
@@ -104,25 +65,28 @@ class Lane:
         gathered, wasted: gathers so far, and those of them that were started and not used.
         in_graph: what a CUDA graph has still to cast, where one is being captured, or warmed up, that begins and ends
             with :meth:`settle`; else None.
+        collected: likewise the gradients of parameters that the graph of a backward gives to autograd.
+        renewed: cast though nothing was seen to change, before each is told to be in this pass.
+        sums: what has been reduced so far of a weight that a backward may use several times, and who is given the sum.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self) -> None:
         self.depth = 1
         self.most_bytes: int | None = None
         self.gathered = self.wasted = 0
-        self.in_graph: dict[Source, None] | None = None
+        self.in_graph: dict[EtpWeight, None] | None = None
+        self.collected: dict[Tensor, Tensor] | None = None
+        self.renewed: set[EtpWeight] = set()
+        self.sums: dict[EtpWeight, tuple[Callable[..., object], Tensor]] = {}
         self._ahead: deque[Ahead] = deque()
         self._before: Step | None = None
         self._latest: Step | None = None
-        self._used: dict[Source, None] = {}  # since the latest pass ended, and before, in the order of first use
-        self._used_before: dict[Source, None] = {}
-        self._renewed: set[Source] = set()
-        self._gradients: dict[Source, Gradient] = {}
-        self._reducing: deque[tuple[Pending[Tensor], Callable[[Tensor], None]]] = deque()
+        self._used: dict[EtpWeight, None] = {}  # since the latest pass ended, and before, in the order of first use
+        self._used_before: dict[EtpWeight, None] = {}
+        self._reducing: deque[Callable[[], object]] = deque()
         self._backward: BackwardPass | None = None
 
-    def used_with(self, source: Source) -> list[Source]:
+    def used_with(self, source: EtpWeight) -> list[EtpWeight]:
         """What was gathered in the latest pass over a model, ``source`` among it: likely to be gathered in the next.
 
         Nothing else: of another model, which may have been deleted, some ranks may have collected the garbage.
@@ -130,23 +94,9 @@ class Lane:
         used = self._used_before | self._used
         return [each for each in used if each is not source] if source in used else []
 
-    def renew(self, sources: Sequence[Source]) -> None:
-        """They are cast though nothing was seen to change, before each is told to be in this pass."""
-        self._renewed.update(sources)
-
-    def renewed(self, source: Source) -> bool:
-        """It was, since it was last used."""
-        known = source in self._renewed
-        self._renewed.discard(source)
-        return known
-
-    def has_renewed(self) -> bool:
-        """Some are still to be used."""
-        return len(self._renewed) > 0
-
     # ---- gathers ----
 
-    def take(self, source: Source, dim: int, parts: Parts, cast: int, *, values: bool = False) -> list[Quantized]:
+    def take(self, source: EtpWeight, dim: int, parts: Parts, cast: int, *, values: bool = False) -> list[Quantized]:
         """The wholes of ``parts``; what is likely to follow is started, to be gathered while they are multiplied.
 
         Args:
@@ -160,11 +110,11 @@ class Lane:
         self._watch_backward()
         step = Step(source, dim, values, torch.is_grad_enabled())
         if source in self._used and not step.grad and self._backward is None:
-            self._end_pass()  # of an evaluation, which no backward ends
+            self._used_before, self._used = self._used, {}  # of an evaluation, which no backward ends
         self._used[source] = None
         pending = self._find(step, cast)
         if pending is None:
-            pending = self._start(step, parts)
+            pending = source.start(dim, parts)
         self._learn(step)
         self._look_ahead()
         return pending.wait()
@@ -179,10 +129,6 @@ class Lane:
                 return guess.pending
             self._drop(guess)
         return None
-
-    def _start(self, step: Step, parts: Parts) -> Pending[list[Quantized]]:
-        self.gathered += 1
-        return step.source.start(step.dim, parts)
 
     def _drop(self, guess: Ahead) -> None:
         self.wasted += 1
@@ -203,49 +149,32 @@ class Lane:
         for place in range(self.depth if waited else 0):
             step = latest and latest.source.successors.get((before and before.key, latest.key))
             parts = step and step.source.parts(step.values)
-            if step is None or parts is None or not _holds(parts, step.dim):
+            if step is None or parts is None or not parts.serve(step.dim):
                 return
-            nbytes += step.source.nbytes(step.dim, parts)
+            nbytes += 0 if self.most_bytes is None else step.source.nbytes(step.dim, parts)
             if place and self.most_bytes is not None and nbytes > self.most_bytes:
                 return
             if place == len(self._ahead):
-                self._ahead.append(Ahead(step, step.source.casts, self._start(step, parts)))
+                self._ahead.append(Ahead(step, step.source.casts, step.source.start(step.dim, parts)))
             elif self._ahead[place].step != step:
                 return
             before, latest = latest, step
 
     # ---- reductions ----
 
-    def gradient(self, source: Source, deliver: Callable[[Tensor], None], at_once: bool) -> Gradient:
-        """What the gradients of ``source`` in this backward are added up in; ``at_once``: there is no other."""
-        if at_once:
-            return Gradient(deliver, complete=True)
-        return self._gradients.setdefault(source, Gradient(deliver))
-
-    def complete(self, source: Source) -> None:
-        """All uses of ``source`` in this backward have started to reduce their gradients."""
-        gradient = self._gradients.pop(source, None)
-        if gradient is not None:
-            gradient.complete = True
-            gradient.deliver_complete()
-
     def reduce(self, pending: Pending[Tensor], finish: Callable[[Tensor], None]) -> None:
         """Gives the result of ``pending`` to ``finish`` when the next one has started, or at the end of backward."""
         earlier = len(self._reducing)
-        self._reducing.append((pending, finish))
-        self._watch_backward()
+        self.later(lambda: finish(pending.wait()))
         for _ in range(earlier):
-            self._finish_oldest()
+            self._reducing.popleft()()
         while self._reducing and self._backward is None:
-            self._finish_oldest()
+            self._reducing.popleft()()
 
-    def reduce_further(self, pending: Pending[Tensor], finish: Callable[[Tensor], None]) -> None:
-        """The same of what another ``finish`` has started, which must not wait for what began just before."""
-        self._reducing.append((pending, finish))
-
-    def _finish_oldest(self) -> None:
-        pending, finish = self._reducing.popleft()
-        finish(pending.wait())
+    def later(self, call: Callable[[], object]) -> None:
+        """Calls it after what has been started so far has arrived; it makes nothing arrive sooner."""
+        self._reducing.append(call)
+        self._watch_backward()
 
     # ---- the end of a pass ----
 
@@ -261,7 +190,7 @@ class Lane:
 
     def _end(self, early: bool) -> None:
         while self._reducing:
-            self._finish_oldest()
+            self._reducing.popleft()()
         if early and self._backward is not None:
             self._backward.at_end.append(self._end)
         else:
@@ -273,7 +202,7 @@ class Lane:
         Collectives of a graph and of eager code are then never in flight together.
         """
         while self._reducing:
-            self._finish_oldest()
+            self._reducing.popleft()()
         self._end_prediction()
 
     def fail(self) -> None:
@@ -285,9 +214,9 @@ class Lane:
     def _forget(self) -> None:
         self._end_prediction()
         self._backward = None
-        self._renewed.clear()
-        self._gradients.clear()  # of a backward that does not accumulate them, as torch.autograd.grad
-        self._end_pass()
+        self.renewed.clear()
+        self.sums.clear()  # of a backward that does not accumulate them, as torch.autograd.grad
+        self._used_before, self._used = self._used, {}
 
     def _end_prediction(self) -> None:
         """Nothing follows what was gathered last, be it that something once did."""
@@ -297,26 +226,8 @@ class Lane:
             self._latest.source.successors.pop((self._before and self._before.key, self._latest.key), None)
         self._before = self._latest = None
 
-    def _end_pass(self) -> None:
-        self._used_before, self._used = self._used, {}
 
-
-_lanes: dict[Group, Lane] = {}  # not weakly: ranks collect garbage at different times, and then decide differently
-
-
+@functools.cache  # not weakly: ranks collect garbage at different times, and then decide differently
 def lane_of(group: Group) -> Lane:
     """The one of a group: whoever gathers over it does so in one order."""
-    found = _lanes.get(group)
-    if found is None:
-        found = _lanes[group] = Lane(group)
-    return found
-
-
-def capturing() -> bool:
-    """A CUDA graph is being recorded."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _holds(parts: Parts, dim: int) -> bool:
-    """There is an operand for products that contract ``dim``."""
-    return all(any(each is not None and each.serves(dim) for each in part) for part in parts.matrices)
+    return Lane()

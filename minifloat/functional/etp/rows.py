@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -14,6 +13,7 @@ from minifloat.comm.shard_map import ShardMap
 from minifloat.comm.sharded_cast import quantize_shards
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
+from minifloat.tensor.base import versions
 from minifloat.tensor.rows import row_unit
 
 Reduction = Literal["mean", "sum"]
@@ -37,16 +37,6 @@ class Sharding(NamedTuple):
     reduction: Reduction
     matrices: int = 1
     replicas: tuple[Group, ...] = ()
-
-    @property
-    def data_ranks(self) -> int:
-        """How many have other data."""
-        return math.prod([each.size for each in (self.group, *self.replicas)])
-
-    @property
-    def own(self) -> slice:
-        """This rank's rows, counted in the whole."""
-        return slice(self.shards.first(self.group.rank), self.shards.end(self.group.rank))
 
 
 class Owner(Protocol):
@@ -80,34 +70,32 @@ class Parts(NamedTuple):
     matrices: Sequence[Quantized]
     shards: ShardMap
 
+    def serve(self, dim: int) -> bool:
+        """There are operands for products that contract ``dim``."""
+        return all(any(each is not None and each.serves(dim) for each in part) for part in self.matrices)
+
 
 class Cast(NamedTuple):
     """This rank's rows of all matrices, as they were cast.
 
     Args:
         quantizer, dtype: by which, and of values that it leaves as they are.
-        parts: of each matrix; none once the parameters have changed in a way that PyTorch does not see.
-        shards: the rows of each rank; of parameters that are kept quantized whole blocks in both orientations.
+        parts: of parameters that are kept quantized whole blocks in both orientations; None once the parameters have
+            changed in a way that PyTorch does not see.
         parameters, versions: of then, with counts of their writes.
         scale_versions: likewise of delayed scaling's scales; None of those that a recomputation has read.
     """
 
     quantizer: Quantizer
     dtype: torch.dtype
-    parts: list[Quantized]
-    shards: ShardMap
+    parts: Parts | None
     parameters: list[Any]
     versions: tuple[int, ...]
     scale_versions: tuple[int, ...] | None
 
 
-class Wanted(NamedTuple):
-    """Rows to cast."""
-
-    owner: Owner
-    sharding: Sharding
-    quantizer: Quantizer
-    dtype: torch.dtype
+Wanted = tuple[Owner, Sharding, Quantizer, torch.dtype]
+"""Rows to cast."""
 
 
 @torch.inference_mode(False)  # a training step may use what an evaluation has cast
@@ -118,27 +106,20 @@ def cast_together(wanted: Sequence[Wanted], replayed: Sequence[Tensor | None] | 
     quantizers: list[Quantizer] = []
     maps: list[ShardMap] = []
     scales: list[Tensor | None] = []
-    ready = [each.owner._etp_ready(each.quantizer) for each in wanted]
-    for each in [each for each, parts in zip(wanted, ready, strict=True) if parts is None]:
-        rows = each.owner._etp_rows()
-        xs += rows if each.quantizer.quantized else [own.to(each.dtype) for own in rows]
-        quantizers += [each.quantizer] * len(rows)
-        maps += [each.sharding.shards] * len(rows)
-        scales += each.owner._etp_scales() if replayed is None else replayed
-    made = iter(quantize_shards(xs, quantizers, maps, wanted[0].sharding.group, scales))
-    casts = []
-    for each, parts in zip(wanted, ready, strict=True):
-        shards, own = each.sharding.shards, parts
+    ready = [owner._etp_ready(quantizer) for owner, _, quantizer, _ in wanted]
+    for (owner, sharding, quantizer, dtype), own in zip(wanted, ready, strict=True):
         if own is None:
-            own = [next(made) for _ in range(each.sharding.matrices)]
-        else:
-            shards = shards.whole_units(row_unit(each.quantizer))
-        parameters = each.owner._etp_parameters()
-        scale_versions = versions(each.owner._etp_scales()) if replayed is None else None
-        casts.append(Cast(each.quantizer, each.dtype, own, shards, parameters, versions(parameters), scale_versions))
+            rows = owner._etp_rows()
+            xs += rows if quantizer.quantized else [each.to(dtype) for each in rows]
+            quantizers += [quantizer] * len(rows)
+            maps += [sharding.shards] * len(rows)
+            scales += owner._etp_scales() if replayed is None else replayed
+    made = iter(quantize_shards(xs, quantizers, maps, wanted[0][1].group, scales))
+    casts = []
+    for (owner, sharding, quantizer, dtype), own in zip(wanted, ready, strict=True):
+        shards = sharding.shards if own is None else sharding.shards.whole_units(row_unit(quantizer))
+        parts = Parts([next(made) for _ in range(sharding.matrices)] if own is None else own, shards)
+        parameters = owner._etp_parameters()
+        scale_versions = None if replayed is not None else versions([s for s in owner._etp_scales() if s is not None])
+        casts.append(Cast(quantizer, dtype, parts, parameters, versions(parameters), scale_versions))
     return casts
-
-
-def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
-    """How often each has been written to, as far as PyTorch sees it."""
-    return tuple([0 if each.is_inference() else each._version for each in tensors if each is not None])

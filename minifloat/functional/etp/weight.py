@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +16,14 @@ from minifloat.comm.gather import start_gather, start_gather_alike
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import IDENTITY, ROWWISE
-from minifloat.functional.etp.lane import Key, Lane, Step, capturing, lane_of
-from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together, versions
+from minifloat.functional.etp.lane import Key, Step, lane_of
+from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.weight_gradient import Product, accumulated, computed
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
+from minifloat.recompute import capturing
+from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps
 
 _numbers = itertools.count()
@@ -32,7 +35,11 @@ class EtpWeight:
     Rows are cast when they are first used after a write, together with those of all weights that the last pass over
     the model used: one all-reduce of amaxes and one launch a phase in each step. A graph casts those of its module.
 
-    ``collected``: where a graph is captured, the gradients of parameters that it gives to autograd; else None.
+    Attributes:
+        number: that no other has.
+        casts: how many casts there have been, equal on all ranks.
+        successors: what was gathered next, by what was gathered before it and what of it.
+        leaf: what stood in for W in the latest forward.
     """
 
     def __init__(self, owner: Owner, sharding: Sharding) -> None:
@@ -41,9 +48,8 @@ class EtpWeight:
         self.number = next(_numbers)
         self.casts = 0
         self.successors: dict[tuple[Key | None, Key], Step] = {}
+        self.leaf: Tensor | None = None
         self._cast: Cast | None = None
-        self._leaf: Tensor | None = None
-        self.collected: dict[Tensor, Tensor] | None = None
 
     # ---- the cast ----
 
@@ -54,7 +60,7 @@ class EtpWeight:
         *,
         first: bool | None = None,
         scales: Sequence[Tensor | None] | None = None,
-    ) -> list[Quantized]:
+    ) -> Sequence[Quantized]:
         """This rank's rows as ``quantizer`` casts those of all ranks; a collective if they have changed.
 
         Args:
@@ -63,47 +69,47 @@ class EtpWeight:
                 new scale changes what they are cast to.
             scales: delayed scaling's that a recomputation reads in place of the layer's; what they give is not kept.
         """
-        known, unseen = self._cast, first is True and not self.lane.renewed(self)
-        in_graph = self.lane.in_graph
-        anew = capturing() if in_graph is None else self in in_graph
-        if known is not None and known.dtype == dtype and _formats(known.quantizer) == _formats(quantizer):
-            fits = known.quantizer.rowwise >= quantizer.rowwise and known.quantizer.columnwise >= quantizer.columnwise
-            current = self._is_current(known, scales=first is not False)
-            if fits and current and not unseen and scales is None and not anew:
-                return known.parts
-            rowwise = quantizer.rowwise or known.quantizer.rowwise
+        known, lane = self._cast, self.lane
+        unseen = first is True and self not in lane.renewed
+        if first:
+            lane.renewed.discard(self)
+        anew = unseen or scales is not None or (capturing() if lane.in_graph is None else self in lane.in_graph)
+        if known is not None and known.dtype == dtype and known.quantizer.same_formats(quantizer):
             quantizer = quantizer.with_usage(
-                rowwise=rowwise, columnwise=quantizer.columnwise or known.quantizer.columnwise
+                rowwise=quantizer.rowwise or known.quantizer.rowwise,
+                columnwise=quantizer.columnwise or known.quantizer.columnwise,
             )
-        others: list[EtpWeight] = []
-        if scales is None and in_graph is not None:
-            others = [each for each in in_graph if each is not self and isinstance(each, EtpWeight) and each._cast]
-        elif scales is None:
-            used = [each for each in self.lane.used_with(self) if isinstance(each, EtpWeight)]
-            begins = unseen and not self.lane.has_renewed()
-            others = [each for each in used if each._cast is not None and (begins or not each._is_current(each._cast))]
-            if begins:
-                self.lane.renew(others)
-        wanted = [Wanted(self.owner, self.sharding, quantizer, dtype)]
-        wanted += [Wanted(each.owner, each.sharding, *each._cast[:2]) for each in others if each._cast is not None]
-        for each, made in zip([self, *others], cast_together(wanted, scales), strict=True):
+            if quantizer == known.quantizer and not anew and self._is_current(known, scales=first is not False):
+                return self._parts.matrices
+        casts: dict[EtpWeight, Wanted] = {self: (self.owner, self.sharding, quantizer, dtype)}
+        begins = unseen and not lane.renewed
+        for each in () if scales is not None else lane.used_with(self) if lane.in_graph is None else lane.in_graph:
+            theirs = each._cast
+            if theirs is not None and (lane.in_graph is not None or begins or not each._is_current(theirs)):
+                casts.setdefault(each, (each.owner, each.sharding, *theirs[:2]))
+        for each, made in zip(casts, cast_together(list(casts.values()), scales), strict=True):
             count_steps(made.parameters)
             each._cast, each.casts = made, each.casts + 1
-            if in_graph is not None:
-                in_graph.pop(each, None)
-        assert self._cast is not None
+            if lane.in_graph is not None:
+                lane.in_graph.pop(each, None)
+            elif begins and each is not self:
+                lane.renewed.add(each)
+        return self._parts.matrices
+
+    @property
+    def _parts(self) -> Parts:
+        assert self._cast is not None and self._cast.parts is not None, "the rows are cast before they are gathered"
         return self._cast.parts
 
     def parts(self, values: bool = False) -> Parts | None:
-        """As of :class:`~minifloat.functional.etp.lane.Source`."""
-        known = self._cast
-        if known is None or not self._is_current(known):
+        """This rank's rows as they were cast last, or their ``values``; None if the parameters have changed since."""
+        if self._cast is None or not self._is_current(self._cast):
             return None
-        return self._values() if values else Parts(known.parts, known.shards)
+        return self._values() if values else self._cast.parts
 
     def forget(self) -> None:
         """Rows may have changed in a way that PyTorch does not see."""
-        self._cast = self._cast and self._cast._replace(parts=[])
+        self._cast = self._cast and self._cast._replace(parts=None)
 
     def _is_current(self, cast: Cast, scales: bool = True) -> bool:
         """It is what casting the rows now would give; ``scales``: delayed scaling's have to be the same."""
@@ -111,44 +117,36 @@ class EtpWeight:
         same = cast.parts and all(mine is theirs for mine, theirs in zip(cast.parameters, parameters, strict=True))
         if not same or cast.versions != versions(parameters) or cast.scale_versions is None:
             return False
-        return not scales or cast.scale_versions == versions(self.owner._etp_scales())
+        return not scales or cast.scale_versions == versions([s for s in self.owner._etp_scales() if s is not None])
 
     # ---- the gather ----
 
     def start(self, dim: int, parts: Parts) -> Pending[list[Quantized]]:
-        """As of :class:`~minifloat.functional.etp.lane.Source`."""
+        """Gathers ``parts``, for products that contract ``dim``."""
+        self.lane.gathered += 1
         (matrices, shards), group, rowwise = parts, self.sharding.group, dim == ROWWISE
         if self.sharding.matrices == 1:
             return start_gather(matrices, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=True)
         pending = start_gather_alike([each.along(dim) for each in matrices], shards, group)
-        return Pending([], lambda: [Quantized(x, None) if rowwise else Quantized(None, x) for x in pending.wait()])
+        return Pending([], lambda: [_quantized(each, dim) for each in pending.wait()])
 
     def nbytes(self, dim: int, parts: Parts) -> int:
-        """As of :class:`~minifloat.functional.etp.lane.Source`."""
-        own = [each.along(dim) for each in parts.matrices]
-        counts = [parts.shards.gather_bytes(x.format, x.dim, x.shape[1], x.codes.itemsize) for x in own]
-        return self.sharding.group.size * sum(counts)
+        """How much memory the wholes of ``parts`` take, for products that contract ``dim``: the same on all ranks."""
+        own = parts.matrices[0].along(dim)
+        sent = parts.shards.gather_bytes(own.format, own.dim, own.shape[1], own.codes.itemsize)
+        return self.sharding.group.size * len(parts.matrices) * sent
 
     def forward(self) -> Quantized:
         """The weight for fprop, gathered from what :meth:`cast` gave last."""
-        assert self._cast is not None
-        parts = Parts(self._cast.parts, self._cast.shards)
-        return self.owner._etp_join(self.lane.take(self, ROWWISE, parts, self.casts))
+        return self.owner._etp_join(self.lane.take(self, ROWWISE, self._parts, self.casts))
 
-    @property
-    def latest(self) -> tuple[int, ShardMap]:
-        """The number of the latest cast, and the rows of each rank in it: what a backward has to know of it."""
-        assert self._cast is not None
-        return self.casts, self._cast.shards
+    def saved(self, dim: int, *, values: bool = False) -> tuple[Any, tuple[int, ShardMap]]:
+        """This rank's part of the operand for ``dim``, or of the weight in high precision, and what it is of.
 
-    def saved(self, dim: int) -> Any:
-        """This rank's part of the operand for ``dim``, likewise."""
-        assert self._cast is not None
-        return self.owner._etp_part(self._cast.parts).along(dim)
-
-    def values(self) -> Any:
-        """The same in high precision."""
-        return self.owner._etp_part(self._values().matrices).along(ROWWISE)
+        That is the number of the cast, and the rows of each rank.
+        """
+        parts = self._values() if values else self._parts
+        return self.owner._etp_part(parts.matrices).along(dim), (self.casts, parts.shards)
 
     def _values(self) -> Parts:
         rows = self.owner._etp_rows()
@@ -156,36 +154,33 @@ class EtpWeight:
         own = [Quantized(Operand(each, None, None, IDENTITY, ROWWISE, shape, each.dtype), None) for each in rows]
         return Parts(own, self.sharding.shards)
 
-    def backward(self, dim: int, part: Any, cast: tuple[int, ShardMap], *, values: bool = False) -> Any:
-        """The operand that ``part`` is this rank's part of, which :meth:`saved` or :meth:`values` gave after a cast.
-
-        ``cast``: what was the :attr:`latest` then.
-        """
-        number, shards = cast
-        own = [Quantized(each, None) if each.dim == ROWWISE else Quantized(None, each) for each in split(part)]
-        parts = Parts(own, self.sharding.shards if values else shards)
+    def backward(self, dim: int, part: Any, of: tuple[int, ShardMap], *, values: bool = False) -> Any:
+        """The operand that ``part`` is this rank's part of; ``part``, ``of``: as :meth:`saved` gave them."""
+        number, shards = of
+        own = part.split() if isinstance(part, SeparateOperands) else [part]
+        parts = Parts([_quantized(each, each.dim) for each in own], shards)
         return self.owner._etp_join(self.lane.take(self, dim, parts, number, values=values)).along(dim)
 
     # ---- the gradient ----
 
-    def leaf(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """What stands in for W in autograd, which comes to it in each backward after all nodes that use W."""
-        trained = any(each.requires_grad for each in self.owner._etp_parameters())
-        known = self._leaf
-        kind = torch.Size(shape), like.dtype, like.device, trained
-        if known is not None and (known.shape, known.dtype, known.device, known.requires_grad) == kind:
-            return known
-        with torch.inference_mode(False):
-            leaf = torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(tuple(shape))
-            if trained:
-                leaf.requires_grad_().register_hook(lambda gradient: self.lane.complete(self))
-        self._leaf = leaf
-        return leaf
+    def stand_in(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """What an autograd function gets for W: a tensor of its shape, dtype and device that has no memory of its own.
 
-    @property
-    def trained_leaf(self) -> Tensor | None:
-        """What stood in for W in the latest forward; None if there is no gradient of it."""
-        return self._leaf if self._leaf is not None and self._leaf.requires_grad else None
+        The gradient of the parameters goes past autograd, which would call their hooks without one. Autograd comes to
+        the leaf in each backward after all nodes that use W. Nothing reads its values, NaN.
+        """
+        parameters, leaf = self.owner._etp_parameters(), self.leaf
+        trained = any(each.requires_grad for each in parameters)
+        kind = torch.Size(shape), like.dtype, like.device, trained
+        if leaf is None or (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) != kind:
+            with torch.inference_mode(False):
+                leaf = torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(tuple(shape))
+                if trained:
+                    leaf.requires_grad_().register_hook(lambda _: self._deliver(1 + len(self.sharding.replicas)))
+            self.leaf = leaf
+        whole: Any = leaf.view_as(leaf)
+        whole.etp, whole.made_of = self, parameters
+        return whole
 
     def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool, delayed: bool) -> None:
         """Gives this rank's rows of the reduced gradient to ``sink``, once later work has been started.
@@ -206,29 +201,38 @@ class EtpWeight:
         dtype = wanted.main_grad.dtype if main_grad else wanted.dtype
         send = _send_buffer(wanted, self.sharding.matrices, dtype, product, shards)
         pending = start_reduce_scatter_rows(send, ShardMap.even(send.shape[0] // group.size, group.size), group)
-        if self.collected is not None and not main_grad:
-            sink = partial(_collect, self.collected)
-        gradient = self.lane.gradient(self, partial(self._finish, sink), delayed)
-        gradient.awaited += 1
-        add = gradient.add
+        if self.lane.collected is not None and not main_grad:
+            sink = partial(_collect, self.lane.collected)
+        finish = partial(self._finish if delayed else self._add, sink)
         for ranks in reversed(self.sharding.replicas):
-            add = partial(_reduce_further, self.lane, ranks, add)
-        self.lane.reduce(pending, add)
+            finish = partial(self._reduce_further, ranks, finish)
+        self.lane.reduce(pending, finish)
+
+    def _reduce_further(self, ranks: Group, finish: Callable[[Tensor], None], total: Tensor) -> None:
+        pending = start_all_reduce(total, ranks)
+        self.lane.later(lambda: finish(pending.wait()))
+
+    def _add(self, sink: Callable[..., object], own: Tensor) -> None:
+        _, known = self.lane.sums.get(self, (sink, None))
+        self.lane.sums[self] = sink, own if known is None else known.add_(own)
+
+    def _deliver(self, rounds: int) -> None:
+        """Gives the sum away once all of it has arrived; ``rounds``: of reductions that are still to be started."""
+        if rounds:
+            self.lane.later(partial(self._deliver, rounds - 1))
+        elif (found := self.lane.sums.pop(self, None)) is not None:
+            self._finish(*found)
 
     def _finish(self, sink: Callable[..., object], total: Tensor) -> None:
         group, shards = self.sharding.group, self.sharding.shards
         if self.sharding.reduction == "mean":
-            total.div_(self.sharding.data_ranks)
+            total.div_(math.prod([each.size for each in (group, *self.sharding.replicas)]))
         each = total.view(self.sharding.matrices, shards.largest, total.shape[1])[:, : shards.rows[group.rank]]
         for parameter, own in self.owner._etp_gradients(each):
             if parameter.requires_grad:
                 sink(parameter, partial(computed, own))
-                if self.collected is None:
+                if self.lane.collected is None:
                     accumulated(parameter)
-
-
-def _reduce_further(lane: Lane, ranks: Group, finish: Callable[[Tensor], None], total: Tensor) -> None:
-    lane.reduce_further(start_all_reduce(total, ranks), finish)
 
 
 def _collect(collected: dict[Tensor, Tensor], parameter: Tensor, product: Product) -> None:
@@ -253,24 +257,6 @@ def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Produ
     return send.view(-1, cols)
 
 
-def _formats(quantizer: Quantizer) -> Quantizer:
-    """Equal for quantizers that differ in nothing but the orientations that are wanted."""
-    return quantizer.with_usage(rowwise=True, columnwise=True)
-
-
-def stand_in(weight: EtpWeight, shape: Sequence[int], like: Tensor) -> Tensor:
-    """What an autograd function gets for W: a tensor of its shape, dtype and device that has no memory of its own.
-
-    The gradient of the parameters goes past autograd, which would call their hooks without one. Nothing reads its
-    values, NaN.
-    """
-    leaf = weight.leaf(shape, like)
-    whole = leaf.view_as(leaf)
-    whole.etp = weight  # type: ignore[attr-defined]
-    whole.made_of = weight.owner._etp_parameters()  # type: ignore[attr-defined]
-    return whole
-
-
-def split(part: Any) -> list[Operand]:
-    """The operands of single matrices; ``part``: of one, or of those of experts."""
-    return part.split() if isinstance(part, SeparateOperands) else [part]
+def _quantized(operand: Operand, dim: int) -> Quantized:
+    """``operand`` in the place of ``dim``."""
+    return Quantized(operand, None) if dim == ROWWISE else Quantized(None, operand)
