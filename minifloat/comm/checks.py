@@ -28,6 +28,7 @@ class _Call(NamedTuple):
         shape: of X, or [rows, cols] of what is communicated, with its later dims flattened.
         dtype: None where ranks need not have the same.
         counts: the row counts that the rank was given.
+        options: of a layer's call, in place of sizes.
     """
 
     collective: str
@@ -35,8 +36,11 @@ class _Call(NamedTuple):
     dtype: torch.dtype | None
     counts: tuple[int, ...] | None = None
     is_layer: bool = False
+    options: str = ""
 
     def __str__(self) -> str:
+        if self.options:
+            return self.options
         if not self.is_layer:
             return f"{self.dtype} {list(self.shape)}" + f" with row counts {self.counts}" * bool(self.counts)
         kind = "" if self.dtype is None else f" of {self.dtype}"
@@ -73,6 +77,17 @@ def check_call(
         return
     way_out = "; give all ranks the same rows_per_rank, with the rows of each" * (split and not rows_fit)
     raise ValueError(f"{_disagreement(collective, table, label)}{way_out}")
+
+
+def check_options(label: str, options: str, group: Group) -> None:
+    """All ranks call a layer with the same ``options``, in words.
+
+    Raises:
+        ValueError: on every rank, naming the layer and the options of each.
+    """
+    table = _of_all(_Call(label, (), None, options=options), group, label)
+    if len(set(table)) > 1:
+        raise _disagreement(label, table, label)
 
 
 def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group, everywhere: Check) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from minifloat import finite, recompute
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, checks_finite, current, is_batch_invariant
+from minifloat.comm.checks import check_options
 from minifloat.comm.ddp import check_reduced
 from minifloat.delayed import check_same_scale
 from minifloat.delayed_call import DelayedCall
+from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import autocast_enabled
 from minifloat.functional.batch_invariant import check_rows_alone
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
@@ -39,6 +41,14 @@ def _identity(role: QuantizerRole) -> Quantizer:
 UNQUANTIZED = CustomRecipe(_identity)
 """The recipe of a layer that has none and yet does what PyTorch's own linear cannot."""
 _MOST_PLANS = 64  # of a layer; those of calls whose rows per rank never repeat must not fill the memory
+
+
+def _in_words(config: LinearConfig, needs_x: bool, needs_w: bool, needs_b: bool) -> str:
+    """What ranks that share a linear must agree on in each call."""
+    quantizers = {"X": config.input, "W": config.weight, "dY": config.grad_output}
+    formats = [f"{name} {q.row_format.spec} {q.format(COLUMNWISE).spec}" for name, q in quantizers.items()]
+    needed = [name for name, needs in (("dX", needs_x), ("dW", needs_w), ("db", needs_b)) if needs]
+    return f"{', '.join(formats)}, backward_override={config.backward_override}, gradients {needed}"
 
 
 Prepared = tuple[LinearPlan, Call, Tensor, Tensor | None]
@@ -73,6 +83,8 @@ class LinearCalls(LinearState):
         needs_x = grad and needs_x
         needs_w = grad and weight.requires_grad
         needs_b = grad and bias is not None and bias.requires_grad
+        if parallel.check:
+            check_options(self._label, _in_words(config, needs_x, needs_w, needs_b), parallel.group)
         main_grad = needs_w and self.fuse_wgrad_accumulation
         gathers = self._etp is not None
         if needs_w and (main_grad or gathers or self.delay_wgrad_compute):

@@ -48,6 +48,10 @@ def forwards(rank: int, size: int) -> dict[str, str]:
         "dtype": raised(lambda: column(x.bfloat16() if rank else x, rows_per_rank=(2, 3))),
         "width": raised(lambda: column(torch.randn(2, 8 - rank))),
         "attention": raised(lambda: mlp(x[:, None])),
+        "recipe": raised(lambda: linear("column", True, "current" if rank else "mxfp8")(x[:2])),
+        "without recipe": raised(lambda: linear("row", False, "mxfp8" if rank else None)(x[:2, :4])),
+        "scales": raised(lambda: linear("column", False, "delayed" if rank else "current")(x[:2])),
+        "gradients": raised(lambda: column(x[:2].requires_grad_(rank == 0))),
     }
 
 
@@ -62,6 +66,10 @@ MESSAGES = {
     "dtype": "Linear 'it': gather of X: the ranks do not fit together: rank 0: X (2, 8) with "
     "rows_per_rank=[2, 3]; rank 1: X (3, 8) of torch.bfloat16 with rows_per_rank=[2, 3]",
     "width": "Linear 'it': gather of X: the ranks do not fit together: rank 0: X (2, 8); rank 1: X (2, 7)",
+    "recipe": "Linear 'it': the ranks do not fit together: rank 0: X e4m3/1x32/e8m0 e4m3/1x32/e8m0, W",
+    "without recipe": "rank 0: X identity identity, W identity identity, dY identity identity, backward_override=None",
+    "scales": "Linear 'it': the ranks do not fit together: rank 0: X e4m3/tensor/",
+    "gradients": "backward_override=None, gradients ['dX', 'dW', 'db']; rank 1: X e4m3",
     "attention": "gather of X: the ranks do not fit together: rank 0: X (2, 1, 8); rank 1: X (3, 1, 8)",
 }
 
