@@ -94,11 +94,8 @@ def grouped_cast(
 
 
 @grouped_cast.fake
-def _(
-    x: Tensor, offsets: Tensor, _given: Any, _rng: Any, formats: Sequence[str], dims: Sequence[int],
-    k_major: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
-    return empty_casts(x, offsets, formats, dims, k_major)
+def _(x: Tensor, offsets: Tensor, _given: Any, _rng: Any, *how: Any) -> list[Tensor]:
+    return empty_casts(x, offsets, *how)
 
 
 def empty_casts(

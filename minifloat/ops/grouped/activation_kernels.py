@@ -7,13 +7,13 @@ or casts it (``fused.py``). The rows that are no group's are stored as zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import parse
 from minifloat.ops.activation import out_columns
 from minifloat.ops.activation.device import gated_gradients, gated_value, pointwise
 from minifloat.ops.activation.kernels import SHOWN, formula, load, within_half
@@ -28,8 +28,9 @@ from minifloat.ops.grouped.fused import (
     store_tile,
     tile_of,
     values_to,
+    wanted,
 )
-from minifloat.ops.grouped.table import number, of_groups, of_rows
+from minifloat.ops.grouped.table import of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.blocks import held
 from minifloat.ops.quantize.device import append, extent, pick, pick_wide, tile_places
@@ -146,17 +147,14 @@ def cast(
     scales: Tensor | None,
     name: str,
     parameters: Sequence[float],
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
+    *how: Any,
 ) -> list[Tensor]:
     """``grouped_activation_cast``."""
     x, columns = ready(x), out_columns(name, x.shape[1])
-    out, made = casts_to(x[:, :columns], offsets, formats, dims, k_major)
-    out = out._replace(shared=out.shared and name in SHOWN)
+    out, made = casts_to(x[:, :columns], offsets, *how, can_share=name in SHOWN)
     choice = out.tile("activation", columns, x.device)
     _forward_to(out, x, probabilities, offsets, scales, name, parameters, scales is not None, choice)
-    return as_declared(made, formats, dims, k_major)
+    return as_declared(made, *how)
 
 
 def backward(
@@ -185,19 +183,16 @@ def backward_cast(
     scales: Tensor | None,
     name: str,
     parameters: Sequence[float],
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
+    *how: Any,
 ) -> list[Tensor]:
     """``grouped_activation_backward_cast``."""
     dy, x = ready(dy), ready(x)
-    out, made = casts_to(x, offsets, formats, dims, k_major)
-    out = out._replace(shared=out.shared and name in SHOWN)
+    out, made = casts_to(x, offsets, *how, can_share=name in SHOWN)
     choice = out.tile("activation_backward", dy.shape[1], x.device)
     if gated(name) and scales is None:
-        choice = within_half(choice, parse(formats[0]), dy.shape[1])
+        choice = within_half(choice, out.format, dy.shape[1])
     sums = _backward_to(out, dy, x, probabilities, offsets, scales, name, parameters, scales is not None, choice)
-    return [*as_declared(made, formats, dims, k_major), sums]
+    return [*as_declared(made, *how), sums]
 
 
 # ---- launches ----
@@ -214,16 +209,9 @@ def _forward_to(
     with_amax: bool,
     choice: Tile,
 ) -> None:
-    unused = x, number(0)
-    tensors = [
-        (x, of_rows(x.shape[1])), unused if probabilities is None else (ready(probabilities), of_rows(1)),
-        unused if scales is None else (ready(scales), of_groups(1)),
-    ]  # fmt: skip
     columns = out_columns(name, x.shape[1])
-    constants = (
-        *formula(name, parameters), *out.constants, probabilities is not None, with_amax, columns % out.unit == 0,
-        choice.rows, choice.cols, out.layouts(choice),
-    )  # fmt: skip
+    tensors = [(x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x), wanted(scales, of_groups(1), x)]
+    constants = *formula(name, parameters), *out.constants, probabilities is not None, with_amax
     launch(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
 
 
@@ -240,21 +228,15 @@ def _backward_to(
     choice: Tile,
 ) -> Tensor:
     """Returns the gradients of the probabilities, [0] where there are none."""
-    unused = x, number(0)
     M, columns = dy.shape
     # A sum for each tile of a row, added up in an order that the number of tiles fixes. No program has the rows that
     # are no group's.
     tiles = triton.cdiv(columns, choice.cols)
     partial = x.new_zeros((M, tiles) if probabilities is not None else (0,), dtype=torch.float32)
     tensors = [
-        (dy, of_rows(columns)), (x, of_rows(x.shape[1])),
-        unused if probabilities is None else (ready(probabilities), of_rows(1)),
-        unused if probabilities is None else (partial, of_rows(tiles)),
-        unused if scales is None else (ready(scales), of_groups(1)),
+        (dy, of_rows(columns)), (x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x),
+        wanted(None if probabilities is None else partial, of_rows(tiles), x), wanted(scales, of_groups(1), x),
     ]  # fmt: skip
-    constants = (
-        *formula(name, parameters), *out.constants, probabilities is not None, with_amax, columns % out.unit == 0,
-        choice.rows, choice.cols, out.layouts(choice),
-    )  # fmt: skip
+    constants = *formula(name, parameters), *out.constants, probabilities is not None, with_amax
     launch(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
     return partial if probabilities is None else partial.sum(1)

@@ -7,16 +7,16 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.ops.grouped.fused import (
-    Argument,
     Outputs,
     launch,
     record_amaxes,
     scale_of,
     store_tile,
     tile_of,
+    wanted,
 )
 from minifloat.ops.grouped.table import number, of_groups, of_rows
-from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.blocks import held
 from minifloat.ops.quantize.device import extent, load_tile, pick, pick_wide, tile_places
 
@@ -54,25 +54,13 @@ def grouped_cast_kernel(
 KERNEL = Kernel(grouped_cast_kernel, layouts=True)
 
 
-def cast(
-    out: Outputs,
-    x: Tensor,
-    rows: Tensor | None,
-    offsets: Tensor,
-    level: Tensor | None,
-) -> None:
+def cast(out: Outputs, x: Tensor, rows: Tensor | None, offsets: Tensor, level: Tensor | None) -> None:
     """Casts the groups of rows of ``x``, or those that ``rows`` name, to ``out``.
 
     ``level``: of each group amax or scale, fp32 [G]; None: blocks find their amaxes.
     """
     M, columns = x.shape[0] if rows is None else rows.shape[0], x.shape[1]
-    choice, unused = out.tile("cast", columns, x.device), (x, number(0))
-    tensors: list[Argument] = [
-        (x, of_rows(columns)) if rows is None else unused, unused if rows is None else (ready(rows), of_rows(1)),
-        unused if level is None else (ready(level), of_groups(1)),
-    ]  # fmt: skip
-    how = (
-        rows is not None, out.format.scale_rule == "given", columns % out.unit == 0, choice.rows, choice.cols,
-        out.layouts(choice),
-    )  # fmt: skip
-    launch(KERNEL, out, tensors, offsets, M, columns, (*out.constants, *how), choice)
+    choice, source = out.tile("cast", columns, x.device), (x, of_rows(columns) if rows is None else number(0))
+    tensors = [source, wanted(rows, of_rows(1), x), wanted(level, of_groups(1), x)]
+    constants = *out.constants, rows is not None, out.format.scale_rule == "given"
+    launch(KERNEL, out, tensors, offsets, M, columns, constants, choice)

@@ -18,7 +18,7 @@ from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, parse
 from minifloat.ops import grouped
 from minifloat.ops.grouped import table
 from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
-from minifloat.ops.launch import Kernel
+from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.blocks import block_tile, store_block_cast
 from minifloat.ops.quantize.device import (
     FLT_MAX,
@@ -164,18 +164,24 @@ def launch(
     """Launches ``kernel`` on tiles of ``rows`` and ``columns``.
 
     Its arguments are ``tensors``, those of ``out``, the order of tiles, sizes of groups, columns, rows of the memory of
-    columnwise codes, number of groups, strides of scales, and ``constants``.
+    columnwise codes, number of groups, strides of scales, ``constants``, and ALIGNED_N, BLOCK_M, BLOCK_N and LAYOUTS.
     """
     groups, offsets = offsets.numel() - 1, offsets.contiguous()
     same = columns, out.stored, groups, *out.strides
     programs = triton.cdiv(columns, choice.cols)
     arguments = [*tensors, *out.tensors]
+    constants = *constants, columns % out.unit == 0, choice.rows, choice.cols, out.layouts(choice)
     table.launch_on_tiles(
         kernel, offsets, rows, choice.rows, programs, arguments, same, constants, choice.warps, out.constants is VALUE
     )  # fmt: skip
 
 
-# ---- outputs ----
+# ---- arguments ----
+
+
+def wanted(tensor: Tensor | None, place: Place, other: Tensor) -> Argument:
+    """``tensor`` as kernels read it; if there is none, an address, that of ``other``."""
+    return (other, number(0)) if tensor is None else (ready(tensor), place)
 
 
 def values_to(y: Tensor, offsets: Tensor, with_amax: bool) -> tuple[Outputs, Tensor]:
@@ -187,9 +193,18 @@ def values_to(y: Tensor, offsets: Tensor, with_amax: bool) -> tuple[Outputs, Ten
 
 
 def casts_to(
-    x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool]
+    x: Tensor,
+    offsets: Tensor,
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+    *,
+    can_share: bool = True,
 ) -> tuple[Outputs, list[Tensor]]:
-    """Memory for casts of a matrix as large as ``x``, all of one format, at most one along each dim."""
+    """Memory for casts of a matrix as large as ``x``, all of one format, at most one along each dim.
+
+    ``can_share``: they may go through shared memory.
+    """
     assert len(set(formats)) == 1 and len(set(dims)) == len(dims), (formats, dims)
     fmt, groups, width = parse(formats[0]), offsets.numel() - 1, x.shape[1]
     assert fmt.block or all(k_major[i] for i, dim in enumerate(dims) if dim == COLUMNWISE), "see store_scaled"
@@ -208,7 +223,7 @@ def casts_to(
         how = *how[:-1], FLT_MAX.value  # of a whole matrix scales may be larger
     # Rows, and halves of them, begin at multiples of 16 bytes, and so do columns of whatever number of rows.
     sizes = Aligned(False, width % 32 == 0, True)
-    shared = len(dims) == 2 and fmt.block == 128 and through_shared(x, fmt, True, any(k_major), sizes)
+    shared = can_share and len(dims) == 2 and fmt.block == 128 and through_shared(x, fmt, True, any(k_major), sizes)
     stored, unit = column[0][0].shape[0], 32 if fmt.packed else 16
     return Outputs((*row, *column), how, stored, tuple(strides), unit, fmt, dims, shared), made
 

@@ -47,12 +47,9 @@ def gathered_cast(
 
 
 @gathered_cast.fake
-def _(
-    x: Tensor, rows: Tensor, offsets: Tensor, _level: Any, formats: Sequence[str], dims: Sequence[int],
-    k_major: Sequence[bool],
-) -> list[Tensor]:  # fmt: skip
+def _(x: Tensor, rows: Tensor, offsets: Tensor, _level: Any, *how: Any) -> list[Tensor]:
     matrix = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])
-    return grouped.empty_casts(matrix, offsets, formats, dims, k_major)
+    return grouped.empty_casts(matrix, offsets, *how)
 
 
 __all__ = ["gathered_amax", "gathered_cast"]
