@@ -28,7 +28,7 @@ from minifloat.ops.activation.reference import CLAMPED, GATES, gated
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize import empty_fused_cast
 from minifloat.ops.quantize.blocks import held, held_values
-from minifloat.ops.quantize.device import append, corner, extent, tile_places
+from minifloat.ops.quantize.device import append, corner, extent, load_tile, tile_places
 from minifloat.ops.quantize.fused import (
     VALUE,
     cast_constants,
@@ -47,10 +47,17 @@ SWISH_SLOPES = {"silu": 1.0, "qgelu": 1.702}
 
 
 @triton.jit
-def load(source, m, n, M, N, width):
-    """A tile of N columns of a matrix that is ``width`` wide, in fp32, 0 outside."""
-    inside = (m[:, None] < M) & (n[None, :] < N)
-    return tl.load(source + m[:, None].to(tl.int64) * width + n[None, :], mask=inside, other=0.0).to(tl.float32)
+def load_activated(
+    x, m, n, M, N,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """A tile of the activation's result, [M, N], in fp32; outside it is that of zeros."""
+    if GATED:
+        a, b = load_tile(x, m, n, M, N, 2 * N), load_tile(x + N, m, n, M, N, 2 * N)
+        values = gated_value(a, b, NAME, SLOPE, LIMIT, OFFSET)
+    else:
+        values, _ = pointwise(load_tile(x, m, n, M, N), NAME, SLOPE)
+    return values
 
 
 @triton.jit
@@ -77,11 +84,7 @@ def activation_kernel(
     M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
     first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
     m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
-    if GATED:
-        a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
-        values = gated_value(a, b, NAME, SLOPE, LIMIT, OFFSET)
-    else:
-        values, _ = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
+    values = load_activated(x, m, n, M, N, NAME, SLOPE, LIMIT, OFFSET, GATED)
     # Of the 0 outside a sigmoid makes 0.5, and a limit below 0 that limit.
     if (NAME == "sigmoid" and not GATED) or (LIMIT is not None and LIMIT < 0):
         values = tl.where((m[:, None] < M) & (n[None, :] < N), values, 0.0)
@@ -111,12 +114,12 @@ def activation_backward_kernel(
     first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
     m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
     HALVES: tl.constexpr = 2 if GATED else 1
-    incoming = load(dy, m, n, M, N, N)  # 0 outside, and so are all gradients
+    incoming = load_tile(dy, m, n, M, N)  # 0 outside, and so are all gradients
     if GATED:
-        a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
+        a, b = load_tile(x, m, n, M, N, 2 * N), load_tile(x + N, m, n, M, N, 2 * N)
         gradients = gated_gradients(incoming, a, b, NAME, SLOPE, LIMIT, OFFSET)
     else:
-        _, derivative = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
+        _, derivative = pointwise(load_tile(x, m, n, M, N), NAME, SLOPE)
         gradients = (incoming * derivative,)
     if LAYOUTS is not None:  # both halves leave the registers before either is cast
         tiles = ()

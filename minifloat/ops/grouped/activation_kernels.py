@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minifloat.ops.activation import out_columns
 from minifloat.ops.activation.device import gated_gradients, gated_value, pointwise
-from minifloat.ops.activation.kernels import SHOWN, formula, load, within_half
+from minifloat.ops.activation.kernels import SHOWN, formula, load_activated, within_half
 from minifloat.ops.activation.reference import gated
 from minifloat.ops.grouped.fused import (
     Outputs,
@@ -33,7 +33,7 @@ from minifloat.ops.grouped.fused import (
 from minifloat.ops.grouped.table import of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.blocks import held
-from minifloat.ops.quantize.device import append, extent, pick, pick_wide, tile_places
+from minifloat.ops.quantize.device import append, extent, load_tile, pick, pick_wide, tile_places
 from minifloat.ops.tiles import Tile, tile
 
 
@@ -52,12 +52,7 @@ def grouped_activation_kernel(
     scale, scale_inv = scale_of(levels, order, group, BLOCK, ELEMENT, MAX, RULE, EPSILON, LARGEST)
     x = pick_wide(xs, order, group, 0, ALIGNED_N)
     m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
-    if GATED:
-        values = gated_value(
-            load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N), NAME, SLOPE, LIMIT, OFFSET
-        )  # fmt: skip
-    else:
-        values, _ = pointwise(load(x, m, n, M, N, N), NAME, SLOPE)
+    values = load_activated(x, m, n, M, N, NAME, SLOPE, LIMIT, OFFSET, GATED)
     if WEIGHTED:
         values *= tl.load(pick(probabilities, order, group, 0) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
     inside = (m[:, None] < M) & (n[None, :] < N)
@@ -90,13 +85,13 @@ def grouped_activation_backward_kernel(
     m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
     present = (m < M) & (group < GROUPS)
     HALVES: tl.constexpr = 2 if GATED else 1
-    incoming = load(pick_wide(dys, order, group, 0, ALIGNED_N), m, n, M, N, N)
+    incoming = load_tile(pick_wide(dys, order, group, 0, ALIGNED_N), m, n, M, N)
     if GATED:
-        a, b = load(x, m, n, M, N, 2 * N), load(x + N, m, n, M, N, 2 * N)
+        a, b = load_tile(x, m, n, M, N, 2 * N), load_tile(x + N, m, n, M, N, 2 * N)
         if WEIGHTED:
             values = gated_value(a, b, NAME, SLOPE, LIMIT, OFFSET)
     else:
-        a = load(x, m, n, M, N, N)
+        a = load_tile(x, m, n, M, N)
         values, derivative = pointwise(a, NAME, SLOPE)
     if WEIGHTED:
         products = tl.where(present[:, None] & (n[None, :] < N), incoming * values, 0.0)

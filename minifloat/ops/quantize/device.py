@@ -195,7 +195,8 @@ def store_scaled(
 
 
 @triton.jit
-def load_tile(source, m, k, M, K):
-    """A tile of [M, K] at rows ``m`` and columns ``k`` in fp32, 0 outside."""
+def load_tile(source, m, k, M, K, width=None):
+    """A tile of [M, K] at rows ``m`` and columns ``k`` in fp32, 0 outside; of a matrix that may be ``width`` wide."""
     inside = (m[:, None] < M) & (k[None, :] < K)
-    return tl.load(source + m[:, None].to(tl.int64) * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    stride = K if width is None else width
+    return tl.load(source + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
