@@ -37,6 +37,8 @@ MOST_SPELLINGS = 1024  # lists with a new number at each step must not fill the 
 _LIBRARY = torch.library.Library("minifloat", "DEF")
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA", "AutocastMPS", "AutocastXPU")
 _TENSORS = (Tensor, torch.nn.Parameter)
+_IN_TEXT = frozenset({"str[]", "int[]", "bool[]", "ScalarType"})
+"""Kinds of arguments that the dispatcher gets as parts of one string."""
 _NAMES = {Tensor: "Tensor", SymInt: "SymInt", torch.dtype: "ScalarType", NoneType: "()"}
 
 
@@ -73,11 +75,15 @@ class Operation(Generic[R]):
         self._gpu: Callable[..., R] | None = None
         self._prepared: dict[str, Callable[..., R]] = {}
         self._prepares = prepares
-        self._lists = _lists(reference)
-        self._defaults = tuple([each.default for each in inspect.signature(reference).parameters.values()])
-        self._first = _first_tensor(reference)
+        parameters = list(inspect.signature(reference).parameters.values())
+        hints = typing.get_type_hints(reference, include_extras=True)
+        kinds = [_spelled(hints[each.name]) for each in parameters]
+        self._lists = {place: kind for place, kind in enumerate(kinds) if kind in _IN_TEXT}
+        self._defaults = tuple([each.default for each in parameters])
+        self._first = next(place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor[]"))
         # Library.define and impl cost a fifth of torch.library.custom_op a call.
-        _LIBRARY.define(name + _schema(reference, mutates), tags=(torch.Tag.nondeterministic_seeded,) if random else ())
+        schema = f"{name}({_arguments(parameters, kinds, mutates)}) -> {_spelled(hints['return'])}"
+        _LIBRARY.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if random else ())
         self.overload: torch._ops.OpOverload = getattr(torch.ops.minifloat, name).default
         _LIBRARY.impl(name, self._on_any, "CompositeExplicitAutograd")
         if gpu:
@@ -206,20 +212,6 @@ def directly(x: Any) -> str:
     return "cuda" if not graph and capability.kernels(index)[0] and index == torch.cuda.current_device() else ""
 
 
-def _first_tensor(reference: Callable[..., Any]) -> int:
-    """Place of the first argument that is a tensor, or a list of tensors."""
-    hints = typing.get_type_hints(reference, include_extras=True)
-    kinds = [_spelled(hints[name]) for name in inspect.signature(reference).parameters]
-    return next(place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor[]"))
-
-
-def _lists(reference: Callable[..., Any]) -> dict[int, str]:
-    """Places of the arguments that are dtypes, or lists of strings, integers or booleans, in ascending order."""
-    hints = typing.get_type_hints(reference, include_extras=True)
-    spelled = [_spelled(hints[name]) for name in inspect.signature(reference).parameters]
-    return {place: of for place, of in enumerate(spelled) if of in ("str[]", "int[]", "bool[]", "ScalarType")}
-
-
 @lru_cache(MOST_SPELLINGS)
 def _values(spelling: str, kinds: tuple[str, ...]) -> tuple[Any, ...]:
     """The lists and dtypes that :meth:`Operation.spelled` spelled."""
@@ -232,19 +224,16 @@ def _values(spelling: str, kinds: tuple[str, ...]) -> tuple[Any, ...]:
     )
 
 
-def _schema(reference: Callable[..., Any], mutates: Sequence[str]) -> str:
-    """Arguments and results of an operation as its schema spells them; every argument that is written is an alias."""
-    hints = typing.get_type_hints(reference, include_extras=True)
+def _arguments(parameters: Sequence[inspect.Parameter], kinds: Sequence[str], mutates: Sequence[str]) -> str:
+    """Arguments of an operation as its schema spells them; every argument that is written is an alias."""
     aliases = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(mutates)}
-    lists = _lists(reference)
+    lists = not _IN_TEXT.isdisjoint(kinds)
     arguments = []
-    for place, (name, parameter) in enumerate(inspect.signature(reference).parameters.items()):
-        if place in lists:
-            continue
-        spelled = _spelled(hints[name]).replace("Tensor", "Tensor" + aliases.get(name, ""))
-        default = "" if lists or parameter.default is parameter.empty else f"={parameter.default}"
-        arguments.append(f"{spelled} {name}{default}")
-    return f"({', '.join(arguments + ['str lists'] * bool(lists))}) -> {_spelled(hints['return'])}"
+    for each, kind in zip(parameters, kinds, strict=True):
+        if kind not in _IN_TEXT:
+            default = "" if lists or each.default is each.empty else f"={each.default}"
+            arguments.append(f"{kind.replace('Tensor', 'Tensor' + aliases.get(each.name, ''))} {each.name}{default}")
+    return ", ".join(arguments + ["str lists"] * lists)
 
 
 def _spelled(annotation: Any) -> str:
