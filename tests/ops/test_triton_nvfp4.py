@@ -218,7 +218,7 @@ def test_amaxes_are_those_of_the_reference(kind: str, dtype: torch.dtype, device
         for x, amax in zip(xs, found, strict=True):
             assert torch.equal(amax, reference.amax(x, fmt, dim)), (fmt.spec, dim, x.shape)
     row, column = ([x.new_zeros(1, dtype=torch.float32) for x in xs] for _ in range(2))
-    nvfp4.amax_both(xs, row, column, Tile(16, 128, 4))
+    nvfp4.amax(xs, ROTATED, COLUMNWISE, column, Tile(16, 128, 4), row)
     for x, a, b in zip(xs, row, column, strict=True):
         assert torch.equal(a, reference.amax(x, PLAIN, ROWWISE))
         assert torch.equal(b, reference.amax(x, ROTATED, COLUMNWISE))

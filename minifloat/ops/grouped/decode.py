@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.ops import grouped
 from minifloat.ops.grouped import table
 from minifloat.ops.grouped.table import of_rows
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize import gpu, hadamard
-from minifloat.ops.quantize.decode import TILE, consecutive, decode_tile
+from minifloat.ops.quantize.decode import TILE, consecutive, decode_tile, level_strides
 from minifloat.ops.quantize.device import corner, extent, first_program, matrix_of, pick, pick_wide
 from minifloat.ops.quantize.job import aligned
 
@@ -81,7 +81,7 @@ def dequantize(
     if stride != codes.shape[1] and not k_major:
         at = table.Place(at.unit, at.by_unit // codes.shape[1] * stride, at.by_group // codes.shape[1] * stride)
     wide = aligned([stride]) and not (k_major and fmt.packed)  # of which a unit may have 8 rows of bytes
-    scale_rows, scale_cols = fmt.scale_block(dim)
+    (scale_rows, scale_cols), between = fmt.scale_block(dim), level_strides(fmt, dim)
     table.launch(
         _decode, offsets.contiguous(), rows, TILE.rows, triton.cdiv(cols, TILE.cols),
         [
@@ -95,20 +95,6 @@ def dequantize(
             inverse, hadamard.NEGATIVE if fmt.transform == "hadamard16" else 0, TILE.rows, TILE.cols,
         ),
         TILE.warps,
-        (cols, codes.shape[1], stride, *_strides(fmt, dim, scale_inv), *_level_strides(fmt, dim)),
+        (cols, codes.shape[1], stride, *(scale_inv.stride() if fmt.block else between), *between),
     )  # fmt: skip
     return out
-
-
-def _strides(fmt: Format, dim: int, scale_inv: Tensor) -> tuple[int, int]:
-    """From one scale of a group to the next, along M and along K."""
-    if fmt.block:
-        return scale_inv.stride(0), scale_inv.stride(1)
-    return _level_strides(fmt, dim)
-
-
-def _level_strides(fmt: Format, dim: int) -> tuple[int, int]:
-    """The same of one a group, a row or a column."""
-    if not fmt.amax_per_row:
-        return 0, 0
-    return (1, 0) if dim == ROWWISE else (0, 1)

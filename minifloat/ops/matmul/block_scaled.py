@@ -20,7 +20,7 @@ from minifloat.formats import ROWWISE, Format
 from minifloat.formats.elements import E4M3
 from minifloat.formats.scale_rules import e8m0_from_float
 from minifloat.ops.matmul.native import has_kernels, k_major
-from minifloat.ops.matmul.reference import Values, contracted_length, tensor_factor
+from minifloat.ops.matmul.reference import Values, tensor_factor, values_shape
 from minifloat.ops.quantize.reference import _pack, _unpack, decode
 
 MX_BLOCK = 32
@@ -110,26 +110,22 @@ def _operand(x: Any) -> tuple[Tensor, Tensor]:
 
 def _repacked(x: Any) -> Tensor:
     """The 4-bit codes of tiles, packed along the contracted dim in lieu of the other one."""
+    shape = values_shape(x.codes, x.format, x.dim, x.along, x.outer)
     if not has_kernels(x.codes):
-        return _pack(_unpack(x.codes, x.dim, _shape(x)), x.along)
+        return _pack(_unpack(x.codes, x.dim, shape), x.along)
     from minifloat.ops.matmul import swizzle as kernels
 
-    return kernels.repacked(x.codes, x.dim, _shape(x))
+    return kernels.repacked(x.codes, x.dim, shape)
 
 
 def _e4m3(x: Any) -> Tensor:
     """Codes of fewer bits as those of E4M3, one a byte, which hold the same values."""
+    shape = values_shape(x.codes, x.format, x.dim, x.along, x.outer)
     if not has_kernels(x.codes):
-        return E4M3.encode(decode(x.codes, x.format, x.dim, _shape(x)))
+        return E4M3.encode(decode(x.codes, x.format, x.dim, shape))
     from minifloat.ops.matmul import swizzle as kernels
 
-    return kernels.as_e4m3(x.codes, x.format, x.dim, _shape(x), x.along)
-
-
-def _shape(x: Any) -> torch.Size:
-    """[M, K] of the values."""
-    length = contracted_length(x.codes, x.format, x.dim, x.along)
-    return torch.Size((x.outer, length) if x.along == ROWWISE else (length, x.outer))
+    return kernels.as_e4m3(x.codes, x.format, x.dim, shape, x.along)
 
 
 def _alpha(left: Tensor, right: Tensor, divisor: float) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
-from minifloat.ops.matmul.reference import Values, contracted_length
+from minifloat.ops.matmul.reference import Values, values_shape
 from minifloat.ops.quantize.reference import _blocks, _unblock, decode
 
 LARGEST = torch.finfo(torch.bfloat16).max
@@ -58,7 +58,7 @@ def values(
 
     Arguments as of ``reference.spread``, layout as of :func:`spread`.
     """
-    shape = _shape(codes, fmt, dim, along, outer)
+    shape = values_shape(codes, fmt, dim, along, outer)
     scales = fmt.scaling.values(scale_inv).bfloat16()
     scaled = _blocks(_bf16(codes, fmt, dim, shape), *fmt.scale_block(dim)) * scales[:, None, :, None]
     result = _unblock(scaled.clamp(-LARGEST, LARGEST), shape)
@@ -72,7 +72,7 @@ def spread(
 
     ``codes`` of the result is a view of the [M, K] layout, transposed or not: bf16 tensor cores take either.
     """
-    shape = _shape(codes, fmt, dim, along, outer)
+    shape = values_shape(codes, fmt, dim, along, outer)
     values = _bf16(codes, fmt, dim, shape)
     factor, divisor = scale_inv.reshape(-1), 1.0
     if fmt.block:
@@ -87,12 +87,6 @@ def spread(
         blocks = _blocks(values, *fmt.scale_block(dim))
         values = _unblock(blocks * scales.bfloat16()[:, None, :, None], shape)
     return Values(values if along == ROWWISE else values.t(), None, factor, divisor)
-
-
-def _shape(codes: Tensor, fmt: Format, dim: int, along: int, outer: int) -> torch.Size:
-    """[M, K] of the values."""
-    length = contracted_length(codes, fmt, dim, along)
-    return torch.Size((outer, length) if along == ROWWISE else (length, outer))
 
 
 def _bf16(codes: Tensor, fmt: Format, dim: int, shape: torch.Size) -> Tensor:

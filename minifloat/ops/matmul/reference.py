@@ -101,8 +101,7 @@ def spread(
     codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, along: int, outer: int, segment: int
 ) -> Values:
     """An operand cast along ``dim``, contracted along ``along``, ``outer`` elements wide in the other dim."""
-    length = contracted_length(codes, fmt, dim, along)
-    shape = torch.Size((outer, length) if along == ROWWISE else (length, outer))
+    shape = values_shape(codes, fmt, dim, along, outer)
     values = decode(codes, fmt, dim, shape, torch.float64)
     scales: Tensor | None = None
     factor, divisor = scale_inv.reshape(-1), 1.0
@@ -120,6 +119,12 @@ def spread(
             scales = grid.repeat_interleave(outer_block, 0)[:outer].repeat_interleave(fmt.block // segment, 1)
             factor = grid.new_ones(1)
     return Values(values if along == ROWWISE else values.t(), scales, factor, divisor)
+
+
+def values_shape(codes: Tensor, fmt: Format, dim: int, along: int, outer: int) -> torch.Size:
+    """[M, K] of the values of an operand; arguments as of :func:`spread`."""
+    length = contracted_length(codes, fmt, dim, along)
+    return torch.Size((outer, length) if along == ROWWISE else (length, outer))
 
 
 def contracted_length(codes: Tensor, fmt: Format, dim: int, along: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
 from minifloat.ops.launch import Kernel, allocate, ready
-from minifloat.ops.matmul.reference import Values, contracted_length
+from minifloat.ops.matmul.reference import Values, values_shape
 from minifloat.ops.quantize.decode import Factors, at_16_bytes, decode
 from minifloat.ops.quantize.device import extent
 from minifloat.ops.quantize.job import aligned
@@ -125,9 +125,8 @@ def _written(codes: Tensor, fmt: Format, dim: int, along: int, outer: int, facto
     """bf16 [outer, contracted]."""
     if codes.dtype == torch.bfloat16:  # as they were cast, see ``casts.Casts``
         return codes if along == ROWWISE else codes.t()
-    length = contracted_length(codes, fmt, dim, along)
-    shape = (outer, length) if along == ROWWISE else (length, outer)
-    out = allocate(shape, torch.bfloat16, codes.device, transposed=codes.stride(1) != 1 and not fmt.packed)
+    M, K = values_shape(codes, fmt, dim, along, outer)
+    out = allocate((M, K), torch.bfloat16, codes.device, transposed=codes.stride(1) != 1 and not fmt.packed)
     decode(codes, fmt, dim, factors, out)
     return out if along == ROWWISE else out.t()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, ScaleRule, parse
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize import hadamard
-from minifloat.ops.quantize.device import extent
+from minifloat.ops.quantize.device import corner, extent
 from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import Tile
 
@@ -148,10 +148,9 @@ def decode_kernel(
     code_rows = extent(code_rows, ALIGNED_M)
     code_cols = extent(code_cols, ALIGNED_K)
     code_stride = extent(code_stride, ALIGNED_M if K_MAJOR else ALIGNED_K)
-    program = tl.program_id(0)
-    columns = tl.cdiv(K, BLOCK_K)
+    first_m, first_k = corner(tl.program_id(0), K, BLOCK_M, BLOCK_K)
     decode_tile(
-        codes, scales, levels, out, program // columns * BLOCK_M, program % columns * BLOCK_K,
+        codes, scales, levels, out, first_m, first_k,
         M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
         K_MAJOR, OUT_K_MAJOR, ELEMENT, PACKED_M, SCALE_ROWS, SCALE_COLS, RULE, LEVEL, INVERSE, NEGATIVE,
         BLOCK_M, BLOCK_K,
@@ -196,14 +195,19 @@ def dequantize(
     fmt, levels, strides, inverse = parse(format), scale_inv, (0, 0), 1.0
     if fmt.scale_rule == "two_level":
         assert amax is not None
-        levels, inverse = amax.contiguous(), 1.0 / (6 * fmt.block_scale_max)
-        if fmt.amax_per_row:
-            strides = (1, 0) if dim == ROWWISE else (0, 1)
+        levels, strides, inverse = amax.contiguous(), level_strides(fmt, dim), 1.0 / (6 * fmt.block_scale_max)
     level = "none" if levels is scale_inv else "amax"
     signs = hadamard.NEGATIVE if fmt.transform == "hadamard16" else 0
     out = torch.empty(rows, cols, dtype=dtype, device=codes.device)
     decode(codes, fmt, dim, Factors(fmt.scaling, scale_inv, level, levels, strides, inverse, signs), out)
     return out
+
+
+def level_strides(fmt: Format, dim: int) -> tuple[int, int]:
+    """From one amax to the next, along M and along K: of one for all, or of each row or column."""
+    if not fmt.amax_per_row:
+        return 0, 0
+    return (1, 0) if dim == ROWWISE else (0, 1)
 
 
 def decode(codes: Tensor, fmt: Format, dim: int, factors: Factors, out: Tensor) -> None:

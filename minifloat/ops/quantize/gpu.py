@@ -30,6 +30,7 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
     if len({x.device for x in xs}) > 1:
         return [amax([x], [spec], [dim])[0] for x, spec, dim in zip(xs, formats, dims, strict=True)]
     single = [not fmt.amax_per_row and (fmt.block == 0 or fmt.scale_rule == "two_level") for fmt in parsed]
+    rotated = [fmt.transform == "hadamard16" for fmt in parsed]
     # Not parts of one tensor: outputs of an operation must not share memory.
     results = [
         torch.zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
@@ -38,17 +39,13 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
     plain: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for i, (x, fmt, dim, found) in enumerate(zip(xs, parsed, dims, results, strict=True)):
         check(x, None, fmt, dim)
-        if fmt.transform == "hadamard16":
-            before = i > 0 and x is xs[i - 1] and single[i - 1] and parsed[i - 1].transform == "none"
-            if before:
-                plain[x.dtype].pop()
-                nvfp4.amax_both([ready(x)], [results[i - 1]], [found])
-            else:
-                nvfp4.amax([ready(x)], fmt, dim, [found])
+        if rotated[i] and i > 0 and x is xs[i - 1] and single[i - 1] and not rotated[i - 1]:
+            plain[x.dtype].pop()
+            nvfp4.amax([ready(x)], fmt, dim, [found], plain=[results[i - 1]])
+        elif rotated[i] or fmt.amax_per_row:
+            nvfp4.amax([ready(x)], fmt, dim, [found])
         elif single[i]:
             plain.setdefault(x.dtype, []).append((ready(x), found))
-        elif fmt.amax_per_row:
-            nvfp4.amax([ready(x)], fmt, dim, [found])
         else:
             nothing = found.new_empty(0)
             target = Target(fmt, dim, None, nothing, nothing, found, False)

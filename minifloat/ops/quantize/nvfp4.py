@@ -16,7 +16,6 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.quantize import per_tensor
 from minifloat.ops.quantize.device import (
     corner,
     extent,
@@ -210,30 +209,32 @@ ROTATED_AMAX = Kernel(rotated_amax_kernel)
 LINE_AMAX = Kernel(line_amax_kernel)
 
 
-def amax(xs: Sequence[Tensor], fmt: Format, dim: int, amaxes: Sequence[Tensor], choice: Tile | None = None) -> None:
-    """Raises each of ``amaxes`` to that of its tensor, as a cast to ``fmt`` along ``dim`` needs it.
+def amax(
+    xs: Sequence[Tensor],
+    fmt: Format,
+    dim: int,
+    amaxes: Sequence[Tensor],
+    choice: Tile | None = None,
+    plain: Sequence[Tensor] | None = None,
+) -> None:
+    """Raises each of ``amaxes`` to those of the rows (or columns) of its tensor, or to that of the rotated tensor.
 
     Args:
         xs: contiguous, [M, K], all of one dtype.
+        fmt: has ``amax_per_row``, or the Hadamard transform.
         amaxes: fp32, one a tensor: [M] or [K] with ``amax_per_row``, else [1].
+        plain: fp32 [1] each, raised to the amaxes of the tensors that are not rotated, in the same reading.
     """
+    choice = choice or tile("amax_nvfp4_lines" if fmt.amax_per_row else "amax_nvfp4", xs[0].device)
+    programs = _programs(xs, choice)
+    sources, found, integers = programs.pad(xs), programs.pad(amaxes), (programs.starts, *programs.sizes(xs))
     if fmt.amax_per_row:
-        choice = choice or tile("amax_nvfp4_lines", xs[0].device)
-        programs = _programs(xs, choice)
-        of_lines = (programs.variant, dim == COLUMNWISE, _aligned(xs), choice.rows, choice.cols)
-        tensors = programs.pad(xs), programs.pad(amaxes)
-        LINE_AMAX(programs.total, tensors, (programs.starts, *programs.sizes(xs)), of_lines, choice.warps)
-    elif fmt.transform == "hadamard16":
-        _amax_rotated(xs, None, amaxes, choice)
+        of_lines = programs.variant, dim == COLUMNWISE, _aligned(xs), choice.rows, choice.cols
+        LINE_AMAX(programs.total, (sources, found), integers, of_lines, choice.warps)
     else:
-        per_tensor.amax(xs, amaxes, choice)
-
-
-def amax_both(
-    xs: Sequence[Tensor], row_amaxes: Sequence[Tensor], column_amaxes: Sequence[Tensor], choice: Tile | None = None
-) -> None:
-    """Raises the amaxes (fp32 [1] each) of tensors as they are, and of what the Hadamard transform makes of them."""
-    _amax_rotated(xs, row_amaxes, column_amaxes, choice)
+        of_rotated = programs.variant, plain is not None, _aligned(xs), choice.cols
+        rows = found if plain is None else programs.pad(plain)
+        ROTATED_AMAX(programs.total, (sources, rows, found), integers, of_rotated, choice.warps)
 
 
 def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
@@ -274,18 +275,6 @@ def choose(job: Job, aligned_k: bool) -> Tile:
         return tile("cast_nvfp4_search", job.x.device)
     alone = "stochastic" in roundings and not aligned_k
     return tile("cast_nvfp4_unaligned" if alone else "cast_nvfp4", job.x.device)
-
-
-def _amax_rotated(
-    xs: Sequence[Tensor], row_amaxes: Sequence[Tensor] | None, column_amaxes: Sequence[Tensor], choice: Tile | None
-) -> None:
-    choice = choice or tile("amax_nvfp4", xs[0].device)
-    programs = _programs(xs, choice)
-    of_rotated = (programs.variant, row_amaxes is not None, _aligned(xs), choice.cols)
-    columns = programs.pad(column_amaxes)
-    rows = columns if row_amaxes is None else programs.pad(row_amaxes)
-    integers = (programs.starts, *programs.sizes(xs))
-    ROTATED_AMAX(programs.total, (programs.pad(xs), rows, columns), integers, of_rotated, choice.warps)
 
 
 def _programs(xs: Sequence[Tensor], choice: Tile) -> Programs:
