@@ -39,8 +39,6 @@ from minifloat.ops.quantize.job import Aligned, Job, Programs, Target, input_max
 from minifloat.ops.quantize.layouts import Layouts, layouts, through_shared
 from minifloat.ops.tiles import Tile, tile
 
-CANDIDATES = (Tile(32, 128, 1), Tile(32, 128, 2), Tile(32, 64, 1), Tile(64, 128, 4), Tile(128, 128, 8))
-"""Tiles worth timing. One that does not hold whole blocks is enlarged to do, and its warps with it."""
 MOST_WARPS = 32
 """Of a program: 1024 threads."""
 
