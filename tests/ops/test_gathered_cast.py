@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.formats.scale_rules import Quotient, define_scale_rule
 from minifloat.ops import grouped
-from minifloat.ops.grouped import cast_kernels, gathered, gathered_kernels, layout
+from minifloat.ops.grouped import cast_kernels, gathered, layout
 from minifloat.ops.grouped.fused import Outputs
 from minifloat.ops.launch import KNOWN, count_launches
 from tests.helpers.compare import assert_same_bits, strides
@@ -45,7 +45,7 @@ def run(name: str, kernels: bool, *arguments: Any) -> Any:
     if not kernels:
         return operation.reference(*arguments)
     with confined():
-        return getattr(gathered_kernels, name)(*arguments)
+        return getattr(cast_kernels, f"gathered_{name}")(*arguments)
 
 
 @IMPLEMENTATIONS
@@ -86,9 +86,9 @@ def test_a_rule_without_a_kernel(device: torch.device) -> None:
     """The reference casts."""
     define_scale_rule(Quotient("gathered_only", own=False))
     x, rows, offsets = inputs((5, 0, 18), 32, device)
-    level, how = gathered_kernels.amax(x, rows, offsets), (["e4m3/tensor/gathered_only"] * 2, BOTH, [True] * 2)
+    level, how = cast_kernels.gathered_amax(x, rows, offsets), (["e4m3/tensor/gathered_only"] * 2, BOTH, [True] * 2)
     with count_launches() as launches:
-        found = gathered_kernels.cast(x, rows, offsets, level, *how)
+        found = cast_kernels.gathered_cast(x, rows, offsets, level, *how)
     assert not launches
     for mine, other in zip(found, gathered.gathered_cast.reference(x, rows, offsets, level, *how), strict=True):
         assert_same_bits(mine, other)
@@ -99,8 +99,8 @@ def test_launches(device: torch.device) -> None:
     for counts in ((12,), (1,) * 12):
         x, rows, offsets = inputs(counts, 32, device)
         with count_launches() as launches:
-            level = gathered_kernels.amax(x, rows, offsets)
-            gathered_kernels.cast(x, rows, offsets, level, ["e4m3/tensor/fp32"] * 2, BOTH, [True] * 2)
+            level = cast_kernels.gathered_amax(x, rows, offsets)
+            cast_kernels.gathered_cast(x, rows, offsets, level, ["e4m3/tensor/fp32"] * 2, BOTH, [True] * 2)
         assert launches == {
             "token_amax_kernel": 1, "gathered_amax_kernel": 1, "group_table_kernel": 1, "grouped_cast_kernel": 1
         }  # fmt: skip

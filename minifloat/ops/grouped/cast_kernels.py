@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from minifloat.formats import parse
+from minifloat.ops.grouped import gathered
 from minifloat.ops.grouped.fused import (
     Outputs,
+    as_declared,
+    casts_to,
     launch,
     record_amaxes,
     scale_of,
@@ -16,9 +23,13 @@ from minifloat.ops.grouped.fused import (
     wanted,
 )
 from minifloat.ops.grouped.table import number, of_groups, of_rows
-from minifloat.ops.launch import Kernel
+from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.quantize import gpu
 from minifloat.ops.quantize.blocks import held
+from minifloat.ops.quantize.decode import at_16_bytes
 from minifloat.ops.quantize.device import extent, load_tile, pick, pick_wide, tile_places
+from minifloat.ops.quantize.job import aligned
+from minifloat.ops.tiles import Tile
 
 
 @triton.jit
@@ -51,7 +62,37 @@ def grouped_cast_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def token_amax_kernel(x, amaxes, T, K, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The amax of each row of ``x`` [T, K]."""
+    K = extent(K, ALIGNED)
+    t, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    largest = tl.zeros((ROWS, COLS), tl.float32)
+    at = x + t[:, None].to(tl.int64) * K + k[None, :]
+    for first in tl.range(0, K, COLS, num_stages=3):
+        inside = (t[:, None] < T) & (first + k[None, :] < K)
+        values = tl.load(at + first, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(values))  # which drops NaN
+    tl.store(amaxes + t, tl.max(largest, axis=1), mask=t < T)
+
+
+@triton.jit
+def gathered_amax_kernel(amaxes, rows, offsets, found, BLOCK: tl.constexpr):
+    """The largest amax of the tokens of each group."""
+    group = tl.program_id(0)
+    end = tl.load(offsets + group + 1)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for first in range(tl.load(offsets + group), end, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        token = tl.load(rows + row, mask=row < end, other=0)
+        largest = tl.maximum(largest, tl.load(amaxes + token, mask=row < end, other=0.0))
+    tl.store(found + group, tl.max(largest, axis=0))
+
+
 KERNEL = Kernel(grouped_cast_kernel, layouts=True)
+_of_tokens, _of_groups = Kernel(token_amax_kernel), Kernel(gathered_amax_kernel, wide=False)
+_TOKENS = Tile(4, 512, 4)
+_ROWS = 1024
 
 
 def cast(out: Outputs, x: Tensor, rows: Tensor | None, offsets: Tensor, level: Tensor | None) -> None:
@@ -64,3 +105,33 @@ def cast(out: Outputs, x: Tensor, rows: Tensor | None, offsets: Tensor, level: T
     tensors = [source, wanted(rows, of_rows(1), x), wanted(level, of_groups(1), x)]
     constants = *out.constants, rows is not None, out.format.scale_rule == "given"
     launch(KERNEL, out, tensors, offsets, M, columns, constants, choice)
+
+
+def gathered_amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """The operation: amaxes of tokens, and then of groups. Tokens are read once, however many experts they have."""
+    x, (T, K), groups = ready(x), x.shape, offsets.numel() - 1
+    of_tokens = torch.empty(T, dtype=torch.float32, device=x.device)
+    found = torch.empty(groups, dtype=torch.float32, device=x.device)
+    count, cols, warps, _ = _TOKENS
+    _of_tokens(triton.cdiv(T, count), (x, of_tokens), (T, K), (aligned([K]), count, cols), warps)
+    _of_groups(groups, (of_tokens, ready(rows), at_16_bytes(offsets), found), (), (_ROWS,), 4)
+    return found
+
+
+def gathered_cast(
+    x: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    level: Tensor | None,
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+) -> list[Tensor]:
+    """The operation: a token's row goes to each of its experts without a copy between."""
+    if not gpu.casts(parse(formats[0])):
+        return gathered.gathered_cast.reference(x, rows, offsets, level, formats, dims, k_major)
+    x = ready(x)
+    matrix = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])
+    out, made = casts_to(matrix, offsets, formats, dims, k_major)
+    cast(out, x, rows, offsets, level)
+    return as_declared(made, formats, dims, k_major)

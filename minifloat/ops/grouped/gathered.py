@@ -16,7 +16,7 @@ from minifloat.ops import grouped
 from minifloat.ops.library import operation
 
 
-@operation("grouped.gathered_kernels:amax")
+@operation("grouped.cast_kernels:gathered_amax")
 def gathered_amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """The amax of each group, fp32 [G]; ``rows``: int32 [M], ``offsets``: as of :data:`grouped.grouped_amax`."""
     return grouped.grouped_amax.reference(x[rows.long()], offsets, [Format().spec], [ROWWISE])[0]
@@ -27,7 +27,7 @@ def _(x: Tensor, _rows: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, dtype=torch.float32)
 
 
-@operation("grouped.gathered_kernels:cast")
+@operation("grouped.cast_kernels:gathered_cast")
 def gathered_cast(
     x: Tensor,
     rows: Tensor,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from minifloat.formats import ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.formats.elements import E4M3
 from minifloat.formats.scale_rules import e8m0_from_float
 from minifloat.ops.matmul.native import has_kernels, k_major
@@ -44,7 +44,7 @@ def operands(a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor], Any]:
     divisor = 36.0 * a.format.block_scale_max * b.format.block_scale_max
     if not direct:
         return read, (a.amax, b.amax, divisor)
-    return (*read, _alpha(a.amax, b.amax, divisor)), (None, None, 1.0)
+    return (*read, _writers(a.amax).alpha(a.amax, b.amax, divisor)), (None, None, 1.0)
 
 
 def is_direct(a: Format, b: Format, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
@@ -90,47 +90,43 @@ def _operand(x: Any) -> tuple[Tensor, Tensor]:
     """Codes [outer, contracted], both dims padded, and swizzled scales."""
     fmt: Format = x.format
     two_level = fmt.scale_rule == "two_level"
-    codes = x.codes
+    codes, written, shape = x.codes, _writers(x.codes), values_shape(x.codes, x.format, x.dim, x.along, x.outer)
     if two_level and x.dim != x.along:
-        codes = _repacked(x)
+        codes = written.repacked(codes, x.dim, shape)
     elif not two_level and fmt.encoding.dtype is None:
-        codes = _e4m3(x)
+        codes = written.as_e4m3(codes, fmt, x.dim, shape, x.along)
     align = ALIGN[0], ALIGN[1] // 2 if two_level else ALIGN[1]  # in bytes
     scale = x.scale_inv if x.along == ROWWISE else x.scale_inv.t()
     outer_block = fmt.scale_block(x.dim)[0 if x.along == ROWWISE else 1]
     repeat = 1 if two_level else fmt.block // MX_BLOCK
-    if has_kernels(x.codes):
-        from minifloat.ops.matmul import swizzle as kernels
-
-        return k_major(codes, fmt, x.along, align), kernels.swizzle(scale, x.outer, outer_block, repeat)
-    grid = scale if scale.dtype == torch.uint8 else e8m0_from_float(scale)
-    grid = grid.repeat_interleave(outer_block, 0)[: x.outer].repeat_interleave(repeat, 1)
-    return k_major(codes, fmt, x.along, align).contiguous(), swizzle(grid)
+    return k_major(codes, fmt, x.along, align).contiguous(), written.swizzle(scale, x.outer, outer_block, repeat)
 
 
-def _repacked(x: Any) -> Tensor:
-    """The 4-bit codes of tiles, packed along the contracted dim in lieu of the other one."""
-    shape = values_shape(x.codes, x.format, x.dim, x.along, x.outer)
-    if not has_kernels(x.codes):
-        return _pack(_unpack(x.codes, x.dim, shape), x.along)
+class _Plain:
+    """What ``swizzle.py`` does by kernels, in plain PyTorch."""
+
+    @staticmethod
+    def swizzle(scale: Tensor, outer: int, outer_block: int, repeat: int) -> Tensor:
+        grid = scale if scale.dtype == torch.uint8 else e8m0_from_float(scale)
+        return swizzle(grid.repeat_interleave(outer_block, 0)[:outer].repeat_interleave(repeat, 1))
+
+    @staticmethod
+    def repacked(codes: Tensor, dim: int, shape: torch.Size) -> Tensor:
+        return _pack(_unpack(codes, dim, shape), COLUMNWISE if dim == ROWWISE else ROWWISE)
+
+    @staticmethod
+    def as_e4m3(codes: Tensor, fmt: Format, dim: int, shape: torch.Size, along: int) -> Tensor:
+        return E4M3.encode(decode(codes, fmt, dim, shape))
+
+    @staticmethod
+    def alpha(left: Tensor, right: Tensor, divisor: float) -> Tensor:
+        return torch.cat([factor(left, right, divisor).reshape(1), torch.ones_like(left)])
+
+
+def _writers(x: Tensor) -> Any:
+    """The functions that write what the library reads: kernels where they run."""
+    if not has_kernels(x):
+        return _Plain
     from minifloat.ops.matmul import swizzle as kernels
 
-    return kernels.repacked(x.codes, x.dim, shape)
-
-
-def _e4m3(x: Any) -> Tensor:
-    """Codes of fewer bits as those of E4M3, one a byte, which hold the same values."""
-    shape = values_shape(x.codes, x.format, x.dim, x.along, x.outer)
-    if not has_kernels(x.codes):
-        return E4M3.encode(decode(x.codes, x.format, x.dim, shape))
-    from minifloat.ops.matmul import swizzle as kernels
-
-    return kernels.as_e4m3(x.codes, x.format, x.dim, shape, x.along)
-
-
-def _alpha(left: Tensor, right: Tensor, divisor: float) -> Tensor:
-    if has_kernels(left):
-        from minifloat.ops.matmul import swizzle as kernels
-
-        return kernels.alpha(left, right, divisor)
-    return torch.cat([factor(left, right, divisor).reshape(1), torch.ones_like(left)])
+    return kernels
