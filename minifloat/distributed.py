@@ -5,7 +5,7 @@ from minifloat.comm import gather as _gather
 from minifloat.comm import sharded_cast as _sharded_cast
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.functional import prepare_shard as _prepare_shard
+from minifloat.functional import gathered as _gathered
 from minifloat.functional.shared_cast import gathered_once
 from minifloat.functional.tensor_parallel import set_check, set_overlap
 from minifloat.nn.etp import etp_parameters
@@ -23,7 +23,7 @@ from minifloat.parallel.state_dict import (
 # What layers call for each forward is checked where users call it.
 gather = checked(_gather.gather)
 start_gather = checked(_gather.start_gather)
-prepare_shard = checked(_prepare_shard.prepare_shard)
+prepare_shard = checked(_gathered.prepare_shard)
 quantize_shard = checked(_sharded_cast.quantize_shard)
 
 __all__ = [

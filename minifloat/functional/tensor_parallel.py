@@ -19,9 +19,8 @@ from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.autograd import apply
-from minifloat.functional.gathered import Gathered, GatheredByProduct, multiplied, only
+from minifloat.functional.gathered import Gathered, GatheredByProduct, multiplied, only, prepare_shard
 from minifloat.functional.gemm import WeightGemm
-from minifloat.functional.prepare_shard import prepare_shard
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
