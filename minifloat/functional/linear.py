@@ -109,7 +109,7 @@ def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:
 def unpack(layouts: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Any]:
     """The operands that :func:`pack` was given."""
     operands: list[Any] = []
-    compiling, first = torch.compiler.is_compiling(), 0
+    compiling, first = torch.compiler.is_dynamo_compiling(), 0
     for kind, count, layout in layouts:
         codes = tensors[first]
         if kind is None or codes is None:

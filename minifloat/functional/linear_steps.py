@@ -236,24 +236,23 @@ def quantized(
     return as_quantized_tensor(output(y, x_shape, delayed_call), quantizer, kind, delayed_call)
 
 
-def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None) -> Tensor:
-    """``x`` as a tensor that the next layer takes as it is."""
-    if not quantizer.quantized:
-        return x
-    operands = quantize(x, quantizer, kind, delayed_call, gemm_ready=False)
-    scale = delayed_scale(delayed_call, kind)
-    return QuantizedTensor.from_operands(
-        operands, quantizer, x.shape, x.dtype, scale=None if scale is None else scale.clone()
-    )
-
-
 def quantized_in_graph(y: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None, label: str) -> Tensor:
     """The same of Y in traced code, after the autograd function of ``label``: Dynamo traces none that returns it."""
+    return as_quantized_tensor(y, quantizer, "output", delayed_call, label)
+
+
+def as_quantized_tensor(
+    x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None, label: str | None = None
+) -> Tensor:
+    """``x`` as a tensor that the next layer takes as it is; in traced code with the ``label`` of its layer."""
     if not quantizer.quantized:
-        return y
-    operands = quantize(y.detach(), quantizer, "output", delayed_call, gemm_ready=False)
-    scale = delayed_scale(delayed_call, "output")
-    return traced.as_quantized_tensor(y, operands, quantizer, None if scale is None else scale.clone(), label)
+        return x
+    operands = quantize(x.detach(), quantizer, kind, delayed_call, gemm_ready=False)
+    scale = delayed_scale(delayed_call, kind)
+    scale = None if scale is None else scale.clone()
+    if label is not None:
+        return traced.as_quantized_tensor(x, operands, quantizer, scale, label)
+    return QuantizedTensor.from_operands(operands, quantizer, x.shape, x.dtype, scale=scale)
 
 
 # ---- backward ----
