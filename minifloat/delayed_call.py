@@ -55,9 +55,12 @@ class DelayedCall:
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
         self.shared = self.region is not None and self.group is not None and not compiling
         self.first = True
-        self.captured = self.region is not None and self.region.calls is not None
-        if self.captured:
-            self._leave_to_replays()
+        calls = None if self.region is None else self.region.calls
+        self.captured = calls is not None
+        if calls is not None:  # in a CUDA graph's capture amaxes are recorded; each replay has calls for all else
+            self.first = False
+            if records or backward:
+                calls.append(self)
             return
         if self.region is not None and records:
             self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
@@ -72,13 +75,6 @@ class DelayedCall:
                 self.region.add_compiled(Member(states[1], recipe, self.group, self.region.compiled), self.first)
             if self.shared:
                 self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
-
-    def _leave_to_replays(self) -> None:
-        """Inside of a CUDA graph's capture amaxes are recorded; each replay has calls of its own for all else."""
-        self.first = False
-        assert self.region is not None and self.region.calls is not None
-        if self.records[0] or self.records[1]:
-            self.region.calls.append(self)
 
     def forward_finished(self) -> None:
         """Updates the forward history now if no ``autocast`` will do it at its end."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 
 import torch
 from torch import Tensor
+
+from minifloat.quantizer import as_matrix
 
 active = False
 """Some thread has contexts that look: what costs nothing where none has. No count, which compiled code would guard."""
@@ -46,7 +47,7 @@ def check(label: str, what: str, tensor: Tensor) -> None:
         )
 
 
-def watch_gradient(label: str, y: Tensor) -> None:
-    """Checks the gradient of a layer's result when backward brings it."""
+def watch_gradient(label: str, y: Tensor, rows: int | None = None) -> None:
+    """Checks the gradient of a layer's result [..., N], or of so many of its rows, when backward brings it."""
     if y.requires_grad:
-        y.register_hook(partial(check, label, "grad_output"))
+        y.register_hook(lambda dy: check(label, "grad_output", dy if rows is None else as_matrix(dy)[:rows]))

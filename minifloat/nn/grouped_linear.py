@@ -290,17 +290,11 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         total = int(layout.offsets[-1])
         finite.check(self._label, "input", as_matrix(x)[:total])
         finite.check(self._label, "weight", self._own_values())
-        if y.requires_grad:
-            y.register_hook(partial(_check_gradient, self._label, total))
+        finite.watch_gradient(self._label, y, total)
 
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self._has_bias}"
-
-
-def _check_gradient(label: str, total: int, dy: Tensor) -> None:
-    """Of the first ``total`` rows."""
-    finite.check(label, "grad_output", as_matrix(dy)[:total])
 
 
 __all__ = ["GroupedLinear"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,18 +89,13 @@ def partitions(
     return {"weight": Partition(1, (in_features,), size, rank)} if parallel.mode == "row" else {}
 
 
-def mark(parameter: Tensor, partition: Partition | None) -> None:
+def mark(parameter: Any, partition: Partition | None) -> None:
     """Notes on a parameter how it is sharded, under the names that Megatron gave these attributes.
 
     ``tensor_model_parallel``, ``partition_dim`` (-1: every rank has all of it), ``partition_stride`` (how many fused
     parts there are) and, of our own, ``partition_parts`` (their lengths in the whole).
     """
-    parts = () if partition is None else partition.parts
-    notes = {
-        "tensor_model_parallel": partition is not None,
-        "partition_dim": -1 if partition is None else partition.dim,
-        "partition_stride": max(len(parts), 1),
-        "partition_parts": parts,
-    }
-    for name, value in notes.items():
-        setattr(parameter, name, value)
+    parameter.tensor_model_parallel = partition is not None
+    parameter.partition_dim = -1 if partition is None else partition.dim
+    parameter.partition_parts = () if partition is None else partition.parts
+    parameter.partition_stride = max(len(parameter.partition_parts), 1)
