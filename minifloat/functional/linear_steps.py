@@ -194,7 +194,8 @@ def fprop(
     multiply: Gemm, dtype: torch.dtype, fast: bool, x: Quantized, w: Quantized, bias: Tensor | None, *out: Tensor
 ) -> Tensor:
     """Y = X W^T + b; to ``out``, if that is given."""
-    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), dtype, bias, fast, *out)
+    x_rows, w_rows = x.rowwise or x.along(ROWWISE), w.rowwise or w.along(ROWWISE)
+    return multiply("fprop", x_rows, w_rows, dtype, bias, fast, *out)
 
 
 def sharded_fprop(
@@ -329,7 +330,7 @@ def gather_w(dim: int, values: bool, w: Operand, weight: Any) -> Operand:
 
 def dgrad(multiply: Gemm, dtype: torch.dtype, fast: bool, dy: Quantized, w: Operand, *out: Tensor) -> Tensor:
     """dX = dY W; to ``out``, if that is given."""
-    return multiply("dgrad", dy.along(ROWWISE), w, dtype, None, fast, *out)
+    return multiply("dgrad", dy.rowwise or dy.along(ROWWISE), w, dtype, None, fast, *out)
 
 
 def sharded_dgrad(options: LinearOptions, fast: bool, dy: Quantized | Gathered, w: Operand) -> Pending[Tensor]:

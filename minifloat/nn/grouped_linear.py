@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat import finite, recompute
+from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import checks_finite
 from minifloat.comm.group import Group
@@ -161,13 +161,8 @@ class GroupedLinear(GroupedParameters, LinearCalls):
                 the host knows them. ``out`` or ``dgrad_out`` is no such memory. ``fp8_output`` under delayed scaling,
                 whose experts have scales of their own.
         """
-        special = fp8_output or is_first_microbatch is False or recompute._inside
         writes = out is not None or dgrad_out is not None
-        if (
-            (special or writes or self.delay_wgrad_compute or self.fuse_wgrad_accumulation or self._etp is not None)
-            and torch.compiler.is_compiling()
-            and needs_eager(self, is_first_microbatch, fp8_output, writes=writes)
-        ):
+        if torch.compiler.is_compiling() and needs_eager(self, is_first_microbatch, fp8_output, writes=writes):
             forward = partial(GroupedLinear.forward, fp8_output=fp8_output, out=out, dgrad_out=dgrad_out)
             return run_eager(forward, self, x, m_splits, is_first_microbatch)
         self._check_input(x)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat import recompute
 from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
@@ -139,13 +138,8 @@ class LayerNormLinear(parts.LayerOfParts):
                 gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
         """
         linear = self.linear
-        special = fp8_output or is_first_microbatch is False or recompute._inside
-        if (
-            type(linear) is Linear  # which may have been replaced
-            and (special or linear.delay_wgrad_compute or linear.fuse_wgrad_accumulation or linear._etp is not None)
-            and torch.compiler.is_compiling()
-            and needs_eager(linear, is_first_microbatch, fp8_output)
-        ):
+        own = type(linear) is Linear  # which may have been replaced
+        if own and torch.compiler.is_compiling() and needs_eager(linear, is_first_microbatch, fp8_output):
             return run_eager(
                 LayerNormLinear.forward, self, x, is_first_microbatch, fp8_output, rows_per_rank, residual,
                 return_residual,

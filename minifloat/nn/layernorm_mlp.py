@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat import recompute
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply
@@ -152,14 +151,9 @@ class LayerNormMLP(parts.LayerOfParts):
         the residual stream if ``return_residual``. ``is_first_microbatch`` and ``rows_per_rank`` are those of
         :class:`~minifloat.Linear`, ``residual`` and ``return_residual`` those of :class:`~minifloat.LayerNormLinear`.
         """
-        special = is_first_microbatch is False or self.checkpoint or recompute._inside
-        for fc in (self.fc1, self.fc2):
-            if (
-                type(fc) is Linear  # which may have been replaced
-                and (special or fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation or fc._etp is not None)
-                and torch.compiler.is_compiling()
-                and needs_eager(fc, is_first_microbatch, checkpointed=self.checkpoint)
-            ):
+        for fc in (self.fc1, self.fc2) if torch.compiler.is_compiling() else ():
+            own = type(fc) is Linear  # which may have been replaced
+            if own and needs_eager(fc, is_first_microbatch, checkpointed=self.checkpoint):
                 return run_eager(
                     LayerNormMLP.forward, self, x, is_first_microbatch, rows_per_rank, residual, return_residual
                 )

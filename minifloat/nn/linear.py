@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat import finite, recompute
+from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import autocast, is_batch_invariant
 from minifloat.comm.group import Group
@@ -154,12 +154,7 @@ class Linear(LinearCalls, LinearParameters):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
-        special = fp8_output or fp8_grad or is_first_microbatch is False or recompute._inside
-        if (
-            (special or self.delay_wgrad_compute or self.fuse_wgrad_accumulation or self._etp is not None)
-            and torch.compiler.is_compiling()
-            and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad)
-        ):
+        if torch.compiler.is_compiling() and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad):
             return run_eager(Linear.forward, self, x, is_first_microbatch, fp8_output, fp8_grad, rows_per_rank)
         parallel = self._parallel
         if parallel.mode is not None or rows_per_rank is not None:

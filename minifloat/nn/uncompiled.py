@@ -28,6 +28,9 @@ def needs_eager(
     Raises:
         RuntimeError: so it is, and the compiler was told ``fullgraph=True``; ``fp8_output`` in an export.
     """
+    special = fp8_output or fp8_grad or checkpointed or writes or is_first_microbatch is False or recompute._inside
+    if not (special or linear.delay_wgrad_compute or linear.fuse_wgrad_accumulation or linear._etp is not None):
+        return False
     if fp8_output and torch.compiler.is_exporting():
         raise RuntimeError(
             f"{linear._label}: fp8_output=True gives a quantized tensor, which torch.export does not trace; use False"
