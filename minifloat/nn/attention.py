@@ -94,7 +94,7 @@ class DotProductAttention(nn.Module):
         self.softcap = softcap
         if num_attention_heads % self.num_gqa_groups:
             raise ValueError(
-                f"{self._label()}: {num_attention_heads} heads do not divide by num_gqa_groups={self.num_gqa_groups}; "
+                f"{self._label}: {num_attention_heads} heads do not divide by num_gqa_groups={self.num_gqa_groups}; "
                 "change one of them"
             )
         self._check_mask_type(attn_mask_type)
@@ -188,7 +188,7 @@ class DotProductAttention(nn.Module):
     def _band(self, mask_type: str, window: tuple[int, int] | None) -> Band:
         left, right = (-1, -1) if window is None else window
         if left < -1 or right < -1:
-            raise ValueError(f"{self._label()}: window_size is {window}; counts of keys are needed, or -1 for all")
+            raise ValueError(f"{self._label}: window_size is {window}; counts of keys are needed, or -1 for all")
         if "causal" in mask_type:
             right = 0
         return Band(None if left == -1 else left, None if right == -1 else right)
@@ -206,10 +206,10 @@ class DotProductAttention(nn.Module):
         if self.qkv_format == "thd":
             self._check_unused("attention_mask", mask)
             names = ("cu_seqlens_q", "cu_seqlens_kv")
-            packed = [check_cu_seqlens(self._label(), *each) for each in zip(names, starts, strict=True)]
+            packed = [check_cu_seqlens(self._label, *each) for each in zip(names, starts, strict=True)]
             if packed[0].shape != packed[1].shape:
                 raise ValueError(
-                    f"{self._label()}: cu_seqlens_q has {packed[0].numel()} entries, cu_seqlens_kv "
+                    f"{self._label}: cu_seqlens_q has {packed[0].numel()} entries, cu_seqlens_kv "
                     f"{packed[1].numel()}; queries and keys need as many sequences"
                 )
             return packed_places(packed[0], packed[1], q.shape[2], k.shape[2], bottom_right)
@@ -217,7 +217,7 @@ class DotProductAttention(nn.Module):
             return None, None
         if (mask is None) == (starts[0] is None):
             raise ValueError(
-                f"{self._label()}: a padding mask needs either attention_mask, True where there is padding, or "
+                f"{self._label}: a padding mask needs either attention_mask, True where there is padding, or "
                 f"cu_seqlens_q; {'neither' if mask is None else 'both'} given"
             )
         if mask is None:
@@ -229,17 +229,17 @@ class DotProductAttention(nn.Module):
 
     def _filled(self, name: str, cu_seqlens: Tensor | None, t: Tensor) -> Tensor:
         """bool [B, S], True on as many tokens of each row as its sequence has."""
-        lengths = check_cu_seqlens(self._label(), f"cu_seqlens_{name}", cu_seqlens).diff()
+        lengths = check_cu_seqlens(self._label, f"cu_seqlens_{name}", cu_seqlens).diff()
         if lengths.shape[0] != t.shape[0]:
             raise ValueError(
-                f"{self._label()}: cu_seqlens_{name} is of {lengths.shape[0]} sequences, the batch of {t.shape[0]}"
+                f"{self._label}: cu_seqlens_{name} is of {lengths.shape[0]} sequences, the batch of {t.shape[0]}"
             )
         return torch.arange(t.shape[2], device=t.device) < lengths[:, None]
 
     def _padding(self, mask: Tensor, t: Tensor) -> Tensor:
         if mask.dtype != torch.bool or mask.shape not in ((t.shape[0], 1, 1, t.shape[2]), (t.shape[0], t.shape[2])):
             raise ValueError(
-                f"{self._label()}: a padding mask is {mask.dtype} of shape {tuple(mask.shape)}; bool "
+                f"{self._label}: a padding mask is {mask.dtype} of shape {tuple(mask.shape)}; bool "
                 f"{(t.shape[0], 1, 1, t.shape[2])} is needed, or a pair of masks where keys differ from queries"
             )
         return mask.reshape(t.shape[0], t.shape[2])
@@ -247,14 +247,14 @@ class DotProductAttention(nn.Module):
     def _arbitrary(self, mask: Tensor | tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor) -> Tensor:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             raise ValueError(
-                f"{self._label()}: attn_mask_type='arbitrary' needs attention_mask, bool, True where masked out"
+                f"{self._label}: attn_mask_type='arbitrary' needs attention_mask, bool, True where masked out"
             )
         return self._fits("attention_mask", mask, q, k)
 
     def _fits(self, name: str, t: Tensor, q: Tensor, k: Tensor) -> Tensor:
         shape = (*q.shape[:3], k.shape[2])
         if t.dim() > 4 or any(n not in (1, m) for n, m in zip(t.shape[::-1], shape[::-1], strict=False)):
-            raise ValueError(f"{self._label()}: {name} has shape {tuple(t.shape)}; it must broadcast to {shape}")
+            raise ValueError(f"{self._label}: {name} has shape {tuple(t.shape)}; it must broadcast to {shape}")
         return t
 
     # ---- layouts and checks ----
@@ -267,19 +267,20 @@ class DotProductAttention(nn.Module):
             return t[0].transpose(0, 1).flatten(1)
         return t.permute((2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)).flatten(2)
 
+    @property
     def _label(self) -> str:
         return "DotProductAttention" + ("" if self.layer_number is None else f" of layer {self.layer_number}")
 
     def _check_mask_type(self, mask_type: str) -> None:
         if mask_type not in get_args(MaskType):
-            raise ValueError(f"{self._label()}: attn_mask_type is {mask_type!r}; {', '.join(get_args(MaskType))}")
+            raise ValueError(f"{self._label}: attn_mask_type is {mask_type!r}; {', '.join(get_args(MaskType))}")
         if mask_type == "arbitrary" and self.qkv_format == "thd":
-            raise ValueError(f"{self._label()}: packed sequences have no arbitrary mask; use qkv_format='bshd'")
+            raise ValueError(f"{self._label}: packed sequences have no arbitrary mask; use qkv_format='bshd'")
 
     def _check_unused(self, name: str, given: object) -> None:
         if given is not None:
             raise ValueError(
-                f"{self._label()}: {name} has no use with {self.qkv_format} and attn_mask_type="
+                f"{self._label}: {name} has no use with {self.qkv_format} and attn_mask_type="
                 f"{self.attn_mask_type!r}; leave it out, or use bshd and a padding mask type or 'arbitrary'"
             )
 
@@ -295,12 +296,12 @@ class DotProductAttention(nn.Module):
             check_tensor(t, self, name)
             if t.dim() != dims or t.shape[-2:] != (heads, width):
                 raise ValueError(
-                    f"{self._label()}: {name} has shape {tuple(t.shape)}; {self.qkv_format} of {heads} heads and "
+                    f"{self._label}: {name} has shape {tuple(t.shape)}; {self.qkv_format} of {heads} heads and "
                     f"{width} channels is needed"
                 )
         batch = {"sbhd": 1, "bshd": 0}.get(self.qkv_format)
         if key.shape[:-2] != value.shape[:-2] or (batch is not None and query.shape[batch] != key.shape[batch]):
             raise ValueError(
-                f"{self._label()}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
+                f"{self._label}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
                 "differ in batch or length; keys and values need the same of both, queries the same batch"
             )

@@ -85,5 +85,4 @@ def _check_unusual(x: Any, module: nn.Module, name: str) -> None:
 
 
 def _label(module: nn.Module) -> str:
-    label = getattr(module, "_label", None) or type(module).__name__
-    return str(label() if callable(label) else label)
+    return str(getattr(module, "_label", type(module).__name__))

@@ -107,17 +107,10 @@ class LinearCalls(LinearState):
             plan = self._new_plan(config, weight, options)
             if not compiling:
                 self._plans[key] = plan
-        delayed_call = (
-            None
-            if config.delayed is None
-            else self._delayed_call(config.delayed, replayed, needs_x or needs_w or needs_b)
-        )
-        if delayed_call is not None and config.delayed is not None and parallel.sequence_parallel:
-            why = f"{self._label}: sequence_parallel=True gathers tensors"
-            check_same_scale(why, parallel.group, config.delayed, delayed_call.group)
-        if delayed_call is not None and config.delayed is not None and self._etp is not None:
-            why = f"{self._label}: the weight is sharded"
-            check_same_scale(why, self._etp.group, config.delayed, delayed_call.group)
+        delayed_call = None
+        if config.delayed is not None:
+            backward = needs_x or needs_w or needs_b
+            delayed_call = self._delayed_call(config.delayed, replayed, backward, parallel)
         cast_now = type(weight) is nn.Parameter and is_first_microbatch is None
         w = None if cast_now else self._weight_operands(plan, delayed_call, weight, is_first_microbatch)
         return plan, Call(delayed_call, None, w, not compiling), weight, bias
@@ -205,11 +198,19 @@ class LinearCalls(LinearState):
                 "load_state_dict, which resets what a checkpoint lacks"
             )
 
-    def _delayed_call(self, recipe: DelayedScaling, replayed: Tensor | None, backward: bool) -> DelayedCall:
+    def _delayed_call(
+        self, recipe: DelayedScaling, replayed: Tensor | None, backward: bool, parallel: TensorParallel
+    ) -> DelayedCall:
         """Where delayed scaling keeps its state; a recomputation records nothing."""
         states, first = (self.forward_scaling, self.backward_scaling), replayed is None
         records = torch.is_grad_enabled() and first
-        return DelayedCall(states, recipe, records, backward and first, current(), replayed)
+        call = DelayedCall(states, recipe, records, backward and first, current(), replayed)
+        if parallel.sequence_parallel:
+            why = f"{self._label}: sequence_parallel=True gathers tensors"
+            check_same_scale(why, parallel.group, recipe, call.group)
+        if self._etp is not None:
+            check_same_scale(f"{self._label}: the weight is sharded", self._etp.group, recipe, call.group)
+        return call
 
     def _high_precision(self, x: Tensor) -> Any:
         self._check_dtype(x)
