@@ -14,15 +14,11 @@ from minifloat import capability
 from minifloat.arguments import Accepts
 from minifloat.recipes.base import ElementPair, MMParams, QParams, QuantizerRole, Recipe
 from minifloat.recipes.block import Float8BlockScaling
-from minifloat.recipes.current import Float8CurrentScaling
+from minifloat.recipes.current import Float8CurrentScaling, Float8RowwiseScaling
 from minifloat.recipes.custom import CustomRecipe
 from minifloat.recipes.delayed import DelayedScaling, DelayedScalingRequest
-from minifloat.recipes.mxfp4 import MXFP4BlockScaling
-from minifloat.recipes.mxfp6 import MXFP6BlockScaling
-from minifloat.recipes.mxfp8 import MXFP8BlockScaling
+from minifloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling, W4A8BlockScaling
 from minifloat.recipes.nvfp4 import NVFP4BlockScaling
-from minifloat.recipes.rowwise import Float8RowwiseScaling
-from minifloat.recipes.w4a8 import W4A8BlockScaling
 
 Format = ElementPair  # as Transformer Engine spells it
 

@@ -1,1 +1,1 @@
-"""The recipes, one file each; ``minifloat.recipe`` lists their names."""
+"""The recipes; ``minifloat.recipe`` lists their names."""
