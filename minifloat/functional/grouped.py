@@ -288,31 +288,10 @@ def _takes_product(out: Tensor, dtype: torch.dtype) -> bool:
     return out.dtype == dtype and out.is_contiguous() and out.data_ptr() % 256 == 0
 
 
-def fprop(
-    x: Quantized, w: Quantized, bias: Tensor | None = None, *, out_dtype: torch.dtype, fast_accum: bool = False
-) -> Tensor:
-    """Y [M, N]: of each group X W^T + b; bias [G, N]. Rows that are no group's are 0."""
-    return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), out_dtype, bias, fast_accum)  # type: ignore[arg-type]
-
-
-def dgrad(dy: Quantized, w: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """dX [M, K]: of each group dY W. Rows that are no group's are 0."""
-    return multiply("dgrad", dy.along(ROWWISE), w.along(COLUMNWISE), out_dtype, None, fast_accum)  # type: ignore[arg-type]
-
-
-def wgrad(
-    dy: Quantized,
-    x: Quantized,
-    *,
-    out_dtype: torch.dtype,
-    fast_accum: bool = False,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
-    """dW [G, N, K]: of each group dY^T X, written to ``out``, or added to it; 0 of a group without rows."""
-    a: Any = dy.along(COLUMNWISE)
-    b: Any = x.along(COLUMNWISE)
-    return multiply("wgrad", a, b, out_dtype, None, fast_accum, out, accumulate)
+def product(gemm: str, a: Quantized, b: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """fprop Y [M, N], dgrad dX [M, K] or wgrad dW [G, N, K] of each group; 0 in rows and of groups that have none."""
+    a_dim, b_dim = matmul.CONTRACTED[gemm]
+    return multiply(gemm, a.along(a_dim), b.along(b_dim), out_dtype, None, fast_accum)  # type: ignore[arg-type]
 
 
 def bias_gradient(dy: Tensor, layout: GroupLayout) -> Tensor:

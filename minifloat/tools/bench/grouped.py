@@ -5,7 +5,6 @@ Groups are of uneven sizes in multiples of 16, which PyTorch's FP8 product needs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -82,12 +81,8 @@ def ours(data: Data, gemm: str, recipe: str | None) -> Call:
         quantizer = named(recipe).quantizer(QuantizerRole("linear", ROLES[name]))
         quantizer = quantizer.with_usage(rowwise=along == ROWWISE, columnwise=along == COLUMNWISE)
         operands.append(grouped.quantize(x, layout, quantizer, gemm_ready=True))
-    products: dict[str, Callable[..., Tensor]] = {
-        "fprop": grouped.fprop, "dgrad": grouped.dgrad, "wgrad": grouped.wgrad
-    }  # fmt: skip
-    multiply = products[gemm]
     fast = gemm == "fprop" and recipe == "current"
-    return lambda: [multiply(*operands, out_dtype=torch.bfloat16, fast_accum=fast)]
+    return lambda: [grouped.product(gemm, *operands, out_dtype=torch.bfloat16, fast_accum=fast)]
 
 
 def by_torch(data: Data, gemm: str) -> Call:
