@@ -22,7 +22,7 @@ from minifloat.functional.gemm import WeightGemm
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.linear_config import LinearOptions
 from minifloat.functional.quantize import RoleCasts, delayed_scale, quantize, quantize_part, reuse
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.tensor_parallel import TensorParallel, done
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor, traced
@@ -365,7 +365,8 @@ def column_sum(dy: Tensor, groups: None = None) -> Tensor:
 
 def reduced_column_sum(parallel: TensorParallel, dy: Tensor, groups: None = None) -> Pending[Tensor | None]:
     """The same, summed over the ranks where each has rows of its own."""
-    return parallel.start_reduce_bias_gradient(column_sum(dy))
+    db = column_sum(dy)
+    return parallel.start_sum_of_rows(db) if parallel.mode == "row" else done(db)
 
 
 def reduce_dw(sink: Callable[..., object], options: LinearOptions, weight: Any, product: Callable[..., Tensor]) -> None:

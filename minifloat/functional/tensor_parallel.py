@@ -202,12 +202,8 @@ class TensorParallel:
         """The sum over ranks of what a row-parallel layer computed without a product, in whose memory it may be."""
         return self._start_sum(y).wait() if self.mode == "row" else y
 
-    def start_reduce_bias_gradient(self, db: Tensor | None) -> Pending[Tensor | None]:
-        """Begins to sum db, if it is needed, where each rank has seen its own rows of dY only."""
-        return self.start_sum_of_rows(db) if self.mode == "row" else done(db)
-
     def start_sum_of_rows(self, gradient: Tensor | None) -> Pending[Tensor | None]:
-        """The same of the gradient of a parameter that all ranks have, to which each one's rows add."""
+        """Begins to sum the gradient, if it is needed, of a parameter that all ranks have, each for its own rows."""
         if gradient is None or not self.sequence_parallel:
             return done(gradient)
         return Pending([], collectives.start_all_reduce(gradient, self.group, check=self.check).wait)

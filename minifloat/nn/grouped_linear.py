@@ -166,7 +166,7 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             forward = partial(GroupedLinear.forward, fp8_output=fp8_output, out=out, dgrad_out=dgrad_out)
             return run_eager(forward, self, x, m_splits, is_first_microbatch)
         self._check_input(x)
-        layout = self._layout(x, m_splits)
+        layout = layout_of(x, m_splits, self.num_gemms, self.in_features, self._label)
         recipe = self._recipe_in_force()
         if recipe is None:
             self._check_dtype(x)
@@ -231,9 +231,6 @@ class GroupedLinear(GroupedParameters, LinearCalls):
                 weight.made_of = of
         return plan, call, weight, bias
 
-    def _layout(self, x: Tensor, m_splits: Any) -> GroupLayout:
-        return layout_of(x, m_splits, self.num_gemms, self.in_features, self._label)
-
     def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
         return make_grouped_plan(config, options)
 
@@ -290,6 +287,3 @@ class GroupedLinear(GroupedParameters, LinearCalls):
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self._has_bias}"
-
-
-__all__ = ["GroupedLinear"]

@@ -221,6 +221,3 @@ def _times(y: Tensor, probabilities: Tensor, layout: GroupLayout) -> Tensor:
     some_groups = torch.arange(layout.rows, device=y.device)[:, None] < layout.offsets[-1]
     products = torch.where(some_groups, y.float().reshape(layout.rows, y.shape[-1]) * probabilities[:, None], 0.0)
     return products.to(y.dtype).reshape(y.shape)
-
-
-__all__ = ["GroupedMLP"]

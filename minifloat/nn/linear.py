@@ -221,6 +221,3 @@ class Linear(LinearCalls, LinearParameters):
         recipe, from_autocast = self._recipe_in_force(), self.recipe is None
         name = type(recipe).__name__ if recipe is not None else "autocast" if from_autocast else "none"
         return sizes + split + f", recipe={name}" + (" (autocast)" if recipe is not None and from_autocast else "")
-
-
-__all__ = ["Linear"]

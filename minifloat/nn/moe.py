@@ -226,6 +226,3 @@ def router_losses(model: nn.Module) -> Tensor | float:
         if isinstance(module, MoE) and module.router_loss is not None:
             total, module.router_loss = total + module.router_loss, None
     return total
-
-
-__all__ = ["LayerNormMoE", "MoE", "router_losses"]

@@ -39,8 +39,10 @@ def needs_eager(
     whole = not torch.compiler.is_dynamo_compiling() or _in_one_graph()  # an export without Dynamo has one graph
     own_gradient, why = grad and any(weight.requires_grad for weight in weights), ""
     reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weights[0], QuantizedTensor)
-    if (checkpointed or recompute._inside) and not whole and _has_delayed_scaling(linear):  # else ``_prepare`` raises
-        return recompute.warns_of_compiled(True)
+    if (checkpointed or recompute._inside) and not whole:
+        recipe = linear._recipe_in_force()
+        if recipe is not None and linear._config(recipe).delayed is not None:  # ``_prepare`` would raise
+            return recompute.warns_of_compiled(True)
     if own_gradient and linear.delay_wgrad_compute:
         why = "delay_wgrad_compute=True leaves work for after backward, which no graph does; use False"
     elif linear._etp is not None:
@@ -66,11 +68,6 @@ def needs_eager(
         )
     # A quantized output has a gradient if what reads it is in the same graph, which another one may not be.
     return why != "" or (grad and fp8_output and not whole)
-
-
-def _has_delayed_scaling(linear: LinearCalls) -> bool:
-    recipe = linear._recipe_in_force()
-    return recipe is not None and linear._config(recipe).delayed is not None
 
 
 def run_eager(forward: Callable[..., Any], *args: Any) -> Any:
