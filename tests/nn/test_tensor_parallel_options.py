@@ -22,13 +22,14 @@ from minifloat.tensor import QuantizedTensor, quantize
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import NAMED
+from tests.helpers.selection import diagonals
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results
 from tests.helpers.tensor_parallel_oracle import shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EACH = pytest.mark.parametrize("recipe", [None, NAMED["delayed"], NAMED["nvfp4"]], ids=["none", "delayed", "nvfp4"])
+RECIPES: list[Recipe | None] = [None, NAMED["delayed"], NAMED["nvfp4"]]
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
 
 
@@ -246,9 +247,11 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@EACH
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.__name__)
+@pytest.mark.parametrize(
+    ("recipe", "kind", "option"),
+    diagonals(2, RECIPES, KINDS, OPTIONS),
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_options(worker_pool: Pools, option: Any, kind: str, recipe: Recipe | None) -> None:
     """Each gives the numbers of the module without it."""
     worker_pool(2).run(_with_option, Case(kind, (20, 13), True, recipe, dtype=FP32), option)

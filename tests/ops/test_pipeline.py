@@ -29,6 +29,7 @@ from minifloat.recipe import QuantizerRole, named
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits, strides
 from tests.helpers.replay_on_cpu import replay_on_cpu
+from tests.helpers.selection import diagonals
 
 E4M3, E5M2 = Quantizer(Format("e4m3")), Quantizer(Format("e5m2"))
 GIVEN = Quantizer(Format("e4m3", scale_rule="given"))
@@ -129,8 +130,7 @@ def nothing_else() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("usage", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "usage"), diagonals(2, CASES, [(True, True), (True, False), (False, True)]), ids=str)
 def test_replays(case: str, usage: tuple[bool, bool], device: torch.device) -> None:
     row, column = usage
     how = [CASES[case][0].with_usage(rowwise=row, columnwise=column), *CASES[case][1:]]

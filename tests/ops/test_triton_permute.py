@@ -22,9 +22,7 @@ from tests.helpers.routing import CASES, KINDS, Case, some_indices
 from tests.helpers.selection import diagonals
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
-FOR_EACH_CASE = pytest.mark.parametrize(
-    "case", [*CASES, Case(3, 2, 1025, 2), Case(70, 4, 4, 9)], ids=lambda case: "-".join(map(str, case))
-)
+SHAPES = [*CASES, Case(3, 2, 1025, 2), Case(70, 4, 4, 9)]
 
 
 REFERENCE = SimpleNamespace(
@@ -58,9 +56,7 @@ def check(x: Tensor, y: Tensor, p: Tensor, *of: Tensor) -> None:
         same(got, want)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("kind", KINDS)
-@FOR_EACH_CASE
+@pytest.mark.parametrize(("case", "kind", "dtype"), diagonals(2, SHAPES, KINDS, [*DTYPES, torch.float64]), ids=str)
 def test_bit_for_bit(case: Case, kind: str, dtype: torch.dtype, device: torch.device) -> None:
     of = where(case, kind, device)
     x = torch.randn(case.tokens, case.columns).to(dtype).to(device)

@@ -21,6 +21,7 @@ from minifloat.parallel.ddp import data_parallel
 from minifloat.parallel.fsdp.api import fully_shard
 from minifloat.parallel.fsdp.full_state import full_state_dict
 from tests.helpers.distributed_pool import Pools
+from tests.helpers.selection import diagonals
 
 WRAPPERS = {"ddp": data_parallel, "fsdp": fully_shard, "torch fsdp": torch_fully_shard}
 
@@ -65,9 +66,7 @@ def step_alike(rank: int, size: int, wrapper: str, recipe: str, single: bool) ->
     return ""
 
 
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("recipe", ["current", "none"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("wrapper", "recipe", "single"), diagonals(2, WRAPPERS, ["current", "none"], [False, True]))
 def test_steps_are_those_of_one_process(worker_pool: Pools, wrapper: str, recipe: str, single: bool) -> None:
     assert worker_pool(2).run(step_alike, wrapper, recipe, single) == [""] * 2
 

@@ -18,30 +18,29 @@ from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.rows import row_unit
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import KINDS, Case, RecordedGathers, mesh_of
+from tests.helpers.selection import diagonals
 
 COUNTS = [3, 0, 6]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "delayed"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "recipe", "kind"), diagonals(2, [2, 3], ["current", "block", "mxfp8", "delayed"], KINDS)
+)
 def test_lockstep(worker_pool: Pools, size: int, recipe: str, kind: str) -> None:
     assert worker_pool(size).run(KINDS[kind], Case("experts", recipe), 2) == [""] * size
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("experts", "nvfp4", "root", options=("evaluate",)),
-        Case("experts", "mxfp8", reshard=False, options=("accumulate",)),
-        Case("experts", "mxfp8", dtype="bfloat16", options=("checkpoint",)),
-        Case("experts", "delayed", options=("autocast", "accumulate")),
-    ],
-    ids=lambda case: "-".join(str(value) for value in (*case[1:3], *case.options)),
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_ways_to_step(worker_pool: Pools, case: Case, kind: str) -> None:
-    assert worker_pool(2).run(KINDS[kind], case, 2) == [""] * 2
+WAYS = {
+    "evaluate": Case("experts", "nvfp4", "root", options=("evaluate",)),
+    "accumulate": Case("experts", "mxfp8", reshard=False, options=("accumulate",)),
+    "checkpoint": Case("experts", "mxfp8", dtype="bfloat16", options=("checkpoint",)),
+    "autocast": Case("experts", "delayed", options=("autocast", "accumulate")),
+}
+
+
+@pytest.mark.parametrize(("way", "kind"), diagonals(2, WAYS, KINDS))
+def test_ways_to_step(worker_pool: Pools, way: str, kind: str) -> None:
+    assert worker_pool(2).run(KINDS[kind], WAYS[way], 2) == [""] * 2
 
 
 class Layers(nn.Sequential):

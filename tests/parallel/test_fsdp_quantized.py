@@ -31,7 +31,13 @@ def test_lockstep(worker_pool: Pools, case: Case) -> None:
     assert worker_pool(2).run(quantized_lockstep, case, 3) == [""] * 2
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("delayed", "block", "nvfp4", "mxfp6"),
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("current", "mxfp8", "rowwise", "mxfp4")],
+    ],
+)
 def test_unaligned_and_empty_shards(worker_pool: Pools, recipe: str) -> None:
     assert worker_pool(3).run(quantized_lockstep, Case("linears", recipe), 2) == [""] * 3
 

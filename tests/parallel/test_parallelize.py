@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.recipes import NAMED
+from tests.helpers.selection import diagonals
 from tests.helpers.tensor_parallel_layers import BATCH, HIDDEN, Case, step
 
 LLAMA: dict[str, Any] = {"num_gqa_groups": 4, "normalization": "RMSNorm", "activation": "swiglu", "bias": False}
@@ -68,15 +70,10 @@ def parameters_and_cuts(model: nn.Module) -> Any:
 # ---- layers ----
 
 
-@SEQUENCE
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-@pytest.mark.parametrize("name", CASES)
-def test_is_the_layer_made_parallel(
-    worker_pool: Pools, name: str, recipe: Recipe | None, sequence_parallel: bool
-) -> None:
+@pytest.mark.parametrize(("name", "recipe", "sequence_parallel"), diagonals(2, CASES, RECIPES, [True, False]))
+def test_is_the_layer_made_parallel(worker_pool: Pools, name: str, recipe: str, sequence_parallel: bool) -> None:
     """Values, notes on parameters, results of two steps and delayed scaling's state: bit for bit."""
-    case = CASES[name]
-    case = Case(**{**case.__dict__, "sequence_parallel": sequence_parallel, "recipe": recipe, "scales": (1.0, 4.0)})
+    case = replace(CASES[name], sequence_parallel=sequence_parallel, recipe=RECIPES[recipe], scales=(1.0, 4.0))
     for found, wanted in worker_pool(2).run(_both, case):
         assert found["cuts"] == wanted["cuts"] and found["repr"] == wanted["repr"]
         for key in ("parameters", "first", "second", "state"):

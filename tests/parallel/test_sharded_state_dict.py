@@ -98,7 +98,9 @@ def load(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], dict[str
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in one process
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2), (2, 3), (4, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(2, 1), (1, 2), (3, 4), *[pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 3), (4, 2))]]
+)
 def test_saved_and_loaded(worker_pool: Pools, tmp_path: Path, saved: int, loaded: int) -> None:
     """Parameters, buffers, optimizer state and hyperparameters are those that the saved model would have here."""
     folder = str(tmp_path / "checkpoint")
