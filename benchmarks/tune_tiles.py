@@ -1,4 +1,4 @@
-"""Times candidate tiles of the kernels on this GPU and prints GB/s: where the lines of `kernels/tiles.py` come from.
+"""Times candidate tiles of the kernels on this GPU and prints GB/s, for the table in `minifloat/ops/tiles.py`.
 
     python benchmarks/tune_tiles.py [ROWS COLS]
 

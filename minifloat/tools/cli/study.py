@@ -277,7 +277,8 @@ def conclude(plan: Study, results: study_report.Results, noise: Noise | None) ->
     """
     problems = study_report.problems_of_runs(results)
     results = {job: results[job] for job in plan.jobs}
-    losses = study_report.final_losses(study_report.whole(results))
+    whole = study_report.whole(results)
+    losses = study_report.final_losses(whole)
     found = []
     if runs.BASELINE in losses:
         controls = [name for name in runs.CONTROLS if name in losses]
@@ -288,8 +289,8 @@ def conclude(plan: Study, results: study_report.Results, noise: Noise | None) ->
     images = f"{name}-loss.png", f"{name}-gap.png", f"{name}-summary.png"
     corpus = runs.load_text(plan.paths, plan.conditions)
     entropy = data.unigram_entropy(corpus.train, corpus.validation, corpus.vocabulary)
-    study_report.plot_losses(study_report.whole(results), entropy, corpus.unit, plan.out / images[0])
-    study_report.plot_gaps(study_report.whole(results), found, plan.out / images[1])
+    study_report.plot_losses(whole, entropy, corpus.unit, plan.out / images[0])
+    study_report.plot_gaps(whole, found, plan.out / images[1])
     study_report.plot_summary(found, noise, plan.resolution, plan.out / images[2])
     about = facts(plan, corpus)
     for i, line in enumerate([] if noise is None else noise.describe(plan.resolution)):

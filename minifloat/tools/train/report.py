@@ -105,7 +105,7 @@ def render(
     lines += [f"- {problem}" for problem in problems] + [""] * bool(problems)
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", f"## Losses (nats per {unit})", "", "![losses](loss.png)", ""]
-    lines += _table(
+    lines += table(
         ("run", "first loss", "last loss", "validation loss", f"{unit}s/s", "peak memory"),
         [_summary(run) for run in runs],
     )
@@ -116,7 +116,7 @@ def render(
     if comparison is not None:
         lines += [f"Gap: {describe(runs, comparison, unit)}", ""]
     lines += ["## Executed GEMMs of the linears, by operand format", ""]
-    lines += _table(
+    lines += table(
         ("run", "gemm", "a", "b", "backend", "count"),
         [(run.name, *key, f"{count:,}") for run in runs for key, count in sorted(run.gemms.items())],
     )
@@ -138,5 +138,6 @@ def _summary(run: Run) -> tuple[str, ...]:
     return (run.name, *losses, f"{run.tokens_per_second:,.0f}", peak)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]

@@ -8,10 +8,13 @@ with one degree of freedom a seed: the controls of a seed share its bf16 run, so
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from minifloat.tools.train.study_statistics import CONFIDENCE, student_t
+import torch
+
+from minifloat.tools.train.study_statistics import CONFIDENCE, inverse, student_t
 
 POWER = 0.8
 MOST_SEEDS = 500
@@ -98,35 +101,18 @@ def half_width(spread: float, seeds: int, power: float | None = None) -> float:
 
 def seeds_for(spread: float, resolution: float, power: float | None = None) -> int | None:
     """The fewest seeds whose :func:`half_width` is at most ``resolution``; None where so many are hopeless."""
-    if half_width(spread, MOST_SEEDS, power) > resolution:
-        return None
-    low, high = 1, MOST_SEEDS  # too few, enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if half_width(spread, middle, power) <= resolution else (middle, high)
-    return high
+    seeds = bisect_left(range(MOST_SEEDS + 1), True, key=lambda n: half_width(spread, n, power) <= resolution)
+    return seeds if seeds <= MOST_SEEDS else None
 
 
 def chi_square(freedom: int, probability: float) -> float:
-    """The value below which chi-square is with this probability; its distribution is summed as a series."""
-    half = freedom / 2
+    """The value below which chi-square is with this probability."""
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
 
     def below(x: float) -> float:
-        if x <= 0:
-            return 0.0
-        term = total = math.exp(half * math.log(x / 2) - x / 2 - math.lgamma(half + 1))
-        for k in range(1, 10_000):
-            term *= x / 2 / (half + k)
-            total += term
-            if term < 1e-16 * total:
-                break
-        return total
+        return float(torch.special.gammainc(half, half.new_tensor(x / 2)))
 
-    low, high = 0.0, freedom + 20 * math.sqrt(2 * freedom) + 20
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if below(middle) < probability else (low, middle)
-    return high
+    return inverse(below, probability, freedom + 20 * math.sqrt(2 * freedom) + 20)
 
 
 def _count(seeds: int | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minifloat.tools.train.report import check_gemms
+from minifloat.tools.train.report import check_gemms, table
 from minifloat.tools.train.study import BASELINE, CONTROLS, Conditions, Job, Result
 from minifloat.tools.train.study_noise import Noise, half_width
 from minifloat.tools.train.study_statistics import CONFIDENCE, Outcome, interval, student_t
@@ -49,26 +49,21 @@ def whole(results: Results) -> dict[Job, Result]:
 
 def broken_rows(results: Results) -> list[tuple[str, str]]:
     """What broke down, by run name, and at which step of which seeds."""
-    steps: dict[str, list[str]] = {}
-    for job, result in results.items():
-        if result.broke_at is not None:
-            steps.setdefault(job.name, []).append(f"broke down at step {result.broke_at} (seed {job.seed})")
-    return [(name, ", ".join(each)) for name, each in steps.items()]
+    broken = _by_name({job: result for job, result in results.items() if result.broke_at is not None})
+    return [
+        (name, ", ".join(f"broke down at step {each.broke_at} (seed {each.job.seed})" for each in group))
+        for name, group in broken.items()
+    ]
 
 
 def final_losses(results: Results) -> dict[str, list[float]]:
     """The final validation losses by run name, in the order of the seeds; all runs must have ended."""
-    losses: dict[str, list[float]] = {}
-    for job, result in results.items():
-        losses.setdefault(job.name, []).append(result.run.validation_loss)
-    return losses
+    return {name: [result.run.validation_loss for result in each] for name, each in _by_name(results).items()}
 
 
 def gemm_rows(results: Results) -> list[tuple[str, ...]]:
     """Executed GEMMs of the linears by run name, kind, formats and backend, summed over the seeds."""
-    counts: dict[str, Counter[Any]] = {}
-    for job, result in results.items():
-        counts.setdefault(job.name, Counter()).update(result.run.gemms)
+    counts = {name: sum((each.run.gemms for each in group), Counter()) for name, group in _by_name(results).items()}
     return [(name, *key, f"{count:,}") for name, each in counts.items() for key, count in sorted(each.items())]
 
 
@@ -287,11 +282,6 @@ def as_json(
             for job, result in results.items()
         ],
     }  # fmt: skip
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 def _cost(results: Sequence[Result]) -> tuple[str, str]:

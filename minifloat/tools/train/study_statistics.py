@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
@@ -113,12 +113,17 @@ def student_t(freedom: int, confidence: float = CONFIDENCE) -> float:
         step = math.cos(angle) ** (power - 1) * math.sin(angle)
         return (step + (power - 1) * integral(power - 2, angle)) / power
 
-    low, high = 0.0, math.pi / 2
-    wanted = confidence * integral(freedom - 1, high)
+    wanted = confidence * integral(freedom - 1, math.pi / 2)
+    return math.sqrt(freedom) * math.tan(inverse(lambda angle: integral(freedom - 1, angle), wanted, math.pi / 2))
+
+
+def inverse(rising: Callable[[float], float], value: float, high: float) -> float:
+    """Where, between 0 and ``high``, a rising function has a value."""
+    low = 0.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if integral(freedom - 1, middle) < wanted else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
+        low, high = (middle, high) if rising(middle) < value else (low, middle)
+    return low
 
 
 def interval(values: Sequence[float]) -> Interval:
