@@ -26,6 +26,7 @@ from minifloat.tools.cli.output import claimed, output_optional
 from minifloat.tools.train import data, source_text, study_report
 from minifloat.tools.train import study as runs
 from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.report import has_4bit
 from minifloat.tools.train.study import Conditions, Job
 from minifloat.tools.train.study_noise import Noise, noise_of
 from minifloat.tools.train.study_statistics import outcomes
@@ -161,7 +162,7 @@ def make_plan(
     jobs = runs.jobs(names, chosen_seeds(seeds))
     for job in jobs:
         conditions.config(job)  # refuses impossible numbers
-    each = {name: limits[_is_4bit(name)] for name in names}
+    each = {name: limits[has_4bit(Variant.parse(name).recipe)] for name in names}
     return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each, resolution)
 
 
@@ -213,10 +214,6 @@ def all_devices(device: torch.device) -> tuple[torch.device, ...]:
     if device.type != "cuda" or device.index is not None:
         return (device,)
     return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-
-
-def _is_4bit(name: str) -> bool:
-    return any("e2m1" in spec for pair in Variant.parse(name).recipe.expected_gemms().values() for spec in pair)
 
 
 def run(plan: Study, left: Sequence[Job]) -> list[Job]:

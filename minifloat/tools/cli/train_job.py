@@ -103,8 +103,7 @@ def recipe_of(name: str) -> Recipe | None:
 def default_gap(name: str) -> float:
     """How far the validation loss of the recipe of that name may be from its twin's, relative."""
     recipe = recipe_of(name)
-    formats = [] if recipe is None else [spec for pair in recipe.expected_gemms().values() for spec in pair]
-    return MAX_GAP_4BIT if any("e2m1" in spec for spec in formats) else MAX_GAP
+    return MAX_GAP_4BIT if recipe is not None and report.has_4bit(recipe) else MAX_GAP
 
 
 def run_or_stop(job: Job) -> list[Run]:

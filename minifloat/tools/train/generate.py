@@ -144,27 +144,17 @@ def generate(
     if top_k is not None and top_k < 1:
         raise ValueError(f"--top-k is {top_k}; choose at least 1")
     check_seed(seed)
-    return _continue(model, list(prompt), count, context, temperature, top_k, seed, dtype)
+    generator, device, seen = torch.Generator().manual_seed(seed), next(model.parameters()).device, list(prompt)
 
+    def tokens() -> Iterator[int]:
+        for _ in range(count):
+            window = torch.tensor([seen[-context:]], device=device)
+            with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+                logits_V = model(window)[0, -1]
+            seen.append(draw(logits_V.double().cpu(), temperature, top_k, generator))
+            yield seen[-1]
 
-def _continue(
-    model: nn.Module,
-    tokens: list[int],
-    count: int,
-    context: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-    dtype: torch.dtype,
-) -> Iterator[int]:
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        window = torch.tensor([tokens[-context:]], device=device)
-        with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            logits_V = model(window)[0, -1]
-        tokens.append(draw(logits_V.double().cpu(), temperature, top_k, generator))
-        yield tokens[-1]
+    return tokens()  # what precedes has raised before the first one is drawn
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

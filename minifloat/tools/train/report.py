@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minifloat.functional import Gemm
+from minifloat.recipe import Recipe
 from minifloat.tools.train.run import Run
 
 MIB = 2**20
@@ -57,6 +58,11 @@ def check_gemms(name: str, gemms: Counter[Gemm], expected: Mapping[str, tuple[st
         if right < each:
             problems.append(f"{name}: {right} {gemm} GEMMs ran as {formats[0]} x {formats[1]} instead of {each}")
     return problems
+
+
+def has_4bit(recipe: Recipe) -> bool:
+    """Whether any of its products has 4-bit elements, which may be farther off."""
+    return any("e2m1" in spec for pair in recipe.expected_gemms().values() for spec in pair)
 
 
 def check_loss(name: str, comparison: Comparison, max_gap: float, max_gradient_gap: float) -> list[str]:
