@@ -7,7 +7,7 @@ or casts it (``fused.py``). The rows that are no group's are stored as zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -128,10 +128,10 @@ def forward(
     x: Tensor, probabilities: Tensor | None, offsets: Tensor, name: str, parameters: Sequence[float], with_amax: bool
 ) -> tuple[Tensor, Tensor]:
     """``grouped_activation``."""
-    x = ready(x)
+    rows = _Rows(ready(x), probabilities, offsets, None, name, parameters)
     y = x.new_empty(x.shape[0], out_columns(name, x.shape[1]))
     out, amax = values_to(y, offsets, with_amax)
-    _forward_to(out, x, probabilities, offsets, None, name, parameters, with_amax, tile("activation", x.device))
+    _forward_to(out, rows, tile("activation", x.device))
     return y, amax
 
 
@@ -145,10 +145,9 @@ def cast(
     *how: Any,
 ) -> list[Tensor]:
     """``grouped_activation_cast``."""
-    x, columns = ready(x), out_columns(name, x.shape[1])
+    rows, columns = _Rows(ready(x), probabilities, offsets, scales, name, parameters), out_columns(name, x.shape[1])
     out, made = casts_to(x[:, :columns], offsets, *how, can_share=name in SHOWN)
-    choice = out.tile("activation", columns, x.device)
-    _forward_to(out, x, probabilities, offsets, scales, name, parameters, scales is not None, choice)
+    _forward_to(out, rows, out.tile("activation", columns, x.device))
     return as_declared(made, *how)
 
 
@@ -162,11 +161,10 @@ def backward(
     with_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``grouped_activation_backward``."""
-    dy, x = ready(dy), ready(x)
-    dx = torch.empty_like(x)
+    rows = _Rows(ready(x), probabilities, offsets, None, name, parameters)
+    dx = torch.empty_like(rows.x)
     out, amax = values_to(dx, offsets, with_amax)
-    choice = tile("grouped_activation_backward", x.device)
-    sums = _backward_to(out, dy, x, probabilities, offsets, None, name, parameters, with_amax, choice)
+    sums = _backward_to(out, ready(dy), rows, tile("grouped_activation_backward", x.device))
     return dx, sums, amax
 
 
@@ -181,48 +179,39 @@ def backward_cast(
     *how: Any,
 ) -> list[Tensor]:
     """``grouped_activation_backward_cast``."""
-    dy, x = ready(dy), ready(x)
+    rows = _Rows(ready(x), probabilities, offsets, scales, name, parameters)
     out, made = casts_to(x, offsets, *how, can_share=name in SHOWN)
     choice = out.tile("activation_backward", dy.shape[1], x.device)
     if gated(name) and scales is None:
         choice = within_half(choice, out.format, dy.shape[1])
-    sums = _backward_to(out, dy, x, probabilities, offsets, scales, name, parameters, scales is not None, choice)
-    return [*as_declared(made, *how), sums]
+    return [*as_declared(made, *how), _backward_to(out, ready(dy), rows, choice)]
 
 
 # ---- launches ----
 
 
-def _forward_to(
-    out: Outputs,
-    x: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
-    scales: Tensor | None,
-    name: str,
-    parameters: Sequence[float],
-    with_amax: bool,
-    choice: Tile,
-) -> None:
+class _Rows(NamedTuple):
+    """What the activation is applied to, and how; ``scales`` are those that casts are given."""
+
+    x: Tensor
+    probabilities: Tensor | None
+    offsets: Tensor
+    scales: Tensor | None
+    name: str
+    parameters: Sequence[float]
+
+
+def _forward_to(out: Outputs, rows: _Rows, choice: Tile) -> None:
+    x, probabilities, offsets, scales, name, parameters = rows
     columns = out_columns(name, x.shape[1])
     tensors = [(x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x), wanted(scales, of_groups(1), x)]
-    constants = *formula(name, parameters), *out.constants, probabilities is not None, with_amax
+    constants = *formula(name, parameters), *out.constants, probabilities is not None
     launch(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
 
 
-def _backward_to(
-    out: Outputs,
-    dy: Tensor,
-    x: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
-    scales: Tensor | None,
-    name: str,
-    parameters: Sequence[float],
-    with_amax: bool,
-    choice: Tile,
-) -> Tensor:
+def _backward_to(out: Outputs, dy: Tensor, rows: _Rows, choice: Tile) -> Tensor:
     """Returns the gradients of the probabilities, [0] where there are none."""
+    x, probabilities, offsets, scales, name, parameters = rows
     M, columns = dy.shape
     # A sum for each tile of a row, added up in an order that the number of tiles fixes. No program has the rows that
     # are no group's.
@@ -232,6 +221,6 @@ def _backward_to(
         (dy, of_rows(columns)), (x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x),
         wanted(None if probabilities is None else partial, of_rows(tiles), x), wanted(scales, of_groups(1), x),
     ]  # fmt: skip
-    constants = *formula(name, parameters), *out.constants, probabilities is not None, with_amax
+    constants = *formula(name, parameters), *out.constants, probabilities is not None
     launch(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
     return partial if probabilities is None else partial.sum(1)

@@ -103,8 +103,7 @@ def cast(out: Outputs, x: Tensor, rows: Tensor | None, offsets: Tensor, level: T
     M, columns = x.shape[0] if rows is None else rows.shape[0], x.shape[1]
     choice, source = out.tile("cast", columns, x.device), (x, of_rows(columns) if rows is None else number(0))
     tensors = [source, wanted(rows, of_rows(1), x), wanted(level, of_groups(1), x)]
-    constants = *out.constants, rows is not None, out.format.scale_rule == "given"
-    launch(KERNEL, out, tensors, offsets, M, columns, constants, choice)
+    launch(KERNEL, out, tensors, offsets, M, columns, (*out.constants, rows is not None), choice)
 
 
 def gathered_amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -126,6 +126,7 @@ class Outputs(NamedTuple):
         format: of the casts.
         dims: of the casts.
         shared: they go through shared memory, see ``quantize/layouts.py``.
+        with_amax: amaxes are measured.
     """
 
     tensors: tuple[Argument, ...]
@@ -136,6 +137,7 @@ class Outputs(NamedTuple):
     format: Format = IDENTITY
     dims: Sequence[int] = ()
     shared: bool = False
+    with_amax: bool = False
 
     def tile(self, kernel: str, columns: int, device: torch.device) -> Tile:
         """The tile of a kernel that casts as many ``columns``."""
@@ -164,13 +166,14 @@ def launch(
     """Launches ``kernel`` on tiles of ``rows`` and ``columns``.
 
     Its arguments are ``tensors``, those of ``out``, the order of tiles, sizes of groups, columns, rows of the memory of
-    columnwise codes, number of groups, strides of scales, ``constants``, and ALIGNED_N, BLOCK_M, BLOCK_N and LAYOUTS.
+    columnwise codes, number of groups, strides of scales, ``constants``, AMAX, ALIGNED_N, BLOCK_M, BLOCK_N, LAYOUTS.
     """
     groups, offsets = offsets.numel() - 1, offsets.contiguous()
     same = columns, out.stored, groups, *out.strides
     programs = triton.cdiv(columns, choice.cols)
     arguments = [*tensors, *out.tensors]
-    constants = *constants, columns % out.unit == 0, choice.rows, choice.cols, out.layouts(choice)
+    sizes = columns % out.unit == 0, choice.rows, choice.cols
+    constants = *constants, out.with_amax, *sizes, out.layouts(choice)
     table.launch_on_tiles(
         kernel, offsets, rows, choice.rows, programs, arguments, same, constants, choice.warps, out.constants is VALUE
     )  # fmt: skip
@@ -189,7 +192,7 @@ def values_to(y: Tensor, offsets: Tensor, with_amax: bool) -> tuple[Outputs, Ten
     amax = y.new_zeros(offsets.numel() - 1 if with_amax else 0, dtype=torch.float32)
     unused = y, number(0)
     amaxes = (amax, of_groups(1)) if with_amax else unused
-    return Outputs(((y, of_rows(y.shape[1])), unused, amaxes, unused, unused, unused), VALUE), amax
+    return Outputs(((y, of_rows(y.shape[1])), unused, amaxes, unused, unused, unused), VALUE, with_amax=with_amax), amax
 
 
 def casts_to(
@@ -225,7 +228,8 @@ def casts_to(
     sizes = Aligned(False, width % 32 == 0, True)
     shared = can_share and len(dims) == 2 and fmt.block == 128 and through_shared(x, fmt, True, any(k_major), sizes)
     stored, unit = column[0][0].shape[0], 32 if fmt.packed else 16
-    return Outputs((*row, *column), how, stored, tuple(strides), unit, fmt, dims, shared), made
+    with_amax = fmt.scale_rule == "given"
+    return Outputs((*row, *column), how, stored, tuple(strides), unit, fmt, dims, shared, with_amax), made
 
 
 def as_declared(
