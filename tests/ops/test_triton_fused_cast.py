@@ -308,7 +308,7 @@ def test_activations_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
         (kernels.FORWARD, "activation", (BF16, BF16, *casts), ()),
         (kernels.BACKWARD, "activation_backward", (BF16, BF16, BF16, *casts, FP32), (True,)),
     ):
-        tile = fused_tile(name, None, fmt, True, True, (128, 128), x.device)
+        tile = fused_tile(name, None, x, (128, 128), fmt, BOTH)[0]
         if with_layouts and tile.cols < 128:
             tile = Tile(32, 128, 2)
         constants = (*formula, *how, True, False, *bias, True, True, tile.rows, tile.cols)
@@ -321,7 +321,7 @@ def test_activations_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
 @pytest.mark.parametrize("spec", [STRIPS, "e4m3/tensor/given"])
 def test_norms_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
     fmt, x = parse(spec), torch.empty(0, dtype=BF16)
-    tile = fused_tile("norm", None, fmt, True, True, (128, 128), x.device)
+    tile = fused_tile("norm", None, x, (128, 128), fmt, BOTH)[0]
     casts = torch.uint8, torch.uint8, fmt.scale_dtype, fmt.scale_dtype, FP32
     constants = (True, True, False, *cast_constants(x, fmt, *BOTH), True, True, tile.rows, tile.cols)
     chosen = layouts(tile, fmt.block, True) if with_layouts and fmt.block else None

@@ -32,7 +32,6 @@ from minifloat.ops.quantize.device import append, corner, extent, load_tile, til
 from minifloat.ops.quantize.fused import (
     VALUE,
     cast_constants,
-    casts_through_shared,
     fused_tile,
     record_amax,
     scale_strides,
@@ -171,15 +170,14 @@ def cast(
     x: Tensor, name: str, parameters: Sequence[float], *arguments: Any, choice: Tile | None = None
 ) -> tuple[Tensor, ...]:
     """The operation ``activation_cast``."""
-    scale, format, rowwise, columnwise, k_major = arguments
+    scale, format, *wanted = arguments
     x, fmt, given = ready(x), parse(format), scale is not None
     shape = x.shape[0], out_columns(name, x.shape[1])
-    out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
-    shared = name in SHOWN and casts_through_shared(x, shape, fmt, rowwise, columnwise, k_major)
-    choice = fused_tile("activation", choice, fmt, rowwise, columnwise, shape, x.device, shared)
+    out = empty_fused_cast(x, shape[1], fmt, *wanted)
+    choice, shared = fused_tile("activation", choice, x, shape, fmt, wanted, name in SHOWN)
     how = (
-        *formula(name, parameters), *cast_constants(x, fmt, rowwise, columnwise, k_major), not given, given,
-        *tile_constants(shape, choice, fmt if shared else None, k_major),
+        *formula(name, parameters), *cast_constants(x, fmt, *wanted), not given, given,
+        *tile_constants(shape, choice, fmt if shared else None, wanted[2]),
     )  # fmt: skip
     # At least one program, even without elements: it stores the scale.
     programs = max(int(given), choice.count(shape))
@@ -221,21 +219,20 @@ def backward_cast(
     dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], *arguments: Any, choice: Tile | None = None
 ) -> tuple[Tensor, ...]:
     """The operation ``activation_backward_cast``."""
-    scale, format, rowwise, columnwise, k_major, with_bias = arguments
+    scale, format, *wanted, with_bias = arguments
     shape, fmt, given = (x.shape[0], out_columns(name, x.shape[1])), parse(format), scale is not None
     assert tuple(dy.shape) == shape, (dy.shape, name, x.shape)
     dy, x = ready(dy), ready(x)
-    out = empty_fused_cast(x, x.shape[1], fmt, rowwise, columnwise, k_major)
+    out = empty_fused_cast(x, x.shape[1], fmt, *wanted)
     if given and with_bias:
         choice = choice or tile("activation_backward_bias", x.device)
-    shared = name in SHOWN and casts_through_shared(x, shape, fmt, rowwise, columnwise, k_major)
-    choice = fused_tile("activation_backward", choice, fmt, rowwise, columnwise, shape, x.device, shared)
+    choice, shared = fused_tile("activation_backward", choice, x, shape, fmt, wanted, name in SHOWN)
     if gated(name) and not given:
         choice = within_half(choice, fmt, shape[1])
     partial = partial_sums(x, with_bias, choice)
     how = (
-        *formula(name, parameters), *cast_constants(x, fmt, rowwise, columnwise, k_major),
-        not given or gated(name), given, with_bias, *tile_constants(shape, choice, fmt if shared else None, k_major),
+        *formula(name, parameters), *cast_constants(x, fmt, *wanted), not given or gated(name), given, with_bias,
+        *tile_constants(shape, choice, fmt if shared else None, wanted[2]),
     )  # fmt: skip
     tensors = dy, x, x if scale is None else scale, *out, partial
     programs = max(int(given), choice.count(shape))

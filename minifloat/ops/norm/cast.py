@@ -20,7 +20,6 @@ from minifloat.ops.quantize.blocks import held
 from minifloat.ops.quantize.device import corner, extent, load_tile, tile_places
 from minifloat.ops.quantize.fused import (
     cast_constants,
-    casts_through_shared,
     fused_tile,
     record_amax,
     scale_strides,
@@ -92,8 +91,7 @@ def norm_cast(
     out = empty_fused_cast(x, shape[1], fmt, rowwise, columnwise, k_major)
     # Other norms wait for a run on a GPU.
     shown = normalization == "RMSNorm" and residual is None and not zero_centered
-    shared = shown and casts_through_shared(x, shape, fmt, rowwise, columnwise, k_major)
-    choice = fused_tile("norm", choice, fmt, rowwise, columnwise, shape, x.device, shared)
+    choice, shared = fused_tile("norm", choice, x, shape, fmt, (rowwise, columnwise, k_major), shown)
     programs = choice.count(shape)
     CAST(
         programs if scale is None else max(1, programs),  # without rows there is still a scale

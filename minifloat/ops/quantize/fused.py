@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -76,18 +75,10 @@ def tile_constants(
 ) -> tuple[Any, ...]:
     """ALIGNED_M, ALIGNED_N, BLOCK_M, BLOCK_N and LAYOUTS of a value of ``shape``.
 
-    With ``fmt`` it is cast through shared memory, see :func:`casts_through_shared`.
+    With ``fmt`` it is cast through shared memory, see :func:`fused_tile`.
     """
     spread = None if fmt is None else layouts(choice, fmt.block, k_major)
     return aligned(shape[:1]), aligned(shape[1:]), choice.rows, choice.cols, spread
-
-
-def casts_through_shared(
-    x: Tensor, shape: Sequence[int], fmt: Format, rowwise: bool, columnwise: bool, k_major: bool
-) -> bool:
-    """A value of ``shape`` in the dtype of ``x`` may be cast so, see ``layouts.py``: in both orientations, so far."""
-    rows, cols = (aligned([size]) for size in shape)
-    return rowwise and through_shared(x, fmt, columnwise, k_major, Aligned(rows, cols, rows))
 
 
 def scale_strides(out: FusedCodes) -> tuple[int, int, int, int]:
@@ -99,14 +90,22 @@ def scale_strides(out: FusedCodes) -> tuple[int, int, int, int]:
 def fused_tile(
     kernel: str,
     choice: Tile | None,
-    fmt: Format,
-    row: bool,
-    column: bool,
+    x: Tensor,
     shape: tuple[int, int],
-    device: torch.device,
-    shared: bool = False,
-) -> Tile:
-    """The tile of ``kernel`` for a matrix of ``shape``: ``choice``, else the pinned one; in blocks, of whole blocks."""
+    fmt: Format,
+    wanted: Sequence[bool],
+    shown: bool = False,
+) -> tuple[Tile, bool]:
+    """The tile of ``kernel``, and whether it goes through shared memory, of a value of ``shape`` in the dtype of ``x``.
+
+    Args:
+        choice: a tile other than the pinned one; in blocks it is made one of whole blocks.
+        wanted: rowwise, columnwise, k_major.
+        shown: the kernel may cast through shared memory, see ``layouts.py``: in both orientations, so far.
+    """
+    rowwise, columnwise, k_major = wanted
     if not fmt.block:
-        return choice or tile(f"{kernel}_columnwise" if column else kernel, device)
-    return block_tile(kernel, fmt, row, column, shared, aligned(shape), device, choice)
+        return choice or tile(f"{kernel}_columnwise" if columnwise else kernel, x.device), False
+    rows, cols = (aligned([size]) for size in shape)
+    shared = shown and rowwise and through_shared(x, fmt, columnwise, k_major, Aligned(rows, cols, rows))
+    return block_tile(kernel, fmt, rowwise, columnwise, shared, rows and cols, x.device, choice), shared
