@@ -102,16 +102,13 @@ def multiply(
     if kind in ("fp8", "block") and hopper.takes(*sides):
         depth = 0 if gemm == "wgrad" else sides[0].matrix.shape[1]
         hopper.multiply(*sides, rows, bias, out, depth, kind == "block", SWEEP)
-        if weight is not None:
-            weight.repair(sides[0], bias, out)
-        return out.view(left.groups, rows, cols) if gemm == "wgrad" else out
-    if gemm == "wgrad":
+    elif gemm == "wgrad":
         _contract_rows(*sides, left.format.transform == "hadamard16", rows, cols, out, constants, tile)
-        return out.view(left.groups, rows, cols)
-    _multiply_rows(*sides, left.format.packed, bias, out, constants, tile)
+    else:
+        _multiply_rows(*sides, left.format.packed, bias, out, constants, tile)
     if weight is not None:
         weight.repair(sides[0], bias, out)
-    return out
+    return out.view(left.groups, rows, cols) if gemm == "wgrad" else out
 
 
 def multiply_values(
