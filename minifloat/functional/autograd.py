@@ -21,6 +21,11 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+def exporting() -> bool:
+    """``torch.compiler.is_exporting()``, which Dynamo of PyTorch 2.11 takes for True in every graph."""
+    return torch.compiler._is_exporting_flag
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """``once_differentiable``, whose six Python calls are made under ``create_graph=True`` alone."""
     differentiated = once_differentiable(backward)

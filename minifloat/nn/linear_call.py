@@ -17,7 +17,7 @@ from minifloat.comm.ddp import check_reduced
 from minifloat.delayed import check_same_scale
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.autograd import autocast_enabled
+from minifloat.functional.autograd import autocast_enabled, exporting
 from minifloat.functional.batch_invariant import check_rows_alone
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan, make_plan
@@ -218,7 +218,7 @@ class LinearCalls(LinearState):
         weight, bias = self._weight_matrix(), self._bias_vector()
         if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
             weight.gatherer.fetch_for(_VALUES, self._label)
-        if isinstance(weight, QuantizedTensor) and torch.compiler.is_exporting():
+        if isinstance(weight, QuantizedTensor) and exporting():
             weight = weight.dequantize()  # a program holds plain tensors
         matmul.record("fprop", "identity", "identity", "torch")
         y = F.linear(x, weight, None if self.return_bias else bias)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import activate
+from minifloat.functional.autograd import exporting
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.permutation import sort_by_expert
 from minifloat.nn import parts
@@ -156,7 +157,7 @@ class MoE(parts.LayerOfParts):
             h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
             y = y + self.shared_fc2(h, is_first_microbatch)
         # Not in the backward of this forward, or of one before the latest, nor in a program, which has no attributes.
-        if not recomputes() and not torch.compiler.is_exporting():
+        if not recomputes() and not exporting():
             self.router_loss, self.expert_counts = loss, routing.counts
         return y.reshape(x.shape)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minifloat import recompute
+from minifloat.functional.autograd import exporting
 from minifloat.functional.weight_gradient import asks_in_backward
 from minifloat.nn.linear_call import LinearCalls
 from minifloat.tensor import QuantizedTensor
@@ -31,7 +32,7 @@ def needs_eager(
     special = fp8_output or fp8_grad or checkpointed or writes or is_first_microbatch is False or recompute._inside
     if not (special or linear.delay_wgrad_compute or linear.fuse_wgrad_accumulation or linear._etp is not None):
         return False
-    if fp8_output and torch.compiler.is_exporting():
+    if fp8_output and exporting():
         raise RuntimeError(
             f"{linear._label}: fp8_output=True gives a quantized tensor, which torch.export does not trace; use False"
         )
