@@ -13,7 +13,6 @@ from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.recipes import LINEAR_RECIPES, NAMED
-from tests.helpers.selection import diagonals
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results, expected, gathered, linears_of, run_case
 from tests.helpers.tensor_parallel_oracle import in_rank_order, order_bound
 
@@ -63,13 +62,14 @@ def scales_of(recipe: Recipe | None) -> tuple[float, ...]:
     return (1.0, 8.0, 0.25, 3.0, 1.0) if isinstance(recipe, DelayedScaling) else (1.0,)
 
 
-@pytest.mark.parametrize(("name", "rows", "kind"), diagonals(2, NAMED_OR_NONE, ROWS, KINDS), ids=str)
-def test_numbers(worker_pool: Pools, name: str, rows: tuple[int, ...], kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("recipe", NAMED_OR_NONE.values(), ids=NAMED_OR_NONE.keys())
+def test_numbers(worker_pool: Pools, recipe: Recipe | None, rows: tuple[int, ...], kind: str) -> None:
     """Two ranks add in one order only: outputs, gradients and gathered operands are the oracle's, to the bit.
 
     Without sequence parallelism, which gathers nothing, one number of rows will do.
     """
-    recipe = NAMED_OR_NONE[name]
     scales = scales_of(recipe)[: 2 if sum(rows) > 20 else 5]
     assert_case(worker_pool, Case(kind, rows, True, recipe, scales))
     if rows == (129, 129):
