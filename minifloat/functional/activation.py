@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from minifloat.functional.autograd import apply, as_output, guarded
+from minifloat.functional.autograd import apply, as_output, first_order, guarded
 from minifloat.functional.fused_cast import FusedOutput, OutputCast
 from minifloat.ops import activation
 from minifloat.quantizer import Quantizer, as_matrix
@@ -67,7 +66,7 @@ class ActivationFunction(torch.autograd.Function):
         return as_output(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         of: Activation = ctx.of

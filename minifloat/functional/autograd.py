@@ -27,14 +27,24 @@ def exporting() -> bool:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``once_differentiable``, whose six Python calls are made under ``create_graph=True`` alone."""
+    """For a backward without a derivative: what it returns under ``create_graph=True`` raises when differentiated.
+
+    PyTorch's ``once_differentiable`` does so only where dY itself has a gradient; else it returns constants, and a
+    gradient penalty would train without the penalty. Its six Python calls are made under ``create_graph=True`` alone.
+    """
     differentiated = once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
-        return (differentiated if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        return differentiated(ctx, *[_with_gradient(dy) for dy in gradients])
 
     return run
+
+
+def _with_gradient(x: Any) -> Any:
+    return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def as_output(y: Tensor, shape: Sequence[int]) -> Tensor:

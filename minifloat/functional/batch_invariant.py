@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from minifloat import capability
-from minifloat.functional.autograd import apply, guarded
+from minifloat.functional.autograd import apply, first_order, guarded
 from minifloat.functional.gemm import check_operands
 from minifloat.functional.grouped import GroupedOperand
 from minifloat.functional.grouped import multiply as multiply_groups
@@ -104,7 +103,7 @@ class _ValuesFunction(torch.autograd.Function):
         return grouped.rowwise_mm(x, offsets[0], weight, offsets[1], None, out_dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         dy = dy.float()

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Int, Probability, Size, checked
@@ -16,7 +15,7 @@ from minifloat.comm.checks import Check
 from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.functional.autograd import apply, autocast_to, guarded
+from minifloat.functional.autograd import apply, autocast_to, first_order, guarded
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.ops import cross_entropy as kernels
 
@@ -91,7 +90,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dlogits = kernels.cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
         return dlogits, *[None] * 8
@@ -252,7 +251,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         count, *gradients = ctx.saved_tensors
         # The gradients of no target are 0, not 0 / 0. They are scaled in fp32: a bf16 one would round the scale too.

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.activation import Activation
-from minifloat.functional.autograd import guarded
+from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.grouped import GroupedCasts
 from minifloat.functional.quantize import delayed_scale
 from minifloat.operand import Quantized
@@ -44,7 +43,7 @@ class GroupedActivationFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
         h, offsets, *kept = ctx.saved_tensors
         probabilities = kept[0] if kept else None

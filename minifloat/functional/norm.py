@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from minifloat.functional.autograd import apply, as_output, guarded
+from minifloat.functional.autograd import apply, as_output, first_order, guarded
 from minifloat.functional.fused_cast import FusedOutput, OutputCast
 from minifloat.ops import norm
 from minifloat.quantizer import Quantizer, as_matrix
@@ -83,7 +82,7 @@ class NormFunction(torch.autograd.Function):
         return as_output(y, x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, *saved = ctx.saved_tensors
         dx, dgamma, dbeta = ctx.of.gradients(dy, x, gamma, tuple(saved))

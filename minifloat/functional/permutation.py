@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from minifloat.arguments import Size, checked, shown
-from minifloat.functional.autograd import apply, guarded
+from minifloat.functional.autograd import apply, first_order, guarded
 from minifloat.ops.permute import permute_rows, unpermute_rows, unpermute_rows_backward
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -134,7 +133,7 @@ class PermuteFunction(torch.autograd.Function):
         return (unpermute_rows if back else permute_rows)(x, None, inverse, offsets)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         return (permute_rows if ctx.back else unpermute_rows)(dy, None, *ctx.saved_tensors), None, None, None
 
@@ -149,7 +148,7 @@ class WeightedUnpermuteFunction(torch.autograd.Function):
         return unpermute_rows(y, probabilities, inverse, offsets)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, inverse, offsets, *kept = ctx.saved_tensors
         if not kept:
@@ -166,7 +165,7 @@ class PermuteProbabilitiesFunction(torch.autograd.Function):
         return probabilities.reshape(-1)[order]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return grad[inverse], None, None

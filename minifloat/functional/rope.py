@@ -8,11 +8,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from minifloat.arguments import checked
 from minifloat.functional import attention_mask
-from minifloat.functional.autograd import apply
+from minifloat.functional.autograd import apply, first_order
 from minifloat.ops.rope import rotate_into, rotated
 
 TensorFormat = Literal["sbhd", "bshd", "thd"]
@@ -117,7 +116,7 @@ class SplitRotatedFunction(torch.autograd.Function):
         return _rotated(q, q_cos, q_sin, interleaved), _rotated(k, k_cos, k_sin, interleaved), v
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         q_cos, q_sin, k_cos, k_sin = ctx.saved_tensors
         dheads = dq.new_empty(*dq.shape[:2], sum(ctx.sizes), dq.shape[-1])

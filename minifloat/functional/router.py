@@ -11,9 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from minifloat.functional.autograd import apply, guarded
+from minifloat.functional.autograd import apply, first_order, guarded
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -97,7 +96,7 @@ class _LogitsFunction(torch.autograd.Function):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         high = dy.to(torch.bfloat16)
@@ -133,7 +132,7 @@ class _Pick(torch.autograd.Function):
         return scores.gather(1, indices)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dchosen: Tensor) -> tuple[Tensor, None]:
         (indices,) = ctx.saved_tensors
         return dchosen.new_zeros(indices.shape[0], ctx.experts).scatter_(1, indices, dchosen), None

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, Size, checked
 from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
-from minifloat.functional.autograd import apply, as_output
+from minifloat.functional.autograd import apply, as_output, first_order
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.tensor_parallel import TensorParallel
@@ -172,7 +171,7 @@ class _LookUp(torch.autograd.Function):
         return as_output(call.reduce_output(values.reshape(-1, values.shape[-1])), shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
         call: TensorParallel = ctx.call

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from minifloat.arguments import checked
 from minifloat.comm.ddp import check_same_rows
@@ -16,7 +15,7 @@ from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import ROWWISE
-from minifloat.functional.autograd import apply
+from minifloat.functional.autograd import apply, first_order
 from minifloat.functional.etp.rows import Reduction, Sharding
 from minifloat.functional.etp.weight import EtpWeight
 from minifloat.functional.quantize import holds
@@ -296,7 +295,7 @@ class _Gathered(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.source.reduce(partial(computed, gradient), into_grad, main_grad=False, delayed=False)
         return None, None
