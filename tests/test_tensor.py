@@ -957,6 +957,15 @@ def test_compile_an_optimizer_step() -> None:
     assert same_buffers(p, wanted) and [b.data_ptr() for b in buffers(p).values()] == addresses
 
 
+def test_a_part_that_a_file_lacks() -> None:
+    """The error names the format and the part."""
+    t = quantize(torch.randn(4, 32), QUANTIZERS["mxfp8"])
+    names, description = t.__tensor_flatten__()
+    parts = {name: getattr(t, name) for name in names if name != "rowwise_codes"}
+    with pytest.raises(ValueError, match="e4m3/1x32/e8m0 has no rowwise codes"):
+        QuantizedTensor.__tensor_unflatten__(parts, description, t.shape, t.stride())
+
+
 # ---- groups ----
 
 

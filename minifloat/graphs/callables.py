@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minifloat.autocast import autocast, captured, current
 from minifloat.delayed_call import DelayedCall
+from minifloat.functional.autograd import first_order
 from minifloat.graphs import graph
 from minifloat.graphs.order import Progress
 from minifloat.graphs.shared_weights import SharedWeights
@@ -37,7 +37,7 @@ class WeightCache:
         self.layers = [each for each in module.modules() if isinstance(each, LinearState)]
         self.skip = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipping = False
-        self.versions: tuple[int, ...] | None = None  # of what was cast
+        self.versions: tuple[float, ...] | None = None  # of what was cast
         self.held: list[Any] = []
 
     def choose(self, first: bool | None) -> None:
@@ -314,7 +314,7 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [grad for grad, each in zip(grads, ctx.run.of.differentiable, strict=True) if each]
         return None, *ctx.run.backward(wanted)

@@ -74,7 +74,9 @@ class GroupedParameters(LinearState):
         return () if self.single_grouped_weight else tuple((name,) for name in self._weight_names)
 
     def _weight(self, name: str) -> nn.Parameter:
-        return self.get_parameter(name)
+        path, _, own = name.rpartition(".")
+        weight: nn.Parameter = getattr(self.get_submodule(path), own)  # no parameter, if it is computed
+        return weight
 
     def _group_of(self, name: str) -> int:
         return int(name.partition(".")[0])
@@ -93,7 +95,7 @@ class GroupedParameters(LinearState):
         if self._etp is not None:
             return self._etp_stand_in((self.num_gemms, self.out_features, self.in_features))
         if self.single_grouped_weight:
-            return self.get_parameter("weight")
+            return self._weight("weight")
         experts = self._each("weight")
         whole = stack_weights(experts, self._joined)
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:

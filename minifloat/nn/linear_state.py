@@ -33,7 +33,7 @@ from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, OwnRecipe, Recipe, RecipeLike, own_recipe
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.base import versions
-from minifloat.tensor.steps import count_steps
+from minifloat.tensor.steps import count_steps, stop_counting
 
 _HISTORIES = ("forward_scaling", "backward_scaling")
 _CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
@@ -57,6 +57,7 @@ class LinearState(EtpRows):
     _latest_config: tuple[Recipe, LinearConfig] | None
     _custom_configs: list[tuple[Recipe, LinearConfig]]
     _plans: dict[Any, LinearPlan]  # under the latest config
+    _agreed: set[tuple[str, ...]]  # recipes and groups whose ranks run the layer alike
     _ran_under: tuple[Recipe | None, ...]
     _weight_margin: int
     _preserves_initial: bool  # quantized weights keep the values that they start with
@@ -117,6 +118,7 @@ class LinearState(EtpRows):
             "_latest_config": None,
             "_custom_configs": [],
             "_plans": {},
+            "_agreed": set(),
             "_ran_under": (),
             "_weight_margin": 0,
             "_preserves_initial": False,
@@ -341,7 +343,7 @@ class LinearState(EtpRows):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
-        return super().__getstate__() | {"_weight_cache": None, "_wgrad_tasks": [], "_plans": {}}
+        return super().__getstate__() | {"_weight_cache": None, "_wgrad_tasks": [], "_plans": {}, "_agreed": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -350,6 +352,7 @@ class LinearState(EtpRows):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.invalidate()  # module.to() and the like write through .data
+        stop_counting(self._weight(name) for name in self._weight_names)
         before = {name: (r.detach(), r.get_high_precision_init_val()) for name, r in self._quantized_rows().items()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, (rows, initial) in before.items():
@@ -363,6 +366,7 @@ class LinearState(EtpRows):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         self.invalidate()
+        stop_counting(self._weight(name) for name in self._weight_names)
         assign = local_metadata.get("assign_to_params_buffers", False)
         self._cut_wholes(state_dict, prefix)
         self._load_histories(state_dict, prefix, assign)

@@ -15,7 +15,7 @@ class CachedWeight(NamedTuple):
     """A quantized weight, and what it was cast from and with."""
 
     sources: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    versions: tuple[float, ...]
     quantizer: Quantizer
     operands: Quantized
 

@@ -194,10 +194,10 @@ def version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Counts the writes to each that PyTorch sees; an inference tensor has no such count."""
+def versions(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+    """Counts the writes to each that PyTorch sees; an inference tensor has no such count: a NaN, which equals none."""
     compiling = torch.compiler.is_compiling()  # no graph can ask whether a tensor is one of inference
-    return tuple([0 if not compiling and each.is_inference() else each._version for each in tensors])
+    return tuple([float("nan") if not compiling and each.is_inference() else each._version for each in tensors])
 
 
 def count_writes(tensors: Iterable[Tensor]) -> None:

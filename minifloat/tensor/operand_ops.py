@@ -170,7 +170,10 @@ def restore(
     found: dict[str, Operand | None] = dict.fromkeys(SLOTS)
     for slot, spec, dim, shape, dtype in layouts:
         codes, scale_inv, amax = (buffers.get(f"{slot}_{name}") for name in BUFFERS)
-        assert codes is not None
+        if codes is None:
+            raise ValueError(
+                f"a quantized tensor in {spec} has no {slot} codes: what it was loaded from lacks a part; save it anew"
+            )
         found[slot] = Operand(codes, scale_inv, amax, parse(spec), dim, known if shape is None else shape, dtype)
     rowwise, columnwise = found["rowwise"], found["columnwise"]
     return Quantizer(parse(row_spec), column, *usage), Quantized(rowwise, rowwise if shared else columnwise)

@@ -29,6 +29,12 @@ def count_steps(parameters: Iterable[Any]) -> None:
         _hooks.append(register_optimizer_step_post_hook(_count))
 
 
+def stop_counting(parameters: Iterable[Any]) -> None:
+    """Of ``parameters`` that are about to be replaced: PyTorch swaps no tensor that has a weak reference."""
+    for parameter in parameters:
+        _counted.pop(parameter, None)
+
+
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
     count_writes(parameter for parameter in held if parameter in _counted)

@@ -90,8 +90,8 @@ class Cast(NamedTuple):
     dtype: torch.dtype
     parts: Parts | None
     parameters: list[Any]
-    versions: tuple[int, ...]
-    scale_versions: tuple[int, ...] | None
+    versions: tuple[float, ...]
+    scale_versions: tuple[float, ...] | None
 
 
 Wanted = tuple[Owner, Sharding, Quantizer, torch.dtype]
