@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat import Linear, autocast, prepare
+from minifloat.distributed import set_check, set_overlap
+from minifloat.functional.tensor_parallel import Mode
 from minifloat.recipe import DelayedScaling
+from tests.helpers.compiled import Pair, graphs
+from tests.helpers.compiled import compiled as compile_whole
 from tests.helpers.distributed_pool import Pools
 
 RECIPE = DelayedScaling(amax_history_len=2, reduce_amax=True)
@@ -59,3 +64,98 @@ def test_compiled_delayed_scaling(way: str, worker_pool: Pools) -> None:
     """Outputs, gradients and histories of both directions and of all layers, also over a group that was asked for."""
     first, second = worker_pool(2).run(both, way, way == "outside")
     assert len(first) == 8 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---- what changes after a compilation ----
+
+
+def fresh() -> None:
+    logging.getLogger("torch.__trace").disabled = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+
+
+def regrouped(rank: int, size: int, recipe: str) -> list[int]:
+    """How many graphs there are after each change; a step of the compiled model is always one of its eager twin."""
+    fresh()
+    old = dist.new_group([0, 1])
+    layer = Linear(16, 24, recipe=recipe, parallel_mode="column", sequence_parallel=True, tp_group=old)
+    pair = Pair(layer)
+    x, found = torch.randn(3, 16) * (rank + 1), []
+    pair.step(x)
+    dist.destroy_process_group(old)
+    with pytest.raises(RuntimeError, match="process group"):
+        pair.run(x)
+    new = dist.new_group([0, 1])
+    for model in (pair.eager, pair.model):
+        model.set_tensor_parallel_group(new)  # type: ignore[operator]
+    for overlap in (None, "symmetric_memory"):
+        for model in (pair.eager, pair.model):
+            if overlap is not None:
+                set_overlap(model, overlap)
+        for _ in range(2):
+            pair.step(x)
+        found.append(graphs())
+    set_check(pair.model)
+    with pytest.raises(RuntimeError, match=r"Linear .*set_check\(model, False\)"):
+        pair.run(x)
+    dist.destroy_process_group(new)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
+def test_groups_and_overlap_change(recipe: str, worker_pool: Pools) -> None:
+    """A group that is gone raises; one made anew, and another overlap, compile once more and give the eager numbers."""
+    assert worker_pool(2).run(regrouped, recipe) == [[2, 3]] * 2
+
+
+def amax_groups(rank: int, size: int, way: str) -> list[bool]:
+    """Whether ranks had the same histories, over groups that are made and destroyed in turn."""
+    fresh()
+    group: dist.ProcessGroup | None = None
+
+    def call(model: Any, x: Tensor) -> Tensor:
+        with autocast(recipe=RECIPE, amax_reduction_group=group) if way == "inside" else contextlib.nullcontext():
+            y: Tensor = model(x)
+        return y
+
+    pair, alike = Pair(Linear(16, 12), call, RECIPE), []
+    for together in (True, False, True):
+        groups = [dist.new_group(ranks) for ranks in ([[0, 1]] if together else [[0], [1]])]
+        group = groups[0 if together else rank]
+        for _ in range(2):
+            with autocast(recipe=RECIPE, amax_reduction_group=group) if way == "outside" else contextlib.nullcontext():
+                pair.step(torch.randn(5, 16) * 10.0**rank)
+        scales = [torch.empty(3) for _ in range(2)]
+        dist.all_gather(scales, pair.model.forward_scaling.scale)  # type: ignore[union-attr, arg-type]
+        alike.append(torch.equal(*scales))
+        dist.destroy_process_group(group)
+    return alike
+
+
+@pytest.mark.parametrize("way", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
+def test_amax_groups_made_anew(way: str, worker_pool: Pools) -> None:
+    """Histories are reduced over the group of the step, whatever was there when the graph was compiled."""
+    assert worker_pool(2).run(amax_groups, way) == [[True, False, True]] * 2
+
+
+def different(rank: int, size: int, mode: Mode, recipes: tuple[str, str], run_compiled: bool) -> None:
+    fresh()
+    options: dict[str, Any] = {"parallel_mode": mode, "sequence_parallel": "rowwise" not in recipes}
+    layer = Linear(32, 32, recipe=recipes[rank], tp_group=dist.group.WORLD, name="fc1", **options)
+    run = compile_whole(layer) if run_compiled else layer
+    x = torch.randn(32, layer.in_features)
+    with pytest.raises(Exception, match=r"Linear 'fc1': .*different recipes.*rank 0: .*Float8Current.*; rank 1: "):
+        run(x)
+    layer.recipe = recipes[0]  # type: ignore[assignment]
+    assert run(x).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "case", [("column", "rowwise", False), ("column", "mxfp8", True), ("row", "none", False)], ids=str
+)
+def test_recipes_that_differ_between_ranks(case: tuple[Mode, str, bool], worker_pool: Pools) -> None:
+    """They raise on each rank, before anything is gathered or summed; afterwards all goes on."""
+    mode, other, run_compiled = case
+    worker_pool(2).run(different, mode, ("current", other), run_compiled)

@@ -6,14 +6,16 @@ Asking costs a small exchange of Python objects and waits of the host: for debug
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat.comm.group import Group
+from minifloat.comm.group import Group, group_of_name
 from minifloat.comm.shard_map import ShardMap
 
 Check = bool | str
@@ -88,6 +90,40 @@ def check_options(label: str, options: str, group: Group) -> None:
     table = _of_all(_Call(label, (), None, options=options), group, label)
     if len(set(table)) > 1:
         raise _disagreement(label, table, label)
+
+
+def check_recipe(label: str, recipe: str, group: str, device: str) -> None:
+    """The layer ``label`` runs under the same ``recipe`` on all ranks of the group of that name: a small collective.
+
+    Raises:
+        ValueError: on every rank, with the recipes of all: what is gathered would be codes of several formats, and
+            what is summed products of several.
+    """
+    process_group, asked = group_of_name(group), f"{label}: {recipe}"
+    digest = zlib.crc32(asked.encode())
+    ends = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, process_group)
+    if int(ends.sum()) == 0:
+        return
+    table = [asked] * process_group.size()
+    dist.all_gather_object(table, asked, group=process_group)
+    calls = "; ".join(f"rank {rank}: {of_rank}" for rank, of_rank in enumerate(table))
+    raise ValueError(f"{label}: the ranks of its group run under different recipes; give all the same: {calls}")
+
+
+def check_recipe_in_trace(label: str, recipe: str, group: str, device: str) -> None:
+    """The same while a compiler traces the layer; once for each label and recipe, since a rank may trace it alone."""
+    agreed = _agreed.setdefault(group_of_name(group), set())
+    if (label, recipe) not in agreed:
+        check_recipe(label, recipe, group, device)
+        if len(agreed) >= _MOST_AGREED:
+            agreed.clear()
+        agreed.add((label, recipe))
+
+
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, str]]] = WeakKeyDictionary()
+_MOST_AGREED = 4096
+check_recipe_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
 
 
 def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group, everywhere: Check) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from minifloat.delayed import rule
+from minifloat.formats import COLUMNWISE
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
@@ -39,6 +41,17 @@ class LinearConfig:
     fast_wgrad: bool
     backward_override: BackwardOverride
     save_original_input: bool
+
+    def describe(self) -> str:
+        """What decides on numbers, in words that are the same on all ranks."""
+        parts = []
+        for kind in FORWARD_SLOTS + BACKWARD_SLOTS:
+            quantizer: Quantizer = getattr(self, kind)
+            row, column = quantizer.row_format.spec, quantizer.format(COLUMNWISE).spec
+            parts.append(f"{kind} {row}" + f" and {column}" * (row != column))
+        if self.delayed is not None:
+            parts.append(f"{self.delayed.amax_history_len} steps by {rule(self.delayed, True)}")
+        return ", ".join([*parts, f"backward_override={self.backward_override}"])
 
 
 def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = False) -> LinearConfig:

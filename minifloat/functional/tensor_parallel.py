@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from minifloat.arguments import checked
 from minifloat.comm import collectives, symmetric_memory
@@ -18,7 +17,7 @@ from minifloat.comm.gather import start_gather
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.autograd import apply
+from minifloat.functional.autograd import apply, first_order
 from minifloat.functional.gathered import Gathered, GatheredByProduct, multiplied, only, prepare_shard
 from minifloat.functional.gemm import WeightGemm
 from minifloat.operand import Operand, Quantized
@@ -84,6 +83,11 @@ class TensorParallel:
             ValueError: naming ``label``, where the numbers do not fit.
         """
         if self.check and self.group.size > 1:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{label}: set_check(model) lets ranks compare what they bring, which no graph does; "
+                    "set_check(model, False), or leave the layer out with torch.compiler.disable"
+                )
             check_call(label, self._first_collective, shape, dtype, lengths, self.gathers_input, self.group)
         if not self.sequence_parallel:
             if lengths is not None and (self.mode is not None or tuple(lengths) != tuple(shape[:1])):
@@ -280,6 +284,6 @@ class _Replicated(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.parallel.start_sum_of_rows(gradient.clone()).wait(), None

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from minifloat import finite, recompute
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, checks_finite, current, is_batch_invariant
-from minifloat.comm.checks import check_options
+from minifloat.comm.checks import check_options, check_recipe, check_recipe_in_trace
 from minifloat.comm.ddp import check_reduced
+from minifloat.comm.group import Group
 from minifloat.delayed import check_same_scale
 from minifloat.delayed_call import DelayedCall
-from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import autocast_enabled, exporting
 from minifloat.functional.batch_invariant import check_rows_alone
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
@@ -45,10 +45,8 @@ _MOST_PLANS = 64  # of a layer; those of calls whose rows per rank never repeat 
 
 def _in_words(config: LinearConfig, needs_x: bool, needs_w: bool, needs_b: bool) -> str:
     """What ranks that share a linear must agree on in each call."""
-    quantizers = {"X": config.input, "W": config.weight, "dY": config.grad_output}
-    formats = [f"{name} {q.row_format.spec} {q.format(COLUMNWISE).spec}" for name, q in quantizers.items()]
     needed = [name for name, needs in (("dX", needs_x), ("dW", needs_w), ("db", needs_b)) if needs]
-    return f"{', '.join(formats)}, backward_override={config.backward_override}, gradients {needed}"
+    return f"{config.describe()}, gradients {needed}"
 
 
 Prepared = tuple[LinearPlan, Call, Tensor, Tensor | None]
@@ -75,6 +73,11 @@ class LinearCalls(LinearState):
         ``parallel``: the layer's, with the rows of this call; the others as of :class:`LinearOptions`.
         """
         latest, compiling = self._latest_config, torch.compiler.is_compiling()
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{self._label}: torch.func's grad, vjp, jvp and vmap do not see into quantized layers; use "
+                "torch.autograd.grad and a batch dim of X, or recipe='none'"
+            )
         known = not compiling and latest is not None and latest[0] is recipe
         config = latest[1] if known else self._config(recipe)  # type: ignore[index]
         replayed = self._replayed_scale(recipe, config, compiling)
@@ -104,6 +107,8 @@ class LinearCalls(LinearState):
         key = (weight.dtype, *options[:5], parallel.mode and parallel, *options[6:-1], options[-1] is None)
         plan = None if compiling else self._plans.get(key)
         if plan is None:
+            if parallel.mode is not None and not weight.is_meta:
+                self._check_same_recipe(f"{type(recipe).__name__}({config.describe()})", parallel.group, weight)
             plan = self._new_plan(config, weight, options)
             if not compiling:
                 self._plans[key] = plan
@@ -114,6 +119,15 @@ class LinearCalls(LinearState):
         cast_now = type(weight) is nn.Parameter and is_first_microbatch is None
         w = None if cast_now else self._weight_operands(plan, delayed_call, weight, is_first_microbatch)
         return plan, Call(delayed_call, None, w, not compiling), weight, bias
+
+    def _check_same_recipe(self, recipe: str, group: Group, weight: Tensor) -> None:
+        """Raises on every rank if ``recipe`` is another on some rank of ``group``, which is asked once for each."""
+        asked = self._label, recipe, group.name, weight.device.type
+        if torch.compiler.is_compiling():
+            check_recipe_in_trace(*asked)
+        elif asked not in self._agreed:
+            check_recipe(*asked)
+            self._agreed = {asked} if len(self._agreed) >= _MOST_PLANS else self._agreed | {asked}
 
     def _new_plan(self, config: LinearConfig, weight: Tensor, options: tuple[Any, ...]) -> LinearPlan:
         if weight.dtype not in DTYPES:

@@ -66,10 +66,10 @@ MESSAGES = {
     "dtype": "Linear 'it': gather of X: the ranks do not fit together: rank 0: X (2, 8) with "
     "rows_per_rank=[2, 3]; rank 1: X (3, 8) of torch.bfloat16 with rows_per_rank=[2, 3]",
     "width": "Linear 'it': gather of X: the ranks do not fit together: rank 0: X (2, 8); rank 1: X (2, 7)",
-    "recipe": "Linear 'it': the ranks do not fit together: rank 0: X e4m3/1x32/e8m0 e4m3/1x32/e8m0, W",
-    "without recipe": "rank 0: X identity identity, W identity identity, dY identity identity, backward_override=None",
-    "scales": "Linear 'it': the ranks do not fit together: rank 0: X e4m3/tensor/",
-    "gradients": "backward_override=None, gradients ['dX', 'dW', 'db']; rank 1: X e4m3",
+    "recipe": "Linear 'it': the ranks do not fit together: rank 0: input e4m3/1x32/e8m0, weight e4m3",
+    "without recipe": "rank 0: input identity, weight identity, output identity, grad_output identity, ",
+    "scales": "Linear 'it': the ranks do not fit together: rank 0: input e4m3/tensor/",
+    "gradients": "backward_override=None, gradients ['dX', 'dW', 'db']; rank 1: input e4m3",
     "attention": "gather of X: the ranks do not fit together: rank 0: X (2, 1, 8); rank 1: X (3, 1, 8)",
 }
 
