@@ -5,7 +5,7 @@ By default each module and each recipe meets each mode, or most of them; the ``s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -35,6 +35,9 @@ RECIPES: dict[str, Recipe] = {
 }
 MODES = ("training", "inference", "checkpoint", "dynamic")
 Case = tuple[str, str, str]
+EAGER = {"backend": "aot_eager"}
+INDUCTOR = {"backend": "inductor"}
+REDUCE_OVERHEAD = INDUCTOR | {"mode": "reduce-overhead"}
 SMALL = ("Linear", "LayerNormLinear", "LayerNormMLP")
 
 
@@ -44,26 +47,29 @@ def under(recipe: Recipe, model: Any, x: Tensor) -> Any:
         return model(x)
 
 
-def tokens(length: int) -> Tensor:
-    return torch.randn(length, BATCH, WIDTH)
+def tokens(length: int, device: str) -> Tensor:
+    return torch.randn(length, BATCH, WIDTH, device=device)
 
 
-def run(module: str, recipe: str, mode: str, backend: str = "aot_eager", **options: Any) -> None:
-    """Three steps in one graph, each of which is compared with the eager one."""
+def run(
+    module: str, recipe: str, mode: str, compiler: Mapping[str, Any] = EAGER, device: str = "cpu", **options: Any
+) -> None:
+    """Three steps in one graph, each of which is compared with the eager one; ``compiler``: how it is compiled."""
     torch.manual_seed(0)
-    chosen, model = RECIPES[recipe], MODULES[module](**options)
+    chosen, model = RECIPES[recipe], MODULES[module](device=device, **options)
     call: Any = partial(under, chosen)
     if mode == "checkpoint":
         call = lambda model, x: under(chosen, partial(minifloat.checkpoint, model), x)  # noqa: E731
     if mode == "inference":
         model.eval()
-    pair = Pair(model, call, chosen, dynamic=mode == "dynamic", backend=backend)
+    pair = Pair(model, call, chosen, dynamic=mode == "dynamic", **compiler)
     if mode == "checkpoint" and recipe == "delayed":
         with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
-            pair.run(tokens(4).requires_grad_())
+            pair.run(tokens(4, device).requires_grad_())
         return
     for number, length in enumerate((4, 6, 8) if mode == "dynamic" else (4, 4, 4)):
-        pair.step(tokens(length), seed=number, training=mode != "inference")
+        torch.compiler.cudagraph_mark_step_begin()
+        pair.step(tokens(length, device), seed=number, training=mode != "inference")
         assert graphs() == 1
 
 
@@ -111,4 +117,25 @@ def test_product(case: Case) -> None:
 )
 def test_inductor(case: Case) -> None:
     """The default backend; without biases, whose gradients are plain sums in an order of its own."""
-    run(*case, backend="inductor", bias=False)
+    run(*case, INDUCTOR, bias=False)
+
+
+def test_reduce_overhead_without_a_gpu() -> None:
+    """There it is Inductor's default."""
+    run("Linear", "current", "training", REDUCE_OVERHEAD, bias=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case not in DEFAULT))
+        for case in product(MODULES, RECIPES, MODES)
+        if case[1:] != ("delayed", "checkpoint")
+    ],
+    ids=" ".join,
+)
+def test_reduce_overhead(case: Case) -> None:
+    """Inductor's CUDA graphs: warm-up, capture and replay are the three steps."""
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        run(*case, REDUCE_OVERHEAD, "cuda", bias=False)

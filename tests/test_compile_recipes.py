@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ from minifloat import (
     Quantizer,
     autocast,
 )
+from minifloat.autocast import current
 from minifloat.formats import Format
 from minifloat.recipe import DelayedScalingRequest, QuantizerRole, Recipe
 from tests.helpers.compiled import Pair, compiled, graphs
@@ -201,6 +203,35 @@ def test_error_that_compiled_code_catches() -> None:
     assert torch.equal(compiled(run)(x), layer(x))
 
 
+def test_error_in_a_context_of_compiled_code() -> None:
+    """Raised in some steps after a layer: what it recorded is forgotten, also where compiled code catches the error."""
+    recipe, fails = RECIPES["delayed"](), ""
+
+    def call(model: Any, x: Tensor) -> Tensor:
+        try:
+            with autocast(recipe=recipe):
+                y: Tensor = model(x)
+                if fails:
+                    raise ArithmeticError
+        except ArithmeticError:
+            if fails == "uncaught":
+                raise
+            y = model(2 * x)
+        return y
+
+    pair = Pair(Linear(IN, IN), call, recipe, fullgraph=False)
+    for fails in ("", "uncaught", "caught", ""):
+        x = torch.randn(6, IN)
+        if fails == "uncaught":
+            for run in (partial(call, pair.eager), pair.run):
+                with pytest.raises(ArithmeticError):
+                    run(x)
+            pair.same_state()
+        else:
+            pair.step(x)
+    assert current() is None
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_contexts_outside_and_inside(enabled: bool) -> None:
     """The inner one counts, and what follows it has the outer one's again; a layer's own recipe wins over both."""
@@ -219,6 +250,24 @@ def test_contexts_outside_and_inside(enabled: bool) -> None:
         with autocast(recipe=RECIPES["delayed"]()):
             pair.step(torch.randn(6, IN))
     assert graphs() <= 2
+
+
+def test_recipe_of_a_context_in_compiled_code_changes() -> None:
+    """As of a schedule that the traced function reads: each recipe is compiled once, and none is used for another."""
+    recipe = RECIPES["delayed"]()
+
+    def call(model: Any, x: Tensor) -> Tensor:
+        with autocast(recipe=recipe):
+            y: Tensor = model(x)
+        return y
+
+    pair = Pair(Linear(IN, OUT), call, recipe)
+    for round in range(2):
+        with torch._dynamo.config.patch(error_on_recompile=round > 0):
+            for name in ("delayed", "current", "nvfp4"):
+                recipe = RECIPES[name]()
+                pair.step(torch.randn(6, IN), seed=1)
+    assert graphs() == 3
 
 
 @pytest.mark.parametrize("way", ["outside", "own"])
