@@ -46,7 +46,8 @@ class Ranks(NamedTuple):
         """Of dims of these names; a group, or a mesh of one dim of another name, is ``tp``.
 
         Raises:
-            ValueError: one of several dims has another name, or none.
+            ValueError: one of several dims has another name, or none; PyTorch, which sorts the ranks of a group,
+                numbers those of a dim in different orders.
         """
         names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
         if not isinstance(mesh, DeviceMesh) or (mesh.ndim == 1 and not set(names) & set(_DIMS)):
@@ -57,6 +58,13 @@ class Ranks(NamedTuple):
                 "init_device_mesh(..., mesh_dim_names=('dp', 'etp', 'eetp', 'tp')), or some of these, or pass one of "
                 "them, as in mesh['tp']"
             )
+        for dim, name in enumerate(names):
+            order = mesh.mesh.argsort(dim).movedim(dim, -1).reshape(-1, mesh.size(dim))
+            if (order != order[0]).any():  # on all ranks alike: ranks of a group would have pieces of different parts
+                raise ValueError(
+                    f"parallelize: the ranks of {name!r} in the mesh {mesh.mesh.tolist()} are in different orders, and "
+                    "the groups of PyTorch are sorted; order the ranks of each dim alike, as init_device_mesh does"
+                )
         return Ranks(**{name: Group.of(mesh[name]) for name in names})
 
     @property
