@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import time
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -11,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minifloat import Linear
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.etp import lane as lanes
-from minifloat.functional.etp import weight
+from minifloat.functional.etp import rows, weight
 from minifloat.functional.linear_config import linear_config
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
@@ -289,44 +293,87 @@ def test_an_evaluated_model_is_freed_after_passes_of_another(worker_pool: Pools)
 # ---- memory and races ----
 
 
-def memory(rank: int, size: int, recipe: str) -> list[int]:
-    """Storages that live after every second step."""
-    net, data, living = make(True, recipe, 2), Data(rank), []
-    lane(net).depth = 2
-    for _ in range(3):
-        for _ in range(2):
-            sgd(net)
+def memory(rank: int, size: int, recipe: str, depth: int) -> None:
+    """Steps compute equally many tensors and bytes, and leave equally many; a whole is freed after its product."""
+    net, data, made, left = make(True, recipe, 5, bias=False), Data(rank), [], []
+    ahead, wholes = lane(net), list[Any]()
+    ahead.depth, take = depth, ahead.take
+
+    def counted(*args: Any, **options: Any) -> Any:
+        assert not [each for each in wholes if each() is not None]
+        (gathered,) = take(*args, **options)
+        wholes.append(ref(gathered.any.codes))
+        assert len(ahead._ahead) <= depth
+        return [gathered]
+
+    for _ in range(8):
+        sgd(net)
+        with Operations() as operations, mock.patch.object(ahead, "take", counted):
             step(net, data)
-        living.append(len(live_storages()))
-    return living
+        made.append((operations.count, operations.nbytes))
+        left.append(live_storages())
+    assert len(wholes) == 80 and len(set(made[2:])) == 1, made
+    assert min(left[5:]) == min(left[2:5]), left  # after a step what was sent last is now and then still held
 
 
+class Operations(TorchDispatchMode):
+    """Counts what is computed inside, and the bytes of all results; gloo's threads allocate as they please."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += 1
+        self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("recipe", ["none", "current"])
-def test_steps_leave_no_memory_behind(worker_pool: Pools, recipe: str) -> None:
-    for counts in worker_pool(2).run(memory, recipe):
-        assert len(set(counts)) == 1
+def test_steps_allocate_alike_and_leave_no_memory_behind(worker_pool: Pools, recipe: str, depth: int) -> None:
+    worker_pool(2).run(memory, recipe, depth)
 
 
-def race(rank: int, size: int) -> None:
-    """Neighbours of one shape, filled with 1 and -1, whose gathers and sums begin late."""
-    net = nn.Sequential(*(Linear(8, 8, bias=False, etp_group=dist.group.WORLD, recipe="none") for _ in range(4)))
-    lane(net).depth = 2
-    for i, layer in enumerate(net):
-        nn.init.constant_(layer.weight, (-1.0) ** i)
-    with recorded(slow=0.0005):
-        for _ in range(40):
+def race(rank: int, size: int, recipe: str) -> None:
+    """Neighbours of one shape, filled with 1 and -1 times a power of two, written in each of 100 steps.
+
+    Casts, collectives and what waits for them begin late, on each rank at another time.
+    """
+    net = nn.Sequential(*(Linear(8, 8, bias=False, etp_group=dist.group.WORLD, recipe=recipe) for _ in range(4)))
+    lane(net).depth, dawdle = 2, random.Random(10 + rank)
+
+    def late(run: Any) -> Any:
+        def after_a_while(*args: Any) -> Any:
+            time.sleep(dawdle.random() * 0.0003)
+            return run(*args)
+
+        return after_a_while
+
+    with (
+        recorded(slow=0.0003),
+        mock.patch.object(rows, "quantize_shards", late(rows.quantize_shards)),
+        mock.patch.object(lanes.Pending, "wait", late(lanes.Pending.wait)),
+    ):
+        for repetition in range(100):
+            value = 2.0 ** (repetition % 3 - 1)
+            for i, layer in enumerate(net):
+                nn.init.constant_(layer.weight, (-1.0) ** i * value)
             x = torch.full((2, 8), float(rank + 1), requires_grad=True)
             y = net(x)
             y.sum().backward()
-            assert torch.equal(y, x * 8**4) and torch.equal(x.grad, torch.full_like(x, 8.0**4))
+            factor = (8 * value) ** 4
+            assert torch.equal(y, x * factor) and torch.equal(x.grad, torch.full_like(x, factor)), repetition
             for i, layer in enumerate(net):
-                expected = (2 * 1.5) * 8.0**3 * (-1) ** i
-                assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, expected)), i
+                expected = (2 * 1.5) * (8 * value) ** 3 * (-1) ** i
+                assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, expected)), (repetition, i)
             net.zero_grad()
 
 
-def test_late_collectives_change_no_number(worker_pool: Pools) -> None:
-    worker_pool(2).run(race)
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])  # exact for powers of two
+def test_delays_change_no_number(worker_pool: Pools, recipe: str) -> None:
+    worker_pool(2).run(race, recipe)
 
 
 def in_a_graph(rank: int, size: int) -> None:

@@ -139,6 +139,7 @@ LOADS = [
     pytest.param((1, 4, 1), [(1, 2, 1), (1, 2, 2)], id="rows"),
     pytest.param((1, 2, 2), [(1, 1, 2), (1, 4, 1)], id="rows of tensor-parallel parts"),
     pytest.param((2, 2, 1), [(1, 2, 2)], id="rows twice"),
+    pytest.param((1, 4, 1), [(1, 8, 1)], marks=pytest.mark.slow, id="on eight ranks"),
     *(pytest.param(saved, SHAPES, marks=pytest.mark.slow) for saved in ((1, 4, 1), (1, 2, 2), (2, 2, 1))),
 ]
 
