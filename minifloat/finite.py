@@ -23,17 +23,27 @@ def add(contexts: int) -> None:
         active = _contexts > 0
 
 
+def check_can_wait(label: str) -> None:
+    """Raises RuntimeError where nothing waits for the device: while the layer is compiled, or a CUDA graph captured."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{label}: autocast(check_finite=True) looks at values, which compiled code cannot; run eager"
+        )
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{label}: autocast(check_finite=True) looks at values, which the capture of a CUDA graph cannot; capture "
+            "without it"
+        )
+
+
 def check(label: str, what: str, tensor: Tensor) -> None:
     """Waits for the device.
 
     Raises:
         FloatingPointError: some element is infinite or NaN; it names the layer ``label`` and ``what`` the tensor is.
-        RuntimeError: the layer is being compiled.
+        RuntimeError: of :func:`check_can_wait`.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{label}: autocast(check_finite=True) looks at values, which compiled code cannot; run eager"
-        )
+    check_can_wait(label)
     with torch.no_grad():
         values = tensor.detach()
         found = ~values.isfinite()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minifloat import finite
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.fused_cast import measures_amax
@@ -47,6 +48,7 @@ class GroupLayout(NamedTuple):
         Raises:
             TypeError: counts that are no integers.
             ValueError: negative ones, or more than there are rows, where the host knows them.
+            RuntimeError: ``wait`` in compiled code or the capture of a CUDA graph.
         """
         if not isinstance(counts, Tensor):
             counts = torch.tensor(list(counts))
@@ -55,6 +57,8 @@ class GroupLayout(NamedTuple):
         if counts.dim() != 1:
             raise ValueError(f"{label}: m_splits has shape {tuple(counts.shape)}; one number for each group is needed")
         known = counts.device.type == "cpu" and not torch.compiler.is_compiling() and type(counts) is Tensor
+        if wait and not known:
+            finite.check_can_wait(label)
         if wait or known:
             found = counts.tolist()
             if min(found, default=0) < 0 or sum(found) > rows:
@@ -62,7 +66,10 @@ class GroupLayout(NamedTuple):
                     f"{label}: m_splits {found} must not be negative and adds up to {sum(found)}, with {rows} rows of "
                     "input; give the rows of each expert"
                 )
-        ends = counts.to(device, non_blocking=True).clamp(min=0).cumsum(0).clamp(max=rows)
+        if counts.dtype not in (torch.int32, torch.int64):
+            counts = counts.long()  # an int8 cannot be compared with all numbers of rows
+        # Each count is bounded, too: the sum of wrong ones could overflow and be negative.
+        ends = counts.to(device, non_blocking=True).clamp(min=0, max=rows).cumsum(0).clamp(max=rows)
         return cls(torch.nn.functional.pad(ends, (1, 0)).int(), rows)
 
     @classmethod

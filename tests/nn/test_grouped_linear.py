@@ -444,10 +444,20 @@ def test_counts_that_nobody_waits_for_stay_inside() -> None:
         ([7, -5, 100], [0, 7, 7, 30]),
         ([-1, -1, -1], [0, 0, 0, 0]),
         ([40, 1, 0], [0, 30, 30, 30]),
+        ([2**62, 2**62, 2**62], [0, 30, 30, 30]),  # whose sum is negative in int64
         ([7, 0, 20], [0, 7, 7, 27]),
     ):
         found = traced(torch.tensor(counts))
         assert found.tolist() == expected and found.dtype == torch.int32
+    assert GroupLayout.of(torch.tensor([100, 127], dtype=torch.int8), 300, torch.device("cpu"), "", False).rows == 300
+
+
+def test_a_capture_does_not_wait_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not go on after a wait: an error before, which names the layer."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"'experts': autocast\(check_finite=True\).* capture without it"):
+        GroupLayout.of(torch.ones(2, dtype=torch.int64, device="meta"), 30, torch.device("cpu"), "'experts'", True)
 
 
 @pytest.mark.parametrize("recipe", [None, "current"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from minifloat.autocast import autocast
 from minifloat.nn import GroupedLinear, Linear
@@ -115,23 +116,61 @@ def test_no_quantized_output_under_delayed_scaling() -> None:
 
 
 @pytest.mark.gpu
-def test_wrong_counts_of_a_device() -> None:
+@pytest.mark.parametrize("recipe", ["none", "current", "block", "mxfp8"])
+def test_wrong_counts_of_a_device(recipe: str) -> None:
     """An error where ``check_finite`` waits for them; else they end with the input, and nothing else is written to."""
-    grouped = GroupedLinear(3, 32, 16, dtype=BF16, device="cuda", name="experts")
-    x = torch.randn(30, 32, device="cuda").to(BF16)
-    memory = torch.full((50, 16), 7.0, device="cuda", dtype=BF16)
-    for wrong in ([7, -1, 2], [7, 20, 4], [40, 0, 0]):
+    grouped = GroupedLinear(3, 32, 16, dtype=BF16, device="cuda", name="experts", recipe=recipe)
+    memory = torch.full((2, 64, 32), 7.0, device="cuda", dtype=BF16)
+    around = torch.ones(64, dtype=torch.bool, device="cuda")
+    around[16:46] = False  # from a multiple of 256 bytes on, where products write without a copy
+    x = torch.randn(30, 32, device="cuda").to(BF16).requires_grad_()
+    out, dgrad_out = memory[0].view(128, 16)[16:46], memory[1][16:46]
+    for wrong in ([7, -1, 2], [7, 20, 4], [40, 0, 0], [2**62, 2**62, 2**62]):
         counts = torch.tensor(wrong, device="cuda")
-        with autocast(recipe="current", check_finite=True), pytest.raises(ValueError, match="'experts': m_splits"):
+        with autocast(check_finite=True), pytest.raises(ValueError, match="'experts': m_splits"):
             grouped(x, counts)
-        with autocast(recipe="current"), torch.no_grad():
-            y = grouped(x, counts, out=memory[10:40])
-        inside = [min(max(each, 0), 30) for each in wrong]
-        ends = torch.tensor(inside).cumsum(0).clamp(max=30)
-        with autocast(recipe="current"), torch.no_grad():
-            expected = grouped(x, ends.diff(prepend=torch.zeros(1, dtype=torch.int64)))
-        assert torch.equal(y, expected)
-        assert (memory[:10] == 7).all() and (memory[40:] == 7).all() and not y[int(ends[-1]) :].any()
+        ends = torch.tensor([min(max(each, 0), 30) for each in wrong]).cumsum(0).clamp(max=30)
+        right = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+        found: list[list[Tensor | None]] = []
+        for each, given in ((counts, {"out": out, "dgrad_out": dgrad_out}), (right, {})):
+            memory.fill_(7)
+            x.grad = None
+            grouped.zero_grad()
+            y = grouped(x, each, **given)
+            y.backward(torch.ones_like(y))
+            assert x.grad is not None
+            found.append([y.detach().clone(), x.grad.clone(), *[own.grad for own in grouped.parameters()]])
+            if given:
+                assert (memory[0].view(128, 16)[:16] == 7).all() and (memory[0].view(128, 16)[46:] == 7).all()
+                assert (memory[1][around] == 7).all()
+        for mine, expected in zip(*found, strict=True):
+            assert mine is not None and expected is not None and torch.equal(mine, expected)
+        assert not y[int(ends[-1]) :].any()
     for wrong_kind in (torch.ones(3, device="cuda"), torch.ones(2, dtype=torch.int64, device="cuda")):
-        with autocast(recipe="current"), pytest.raises((TypeError, ValueError), match="'experts': m_splits"):
+        with pytest.raises((TypeError, ValueError), match="'experts': m_splits"):
             grouped(x, wrong_kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["none", "current"])
+def test_wrong_counts_of_a_device_in_a_graph(recipe: str) -> None:
+    """A capture that would wait is refused before; replays with wrong counts end with the input."""
+    grouped = GroupedLinear(3, 32, 16, dtype=BF16, device="cuda", name="experts", recipe=recipe)
+    x, counts = torch.randn(30, 32, device="cuda").to(BF16), torch.tensor([7, 3, 20], device="cuda")
+
+    def run(check: bool = False) -> Tensor:
+        with torch.no_grad(), autocast(check_finite=check):
+            y: Tensor = grouped(x, counts)
+        return y
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match=r"'experts': autocast\(check_finite=True\)"):
+            run(check=True)
+        y = run()
+    for wrong in ([7, -1, 2], [40, 0, 0], [2**62, 2**62, 2**62], [7, 3, 20]):
+        counts.copy_(torch.tensor(wrong))
+        graph.replay()
+        assert torch.equal(y, run())
