@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
@@ -9,6 +10,18 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 T = TypeVar("T")
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A graph that is found to be garbage and destroyed while another is captured breaks the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CaptureStream:
@@ -58,7 +71,7 @@ class Graph:
         capture = torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local")
         try:
             capture.__enter__()
-            with torch.autograd.set_multithreading_enabled(False), zeros_of_graph():
+            with no_garbage_collection(), torch.autograd.set_multithreading_enabled(False), zeros_of_graph():
                 result = function()
         except BaseException:
             with suppress(RuntimeError):  # PyTorch's own about a capture that has failed

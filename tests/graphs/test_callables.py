@@ -6,6 +6,7 @@ On a CPU a stand-in is captured, which tells about all but the graphs themselves
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -406,6 +407,21 @@ def check_failure(module: Fails, device: torch.device, error: type[Exception]) -
 def test_an_exception_leaves_the_process_usable(graph_device: torch.device, good: int) -> None:
     """In the warm-up or in the capture."""
     check_failure(Fails(graph_device, good), graph_device, ArithmeticError)
+
+
+@on_gpu
+def test_garbage_with_graphs_waits_for_the_end_of_a_capture(graph_device: torch.device) -> None:
+    old = make_graphed_callables(Linear(HIDDEN, HIDDEN, **on(graph_device)), sample_of(graph_device))
+    old.itself = [old]
+    thresholds = gc.get_threshold()
+    gc.disable()
+    del old
+    try:
+        gc.set_threshold(1)
+        gc.enable()
+        check_replays("linear", recipe_of("current"), graph_device)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class Recomputes(nn.Module):
