@@ -34,6 +34,8 @@ def steps(rank: int, size: int, recipe: Any) -> list[tuple[list[Tensor], int, in
         layers = siblings(recipe)
         torch.manual_seed(rank + 1)
         x = torch.randn(ROWS[rank], K, requires_grad=True)
+        for layer in layers:  # ranks agree on a layer's recipe in its first call
+            layer(x.detach().clone().requires_grad_(), rows_per_rank=ROWS)
         with Wire() as wire, gathered_once() if way == "once" else contextlib.nullcontext():
             ys = []
             for layer in layers:
