@@ -52,8 +52,9 @@ def tokens(length: int, device: str) -> Tensor:
 
 
 def run(
-    module: str, recipe: str, mode: str, compiler: Mapping[str, Any] = EAGER, device: str = "cpu", **options: Any
-) -> None:
+    module: str, recipe: str, mode: str, compiler: Mapping[str, Any] = EAGER, device: str = "cpu", bound: float = 0.0,
+    **options: Any,
+) -> None:  # fmt: skip
     """Three steps in one graph, each of which is compared with the eager one; ``compiler``: how it is compiled."""
     torch.manual_seed(0)
     chosen, model = RECIPES[recipe], MODULES[module](device=device, **options)
@@ -62,13 +63,15 @@ def run(
         call = lambda model, x: under(chosen, partial(minifloat.checkpoint, model), x)  # noqa: E731
     if mode == "inference":
         model.eval()
-    pair = Pair(model, call, chosen, dynamic=mode == "dynamic", **compiler)
+    pair = Pair(model, call, chosen, bound, dynamic=mode == "dynamic", **compiler)
     if mode == "checkpoint" and recipe == "delayed":
         with pytest.raises(RuntimeError, match="leave what is checkpointed uncompiled"):
             pair.run(tokens(4, device).requires_grad_())
         return
     for number, length in enumerate((4, 6, 8) if mode == "dynamic" else (4, 4, 4)):
         torch.compiler.cudagraph_mark_step_begin()
+        for each in (pair.eager, pair.model):
+            each.zero_grad()  # those in a CUDA graph's memory must not outlive its next run
         pair.step(tokens(length, device), seed=number, training=mode != "inference")
         assert graphs() == 1
 
@@ -136,6 +139,7 @@ def test_reduce_overhead_without_a_gpu() -> None:
     ids=" ".join,
 )
 def test_reduce_overhead(case: Case) -> None:
-    """Inductor's CUDA graphs: warm-up, capture and replay are the three steps."""
+    """Inductor's CUDA graphs: warm-up, capture and replay are the three steps. It has a softmax of its own."""
+    bound = 0.0 if case[0] in SMALL else 0.02
     with torch._inductor.config.patch(emulate_precision_casts=True):
-        run(*case, REDUCE_OVERHEAD, "cuda", bias=False)
+        run(*case, REDUCE_OVERHEAD, "cuda", bound, bias=False)
