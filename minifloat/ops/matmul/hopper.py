@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minifloat.ops import launch
-from minifloat.ops.grouped.hopper import following, multiprocessors, swept
+from minifloat.ops.grouped.hopper import multiprocessors
+from minifloat.ops.grouped.hopper_device import following, swept
 from minifloat.ops.launch import allocate, ready
 from minifloat.ops.matmul.reference import contracted_length
 from minifloat.ops.matmul.spread import Scales, factors_of, prepare
