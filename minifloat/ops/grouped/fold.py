@@ -126,7 +126,7 @@ def grouped_fold_kernel(
         else:
             k = column * TILE + each
             where = target + (first + o)[:, None].to(tl.int64) * target_stride + k[None, :]
-            tl.store(where, made, mask=(o < rows)[:, None] & (k < K)[None, :])
+            tl.store(where, made, mask=(o < rows)[:, None] & (k < extent(K, ALIGNED_TARGET))[None, :])
     tl.store(folded + tile * scale_cols + column, scale)
 
 
