@@ -40,15 +40,17 @@ def k_major(spec: str) -> bool:
     return fmt.encoding.dtype is not None and fmt.block in (0, 128)
 
 
-def quantized(x: Tensor, offsets: Tensor, spec: str, dim: int) -> Operand:
-    """A cast of the groups of ``x`` by the reference; stochastic formats with one seed for all."""
+def quantized(x: Tensor, offsets: Tensor, spec: str, dim: int, by_reference: bool = True) -> Operand:
+    """A cast of the groups of ``x``, by the reference or as the library does it; stochastic formats with one seed."""
     fmt = parse(spec)
     if not fmt.quantized:
         return Operand(x.contiguous(), None, None, spec, dim, offsets)
-    level = grouped.grouped_amax.reference(x, offsets, [spec], [dim])[0] if fmt.needs_amax else None
+    amax, cast = grouped.grouped_amax, grouped.grouped_cast
+    level = (amax.reference if by_reference else amax)(x, offsets, [spec], [dim])[0] if fmt.needs_amax else None
     if fmt.scale_rule == "given":
-        level = torch.arange(1.0, offsets.numel())
-    made = grouped.grouped_cast.reference(x, offsets, [level], None, [spec], [dim], [k_major(spec)])
+        level = torch.arange(1.0, offsets.numel()).to(x.device)
+    order = [k_major(spec)]
+    made = (cast.reference if by_reference else cast)(x, offsets, [level], None, [spec], [dim], order)
     return Operand(*made[:2], level if fmt.scale_rule == "two_level" else None, spec, dim, offsets)
 
 

@@ -254,32 +254,67 @@ def test_a_group_does_not_depend_on_the_others(gemm: str, a_spec: str, b_spec: s
             assert_same_bits(found[case.place(group)], own)
 
 
+RAGGED = (1001, 1, 0, 127, 130, 1023, 514, 1300)
+"""Groups that begin at any row, one without rows."""
+BITS = [
+    *[(counts, SIDES[i % 2]) for i, counts in enumerate([*COUNTS, (0, 0, 300), (129, 1, 127, 128)])],
+    *zip(LARGE, LARGE_SIDES, strict=True),
+    ((129, 1, 300), (1168, 2064)),  # of more steps than a series, of 16 codes the last
+    ((3, 0, 255), (1024, 2048)),  # whole series
+    (RAGGED, (144, 1040)),
+    ((0, 4000, 0, 3, 0, 90), (272, 1168)),  # skewed
+]
+
+
+def cast_by_kernels(rows: int, cols: int, offsets: Tensor, spec: str, dim: int) -> Operand:
+    """Operands as the library makes them on a GPU, in the memory order that it gives them there."""
+    on = torch.device("cuda")
+    return quantized(torch.randn(rows, cols, device=on).bfloat16(), offsets.to(on), spec, dim, by_reference=False)
+
+
+def with_rows_of_scales(operand: Operand, order: str) -> Operand:
+    """The grid of scales in another memory order: rows consecutive, or with room after each, at no multiple of 16."""
+    scale = operand.scale_inv
+    if scale is None or scale.dim() < 2 or order == "made":
+        return operand
+    if order == "consecutive":
+        return operand._replace(scale_inv=scale.t().contiguous().t())
+    room = torch.full((scale.shape[0], scale.shape[1] + 3), torch.nan if scale.is_floating_point() else 0xFF)
+    spaced = room.to(scale)[:, : scale.shape[1]]
+    return operand._replace(scale_inv=spaced.copy_(scale))
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("order", ["made", "consecutive", "spaced"])
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize(
     ("a_spec", "b_spec"), [(E5, E4), (ROW, ROW), (STRIP, TILE), (STRIP, STRIP), (TILE, TILE), (STRIP2, MX4)]
 )
 def test_the_kernel_of_hopper_gives_the_bits_of_tritons(
-    gemm: str, a_spec: str, b_spec: str, monkeypatch: pytest.MonkeyPatch
+    gemm: str, a_spec: str, b_spec: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same sums in the same order, with whatever lies in memory that is no group's."""
-    if b_spec == MX4 and gemm == "wgrad":
-        return  # which no weight is an operand of
-    cases = shapes(torch.device("cuda"), [*COUNTS, (0, 0, 300), (129, 1, 127, 128)])
-    for counts, sides in [*cases, ((129, 1, 300), (1168, 2064))]:  # the last is of more steps than a series
+    """The same sums in the same order, each of three times, with whatever lies in memory that is no group's.
+
+    Operands are those of the library's own casts; their scales also lie in memory as others may give them.
+    """
+    if (b_spec == MX4 and gemm == "wgrad") or (order != "made" and not a_spec.count("x128")):
+        return  # which no weight is an operand of; which have no grid of scales
+    for counts, sides in BITS:
         sides = sides[0] // 16 * 16, sides[1] // 16 * 16
-        case = problem(gemm, a_spec, b_spec, counts, sides, cast_normal)
-        case = case._replace(a=poisoned(case.a), b=poisoned(case.b))
+        case = problem(gemm, a_spec, b_spec, counts, sides, cast_by_kernels)
+        a, b = (with_rows_of_scales(poisoned(each), order) for each in (case.a, case.b))
+        case = case._replace(a=a, b=b)
         bias = torch.randn(len(counts), case.width) if gemm == "fprop" else None
         with count_launches() as launches:
-            found = case.multiply(torch.float32, bias, device=torch.device("cuda"))
+            found = [case.multiply(torch.float32, bias, device=torch.device("cuda")) for _ in range(3)]
         folds = ("grouped_fold_kernel", "grouped_repair_kernel", "copy_bytes_kernel")[: 2 + (gemm == "dgrad")]
-        folded = dict.fromkeys(folds, 1) if b_spec == MX4 else {}
-        assert launches == {"grouped_hopper_kernel": 1} | folded
+        folded = dict.fromkeys(folds, 3) if b_spec == MX4 else {}
+        assert launches == {"grouped_hopper_kernel": 3} | folded
         with monkeypatch.context() as patch:
             patch.setattr(hopper, "takes", lambda *sides: False)
             expected = case.multiply(torch.float32, bias, device=torch.device("cuda"))
-        assert_same_bits(found, expected)
+        for each in found:
+            assert_same_bits(each, expected)
 
 
 @pytest.mark.parametrize(

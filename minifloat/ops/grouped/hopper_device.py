@@ -230,7 +230,7 @@ def sums_of_series(
     Products are issued SERIES at a time: each is added while the next one runs. Scales are loaded a step ahead.
     """
     total = gl.zeros([_HALF, _BN], gl.float32, _SUMS)
-    whole = (steps - 1 if CLEAR else steps) // SERIES * SERIES
+    whole = (gl.maximum(steps - 1, 0) if CLEAR else steps) // SERIES * SERIES
     # The stage to release, when a later product has taken the registers of its own: then its scales have been read,
     # too. Not `stage`: Triton takes two names of one value for one variable of a loop.
     read = 0
