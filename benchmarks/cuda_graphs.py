@@ -1,8 +1,9 @@
 """A small training step as one CUDA graph: its time beside that of its kernels, of eager code, and of bf16.
 
-    python benchmarks/cuda_graphs.py [bf16 current delayed ...] [--layers 8] [--hidden 512] [--tokens 512] [--kernels 8]
+    python benchmarks/cuda_graphs.py [bf16 current+apart ...] [--layers 8] [--hidden 512] [--tokens 512] [--kernels 8]
 
-A step is all of ``minifloat train``'s: forward, backward, clipping, AdamW. Times are medians over rounds in which the
+A step is all of ``minifloat train``'s: forward, backward, clipping, AdamW. After a recipe's name ``+main_grad`` is
+``--main-grad``, and with ``+apart`` each layer casts its weight by itself. Times are medians over rounds in which the
 recipes take turns:
 
 - ``eager`` and ``captured``: one step, from the batch on the host to the loss on the host;
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from minifloat import cast_weights
 from minifloat.recipe import named
+from minifloat.tools.train import step
 from minifloat.tools.train.captured import CapturedStep
 from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.run import TrainConfig
-from minifloat.tools.train.step import make_optimizer, train_step
 
 CUDA = torch.device("cuda")
 
@@ -40,21 +43,28 @@ class Contender:
 
     def __init__(self, name: str, sizes: Any, tokens: int) -> None:
         self.name = name
+        recipe_name, *ways = name.split("+")
+        self.cast_weights: Callable[..., Any] = (lambda model: nullcontext()) if "apart" in ways else cast_weights
         self.config = TrainConfig(1, batch_size=1)
         drawn = torch.randint(256, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
         self.batch = drawn[:, :-1].clone(), drawn[:, 1:].clone()
-        recipe = None if name == "bf16" else named(name)
+        recipe = None if recipe_name == "bf16" else named(recipe_name)
         self.model, captured = (sizes.make(recipe, 0).to(CUDA).train() for _ in range(2))
-        self.optimizer = make_optimizer(self.model, self.config)
-        self.step = CapturedStep(captured, make_optimizer(captured, self.config), self.config, CUDA)
+        for model in (self.model, captured) if "main_grad" in ways else ():
+            step.add_main_grads(model)
+        self.optimizer = step.make_optimizer(self.model, self.config)
+        self.step = CapturedStep(captured, step.make_optimizer(captured, self.config), self.config, CUDA)
         self.times: dict[str, list[float]] = {"eager": [], "captured": [], "replay": []}
         losses = [(self.eager(), self.captured()) for _ in range(3)]
-        print(f"{name}: losses, eager and captured: {losses}", flush=True)
+        same = all(torch.equal(*each) for each in zip(self.model.parameters(), captured.parameters(), strict=True))
+        print(f"{name}: losses, eager and captured: {losses}; parameters are {'' if same else 'NOT '}equal", flush=True)
 
     def eager(self) -> float:
-        return train_step(self.model, self.optimizer, self.batch, 1e-4, self.config, CUDA)[0]
+        step.cast_weights = self.cast_weights
+        return step.train_step(self.model, self.optimizer, self.batch, 1e-4, self.config, CUDA)[0]
 
     def captured(self) -> float:
+        step.cast_weights = self.cast_weights
         return self.step(self.batch, 1e-4).loss
 
     def measure(self, calls: int) -> None:

@@ -194,6 +194,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "etp_parameters": of_model,
         "apply_rotary_pos_emb": {"t": torch.ones(2, 1, 1, 4), "freqs": torch.ones(2, 1, 1, 4)},
         "cast_all": {"xs": [x], "quantizers": [q]},
+        "cast_weights": of_model,
         "find_amaxes": {"xs": [x], "quantizers": [q]},
         "checkpoint": {"function": lambda: torch.ones(1)},
         "convert": of_model | {"recipe": "mxfp8"},

@@ -54,6 +54,7 @@ PUBLIC = [
     "apply_rotary_pos_emb",
     "autocast",
     "cast_all",
+    "cast_weights",
     "checkpoint",
     "checkpoint_context_fn",
     "convert",

@@ -105,7 +105,8 @@ def multiply_eager(
     if out is not None or accumulate:
         _check_out(gemm, out, (m, n), out_dtype, a.codes.device)
     if a.scale_inv is None or b.scale_inv is None:
-        return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias), out, accumulate)
+        target = None if accumulate else out
+        return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias, target), out, accumulate)
     product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
     return product(
         a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n,
@@ -172,11 +173,20 @@ class WeightGemm(NamedTuple):
 
 
 def _high_precision(
-    gemm: str, a: Operand, a_along: int, b: Operand, b_along: int, out_dtype: torch.dtype, bias: Tensor | None
-) -> Tensor:
-    """A product with an operand that was left in high precision: the other is dequantized."""
+    gemm: str, a: Operand, a_along: int, b: Operand, b_along: int, out_dtype: torch.dtype, bias: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A product with an operand that was left in high precision: the other is dequantized.
+
+    ``out``: it may be written there. A GPU multiplies 16-bit values for an fp32 result without a copy of them in fp32.
+    """
     matmul.record(gemm, a.format.spec, b.format.spec, "torch")
-    left, right = a.dequantize(out_dtype), b.dequantize(out_dtype)
+    halves = a.codes.dtype == b.codes.dtype in (torch.bfloat16, torch.float16) and a.scale_inv is b.scale_inv is None
+    in_backward = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+    direct = halves and out_dtype == torch.float32 and bias is None and a.codes.is_cuda and in_backward
+    left, right = (x.codes if direct else x.dequantize(out_dtype) for x in (a, b))
     left = left if a_along == ROWWISE else left.t()
     right = right.t() if b_along == ROWWISE else right
+    if direct:
+        return torch.mm(left, right, out_dtype=out_dtype, out=out)
     return left @ right if bias is None else torch.addmm(bias.to(out_dtype), left, right)

@@ -1,6 +1,7 @@
 """Modules: each composes the functions below it with one short autograd function."""
 
 from minifloat.nn.attention import DotProductAttention
+from minifloat.nn.cast_weights import cast_weights
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.etp_embedding import EtpEmbedding
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -33,6 +34,7 @@ __all__ = [
     "TopKRouter",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "cast_weights",
     "prepare",
     "quantized_model_init",
     "router_losses",

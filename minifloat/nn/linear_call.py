@@ -116,7 +116,8 @@ class LinearCalls(LinearState):
         if config.delayed is not None:
             backward = needs_x or needs_w or needs_b
             delayed_call = self._delayed_call(config.delayed, replayed, backward, parallel)
-        cast_now = type(weight) is nn.Parameter and is_first_microbatch is None
+        nothing_kept = compiling or self._weight_cache is None
+        cast_now = type(weight) is nn.Parameter and is_first_microbatch is None and nothing_kept
         w = None if cast_now else self._weight_operands(plan, delayed_call, weight, is_first_microbatch)
         return plan, Call(delayed_call, None, w, not compiling), weight, bias
 

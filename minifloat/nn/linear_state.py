@@ -283,12 +283,17 @@ class LinearState(EtpRows):
             if ready is not None:
                 self._follow_own_scale(weight, delayed_call, ready)
                 return ready
-        if is_first_microbatch is None or not self._keeps_weight:
+        unnamed = is_first_microbatch is None
+        if not self._keeps_weight or (unnamed and torch.compiler.is_compiling()):
+            return None
+        cached = self._weight_cache
+        if unnamed and (cached is None or cached.in_capture is None):
             return None
         sources = tuple(self._weight(name) for name in self._weight_names)
-        cached = self._weight_cache
         if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
             return cached.operands
+        if unnamed:
+            return None
         operands = self._quantize_weight(weight.detach(), quantizer, delayed_call)
         count_steps(sources)
         self._weight_cache = CachedWeight(sources, versions(sources), quantizer, operands)

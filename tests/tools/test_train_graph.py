@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from minifloat.tools.train.data import Corpus
 from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, TrainConfig, train
 from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.ranks import Ranks
+from minifloat.tools.train.step import add_main_grads, clipped_gradients
 from tests.helpers.graph_on_cpu import GraphOnCpu
 
 MICRO = MODELS["micro"]
@@ -55,6 +57,27 @@ def assert_alike(found: Any, wanted: Any) -> None:
 def test_replayed_steps_are_the_same(graph_device: torch.device, recipe: str, experts: int) -> None:
     """Losses, gradient norms, imbalances, evaluations in between, GEMMs, and parameters at the end."""
     assert_alike(*(run(graph_device, recipe, captured, experts=experts) for captured in (True, False)))
+
+
+@pytest.mark.parametrize(("recipe", "experts"), [("bf16", 0), ("current", 4)])
+def test_main_grad(graph_device: torch.device, recipe: str, experts: int) -> None:
+    """Weight gradients come unrounded, into the buffers that the optimizer steps with; replayed steps are the same."""
+    config = replace(CONFIG, main_grad=True)
+    assert_alike(*(run(graph_device, recipe, each, experts=experts, config=config) for each in (True, False)))
+    found = []
+    for add in (add_main_grads, lambda model: None):
+        model = replace(MICRO, experts=experts).make(recipe_of(recipe), 0).to(graph_device)
+        add(model)
+        for seed in range(2):  # the second step replaces what the first has left
+            model.zero_grad()
+            batch = torch.randint(256, (2, 2, 64), generator=torch.Generator().manual_seed(seed))
+            clipped_gradients(model, (batch[0], batch[1]), TrainConfig(1, 2, clip=math.inf), graph_device)
+        found.append([parameter.grad for parameter in model.parameters()])
+    unrounded, rounded = found
+    for mine, theirs in zip(unrounded, rounded, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-8, atol=1e-6)
+    finer = sum(not torch.equal(mine, mine.bfloat16().float()) for mine in unrounded)
+    assert finer > sum(not torch.equal(theirs, theirs.bfloat16().float()) for theirs in rounded)
 
 
 def test_resume(graph_device: torch.device, tmp_path: Path) -> None:

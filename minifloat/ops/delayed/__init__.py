@@ -38,6 +38,13 @@ def record_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]
         newest.copy_(torch.maximum(_finite(newest), _finite(amax.reshape(()))))
 
 
+@torch.no_grad()
+def record_all_(newest: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
+    """:data:`record_amax_` in many histories: ``newest`` are views of their slots, fp32 [1] each, all on one device."""
+    largest = torch.maximum(_finite(torch.cat(list(newest))), _finite(torch.cat(list(amaxes))))
+    torch._foreach_copy_(list(newest), largest.split(1))
+
+
 @operation("delayed.gpu:record_forward", mutates=["history"])
 def record_forward_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
     """``record_amax_`` of a compiled forward. A graph does not see that it runs in a checkpoint, so this looks for one.

@@ -21,7 +21,15 @@ from minifloat.tools.train.nonfinite import FINITE, find_non_finite
 from minifloat.tools.train.ranks import ALONE, Ranks
 from minifloat.tools.train.run import Interrupted, Metrics, NonFiniteError, Run, TrainConfig
 from minifloat.tools.train.state import TrainState, own_random_numbers, seed_generators
-from minifloat.tools.train.step import Batch, batch_loss, imbalance_of, make_optimizer, micro_batches, train_step
+from minifloat.tools.train.step import (
+    Batch,
+    add_main_grads,
+    batch_loss,
+    imbalance_of,
+    make_optimizer,
+    micro_batches,
+    train_step,
+)
 
 __all__ = ["Interrupted", "Metrics", "NonFiniteError", "Run", "TrainConfig", "evaluate", "train", "train_step"]
 
@@ -77,6 +85,8 @@ def train(
             state.load_weights(weights)
         for metrics in state.history:
             observe(metrics)
+        if config.main_grad:
+            add_main_grads(model)
         first = state.step + 1
         captured = CapturedStep(model, state.optimizer, config, device) if cuda_graph else None
         with saving(checkpoints, ranks) as saver:

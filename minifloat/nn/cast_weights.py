@@ -1,0 +1,109 @@
+"""The weights of a whole model, cast together in a few launches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from minifloat import capability
+from minifloat.arguments import checked
+from minifloat.comm.sharded_cast import is_plain
+from minifloat.delayed import History
+from minifloat.formats import ROWWISE
+from minifloat.functional.linear_config import FORWARD_SLOTS, LinearConfig
+from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.linear_call import LinearCalls
+from minifloat.nn.quantized_parameters import given_format
+from minifloat.nn.weight_cache import CachedWeight
+from minifloat.ops import delayed
+from minifloat.quantizer import Quantizer, cast_all
+from minifloat.recompute import capturing
+from minifloat.tensor.base import versions
+from minifloat.tensor.steps import count_steps
+
+_SLOT = FORWARD_SLOTS.index("weight")
+
+
+@checked
+@contextmanager
+def cast_weights(model: nn.Module) -> Iterator[None]:
+    """Casts the weights of the linears of ``model`` on entry, together; inside they take these, to the same bits.
+
+    It is for the forwards and backwards of one step, with several microbatches or one, and goes inside of ``autocast``
+    where that gives the recipe. Two or three launches for all weights take the place of two for each layer. Codes and
+    scales are kept until the context is left: under FP8 2 bytes for each element of a weight.
+
+    A layer casts by itself, as outside, what was written since, and where compiled code or the capture of a CUDA graph
+    runs inside (around the context, a capture holds the casts). So do layers whose weights are experts', quantized,
+    sharded by FSDP2 or extended tensor parallelism, rounded stochastically, or cast to bf16 values for an emulated
+    product. Under delayed scaling all that runs inside takes the scales of the entry, whose amaxes are recorded once.
+    """
+    wanted: dict[torch.device, list[_Weight]] = defaultdict(list)
+    for layer in model.modules() if not torch.compiler.is_compiling() else ():
+        if isinstance(layer, LinearCalls) and not isinstance(layer, GroupedLinear):
+            weight = _Weight.of(layer)
+            if weight is not None:
+                layer._weight_cache = None  # its memory may serve the new one
+                wanted[weight.matrix.device].append(weight)
+    for weights in wanted.values():
+        _cast(weights, records=torch.is_grad_enabled())
+    try:
+        yield
+    finally:
+        for weights in wanted.values():
+            for weight in weights:
+                weight.layer._weight_cache = None
+
+
+class _Weight:
+    """The weight of a layer, and how it is cast; ``history``: of delayed scaling, if that gives its scale."""
+
+    def __init__(self, layer: LinearCalls, config: LinearConfig, sources: tuple[Tensor, ...]) -> None:
+        self.layer, self.sources = layer, sources
+        self.matrix = layer._weight_matrix().detach()
+        columnwise = torch.is_grad_enabled() and config.backward_override is None
+        self.quantizer = config.weight.with_usage(columnwise=columnwise)
+        self.history: History | None = None
+        if config.delayed is not None and given_format(self.quantizer) is not None:
+            self.history = layer.forward_scaling.history(config.delayed, True, False)
+
+    @classmethod
+    def of(cls, layer: LinearCalls) -> _Weight | None:
+        """None where the layer is to cast it by itself."""
+        recipe = layer._recipe_in_force()
+        if recipe is None or layer._etp is not None or not layer._keeps_weight:
+            return None
+        config, sources = layer._config(recipe), tuple(layer._weight(name) for name in layer._weight_names)
+        plain = all(type(each) is nn.Parameter and not each.is_meta for each in sources)
+        if not plain or not config.weight.quantized or not is_plain(config.weight) or _is_emulated(config, sources[0]):
+            return None
+        return cls(layer, config, sources)
+
+
+def _is_emulated(config: LinearConfig, weight: Tensor) -> bool:
+    """A cast for the product alone gives values, which costs less than codes that are kept."""
+    formats = config.input.format(ROWWISE), config.weight.format(ROWWISE)
+    return weight.is_cuda and capability.backend(*formats, weight.device) == "emulated"
+
+
+@torch.no_grad()
+def _cast(weights: Sequence[_Weight], records: bool) -> None:
+    """Fills the caches of the layers, which are all on one device, and ``records`` the amaxes for delayed scaling."""
+    scales = [None if each.history is None else each.history.slots[_SLOT] for each in weights]
+    quantizers: list[Quantizer] = [each.quantizer for each in weights]
+    made = cast_all([each.matrix for each in weights], quantizers, scales=scales, gemm_ready=True)
+    now = capturing()
+    newest, amaxes = [], []
+    for weight, operands in zip(weights, made, strict=True):
+        count_steps(weight.sources)
+        kept = CachedWeight(weight.sources, versions(weight.sources), weight.quantizer, operands, now)
+        weight.layer._weight_cache = kept
+        if weight.history is not None and (amax := operands.any.amax) is not None:
+            newest.append(weight.history.amax_history[0, _SLOT : _SLOT + 1])
+            amaxes.append(amax)
+    if newest and records:
+        delayed.record_all_(newest, amaxes)
