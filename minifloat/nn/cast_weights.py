@@ -20,8 +20,8 @@ from minifloat.nn.linear_call import LinearCalls
 from minifloat.nn.quantized_parameters import given_format
 from minifloat.nn.weight_cache import CachedWeight
 from minifloat.ops import delayed
-from minifloat.quantizer import Quantizer, cast_all
-from minifloat.recompute import capturing
+from minifloat.quantizer import DTYPES, Quantizer, cast_all
+from minifloat.recompute import capturing, recomputes
 from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps
 
@@ -43,11 +43,10 @@ def cast_weights(model: nn.Module) -> Iterator[None]:
     product. Under delayed scaling all that runs inside takes the scales of the entry, whose amaxes are recorded once.
     """
     wanted: dict[torch.device, list[_Weight]] = defaultdict(list)
-    for layer in model.modules() if not torch.compiler.is_compiling() else ():
+    for layer in () if torch.compiler.is_compiling() or recomputes() else model.modules():
         if isinstance(layer, LinearCalls) and not isinstance(layer, GroupedLinear):
             weight = _Weight.of(layer)
             if weight is not None:
-                layer._weight_cache = None  # its memory may serve the new one
                 wanted[weight.matrix.device].append(weight)
     for weights in wanted.values():
         _cast(weights, records=torch.is_grad_enabled())
@@ -56,7 +55,7 @@ def cast_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for weights in wanted.values():
             for weight in weights:
-                weight.layer._weight_cache = None
+                weight.keep(None)
 
 
 class _Weight:
@@ -71,6 +70,10 @@ class _Weight:
         if config.delayed is not None and given_format(self.quantizer) is not None:
             self.history = layer.forward_scaling.history(config.delayed, True, False)
 
+    def keep(self, cached: CachedWeight | None) -> None:
+        """Sets the layer's cache, past ``nn.Module.__setattr__``, which takes a microsecond."""
+        self.layer.__dict__["_weight_cache"] = cached
+
     @classmethod
     def of(cls, layer: LinearCalls) -> _Weight | None:
         """None where the layer is to cast it by itself."""
@@ -78,7 +81,7 @@ class _Weight:
         if recipe is None or layer._etp is not None or not layer._keeps_weight:
             return None
         config, sources = layer._config(recipe), tuple(layer._weight(name) for name in layer._weight_names)
-        plain = all(type(each) is nn.Parameter and not each.is_meta for each in sources)
+        plain = all(type(each) is nn.Parameter and not each.is_meta and each.dtype in DTYPES for each in sources)
         if not plain or not config.weight.quantized or not is_plain(config.weight) or _is_emulated(config, sources[0]):
             return None
         return cls(layer, config, sources)
@@ -100,8 +103,7 @@ def _cast(weights: Sequence[_Weight], records: bool) -> None:
     newest, amaxes = [], []
     for weight, operands in zip(weights, made, strict=True):
         count_steps(weight.sources)
-        kept = CachedWeight(weight.sources, versions(weight.sources), weight.quantizer, operands, now)
-        weight.layer._weight_cache = kept
+        weight.keep(CachedWeight(weight.sources, versions(weight.sources), weight.quantizer, operands, now))
         if weight.history is not None and (amax := operands.any.amax) is not None:
             newest.append(weight.history.amax_history[0, _SLOT : _SLOT + 1])
             amaxes.append(amax)

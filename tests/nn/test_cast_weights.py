@@ -138,6 +138,20 @@ def test_autocast_checkpoint_and_inference(recipe: str, device: torch.device, ca
     assert not weights.intersection(address for each in casts for address in each)
 
 
+def test_inside_of_what_is_recomputed(device: torch.device) -> None:
+    """A recomputation casts with the scales of its forward, which have moved on."""
+    model = Model("delayed", device)
+    twin = copy.deepcopy(model)
+
+    def together(x: Tensor) -> Tensor:
+        with cast_weights(model):
+            y: Tensor = model.layers(x)
+            return y
+
+    wanted = steps(twin, call=lambda x: twin.experts(checkpoint(twin.layers, x), split(x)))
+    assert_same(steps(model, call=lambda x: model.experts(checkpoint(together, x), split(x))), wanted)
+
+
 def test_what_a_layer_casts_by_itself(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written inside, in a capture of a graph, of quantized parameters, and after an error."""
     layer = Linear(32, 48, recipe="current").to(device)
