@@ -195,6 +195,8 @@ def _quantize_inputs(
     quantize: Callable[..., Any] = partial(steps.quantize_inputs, casts)
     if options.parallel.gathers_input:
         quantize = partial(steps.quantize_and_gather, casts, x_quantizer, options.parallel)
+    if not (w_quantizer.quantized or options.gathers_weight):
+        quantize = partial(steps.with_w_in, options.dtype, quantize)
     return partial(steps.with_gathered_w, quantize) if options.gathers_weight else quantize
 
 

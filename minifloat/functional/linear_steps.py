@@ -179,6 +179,14 @@ def quantize_and_gather(
     return shared_cast.offer(part, gathered), w, part
 
 
+def with_w_in(
+    dtype: torch.dtype, quantize_inputs: Callable[..., tuple[Any, Quantized, Quantized]], call: Call, x: Tensor | None,
+    weight: Tensor, *options: Any,
+) -> tuple[Any, Quantized, Quantized]:  # fmt: skip
+    """The same where W is not quantized: in the dtype of the product, once for fprop and dgrad."""
+    return quantize_inputs(call, x, weight if isinstance(weight, QuantizedTensor) else weight.to(dtype), *options)
+
+
 def with_gathered_w(
     quantize_inputs: Callable[..., tuple[Any, Quantized, Quantized]], call: Call, x: Tensor | None, weight: Any,
     *options: Any,
