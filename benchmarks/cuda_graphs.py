@@ -2,8 +2,8 @@
 
     python benchmarks/cuda_graphs.py [bf16 current+apart ...] [--layers 8] [--hidden 512] [--tokens 512] [--kernels 8]
 
-A step is all of ``minifloat train``'s: forward, backward, clipping, AdamW. After a recipe's name ``+main_grad`` is
-``--main-grad``, and with ``+apart`` each layer casts its weight by itself. Times are medians over rounds in which the
+A step is all of ``minifloat train``'s: forward, backward, clipping, AdamW. After a recipe's name ``+fp32_wgrad`` is
+``--fp32-wgrad``, and with ``+apart`` each layer casts its weight by itself. Times are medians over rounds in which the
 recipes take turns:
 
 - ``eager`` and ``captured``: one step, from the batch on the host to the loss on the host;
@@ -50,8 +50,8 @@ class Contender:
         self.batch = drawn[:, :-1].clone(), drawn[:, 1:].clone()
         recipe = None if recipe_name == "bf16" else named(recipe_name)
         self.model, captured = (sizes.make(recipe, 0).to(CUDA).train() for _ in range(2))
-        for model in (self.model, captured) if "main_grad" in ways else ():
-            step.add_main_grads(model)
+        for model in (self.model, captured) if "fp32_wgrad" in ways else ():
+            step.keep_wgrads_unrounded(model)
         self.optimizer = step.make_optimizer(self.model, self.config)
         self.step = CapturedStep(captured, step.make_optimizer(captured, self.config), self.config, CUDA)
         self.times: dict[str, list[float]] = {"eager": [], "captured": [], "replay": []}

@@ -102,6 +102,7 @@ class LinearOptions:
             ``weight.main_grad_is_old`` was set.
         gathers_weight: its rows are sharded over ranks with other data (``functional/etp``): gathered for each product,
             and their gradient reduced.
+        wgrad_dtype: of the dW that autograd gets; None: ``dtype``.
         wgrad_tasks: the list to which backward appends the computation of dW, in lieu of computing it.
     """
 
@@ -119,4 +120,5 @@ class LinearOptions:
     main_grad: bool = False
     overwrite_main_grad: bool = False
     gathers_weight: bool = False
+    wgrad_dtype: torch.dtype | None = None
     wgrad_tasks: list[Callable[[], None]] | None = None

@@ -234,7 +234,7 @@ def _outputs(
 
 def _sink(options: LinearOptions, compiling: bool) -> Sink:
     """Where dW goes."""
-    sink: Sink = partial(to_autograd, options.dtype)
+    sink: Sink = partial(to_autograd, options.wgrad_dtype or options.dtype)
     if options.main_grad:
         sink = into_main_grad_in_graph if compiling else partial(into_main_grad, options.overwrite_main_grad)
     if options.gathers_weight:

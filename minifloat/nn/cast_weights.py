@@ -19,6 +19,7 @@ from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_call import LinearCalls
 from minifloat.nn.quantized_parameters import given_format
 from minifloat.nn.weight_cache import CachedWeight
+from minifloat.operand import Quantized
 from minifloat.ops import delayed
 from minifloat.quantizer import DTYPES, Quantizer, cast_all
 from minifloat.recompute import capturing, recomputes
@@ -26,6 +27,8 @@ from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps
 
 _SLOT = FORWARD_SLOTS.index("weight")
+_TOGETHER = 8
+"""Weights of a launch, whose addresses are its arguments: so a capture casts as its warm-up did."""
 
 
 @checked
@@ -34,7 +37,7 @@ def cast_weights(model: nn.Module) -> Iterator[None]:
     """Casts the weights of the linears of ``model`` on entry, together; inside they take these, to the same bits.
 
     It is for the forwards and backwards of one step, with several microbatches or one, and goes inside of ``autocast``
-    where that gives the recipe. Two or three launches for all weights take the place of two for each layer. Codes and
+    where that gives the recipe. Two launches for each eight weights take the place of two for each one. Codes and
     scales are kept until the context is left: under FP8 2 bytes for each element of a weight.
 
     A layer casts by itself, as outside, what was written since, and where compiled code or the capture of a CUDA graph
@@ -98,7 +101,11 @@ def _cast(weights: Sequence[_Weight], records: bool) -> None:
     """Fills the caches of the layers, which are all on one device, and ``records`` the amaxes for delayed scaling."""
     scales = [None if each.history is None else each.history.slots[_SLOT] for each in weights]
     quantizers: list[Quantizer] = [each.quantizer for each in weights]
-    made = cast_all([each.matrix for each in weights], quantizers, scales=scales, gemm_ready=True)
+    made: list[Quantized] = []
+    for first in range(0, len(weights), _TOGETHER):
+        some = slice(first, first + _TOGETHER)
+        matrices = [each.matrix for each in weights[some]]
+        made += cast_all(matrices, quantizers[some], scales=scales[some], gemm_ready=True)
     now = capturing()
     newest, amaxes = [], []
     for weight, operands in zip(weights, made, strict=True):

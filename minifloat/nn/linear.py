@@ -168,7 +168,7 @@ class Linear(LinearCalls, LinearParameters):
             rows_alone = autocast.batch_invariant_used and is_batch_invariant()
             if parallel.mode is not None or self._etp is not None or rows_alone:
                 self._check_dtype(x)
-            elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
+            elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.wgrad_in_weight_dtype):
                 return self._high_precision(x)
             recipe = UNQUANTIZED  # PyTorch's own linear cannot do what is asked
         dtype = self._compute_dtype(x)

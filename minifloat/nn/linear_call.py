@@ -102,6 +102,7 @@ class LinearCalls(LinearState):
             weight.device.type, dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x,
             fp8_output, fp8_grad,
             autocast.batch_invariant_used and is_batch_invariant(), main_grad, is_first_microbatch is True, gathers,
+            weight.dtype if self.wgrad_in_weight_dtype else None,
             self._wgrad_tasks if self.delay_wgrad_compute else None,
         )  # fmt: skip
         key = (weight.dtype, *options[:5], parallel.mode and parallel, *options[6:-1], options[-1] is None)

@@ -40,9 +40,14 @@ _CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step m
 
 
 class LinearState(EtpRows):
-    """The state of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it."""
+    """The state of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it.
+
+    ``wgrad_in_weight_dtype`` may be set: dW is computed in the dtype of the weight, as fp32. Else it is rounded to that
+    of the activations, and autograd copies it.
+    """
 
     _groups = 1
+    wgrad_in_weight_dtype: bool = False
 
     forward_scaling: AmaxHistory
     backward_scaling: AmaxHistory

@@ -11,11 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifloat import GroupedLinear, LayerNormMLP, Linear, autocast, cast_weights, checkpoint, quantized_model_init
+from minifloat import (
+    GroupedLinear,
+    LayerNormMLP,
+    Linear,
+    autocast,
+    cast_weights,
+    checkpoint,
+    quantized_model_init,
+    quantizer,
+)
 from minifloat.casts import Casts
 from minifloat.functional.quantize import quantize
 from minifloat.nn import weight_cache
-from minifloat.ops.quantize import gpu, job
+from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize.pipeline import Recorded
 from tests.helpers import triton_interpreter  # noqa: F401
 
@@ -197,18 +206,17 @@ def test_microbatches_read_one_cast(device: torch.device, casts: list[list[int]]
 
 
 def test_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of many sizes and dtypes by the kernels, in lists and in parts of eight, as a capture casts them."""
+    """Weights of many sizes and dtypes by the kernels, in lists that are as short in a capture."""
+    monkeypatch.setattr(quantizer, "_casts", {})  # which knows the reference
     monkeypatch.setattr(Casts, "_work", lambda self, key: Recorded(self.request))
     layers = nn.ModuleList(Linear(17 + i, 16 + i % 3, dtype=DTYPES[i % 2], recipe="current") for i in range(20))
-    for most in (20, 8):
-        for each in (job, gpu):
-            monkeypatch.setattr(each, "most_matrices", lambda device, most=most: most)
-        with cast_weights(layers):
-            for layer in layers:
-                assert isinstance(layer, Linear) and layer._weight_cache is not None
-                own = quantize(layer.weight.detach(), layer._weight_cache.quantizer, "weight", None)
-                for mine, theirs in zip(layer._weight_cache.operands, own, strict=True):
-                    assert torch.equal(mine.codes, theirs.codes) and torch.equal(mine.scale_inv, theirs.scale_inv)
+    with count_launches() as launches, cast_weights(layers):
+        assert launches == {"amax_kernel": 6, "cast_tensor_kernel": 6}  # three lists, of two dtypes
+        for layer in layers:
+            assert isinstance(layer, Linear) and layer._weight_cache is not None
+            own = quantize(layer.weight.detach(), layer._weight_cache.quantizer, "weight", None)
+            for mine, theirs in zip(layer._weight_cache.operands, own, strict=True):
+                assert torch.equal(mine.codes, theirs.codes) and torch.equal(mine.scale_inv, theirs.scale_inv)
 
 
 def test_compiled_layers_cast_by_themselves() -> None:

@@ -382,6 +382,36 @@ def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
         assert torch.equal(weight.main_grad, total)
 
 
+@for_each(STATELESS_LINEAR)
+@pytest.mark.parametrize("split", [None, {"query": 20, "key": 33}], ids=["whole", "split"])
+def test_wgrad_in_weight_dtype(split: Any, recipe: Recipe) -> None:
+    """Autograd gets dW in fp32, which is not rounded to the dtype of X before; that of several microbatches adds up."""
+    layer, total = Linear(37, 53, parameters_split=split), torch.zeros(53, 37)
+    layer.wgrad_in_weight_dtype = True
+    for _ in range(2):
+        x, dy = torch.randn(20, 37, dtype=BF16), torch.randn(20, 53, dtype=BF16)
+        with autocast(recipe=recipe):
+            y = layer(x)
+        torch.manual_seed(1)
+        y.backward(dy)
+        total = total + fp32_wgrad(layer, x, dy, recipe)
+    grads = [each.grad for name, each in layer.named_parameters() if name.endswith("weight")]
+    assert torch.equal(torch.cat([each for each in grads if each is not None]), total)
+
+
+def test_wgrad_in_weight_dtype_without_a_recipe() -> None:
+    """The same under ``torch.autocast``: values of bf16, a product of fp32."""
+    layer = Linear(37, 53)
+    layer.wgrad_in_weight_dtype = True
+    x, dy = torch.randn(20, 37, dtype=BF16, requires_grad=True), torch.randn(20, 53, dtype=BF16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.backward(dy)
+    assert layer.weight.grad is not None and x.grad is not None
+    assert torch.equal(layer.weight.grad, dy.float().t() @ x.detach().float())
+    assert torch.equal(x.grad, dy @ layer.weight.detach().bfloat16())
+
+
 def checkpointed(use_reentrant: bool, *args: Any) -> Tensor:
     y: Tensor = torch_checkpoint(*args, use_reentrant=use_reentrant)
     return y

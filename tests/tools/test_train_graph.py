@@ -21,7 +21,7 @@ from minifloat.tools.train.data import Corpus
 from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, TrainConfig, train
 from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.ranks import Ranks
-from minifloat.tools.train.step import add_main_grads, clipped_gradients
+from minifloat.tools.train.step import clipped_gradients, keep_wgrads_unrounded
 from tests.helpers.graph_on_cpu import GraphOnCpu
 
 MICRO = MODELS["micro"]
@@ -60,12 +60,12 @@ def test_replayed_steps_are_the_same(graph_device: torch.device, recipe: str, ex
 
 
 @pytest.mark.parametrize(("recipe", "experts"), [("bf16", 0), ("current", 4)])
-def test_main_grad(graph_device: torch.device, recipe: str, experts: int) -> None:
+def test_fp32_wgrad(graph_device: torch.device, recipe: str, experts: int) -> None:
     """Weight gradients come unrounded, into the buffers that the optimizer steps with; replayed steps are the same."""
-    config = replace(CONFIG, main_grad=True)
+    config = replace(CONFIG, fp32_wgrad=True)
     assert_alike(*(run(graph_device, recipe, each, experts=experts, config=config) for each in (True, False)))
     found = []
-    for add in (add_main_grads, lambda model: None):
+    for add in (keep_wgrads_unrounded, lambda model: None):
         model = replace(MICRO, experts=experts).make(recipe_of(recipe), 0).to(graph_device)
         add(model)
         for seed in range(2):  # the second step replaces what the first has left

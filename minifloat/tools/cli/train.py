@@ -99,8 +99,8 @@ def train(
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="on one GPU: capture a step and replay it; the same losses, faster")
     ] = False,
-    main_grad: Annotated[
-        bool, typer.Option("--main-grad", help="on one GPU: gradients of linears' weights are never rounded to bf16")
+    fp32_wgrad: Annotated[
+        bool, typer.Option("--fp32-wgrad", help="on one GPU: gradients of linears' weights are never rounded to bf16")
     ] = False,
     max_gap: Annotated[
         float | None,
@@ -121,7 +121,7 @@ def train(
             check_limits(max_gap, max_gradient_gap)
             sizes = sizes_of(model, OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context, experts, top_k), hf)
             rate = sizes.learning_rate if learning_rate is None else learning_rate
-            config = TrainConfig(steps, batch_size, rate, seed, accumulate=accumulate, main_grad=main_grad)
+            config = TrainConfig(steps, batch_size, rate, seed, accumulate=accumulate, fp32_wgrad=fp32_wgrad)
             corpus = data.load(
                 paths or (), least=sizes.context + 1, tokenizer=tokenizer, vocabulary=vocabulary,
                 token_dtype=token_dtype,

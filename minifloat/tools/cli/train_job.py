@@ -62,8 +62,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.cuda_graph:
             check_capture(self.device, self.ranks)
-        if self.config.main_grad and not self.ranks.alone:
-            raise ValueError(f"--main-grad is for one process, and this is one of {self.ranks.size}; leave it out")
+        if self.config.fp32_wgrad and not self.ranks.alone:
+            raise ValueError(f"--fp32-wgrad is for one process, and this is one of {self.ranks.size}; leave it out")
         self.model.check_ranks(self.ranks.tp.size)
         self.ranks.check_batch(self.config.batch_size, self.model.context)
         for name in self.names:

@@ -23,9 +23,9 @@ from minifloat.tools.train.run import Interrupted, Metrics, NonFiniteError, Run,
 from minifloat.tools.train.state import TrainState, own_random_numbers, seed_generators
 from minifloat.tools.train.step import (
     Batch,
-    add_main_grads,
     batch_loss,
     imbalance_of,
+    keep_wgrads_unrounded,
     make_optimizer,
     micro_batches,
     train_step,
@@ -85,8 +85,8 @@ def train(
             state.load_weights(weights)
         for metrics in state.history:
             observe(metrics)
-        if config.main_grad:
-            add_main_grads(model)
+        if config.fp32_wgrad:
+            keep_wgrads_unrounded(model)
         first = state.step + 1
         captured = CapturedStep(model, state.optimizer, config, device) if cuda_graph else None
         with saving(checkpoints, ranks) as saver:

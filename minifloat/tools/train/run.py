@@ -41,7 +41,7 @@ class TrainConfig:
     # does not follow them: delayed scaling starts at 1, and finds its scales one layer a step if they vanish.
     loss_scale: float = 2.0**16
     accumulate: int = 1  # micro-batches of `batch_size` sequences in a step
-    main_grad: bool = False  # linears add dW in fp32 to what the optimizer reads; else it is rounded to `dtype` first
+    fp32_wgrad: bool = False  # of linears; else dW is rounded to `dtype`, and copied to fp32
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -79,9 +79,9 @@ class TrainConfig:
         return step == self.steps or step % max(1, self.steps // self.evaluations) == 0
 
     def settings(self) -> dict[str, Any]:
-        """The fields as JSON has them; `main_grad` where it is on, which older checkpoints do not name."""
+        """The fields as JSON has them; `fp32_wgrad` where it is on, which older checkpoints do not name."""
         fields = asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
-        return fields if self.main_grad else {name: fields[name] for name in fields if name != "main_grad"}
+        return fields if self.fp32_wgrad else {name: fields[name] for name in fields if name != "fp32_wgrad"}
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,11 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, An
     return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def add_main_grads(model: nn.Module) -> None:
-    """From now on backward writes the gradients of linears' weights in fp32 to buffers that the optimizer reads.
-
-    Else they are rounded to the dtype of the activations, and autograd copies them to the parameter's.
-    """
+def keep_wgrads_unrounded(model: nn.Module) -> None:
+    """From now on linears compute the gradients of their weights in fp32, which the optimizer reads."""
     for layer in model.modules():
-        if isinstance(layer, LinearState) and layer.parameters_split is None:
-            layer.fuse_wgrad_accumulation = True
-            for name in layer._weight_names:
-                weight: Any = layer._weight(name)
-                weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        if isinstance(layer, LinearState):
+            layer.wgrad_in_weight_dtype = True
 
 
 def train_step(
@@ -76,19 +70,14 @@ def clipped_gradients(
         The loss and the gradient norm before clipping, fp32 [2] on the device.
     """
     losses = []
-    fused = [parameter for parameter in model.parameters() if getattr(parameter, "main_grad", None) is not None]
     with cast_weights(model):
-        for i, part in enumerate(micro_batches(batch, config)):
-            for parameter in fused:
-                parameter.overwrite_main_grad = i == 0  # type: ignore[attr-defined]
+        for part in micro_batches(batch, config):
             loss = batch_loss(model, part, config, device, ranks)
             # Autograd's own thread for a GPU would cost the host up to half of its time (docs/layers.md), and a process
             # has one GPU. Hooks, recomputations and callbacks run in this thread too; kernels stay on their streams.
             with torch.autograd.set_multithreading_enabled(False):
                 ((loss + router_losses(model)) * (config.loss_scale / config.accumulate)).backward()
             losses.append(loss.detach())
-    for parameter in fused:
-        parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
     gradients = [own_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
     norm = ranks.clip(model, config.clip)
