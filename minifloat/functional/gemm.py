@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal, NamedTuple
 
 import torch
@@ -189,4 +190,6 @@ def _high_precision(
     right = right.t() if b_along == ROWWISE else right
     if direct:
         return torch.mm(left, right, out_dtype=out_dtype, out=out)
-    return left @ right if bias is None else torch.addmm(bias.to(out_dtype), left, right)
+    with torch.autocast(left.device.type, enabled=False) if torch.compiler.is_compiling() else nullcontext():
+        # A graph's backward is traced under the autocast of its forward, which would round a product of fp32.
+        return left @ right if bias is None else torch.addmm(bias.to(out_dtype), left, right)

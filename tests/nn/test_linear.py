@@ -399,13 +399,14 @@ def test_wgrad_in_weight_dtype(split: Any, recipe: Recipe) -> None:
     assert torch.equal(torch.cat([each for each in grads if each is not None]), total)
 
 
-def test_wgrad_in_weight_dtype_without_a_recipe() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_wgrad_in_weight_dtype_without_a_recipe(compiled: bool) -> None:
     """The same under ``torch.autocast``: values of bf16, a product of fp32."""
     layer = Linear(37, 53)
     layer.wgrad_in_weight_dtype = True
     x, dy = torch.randn(20, 37, dtype=BF16, requires_grad=True), torch.randn(20, 53, dtype=BF16)
     with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
+        y = (torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)(x)
     y.backward(dy)
     assert layer.weight.grad is not None and x.grad is not None
     assert torch.equal(layer.weight.grad, dy.float().t() @ x.detach().float())
