@@ -24,6 +24,7 @@ from minifloat import (
 from minifloat.casts import Casts
 from minifloat.functional.quantize import quantize
 from minifloat.nn import weight_cache
+from minifloat.ops import delayed
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize.pipeline import Recorded
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -217,6 +218,18 @@ def test_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             own = quantize(layer.weight.detach(), layer._weight_cache.quantizer, "weight", None)
             for mine, theirs in zip(layer._weight_cache.operands, own, strict=True):
                 assert torch.equal(mine.codes, theirs.codes) and torch.equal(mine.scale_inv, theirs.scale_inv)
+
+
+def test_amaxes_of_many_histories(device: torch.device) -> None:
+    """They are recorded as those of one are, what is not finite too."""
+    amaxes = [torch.tensor([each], device=device) for each in (3.0, torch.inf, torch.nan, 0.0, 2.0)]
+    histories = [torch.rand(2, 3, device=device) * 4 for _ in amaxes]
+    histories[3][0, 1], histories[4][0, 1] = torch.nan, torch.inf
+    wanted = [each.clone() for each in histories]
+    for history, amax in zip(wanted, amaxes, strict=True):
+        delayed.record_amax_.reference(history, [1], [amax])
+    delayed.record_all_([each[0, 1:2] for each in histories], amaxes)
+    assert_same(histories, wanted)
 
 
 def test_compiled_layers_cast_by_themselves() -> None:

@@ -41,8 +41,8 @@ def record_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]
 @torch.no_grad()
 def record_all_(newest: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
     """:data:`record_amax_` in many histories: ``newest`` are views of their slots, fp32 [1] each, all on one device."""
-    largest = torch.maximum(_finite(torch.cat(list(newest))), _finite(torch.cat(list(amaxes))))
-    torch._foreach_copy_(list(newest), largest.split(1))
+    finite = [torch.cat(list(each)).nan_to_num_(0.0, 0.0, 0.0) for each in (newest, amaxes)]
+    torch._foreach_copy_(list(newest), torch.maximum(*finite).split(1))
 
 
 @operation("delayed.gpu:record_forward", mutates=["history"])
