@@ -413,6 +413,27 @@ def test_no_time_leaves_all_and_says_so(text: Path, tmp_path: Path) -> None:
     assert "8 of 8 runs are left: bf16 with seed 0" in output and "same command again" in output
 
 
+def test_a_study_that_is_not_finished_has_a_report_of_what_is(text: Path, tmp_path: Path) -> None:
+    """A recipe is in it once all its seeds are."""
+    out = tmp_path / "out"
+    finish_in_this_process(text, out / "runs", {"bf16", "bf16-reordered", "fp32"})
+    finish_in_this_process(text, out / "runs", {"current"}, seeds=(1,))
+    code, output = invoke(*micro_options(text, out), "--minutes", 0)
+    assert code == command.INCOMPLETE and "1 of 8 runs are left: current with seed 0" in output
+    (report,) = out.glob("*-study-micro.md")
+    written = report.read_text()
+    assert "**passed** so far: 1 runs are left" in written and "| fp32 |" in written and "| current |" not in written
+    assert "noise floor: after 4 steps" in written and "tokens/s |" not in written
+    assert json.loads(report.with_suffix(".json").read_text())["left"] == ["current with seed 0"]
+
+
+def test_a_run_without_checkpoints_stops_in_time(text: Path, tmp_path: Path) -> None:
+    job = Job("current+parameters", 0)
+    with pytest.raises(SystemExit) as ended:
+        study.work(task_of(job, 3, text, tmp_path) | {"until": 0})
+    assert ended.value.code == study.STOPPED and not job.file(tmp_path).exists() and not job.saved(tmp_path).exists()
+
+
 def test_a_run_that_crashes_is_named_and_left(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crashing(job: Job, *_: object) -> subprocess.Popen[bytes]:
         job.log(tmp_path / "out" / "runs").write_text("out of memory")
@@ -532,8 +553,9 @@ def test_limits_are_by_the_bits_and_options_change_them(text: Path, tmp_path: Pa
     def limits(**changed: object) -> dict[str, float]:
         options = {"paths": [text], "machine_text": False, "accumulate": 1, "experts": 0, "warmup": 0.1, "clip": 1.0,
                    "resolution": 0.001, "recipes": ",".join(NAMES), "seeds": "2", "model": "micro", "steps": 1,
-                   "batch_size": 1, "learning_rate": None, "evaluations": 1, "device": "cpu", "workers": 1,
-                   "minutes": math.inf, "out": tmp_path, "limits": (command.MAX_GAP, command.MAX_GAP_4BIT)}  # fmt: skip
+                   "batch_size": 1, "learning_rate": None, "evaluations": 1, "evaluation_batches": 1, "device": "cpu",
+                   "workers": 1, "minutes": math.inf, "out": tmp_path,
+                   "limits": (command.MAX_GAP, command.MAX_GAP_4BIT)}  # fmt: skip
         return command.make_plan(**(options | changed)).limits  # type: ignore[arg-type]
 
     assert limits() == {name: 0.015 if name in ("nvfp4", "mxfp4", "w4a8") else 0.005 for name in NAMES}

@@ -87,6 +87,7 @@ def study(
     warmup: Annotated[float, typer.Option(help="share of the steps over which the learning rate rises")] = 0.1,
     clip: Annotated[float, typer.Option(help="the largest gradient norm")] = 1.0,
     evaluations: Annotated[int, typer.Option(help="how often a run's validation loss is taken")] = 10,
+    evaluation_batches: Annotated[int, typer.Option(help="how many of the size of a step's")] = 32,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
     workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
     minutes: Annotated[float, typer.Option(help="stop then, with checkpoints; the same command goes on")] = math.inf,
@@ -100,7 +101,8 @@ def study(
     Each seed of each recipe is paired with bf16 from the same weights on the same batches; bf16 with its sums in
     another order, and fp32, show how far apart runs end without any quantization: the noise floor, which is printed
     before any recipe is judged, with the seeds that --resolution takes. Writes DATE-study-MODEL.md, .json and plots. A
-    study that was stopped goes on when it is started again: what is finished stays, what has begun goes on.
+    study that was stopped goes on when it is started again: what is finished stays, what has begun goes on. Until then
+    its report is of the recipes that have ended at every seed. Runs start in the order of --recipes.
 
     Exit code 1: a recipe is off by more than its limit and more than the controls are, a linear ran in other formats
     than its recipe's, or a run broke down. 3: runs are left.
@@ -110,8 +112,8 @@ def study(
         with user_errors():
             plan = make_plan(
                 paths or [], machine_text, recipes, seeds, model, steps, batch_size, accumulate, experts,
-                learning_rate, warmup, clip, evaluations, device, workers, minutes, out, resolution,
-                (max_gap, max_gap_4bit),
+                learning_rate, warmup, clip, evaluations, evaluation_batches, device, workers, minutes, out,
+                resolution, (max_gap, max_gap_4bit),
             )  # fmt: skip
             held.enter_context(claimed(plan.out))
             plan.folder.mkdir(exist_ok=True)
@@ -121,18 +123,23 @@ def study(
         noise = floor_of(plan, results)
         for line in [] if noise is None else noise.describe(plan.resolution):
             typer.echo(line)
-        if left := [job for job in plan.jobs if job not in results]:
+        left = [job for job in plan.jobs if job not in results]
+        ended = ended_at_every_seed(plan, left)
+        passed = not ended.jobs or conclude(ended, results, noise, left)
+        if left:
             typer.echo(f"{len(left)} of {len(plan.jobs)} runs are left: {', '.join(map(str, left))}")
             typer.echo("start the same command again to go on")
-            raise typer.Exit(FAILED if crashed else INCOMPLETE)
-        if not conclude(plan, results, noise):
+        if crashed or not passed:
             raise typer.Exit(FAILED)
+        if left:
+            raise typer.Exit(INCOMPLETE)
 
 
 def make_plan(
     paths: Sequence[Path], machine_text: bool, recipes: str, seeds: str, model: str, steps: int, batch_size: int,
     accumulate: int, experts: int, learning_rate: float | None, warmup: float, clip: float, evaluations: int,
-    device: str, workers: int, minutes: float, out: Path | None, resolution: float, limits: tuple[float, float],
+    evaluation_batches: int, device: str, workers: int, minutes: float, out: Path | None, resolution: float,
+    limits: tuple[float, float],
 ) -> Study:  # fmt: skip
     """The study that the options ask for; raises ValueError for what is impossible."""
     names = [name.strip() for name in recipes.split(",") if recipes.strip()]
@@ -156,8 +163,8 @@ def make_plan(
     kind, threads = runs.device_kind(devices[0]), threads_of_each(workers)
     conditions = Conditions(
         model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations,
-        threads=threads if devices[0].type == "cpu" else None, accumulate=accumulate, warmup=warmup, clip=clip,
-        experts=experts,
+        evaluation_batches=evaluation_batches, threads=threads if devices[0].type == "cpu" else None,
+        accumulate=accumulate, warmup=warmup, clip=clip, experts=experts,
     )  # fmt: skip
     jobs = runs.jobs(names, chosen_seeds(seeds))
     for job in jobs:
@@ -246,10 +253,7 @@ def run(plan: Study, left: Sequence[Job]) -> list[Job]:
             tail = log.read_text(errors="replace").splitlines()[-3:]
             typer.echo(f"{clock}: FAILED: {job} ended with code {code}, see {log}: {' / '.join(tail)}", err=True)
 
-    # The controls first, without which nothing can be told. The recipes are named from the coarsest blocks to the
-    # finest, which are slowest: those start first.
-    order = sorted(left, key=lambda job: (job.name not in (runs.BASELINE, *runs.CONTROLS), -plan.jobs.index(job)))
-    runs.run_jobs(order, begin, plan.workers, began + 60 * plan.minutes, ended)
+    runs.run_jobs(left, begin, plan.workers, began + 60 * plan.minutes, ended)
     return crashed
 
 
@@ -267,13 +271,20 @@ def floor_of(plan: Study, results: study_report.Results) -> Noise | None:
     return noise_of(by_step, len({job.seed for job in pairs if job.name != runs.BASELINE})) if by_step else None
 
 
-def conclude(plan: Study, results: study_report.Results, noise: Noise | None) -> bool:
+def ended_at_every_seed(plan: Study, left: Sequence[Job]) -> Study:
+    """The part of a study that a report can be of; without bf16 there is none."""
+    names = {job.name for job in left}
+    jobs = () if runs.BASELINE in names else tuple(job for job in plan.jobs if job.name not in names)
+    return replace(plan, jobs=jobs, limits={name: plan.limits[name] for name in plan.limits if name not in names})
+
+
+def conclude(plan: Study, results: study_report.Results, noise: Noise | None, left: Sequence[Job] = ()) -> bool:
     """Checks finished runs, writes the report, prints the outcome; true when all checks passed.
 
     Of what broke down in any of its runs no final losses are compared; without bf16's none are.
     """
-    problems = study_report.problems_of_runs(results)
     results = {job: results[job] for job in plan.jobs}
+    problems = study_report.problems_of_runs(results)
     whole = study_report.whole(results)
     losses = study_report.final_losses(whole)
     found = []
@@ -292,9 +303,10 @@ def conclude(plan: Study, results: study_report.Results, noise: Noise | None) ->
     about = facts(plan, corpus)
     for i, line in enumerate([] if noise is None else noise.describe(plan.resolution)):
         about["noise floor" if not i else f"noise floor ({i})"] = line
-    text = study_report.render(results, found, about, corpus.unit, images, problems)
+    alone = plan.workers <= len(plan.devices)
+    text = study_report.render(results, found, about, corpus.unit, images, problems, left, alone)
     (plan.out / f"{name}.md").write_text(text)
-    values = study_report.as_json(results, found, about, problems)
+    values = study_report.as_json(results, found, about, problems, left)
     (plan.out / f"{name}.json").write_text(json.dumps(values) + "\n")
     for row in study_report.gemm_rows(results):
         typer.echo("GEMMs: " + "  ".join(row))

@@ -265,7 +265,7 @@ def start(
     job: Job, conditions: Conditions, paths: Sequence[Path], folder: Path, device: torch.device, threads: int,
     seconds: float,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Starts a job's process, which writes its result to ``folder``, or a checkpoint if it stops after ``seconds``."""
+    """Starts a job's process, which writes its result to ``folder``, or what checkpoint it can after ``seconds``."""
     task = {
         "job": asdict(job), "conditions": asdict(conditions), "paths": [str(path) for path in paths],
         "folder": str(folder), "device": str(device), "threads": threads, "until": time.time() + seconds,
@@ -331,8 +331,7 @@ def work(task: dict[str, Any]) -> None:
     if job.variant is None or job.variant.can_stop:
         checkpoints = Checkpoints(job.saved(folder), told, SAVE_EVERY, 1, latest(job.saved(folder)))
     try:
-        over = lambda: checkpoints is not None and time.time() >= task["until"]  # noqa: E731
-        result = execute(job, conditions, corpus, device, observe, checkpoints, over)
+        result = execute(job, conditions, corpus, device, observe, checkpoints, lambda: time.time() >= task["until"])
     except Interrupted as stopped:
         print(stopped, flush=True)
         sys.exit(STOPPED)

@@ -201,10 +201,17 @@ def render(
     unit: str,
     images: tuple[str, str, str],
     problems: Sequence[str],
+    left: Sequence[Job],
+    alone: bool,
 ) -> str:
-    """The report as Markdown; `facts` say what was run where, `unit` what losses are per, `images` name the plots."""
+    """The report as Markdown.
+
+    `facts` say what was run where, `unit` what losses are per, `images` name the plots, `left` is what has not ended
+    yet, and `alone` says that each run had a device to itself.
+    """
     seeds = sorted({job.seed for job in results})
-    lines = ["# minifloat study", "", "**FAILED**" if problems else "**passed**", ""]
+    verdict = "**FAILED**" if problems else "**passed**"
+    lines = ["# minifloat study", "", f"{verdict} so far: {len(left)} runs are left" if left else verdict, ""]
     lines += [f"- {problem}" for problem in problems] + [""] * bool(problems)
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "## Final validation loss, relative to bf16 of the same seed", "", _METHOD.format(
@@ -219,11 +226,12 @@ def render(
     lines += [f"![losses]({images[0]})", "", "Final validation losses:", ""]
     losses = final_losses(whole(results))
     lines += table(
-        ("run", *(f"seed {seed}" for seed in seeds), "mean", "tokens/s", "peak memory"),
-        [(name, *(f"{x:.4f}" for x in each), f"{statistics.fmean(each):.4f}", *_cost(_by_name(results)[name]))
+        ("run", *(f"seed {seed}" for seed in seeds), "mean", *["tokens/s"] * alone, "peak memory"),
+        [(name, *(f"{x:.4f}" for x in each), f"{statistics.fmean(each):.4f}", *_cost(_by_name(results)[name], alone))
          for name, each in losses.items()],
     )  # fmt: skip
-    lines += ["", "Runs shared the device, so tokens/s (medians) compare nothing but their order of magnitude.", ""]
+    shared = "Runs shared the device, so that their tokens/s compare nothing and are not given."
+    lines += ["", "Tokens/s are medians over the steps." if alone else shared, ""]
     lines += ["## Executed GEMMs of the linears, all seeds", ""]
     lines += table(("run", "gemm", "a", "b", "backend", "count"), gemm_rows(results))
     return "\n".join(lines) + "\n"
@@ -260,12 +268,17 @@ def outcome_row(outcome: Outcome) -> tuple[str, ...]:
 
 
 def as_json(
-    results: Results, found: Sequence[Outcome], facts: Mapping[str, str], problems: Sequence[str]
+    results: Results,
+    found: Sequence[Outcome],
+    facts: Mapping[str, str],
+    problems: Sequence[str],
+    left: Sequence[Job],
 ) -> dict[str, Any]:
     """All numbers of the report, and every run's curves."""
     conditions: Conditions = next(iter(results.values())).conditions
     return {
         "passed": not problems,
+        "left": [str(job) for job in left],
         "problems": list(problems),
         "facts": dict(facts),
         "conditions": asdict(conditions),
@@ -284,7 +297,8 @@ def as_json(
     }  # fmt: skip
 
 
-def _cost(results: Sequence[Result]) -> tuple[str, str]:
+def _cost(results: Sequence[Result], alone: bool) -> list[str]:
+    """Tokens/s, if nothing shared the device, and peak memory."""
     peaks = [result.run.peak_bytes for result in results if result.run.peak_bytes is not None]
     speed = statistics.median(result.run.tokens_per_second for result in results)
-    return f"{speed:,.0f}", f"{max(peaks) / 2**20:,.0f} MiB" if peaks else "unknown"
+    return [f"{speed:,.0f}"] * alone + [f"{max(peaks) / 2**20:,.0f} MiB" if peaks else "unknown"]
