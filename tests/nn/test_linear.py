@@ -1446,7 +1446,8 @@ def test_default_init_is_that_of_torch() -> None:
 # What other libraries may look for, as PEFT does for bitsandbytes' ``compute_dtype``: methods for users and options.
 PUBLIC = {"backward_dw", "invalidate", "register_wgrad_accumulation_and_reduce_hooks", "set_tensor_parallel_group"} | {
     *("name", "recipe", "init_method", "return_bias", "save_original_input", "parameters_split"),
-    *("fuse_wgrad_accumulation", "delay_wgrad_compute", "parallel_mode", "sequence_parallel", "whole_weight"),
+    *("fuse_wgrad_accumulation", "delay_wgrad_compute", "wgrad_in_weight_dtype", "parallel_mode"),
+    *("sequence_parallel", "whole_weight"),
 }
 
 
