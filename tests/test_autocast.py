@@ -185,6 +185,32 @@ def test_threads_have_their_own_contexts() -> None:
     assert seen == {"outside": None, "inside": True}
 
 
+def test_two_threads_take_turns_in_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets what its own recipe gives, also where the other's whole forward comes in the middle of its own."""
+    layer, x = Linear(16, 8), batch(0)
+    outputs: dict[str, list[Tensor]] = {"current": [], "mxfp8": []}
+
+    def forward(recipe: str) -> None:
+        with autocast(recipe=recipe):
+            outputs[recipe].append(layer(x))
+
+    def interrupted() -> Any:
+        monkeypatch.undo()
+        thread = threading.Thread(target=forward, args=("mxfp8",))
+        thread.start()
+        thread.join()
+        return layer._weight_and_bias()
+
+    forward("mxfp8")
+    forward("current")
+    monkeypatch.setattr(layer, "_weight_and_bias", interrupted)
+    forward("current")
+    forward("mxfp8")
+    for first, *others in outputs.values():
+        assert all(torch.equal(each, first) for each in others)
+    assert not torch.equal(outputs["current"][0], outputs["mxfp8"][0])
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_exception_leaves_the_stack_as_it_was(depth: int) -> None:
     """However deep inside it is raised."""

@@ -299,7 +299,7 @@ def _keep_the_rest(decisions: Iterable[tuple[nn.Module, _Decision]]) -> None:
 
 
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
-    plans = ("_recipe", "_latest_config", "_custom_configs", "_plans")  # of delayed scaling they rely on histories
+    plans = ("_recipe", "_latest_config", "_custom_configs")  # of delayed scaling they rely on histories
     values = {key: module.__dict__[key] for key in plans}
     module.__dict__[_BEFORE] = Before(type(module), None, values, (), tuple(module._modules))
     module._modules.update(histories)

@@ -79,7 +79,7 @@ class LinearCalls(LinearState):
                 "torch.autograd.grad and a batch dim of X, or recipe='none'"
             )
         known = not compiling and latest is not None and latest[0] is recipe
-        config = latest[1] if known else self._config(recipe)  # type: ignore[index]
+        _, config, plans = latest if known else self._configured(recipe)  # type: ignore[misc]
         replayed = self._replayed_scale(recipe, config, compiling)
         weight, bias = self._weight_and_bias()
         grad = torch.is_grad_enabled()
@@ -106,13 +106,15 @@ class LinearCalls(LinearState):
             self._wgrad_tasks if self.delay_wgrad_compute else None,
         )  # fmt: skip
         key = (weight.dtype, *options[:5], parallel.mode and parallel, *options[6:-1], options[-1] is None)
-        plan = None if compiling else self._plans.get(key)
+        plan = None if compiling else plans.get(key)
         if plan is None:
             if parallel.mode is not None and not weight.is_meta:
                 self._check_same_recipe(f"{type(recipe).__name__}({config.describe()})", parallel.group, weight)
             plan = self._new_plan(config, weight, options)
             if not compiling:
-                self._plans[key] = plan
+                if len(plans) >= _MOST_PLANS:
+                    plans.clear()
+                plans[key] = plan
         delayed_call = None
         if config.delayed is not None:
             backward = needs_x or needs_w or needs_b
@@ -134,8 +136,6 @@ class LinearCalls(LinearState):
     def _new_plan(self, config: LinearConfig, weight: Tensor, options: tuple[Any, ...]) -> LinearPlan:
         if weight.dtype not in DTYPES:
             raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
-        if len(self._plans) >= _MOST_PLANS and not torch.compiler.is_compiling():
-            self._plans.clear()
         wanted = LinearOptions(*options)
         if wanted.batch_invariant:
             check_rows_alone(self._label, config, wanted)

@@ -36,6 +36,8 @@ from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps, stop_counting
 
 _HISTORIES = ("forward_scaling", "backward_scaling")
+Configured = tuple[Recipe, LinearConfig, dict[Any, LinearPlan]]
+"""A recipe, how it quantizes a layer's tensors, and the plans that follow; read at once, since threads take turns."""
 _CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
@@ -59,9 +61,8 @@ class LinearState(EtpRows):
     _wgrad_hooks: list[Callable[[], None]]
     _weight_cache: CachedWeight | None
     _skip_weight_cast: Tensor | None  # fp32 [1] that a captured cast reads in each replay: where it is 1, codes stay
-    _latest_config: tuple[Recipe, LinearConfig] | None
+    _latest_config: Configured | None
     _custom_configs: list[tuple[Recipe, LinearConfig]]
-    _plans: dict[Any, LinearPlan]  # under the latest config
     _agreed: set[tuple[str, ...]]  # recipes and groups whose ranks run the layer alike
     _ran_under: tuple[Recipe | None, ...]
     _weight_margin: int
@@ -122,7 +123,6 @@ class LinearState(EtpRows):
             "_skip_weight_cast": None,
             "_latest_config": None,
             "_custom_configs": [],
-            "_plans": {},
             "_agreed": set(),
             "_ran_under": (),
             "_weight_margin": 0,
@@ -134,14 +134,16 @@ class LinearState(EtpRows):
 
     def _config(self, recipe: Recipe) -> LinearConfig:
         """How ``recipe`` quantizes the layer's tensors: asked at its first use, and kept."""
+        return self._configured(recipe)[1]
+
+    def _configured(self, recipe: Recipe) -> Configured:
         if torch.compiler.is_compiling():
-            return self._config_in_graph(recipe)
+            return recipe, self._config_in_graph(recipe), {}
         latest = self._latest_config
         if latest is None or latest[0] is not recipe:
             make = self._custom_config if isinstance(recipe, CustomRecipe) else self._new_config
-            latest = self._latest_config = recipe, make(recipe)
-            self._plans = {}
-        return latest[1]
+            latest = self._latest_config = recipe, make(recipe), {}
+        return latest
 
     def _config_in_graph(self, recipe: Recipe) -> LinearConfig:
         """The same in traced code: an equal recipe is the same one, or a loop that makes its recipe would recompile.
@@ -160,7 +162,7 @@ class LinearState(EtpRows):
         if custom:
             self._custom_configs = [*self._custom_configs[1 - _CONFIGS_KEPT :], (recipe, config)]
         if custom or config.delayed is not None:
-            self._latest_config = recipe, config
+            self._latest_config = recipe, config, {}
         return config
 
     def _custom_config(self, recipe: Recipe) -> LinearConfig:
@@ -353,7 +355,9 @@ class LinearState(EtpRows):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
-        return super().__getstate__() | {"_weight_cache": None, "_wgrad_tasks": [], "_plans": {}, "_agreed": set()}
+        latest = self._latest_config and (*self._latest_config[:2], {})
+        own: dict[str, Any] = {"_latest_config": latest, "_weight_cache": None, "_wgrad_tasks": [], "_agreed": set()}
+        return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
