@@ -130,6 +130,7 @@ def asks_in_backward(weight: Tensor, overwrite: bool) -> bool:
 def left_for_later(tasks: list[Callable[[], None]], sink: Sink, weight: Tensor | None, product: Product) -> None:
     """Appends to ``tasks`` what computes dW and gives it to ``sink``; autograd gets nothing."""
 
+    @torch.no_grad()  # as a backward runs: what it saved may have a graph
     def later() -> None:
         dw = sink(weight, product)
         if dw is not None and weight is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -516,6 +517,26 @@ def test_delayed_weight_gradient_has_the_dtype_of_the_weight() -> None:
         layer.backward_dw()
         assert layer.weight.grad is not None and immediate.weight.grad is not None
         assert layer.weight.grad.dtype == FP32 and torch.equal(layer.weight.grad, immediate.weight.grad)
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_delayed_weight_gradients_have_no_graph(fuse: bool, recipe: str | None) -> None:
+    """Though what is multiplied has one; and nothing keeps the input alive any more."""
+    layer = Linear(37, 53, recipe=recipe, delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse)
+    weight: Any = layer.weight
+    weight.main_grad = torch.zeros(53, 37)
+    for _ in range(2):
+        x = torch.randn(20, 37, requires_grad=True) * 2
+        layer(x).square().sum().backward()
+        layer.backward_dw()
+        grad = weight.main_grad if fuse else weight.grad
+        assert grad.grad_fn is None and not grad.requires_grad
+        alive = weakref.ref(x)
+        del x
+        assert alive() is None
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    layer.zero_grad(set_to_none=False)
 
 
 def test_backward_dw_of_a_layer_that_does_not_delay() -> None:
