@@ -57,6 +57,7 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     inner: torch.optim.Optimizer
+    counts_its_writes = True  # a version raised after the step would read as a write by others, looked at element-wise
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step
 
     @checked

@@ -17,9 +17,10 @@ _hooks: list[Any] = []
 
 
 def count_steps(parameters: Iterable[Any]) -> None:
-    """From now on a step of any optimizer raises the versions of ``parameters``: fused kernels of PyTorch do not.
+    """Raise the versions of ``parameters`` at each later step of an optimizer: PyTorch's fused kernels do not.
 
-    For whoever keeps what was cast of a parameter as long as its version is the same.
+    Whoever keeps what was cast of a parameter reads its version. An optimizer that counts what it writes has a true
+    ``counts_its_writes``.
     """
     if torch.compiler.is_compiling():
         return
@@ -36,5 +37,7 @@ def stop_counting(parameters: Iterable[Any]) -> None:
 
 
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "counts_its_writes", False):
+        return
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
     count_writes(parameter for parameter in held if parameter in _counted)

@@ -344,6 +344,20 @@ def test_shapes_dtypes_and_leading_dims(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("case", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+def test_inputs_in_any_memory_order(case: str, device: torch.device) -> None:
+    """Attention's output is transposed in memory, and gates are halves of a matrix: replays read their values too."""
+    how = CASES[case][:2]
+    scales = [torch.full((1,), 3.0, device=device)] * 2
+    for call in range(3):
+        x, y = values(device, (4 * 32, 16), (17, 48), scale=10.0**call)
+        for xs in ([x.view(4, 32, 16).transpose(0, 1), y], [x[:, :8], y[:, 16:]], [x, y.t()]):
+            torch.manual_seed(call)
+            expected = by_reference(xs, how, scales=scales)
+            torch.manual_seed(call)
+            assert_same(replayed(xs, how, scales=scales), expected)
+
+
+@pytest.mark.parametrize("case", ["current", "delayed", "block", "mxfp8", "nvfp4"])
 def test_empty_tensors(case: str, device: torch.device) -> None:
     how = CASES[case]
     scales = [torch.full((1,), 3.0, device=device)] * 3

@@ -21,7 +21,7 @@ import minifloat
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import Format
 from minifloat.optim import AdamW, MasterWeights, adamw, forget_overflow
-from minifloat.optim.master import join, split
+from minifloat.optim.master import Master, join, split
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, quantize, writing
@@ -173,6 +173,18 @@ def test_one_cast_and_one_copy_write_the_parameters(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(writing, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw))
     optimizer.step()
     assert lengths == [len(QUANTIZERS)]
+
+
+def test_own_writes_are_not_taken_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer keeps of its weight ends with each step, and no step looks at elements for what others wrote."""
+    monkeypatch.setattr(Master, "_rounds_to", lambda self, now: pytest.fail("looked at elements"))
+    layer = minifloat.Linear(32, 48, bias=False, dtype=torch.bfloat16, recipe="current")
+    optimizer = MasterWeights(layer.parameters(), torch.optim.AdamW, lr=0.1, fused=True)
+    x = torch.randn(20, 32, dtype=torch.bfloat16)
+    for _ in range(3):
+        layer(x, is_first_microbatch=True).sum().backward()
+        optimizer.step()
+        assert torch.equal(layer(x, is_first_microbatch=False), layer(x))
 
 
 def test_groups_have_their_own_options_and_schedulers_set_them() -> None:

@@ -94,6 +94,8 @@ class Recorded(Work):
     def __call__(
         self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
     ) -> tuple[Sequence[Output], Sequence[Tensor]]:
+        # A replay reads addresses alone: what is no view as a matrix is copied before its address is taken.
+        xs = [x if x.is_contiguous() else as_matrix(x) for x in xs]
         device = xs[0].get_device()
         key: list[Any] = [device]
         pointers: list[int] = []
