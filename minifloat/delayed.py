@@ -24,8 +24,8 @@ class History(NamedTuple):
     """One direction of one layer: scales fp32 [n], amaxes fp32 [L, n], and the rule from these to those.
 
     Row 0 is of the step in progress, the last row of the newest finished one.
-    ``rule``: as :func:`rule` gives it; ``recipe``: for algorithms of the user's own; ``slots``: views of the scales,
-    fp32 [1] each, where these are made once.
+    ``rule``: one of ``DelayedScaling.rules``; ``recipe``: for algorithms of the user's own; ``slots``: views of the
+    scales, fp32 [1] each, where these are made once.
     """
 
     scale: Tensor
@@ -33,20 +33,6 @@ class History(NamedTuple):
     recipe: DelayedScaling
     rule: str
     slots: tuple[Tensor, ...] = ()
-
-
-def rule(recipe: DelayedScaling, forward: bool) -> str:
-    """How a direction's scales follow from its amaxes, as ``kernels.delayed`` reads it: ``"e4m3/margin=0/max"``.
-
-    A string for the same reason as a format's spec: a compiler takes it for the constant that it is.
-    """
-    element = recipe.fp8_format.forward if forward else recipe.fp8_format.backward
-    custom = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
-    return f"{element}/margin={recipe.margin}/{_CUSTOM if custom else recipe.amax_compute_algo}"
-
-
-_CUSTOM = "custom"
-"""Some step is a callable of the user's."""
 
 
 # ---- updates ----
@@ -115,7 +101,7 @@ def update(histories: Sequence[History], group: Group | None = None) -> None:
         reduce(histories, group)
     amaxes, scales, rules = [], [], []
     for history in histories:
-        if history.rule.endswith(_CUSTOM):
+        if history.rule.endswith("/custom"):
             _update_by_callables(history)
         else:
             amaxes.append(history.amax_history)
@@ -250,7 +236,7 @@ class AmaxHistory(nn.Module):
             with torch.inference_mode(False):  # or training could not write to it later
                 self.amax_history = torch.nn.functional.pad(kept.clone(), (0, 0, 0, wanted - kept.shape[0]))
         slots = () if compiling else self.scale.split(1)
-        found = History(self.scale, self.amax_history, recipe, rule(recipe, forward), slots)
+        found = History(self.scale, self.amax_history, recipe, recipe.rules[0 if forward else 1], slots)
         if not compiling:
             self.progress.history = found
         return found

@@ -82,7 +82,7 @@ def pairs() -> Iterator[Case]:
         for j, recipe in enumerate(RECIPES):
             yield module, recipe, MODES[(i + j) % 4]
     for module, recipes in (
-        ("LayerNormLinear", ("mxfp8", "current", "block", "rowwise")),
+        ("LayerNormLinear", ("mxfp8", "current", "block", "delayed")),
         ("MultiheadAttention", ("block", "mxfp8", "current", "nvfp4")),
         ("TransformerLayer", ("delayed", "nvfp4", "block")),  # its own tests have a dynamic one
     ):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from minifloat.delayed import rule
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.quantizer import Quantizer
@@ -50,7 +49,7 @@ class LinearConfig:
             row, column = quantizer.row_format.spec, quantizer.format(COLUMNWISE).spec
             parts.append(f"{kind} {row}" + f" and {column}" * (row != column))
         if self.delayed is not None:
-            parts.append(f"{self.delayed.amax_history_len} steps by {rule(self.delayed, True)}")
+            parts.append(f"{self.delayed.amax_history_len} steps by {self.delayed.rules[0]}")
         return ", ".join([*parts, f"backward_override={self.backward_override}"])
 
 

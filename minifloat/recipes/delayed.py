@@ -41,11 +41,20 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     kinds = frozenset({"delayed", "float8_per_tensor_scaling"})
+    rules = "", ""
+    """How the scales of forward and of backward follow from amaxes, ``"e4m3/margin=0/max"``; ``/custom``: by callables.
+
+    Strings for the same reason as a format's spec: a compiler takes them for the constants that they are.
+    """
 
     def __post_init__(self) -> None:
         self._check(self.fp8_format)
         if self.backward_override is not None:
             raise ValueError("DelayedScaling has no backward_override; use Float8CurrentScaling for one")
+        custom = callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
+        how = f"margin={self.margin}/{'custom' if custom else self.amax_compute_algo}"
+        # Spelled here: where shapes are dynamic, a compiler takes the margin for a symbol, which cannot be spelled.
+        object.__setattr__(self, "rules", (f"{self.fp8_format.forward}/{how}", f"{self.fp8_format.backward}/{how}"))
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return Quantizer(Format(self.fp8_format.element(role), scale_rule="given"))

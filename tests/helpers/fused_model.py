@@ -72,7 +72,7 @@ class LinearModel:
         if self.plan.delayed is not None:
             layer._config(recipe)
             for state, forward in ((layer.forward_scaling, True), (layer.backward_scaling, False)):
-                rule = delayed.rule(self.plan.delayed, forward)
+                rule = self.plan.delayed.rules[0 if forward else 1]
                 history = delayed.History(state.scale.clone(), state.amax_history.clone(), self.plan.delayed, rule)
                 self.histories.append(history)
 

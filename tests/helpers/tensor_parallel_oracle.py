@@ -175,7 +175,7 @@ class Linear:
             for slots, forward in ((FORWARD_SLOTS, True), (BACKWARD_SLOTS, False)):
                 scale, amaxes = weight.new_ones(len(slots), dtype=FP32), (recipe.amax_history_len, len(slots))
                 history = weight.new_zeros(amaxes, dtype=FP32)
-                self.histories.append(delayed.History(scale, history, recipe, delayed.rule(recipe, forward)))
+                self.histories.append(delayed.History(scale, history, recipe, recipe.rules[0 if forward else 1]))
 
     def forward(
         self, xs: Sequence[Tensor], rows: Sequence[int] | None = None, dtype: torch.dtype | None = None

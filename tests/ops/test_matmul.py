@@ -773,7 +773,7 @@ AMAXES = [0.0, 0.0, float("inf"), float("nan"), 1e-45, 1e-40, 1.2e-38, 3.4028234
 
 
 class Step(NamedTuple):
-    """A rule of ``minifloat.delayed.rule`` and what it says."""
+    """One of ``DelayedScaling.rules`` and what it says."""
 
     element: str
     margin: int

@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     @classmethod
     @lru_cache(256)
     def parse(cls, rule: str) -> Rule:
-        """As ``minifloat.delayed.rule`` spells it: ``"e4m3/margin=0/max"``."""
+        """As ``DelayedScaling.rules`` spells it: ``"e4m3/margin=0/max"``."""
         element, margin, algorithm = rule.split("/")
         return cls(ELEMENTS[element].max * 2.0 ** -int(margin.removeprefix("margin=")), algorithm == "most_recent")
 
@@ -114,7 +114,7 @@ def refuse_recomputation() -> None:
 def update_scales_(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
     """Rolls each history [L, n] and computes each scale [n] anew, ``max * 2^-margin / amax``: ``docs/numerics.md``.
 
-    ``rules`` are those of ``minifloat.delayed.rule``. A slot that has recorded nothing keeps history and scale.
+    ``rules`` are of ``DelayedScaling.rules``. A slot that has recorded nothing keeps history and scale.
     """
     for history, scale, rule in zip(histories, scales, map(Rule.parse, rules), strict=True):
         finite = _finite(history)  # an older checkpoint may have infinity
