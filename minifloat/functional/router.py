@@ -111,7 +111,7 @@ class _LogitsFunction(torch.autograd.Function):
 
 def _largest(x: Tensor, k: int) -> Tensor:
     """Where the k largest of each row are; of equal ones the first, which ``topk`` does not promise."""
-    return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :k]
+    return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :k].clone()  # or all E are kept for backward
 
 
 def _within_best_groups(candidates: Tensor, how: Selection) -> Tensor:

@@ -15,7 +15,7 @@ from minifloat import finite, recompute
 from minifloat.arguments import Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.activation import Activation, activate
-from minifloat.functional.autograd import apply
+from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
@@ -153,8 +153,9 @@ class GroupedMLP(parts.LayerOfParts):
         else:
             h = h.reshape(layout.rows, h.shape[-1])  # which -1 cannot say of no rows
             a = apply(GroupedActivationFunction, h, probabilities, layout.offsets, self.activation)
-        y = self.fc2(a, layout, is_first_microbatch)
-        return y if y.shape == x.shape else y.reshape(x.shape)
+            a = a.reshape(*x.shape[:-1], a.shape[-1])
+        y: Tensor = self.fc2(a, layout, is_first_microbatch)
+        return y
 
     def _forward_tokens(
         self, x: Tensor, routing: Routing, is_first_microbatch: bool | None, probabilities: Tensor | None
@@ -220,4 +221,4 @@ def _times(y: Tensor, probabilities: Tensor, layout: GroupLayout) -> Tensor:
     """The rows of ``y`` times their probabilities, rounded once; those that are no group's are 0, with gradients."""
     some_groups = torch.arange(layout.rows, device=y.device)[:, None] < layout.offsets[-1]
     products = torch.where(some_groups, y.float().reshape(layout.rows, y.shape[-1]) * probabilities[:, None], 0.0)
-    return products.to(y.dtype).reshape(y.shape)
+    return as_output(products.to(y.dtype), y.shape)

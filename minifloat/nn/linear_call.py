@@ -17,7 +17,7 @@ from minifloat.comm.ddp import check_reduced
 from minifloat.comm.group import Group
 from minifloat.delayed import check_same_scale
 from minifloat.delayed_call import DelayedCall
-from minifloat.functional.autograd import autocast_enabled, exporting
+from minifloat.functional.autograd import as_output, autocast_enabled, exporting
 from minifloat.functional.batch_invariant import check_rows_alone
 from minifloat.functional.linear_config import LinearConfig, LinearOptions
 from minifloat.functional.linear_plan import LinearPlan, make_plan
@@ -238,6 +238,8 @@ class LinearCalls(LinearState):
             weight = weight.dequantize()  # a program holds plain tensors
         matmul.record("fprop", "identity", "identity", "torch")
         y = F.linear(x, weight, None if self.return_bias else bias)
+        if y.dim() > 2:
+            y = as_output(y, y.shape)  # PyTorch's is a view of a matrix
         if finite.active:
             self._check_finite(x, y)
         return (y, bias) if self.return_bias else y

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.activation import activate
-from minifloat.functional.autograd import exporting
+from minifloat.functional.autograd import as_output, exporting
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.permutation import sort_by_expert
 from minifloat.nn import parts
@@ -159,7 +159,11 @@ class MoE(parts.LayerOfParts):
         # Not in the backward of this forward, or of one before the latest, nor in a program, which has no attributes.
         if not recomputes() and not exporting():
             self.router_loss, self.expert_counts = loss, routing.counts
-        return y.reshape(x.shape)
+        if y.shape == x.shape:
+            return y
+        if self.shared_fc1 is None and not parts.is_own(self.experts, GroupedMLP):
+            return y.reshape(x.shape).clone()  # no view, and nothing that others may have saved
+        return as_output(y, x.shape)
 
     def __getstate__(self) -> dict[str, Any]:
         # Those of the original's graph, which neither copies nor files can have.

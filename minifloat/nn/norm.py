@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
-from minifloat.functional.autograd import autocast_to
+from minifloat.functional.autograd import as_output, autocast_to
 from minifloat.functional.norm import Norm, normalize
 from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.parameters import one_dtype
@@ -64,7 +64,7 @@ class _Norm(nn.Module):
         bias = None if self.bias is None else self.bias.flatten()
         rows = autocast_to(x).flatten(x.dim() - dims)
         y = normalize(rows, self.weight.flatten(), bias, self.norm)
-        return y if dims == 1 else y.reshape(x.shape)
+        return y if dims == 1 else as_output(y, x.shape)
 
     def extra_repr(self) -> str:
         centered = ", zero_centered_gamma=True" if self.norm.zero_centered_gamma else ""

@@ -81,9 +81,9 @@ class RotaryPositionEmbedding(nn.Module):
         step, end = 1.0 if factor is None else 1 / factor, offset + max_seq_len
         if factor is not None and pretrained is not None and end > pretrained * factor:
             step = pretrained / end
-        angle = (position * step)[:, None] * self.inv_freq
-        both = torch.stack((angle, angle), -1).flatten(1) if self.interleaved else torch.cat((angle, angle), -1)
-        return both[:, None, None]
+        frequency = self.inv_freq
+        twice = frequency.repeat_interleave(2) if self.interleaved else torch.cat((frequency, frequency))
+        return (position * step)[:, None, None, None] * twice
 
     def extra_repr(self) -> str:
         return f"{self.dim}, rotary_base={self.rotary_base}, interleaved={self.interleaved}"

@@ -12,6 +12,7 @@ from torch import nn
 import minifloat
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.nn.moe import LayerNormMoE
 from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, pytorch, sharded_weights
 from minifloat.tensor import QuantizedTensor
@@ -140,3 +141,37 @@ def in_one_parameter(rank: int, size: int) -> dict[str, Any]:
 
 def test_one_parameter_of_all_experts_is_gathered_in_high_precision(worker_pool: Pools) -> None:
     assert worker_pool(2).run(in_one_parameter) == [{}] * 2
+
+
+class Residual(nn.Module):
+    """A layer around which X is added in place, or not."""
+
+    def __init__(self, layer: nn.Module, in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.in_place = layer, in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y.add_(x) if self.in_place else y + x
+
+
+def residual_gradients(rank: int, size: int, kind: str, recipe: str) -> list[torch.Tensor]:
+    """The gradients of X and of this rank's rows, with the addition in place and not."""
+    found = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        layer = minifloat.MoE(64, 96, 4, recipe=recipe) if kind == "MoE" else LayerNormMoE(64, 96, 4, recipe=recipe)
+        model = Residual(layer, in_place)
+        for module in (layer, model):
+            fully_shard(module, mesh=mesh_of(size), reshard_after_forward=True)
+        x = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        model(x * 1).square().sum().backward()
+        gradients = [x.grad, *[p.grad.to_local() for p in model.parameters() if p.grad is not None]]  # type: ignore
+        found.append(torch.cat([each.flatten() for each in gradients]))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "recipe"), diagonals(2, ["MoE", "LayerNormMoE"], ["current", "mxfp8", "none"]))
+def test_addition_in_place_to_experts(worker_pool: Pools, kind: str, recipe: str) -> None:
+    for in_place, expected in worker_pool(2).run(residual_gradients, kind, recipe):
+        assert torch.equal(in_place, expected) and expected.norm() > 0
