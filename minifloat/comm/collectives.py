@@ -212,8 +212,20 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 # ---- reductions ----
 
 
-def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Pending[Tensor]:
-    """Starts :func:`reduce_scatter_rows`."""
+def averages(x: Tensor, groups: Sequence[Group]) -> bool:
+    """Reductions of ``x`` may divide by the sizes of ``groups`` as they sum, exactly: NCCL and powers of two."""
+    exact = x.dtype in (torch.float32, torch.bfloat16) and all(each.size & (each.size - 1) == 0 for each in groups)
+    return exact and x.is_cuda and all(_is_nccl(each, x) for each in groups)
+
+
+def _is_nccl(group: Group, x: Tensor) -> bool:
+    return group.process_group._get_backend(x.device).name() == "nccl"
+
+
+def start_reduce_scatter_rows(
+    x: Tensor, shards: ShardMap, group: Group, *, check: Check = False, mean: bool = False
+) -> Pending[Tensor]:
+    """Starts :func:`reduce_scatter_rows`; ``mean``: of that of the ranks, where the backend :func:`averages`."""
     check_summed("reduce_scatter_rows", x, shards, group, check)
     if group.size == 1:
         return Pending([], lambda: x)
@@ -231,7 +243,8 @@ def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, chec
         return Pending([], lambda: wait_tensor(scattered)[:own])
     summed = x.new_empty(largest, *x.shape[1:])
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    work = scatter(summed, send, group=group.process_group, async_op=True)
+    op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    work = scatter(summed, send, op=op, group=group.process_group, async_op=True)
     return Pending([work], lambda: summed[:own])
 
 
@@ -244,8 +257,8 @@ def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Che
     return start_reduce_scatter_rows(x, shards, group, check=check).wait()
 
 
-def start_all_reduce(x: Tensor, group: Group, *, check: Check = False) -> Pending[Tensor]:
-    """Starts :func:`all_reduce`."""
+def start_all_reduce(x: Tensor, group: Group, *, check: Check = False, mean: bool = False) -> Pending[Tensor]:
+    """Starts :func:`all_reduce`; ``mean``: as of :func:`start_reduce_scatter_rows`."""
     check_summed("all_reduce", x, None, group, check)
     if group.size == 1 or x.numel() == 0:
         return Pending([], lambda: x)
@@ -253,7 +266,8 @@ def start_all_reduce(x: Tensor, group: Group, *, check: Check = False) -> Pendin
         reduced = _functional.all_reduce(x.contiguous(), "sum", group.name)
         return Pending([], lambda: wait_tensor(reduced))
     addend = x.contiguous()
-    work = dist.all_reduce(addend, group=group.process_group, async_op=True)
+    op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    work = dist.all_reduce(addend, op=op, group=group.process_group, async_op=True)
     return Pending([work], lambda: addend)
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import minifloat
-from minifloat import DelayedScaling, Linear, autocast
+from minifloat import DelayedScaling, LayerNormLinear, Linear, autocast
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
+from minifloat.distributed import reduce_replicated
+from minifloat.functional.etp import weight
 from minifloat.functional.etp.lane import Lane
+from minifloat.functional.etp.weight import _send_buffer
+from minifloat.functional.weight_gradient import computed as computed_gradient
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_linears import Data, differences, lane, make, own, recorded, same, sgd, step
@@ -190,7 +197,7 @@ def test_a_computed_weight_is_refused(worker_pool: Pools) -> None:
 
 
 class Use(torch.autograd.Function):
-    """Whose backward starts a reduction over the rows, and one over replicas when that has arrived."""
+    """Whose backward gives away a reduction over the rows, and starts one over replicas when that has arrived."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lane: Lane, number: int, log: list[str]) -> Tensor:
@@ -208,7 +215,7 @@ class Use(torch.autograd.Function):
         def further(total: Tensor) -> None:
             lane.later(pending("b").wait)
 
-        lane.reduce(pending("a"), further)
+        lane.reduce(lambda: pending("a"), further)
         return dy, None, None, None
 
 
@@ -219,8 +226,78 @@ def test_no_reduction_is_awaited_as_soon_as_it_starts() -> None:
     for number in (3, 2, 1):
         y = Use.apply(y, lane, number, log)
     y.backward()
-    during = ["start a1", "start a2", "wait a1", "start b1", "start a3", "wait a2", "start b2", "wait b1"]
-    assert log == [*during, "wait a3", "start b3", "wait b2", "wait b3"]
+    during = ["start a1", "start a2", "wait a1", "start b1"]
+    assert log == [*during, "start a3", "wait a2", "start b2", "wait b1", "wait a3", "start b3", "wait b2", "wait b3"]
+
+
+def small_first(rank: int, size: int) -> list[str]:
+    """The collectives of a backward of two norms and linears."""
+    options: Any = {"normalization": "RMSNorm", "bias": False, "recipe": "current"}
+    net = nn.Sequential(*[LayerNormLinear(16, 16, etp_group=dist.group.WORLD, **options) for _ in range(2)])
+    reduce_replicated(net, dist.group.WORLD)
+    lane(net).depth = 0
+    y = net(torch.randn(4, 16, requires_grad=True))
+    with recorded() as calls:
+        y.sum().backward()
+    return [name for name, *_ in calls]
+
+
+def test_what_is_waited_for_at_once_does_not_queue_behind_a_reduction(worker_pool: Pools) -> None:
+    second, first = ["all-gather", "all-reduce"], ["all-gather", "reduce-scatter", "all-reduce"]
+    assert worker_pool(2).run(small_first) == [[*second, *first, "reduce-scatter"]] * 2
+
+
+class Sized(torch.autograd.Function):
+    """Whose backward makes room for a reduction of some bytes, and gives it away."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lane: Lane, nbytes: int, log: list[str]) -> Tensor:
+        ctx.given = lane, nbytes, log
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        lane, nbytes, log = ctx.given
+        lane.make_room(nbytes)
+        log.append(f"allocate {nbytes}")
+        lane.reduce(lambda: Pending([], lambda: dy), lambda _: log.append(f"free {nbytes}"), nbytes)
+        return dy, None, None, None
+
+
+def test_a_smaller_reduction_is_finished_before_a_larger_one_is_allocated() -> None:
+    lane, log = Lane(), list[str]()
+    y = x = torch.zeros((), requires_grad=True)
+    for nbytes in (2, 2, 1, 4, 2):
+        y = Sized.apply(y, lane, nbytes, log)
+    y.backward()
+    allocated = ["allocate 2", "free 2", "allocate 4", "allocate 1", "free 4", "free 1", "allocate 2", "allocate 2"]
+    assert log == [*allocated, "free 2", "free 2"] and x.grad is not None
+
+
+def averaged(rank: int, size: int) -> list[str]:
+    """As where the backend divides as it sums, which gloo does not."""
+    reduce, divided = weight.start_reduce_scatter_rows, list[bool]()
+
+    def start(x: Tensor, *args: Any, mean: bool) -> Any:
+        divided.append(mean)
+        return reduce(x / size, *args)
+
+    nets = [make(sharded) for sharded in (False, True)]
+    patch = partial(mock.patch.object, weight)
+    with patch("averages", return_value=True), patch("start_reduce_scatter_rows", start):
+        results = [etp.steps(net, Data(rank)) for net in nets]
+    assert divided == [True] * 12
+    return differences(nets[1], nets[0], results[1], results[0])
+
+
+def test_a_backend_that_averages_is_left_to_divide(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(averaged) == [[]] * 2
+
+
+def test_equal_rows_are_sent_from_where_the_product_is() -> None:
+    """Not every library writes to memory that it is given."""
+    dw = torch.randn(6, 4)
+    assert _send_buffer(dw, 1, dw.dtype, partial(computed_gradient, dw), ShardMap.even(3, 2)) is dw
 
 
 # ---- hooks ----
@@ -299,7 +376,7 @@ def failure(rank: int, size: int) -> list[str]:
         net.zero_grad()
         with pytest.raises(ValueError):
             net.layers[2](net(data.draw(), (0, 1)).repeat(1, 2))
-        y = net(_Fails.apply(net(data.draw(True), (0, 1))), (2, 3))
+        y = net(_Fails.apply(net(data.draw(True), (0,))), (1, 2, 3))
         with pytest.raises(ArithmeticError):
             y.backward(data.draw())
         if net is nets[1]:

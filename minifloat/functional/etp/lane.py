@@ -44,6 +44,10 @@ class Step(NamedTuple):
         return self.source.number, self.dim, self.values, self.grad
 
 
+Later = tuple[int, Callable[[], object]]
+"""What is done in its turn, and the bytes of the reduction that it waits for."""
+
+
 class Ahead(NamedTuple):
     """A gather that was started because it is likely to be the next."""
 
@@ -77,13 +81,14 @@ class Lane:
         self.in_graph: dict[EtpWeight, None] | None = None
         self.collected: dict[Tensor, Tensor] | None = None
         self.renewed: set[EtpWeight] = set()
-        self.sums: dict[EtpWeight, tuple[Callable[..., object], Tensor]] = {}
+        self.sums: dict[EtpWeight, tuple[Callable[[Tensor], None], Tensor]] = {}
         self._ahead: deque[Ahead] = deque()
         self._before: Step | None = None
         self._latest: Step | None = None
         self._used: dict[EtpWeight, None] = {}  # since the latest pass ended, and before, in the order of first use
         self._used_before: dict[EtpWeight, None] = {}
-        self._reducing: deque[Callable[[], object]] = deque()
+        self._reducing: deque[Later] = deque()
+        self._to_start: tuple[Callable[[], object], Later] | None = None  # the last of them, which is not yet
         self._backward: BackwardPass | None = None
 
     def used_with(self, source: EtpWeight) -> list[EtpWeight]:
@@ -117,6 +122,7 @@ class Lane:
             pending = source.start(dim, parts)
         self._learn(step)
         self._look_ahead()
+        self._start_reduction()
         return pending.wait()
 
     def _find(self, step: Step, cast: int) -> Pending[list[Quantized]] | None:
@@ -162,19 +168,47 @@ class Lane:
 
     # ---- reductions ----
 
-    def reduce(self, pending: Pending[Tensor], finish: Callable[[Tensor], None]) -> None:
-        """Gives the result of ``pending`` to ``finish`` when the next one has started, or at the end of backward."""
-        earlier = len(self._reducing)
-        self.later(lambda: finish(pending.wait()))
-        for _ in range(earlier):
-            self._reducing.popleft()()
-        while self._reducing and self._backward is None:
-            self._reducing.popleft()()
+    def make_room(self, nbytes: int) -> None:
+        """Finishes reductions of fewer bytes before as many are allocated; dgrad had the time to hide those."""
+        self._start_reduction()
+        while self._reducing and 0 < self._reducing[0][0] < nbytes:
+            self._finish_next()
+
+    def reduce(self, start: Callable[[], Pending[Tensor]], finish: Callable[[Tensor], None], nbytes: int = 0) -> None:
+        """Calls ``start``, which sends ``nbytes``, after the next gather has been started, or the next reduction.
+
+        What is waited for at once, such as that gather or the sum of a norm's gradient, does not queue behind it. Its
+        result is given to ``finish`` when the next one has started, both at the latest at the end of backward.
+        """
+        self._start_reduction()
+        started: list[Pending[Tensor]] = []
+        later = nbytes, lambda: finish(started.pop().wait())
+        self._to_start = lambda: started.append(start()), later
+        self._reducing.append(later)
+        self._watch_backward()
+        if self._backward is None:
+            self._finish_all()
 
     def later(self, call: Callable[[], object]) -> None:
-        """Calls it after what has been started so far has arrived; it makes nothing arrive sooner."""
-        self._reducing.append(call)
+        """Calls it after what has been given so far has arrived; it makes nothing arrive sooner."""
+        self._reducing.append((0, call))
         self._watch_backward()
+
+    def _start_reduction(self) -> None:
+        given, self._to_start = self._to_start, None
+        if given is not None:
+            start, later = given
+            start()
+            while self._reducing[0] is not later:
+                self._finish_next()
+
+    def _finish_next(self) -> None:
+        self._reducing.popleft()[1]()
+
+    def _finish_all(self) -> None:
+        self._start_reduction()
+        while self._reducing:
+            self._finish_next()
 
     # ---- the end of a pass ----
 
@@ -189,8 +223,7 @@ class Lane:
         self._backward = backward
 
     def _end(self, early: bool) -> None:
-        while self._reducing:
-            self._reducing.popleft()()
+        self._finish_all()
         if early and self._backward is not None:
             self._backward.at_end.append(self._end)
         else:
@@ -201,12 +234,12 @@ class Lane:
 
         Collectives of a graph and of eager code are then never in flight together.
         """
-        while self._reducing:
-            self._reducing.popleft()()
+        self._finish_all()
         self._end_prediction()
 
     def fail(self) -> None:
         """Nothing is added to gradients of a backward that has raised."""
+        self._to_start = None
         self._reducing.clear()  # unwaited: a rank that has raised earlier may never take part
         self._ahead.clear()
         self._forget()

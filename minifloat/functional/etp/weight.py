@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.comm.collectives import Pending, start_all_reduce, start_reduce_scatter_rows
+from minifloat.comm.collectives import Pending, averages, start_all_reduce, start_reduce_scatter_rows
 from minifloat.comm.gather import start_gather, start_gather_alike
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
@@ -199,34 +199,42 @@ class EtpWeight:
         if wanted is None:  # all were frozen after the forward: they get no gradient, as from autograd
             return
         dtype = wanted.main_grad.dtype if main_grad else wanted.dtype
+        rows = self.sharding.matrices * shards.largest
+        nbytes = group.size * rows * wanted.shape[-1] * dtype.itemsize
+        self.lane.make_room(nbytes)
         send = _send_buffer(wanted, self.sharding.matrices, dtype, product, shards)
-        pending = start_reduce_scatter_rows(send, ShardMap.even(send.shape[0] // group.size, group.size), group)
+        groups = (group, *self.sharding.replicas)
+        mean = self.sharding.reduction == "mean"
+        divided = mean and averages(send, groups)
+        start = partial(start_reduce_scatter_rows, send, ShardMap.even(rows, group.size), group, mean=divided)
         if self.lane.collected is not None and not main_grad:
             sink = partial(_collect, self.lane.collected)
-        finish = partial(self._finish if delayed else self._add, sink)
+        give = partial(self._give, sink, math.prod([each.size for each in groups]) if mean and not divided else 1)
+        finish = give if delayed else partial(self._add, give)
         for ranks in reversed(self.sharding.replicas):
-            finish = partial(self._reduce_further, ranks, finish)
-        self.lane.reduce(pending, finish)
+            finish = partial(self._reduce_further, ranks, divided, finish)
+        self.lane.reduce(start, finish, nbytes)
 
-    def _reduce_further(self, ranks: Group, finish: Callable[[Tensor], None], total: Tensor) -> None:
-        pending = start_all_reduce(total, ranks)
+    def _reduce_further(self, ranks: Group, mean: bool, finish: Callable[[Tensor], None], total: Tensor) -> None:
+        pending = start_all_reduce(total, ranks, mean=mean)
         self.lane.later(lambda: finish(pending.wait()))
 
-    def _add(self, sink: Callable[..., object], own: Tensor) -> None:
-        _, known = self.lane.sums.get(self, (sink, None))
-        self.lane.sums[self] = sink, own if known is None else known.add_(own)
+    def _add(self, give: Callable[[Tensor], None], own: Tensor) -> None:
+        _, known = self.lane.sums.get(self, (give, None))
+        self.lane.sums[self] = give, own if known is None else known.add_(own)
 
     def _deliver(self, rounds: int) -> None:
         """Gives the sum away once all of it has arrived; ``rounds``: of reductions that are still to be started."""
         if rounds:
             self.lane.later(partial(self._deliver, rounds - 1))
         elif (found := self.lane.sums.pop(self, None)) is not None:
-            self._finish(*found)
+            give, total = found
+            give(total)
 
-    def _finish(self, sink: Callable[..., object], total: Tensor) -> None:
+    def _give(self, sink: Callable[..., object], divisor: int, total: Tensor) -> None:
         group, shards = self.sharding.group, self.sharding.shards
-        if self.sharding.reduction == "mean":
-            total.div_(math.prod([each.size for each in (group, *self.sharding.replicas)]))
+        if divisor > 1:
+            total.div_(divisor)
         each = total.view(self.sharding.matrices, shards.largest, total.shape[1])[:, : shards.rows[group.rank]]
         for parameter, own in self.owner._etp_gradients(each):
             if parameter.requires_grad:
@@ -245,6 +253,8 @@ def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Produ
     """dW as ranks are sent it: each rank's rows of every matrix, padded to the largest number; [size * ..., K]."""
     size, most, cols = shards.size, shards.largest, like.shape[-1]
     options: dict[str, Any] = {"dtype": dtype, "device": like.device}
+    if matrices == 1 and shards.is_even:
+        return product(dtype)  # not every library writes to memory that it is given
     if matrices == 1:  # only the last ranks have fewer rows, so that the product writes what is sent
         send = torch.empty(size * most, cols, **options)
         send[shards.total :].zero_()
