@@ -46,7 +46,8 @@ class Linear(LinearCalls, LinearParameters):
             ``is_first_microbatch=True`` the first dW replaces what is there, and those that follow are added, of a
             weight that is used several times too; all its uses in the first microbatch must be forwarded before the
             first of their backwards.
-        delay_wgrad_compute: backward leaves dW to :meth:`backward_dw`.
+        delay_wgrad_compute: backward leaves dW to :meth:`backward_dw`; no optimizer steps while one waits.
+            ``zero_grad`` and ``is_first_microbatch=True`` drop those of a step that was given up.
         save_original_input: backward keeps X as it came and quantizes it again: costs a cast, saves memory where X is
             kept alive by somebody else anyway.
         return_bias: forward gives (X W^T, b) and leaves the addition to the caller.

@@ -24,6 +24,7 @@ from minifloat.functional.linear_plan import LinearPlan, make_plan
 from minifloat.functional.linear_steps import Call
 from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
 from minifloat.functional.weight_gradient import parameters_of
+from minifloat.nn import delayed_wgrad
 from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.linear_state import LinearState
 from minifloat.ops import matmul
@@ -94,10 +95,11 @@ class LinearCalls(LinearState):
             self._check_own_gradients(weight, main_grad)
             if compiling and main_grad:  # backward sets no attribute there
                 weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        first = self.fuse_wgrad_accumulation and is_first_microbatch
-        if first and (compiling or torch._C._current_graph_task_id() == -1):
+        if is_first_microbatch and (compiling or torch._C._current_graph_task_id() == -1):
             # Not inside of backward: a checkpoint's recomputation is no other microbatch.
-            self._mark_main_grad_old(weight)
+            self._begin_step(weight, needs_w)
+        if needs_w and self.delay_wgrad_compute:
+            delayed_wgrad.watch(self)
         options = (
             weight.device.type, dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x,
             fp8_output, fp8_grad,
@@ -144,10 +146,13 @@ class LinearCalls(LinearState):
     def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
         return make_plan(config, options)
 
-    def _mark_main_grad_old(self, weight: Any) -> None:
-        """The next dW replaces what is in main_grad."""
-        for parameter in parameters_of(weight):
-            parameter.main_grad_is_old = True
+    def _begin_step(self, weight: Any, needs_w: bool) -> None:
+        """The next dW replaces what is in main_grad; those of a step that was given up are dropped."""
+        if self.fuse_wgrad_accumulation:
+            for parameter in parameters_of(weight):
+                parameter.main_grad_is_old = True
+        if needs_w and self.delay_wgrad_compute:
+            self._wgrad_tasks.clear()
 
     def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
         """Raises where backward is to write the gradient of the weight by itself and cannot."""
@@ -306,6 +311,11 @@ class LinearCalls(LinearState):
         self._wgrad_tasks.pop(0)()
         for hook in self._wgrad_hooks:
             hook()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; weight gradients that wait for :meth:`backward_dw` are dropped."""
+        self._wgrad_tasks.clear()
+        super().zero_grad(set_to_none)
 
     @checked
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:

@@ -71,6 +71,12 @@ class LayerOfLinears(nn.Module):
         if isinstance(getattr(self, "_parallel", None), TensorParallel):
             self._parallel: TensorParallel = self._parallel.over(Group.of(tp_group))
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; weight gradients that wait for ``backward_dw`` are dropped."""
+        for linear in self._linears().values():
+            linear.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+
     def _linears(self) -> dict[str, LinearState]:
         return {name: module for name, module in self.named_modules() if isinstance(module, LinearState)}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minifloat.arguments import checked
+from minifloat.nn.delayed_wgrad import waiting
 from minifloat.optim.gradients import gradient
 from minifloat.optim.master import KEYS, Master, is_low_precision, write
 
@@ -185,7 +186,9 @@ class MasterWeights(torch.optim.Optimizer):
         return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, ``main_grad`` included where backward has added to it."""
+        """Clears the gradients, ``main_grad`` where backward has added to it, and what waits for ``backward_dw``."""
+        for layer in waiting(self):
+            layer._wgrad_tasks.clear()
         super().zero_grad(set_to_none)
         for p in self._params():
             if getattr(p, "grad_added_to_main_grad", False):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +27,13 @@ from minifloat.convert import convert
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.gemm import wgrad
 from minifloat.functional.linear_config import LinearConfig, linear_config
-from minifloat.nn import Linear, prepare, quantized_model_init
+from minifloat.nn import LayerNormMLP, Linear, prepare, quantized_model_init
 from minifloat.operand import Operand
 from minifloat.ops.matmul import count_gemms
+from minifloat.optim import AdamW, MasterWeights
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, MXFP8BlockScaling, Recipe, named
+from minifloat.recompute import checkpoint
 from minifloat.tensor import QuantizedTensor, quantize
 from tests.helpers import linear_model as model
 from tests.helpers.count_casts import CountCasts
@@ -89,10 +92,12 @@ class Step(NamedTuple):
 
 
 def step(
-    layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, torch_autocast: bool = False, seed: int = 1, **kwargs: Any
-) -> Step:
-    """One forward and backward under ``recipe``; gradients of earlier ones are dropped."""
-    layer.zero_grad()
+    layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, torch_autocast: bool = False, seed: int = 1,
+    zero_grad: bool = True, **kwargs: Any,
+) -> Step:  # fmt: skip
+    """One forward and backward under ``recipe``; with ``zero_grad`` gradients of earlier ones are dropped."""
+    if zero_grad:
+        layer.zero_grad()
     x = x.detach().requires_grad_()
     with autocast(recipe=recipe), torch.autocast("cpu", BF16) if torch_autocast else nullcontext():
         y = layer(x, **kwargs)
@@ -489,7 +494,8 @@ def test_delayed_weight_gradient(fuse: bool, recipe: Recipe) -> None:
     expected = []
     for _ in range(2):
         x, dy = torch.randn(20, 37), torch.randn(20, 53)
-        now, later = step(immediate, x, dy, recipe), step(layer, x, dy, recipe)
+        layer.bias.grad = None  # that of the weight is to wait
+        now, later = step(immediate, x, dy, recipe), step(layer, x, dy, recipe, zero_grad=False)
         expected.append(now.dw)
         assert later.dw is None and not hooks
         assert later.db is not None and now.db is not None and torch.equal(later.db, now.db)
@@ -537,6 +543,70 @@ def test_delayed_weight_gradients_have_no_graph(fuse: bool, recipe: str | None) 
         assert alive() is None
     torch.nn.utils.clip_grad_norm_([weight], 1.0)
     layer.zero_grad(set_to_none=False)
+
+
+GIVE_UP: dict[str, Callable[[nn.Module], object]] = {
+    "zero_grad": lambda model: model.zero_grad(),
+    "zero_grad of the optimizer": lambda model: MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0).zero_grad(),
+    "first microbatch": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("make", [partial(Linear, 16, 8), partial(LayerNormMLP, 16, 24)], ids=["Linear", "MLP"])
+@pytest.mark.parametrize("how", GIVE_UP)
+def test_delayed_weight_gradients_of_a_step_given_up(how: str, make: Any, fuse: bool) -> None:
+    """The next step's are its own, of each of its microbatches."""
+    options = {"recipe": "current", "delay_wgrad_compute": True, "fuse_wgrad_accumulation": fuse}
+    layer = make(**options)
+    twin = copy.deepcopy(layer)
+    for p in (*layer.parameters(), *twin.parameters()):
+        p.main_grad = torch.zeros_like(p)
+    first = [True, False] if how == "first microbatch" else [None, None]
+    for _ in range(2):
+        layer(torch.randn(20, 16), is_first_microbatch=first[0]).square().sum().backward()
+    GIVE_UP[how](layer)
+    for each in first:
+        x = torch.randn(20, 16)
+        for module in (layer, twin):
+            module(x, is_first_microbatch=each).square().sum().backward()
+    for module in (layer, twin):
+        module.backward_dw()
+        module.backward_dw()
+    for name, p in layer.named_parameters():
+        own = twin.get_parameter(name)
+        if name.endswith("weight") and "norm" not in name:
+            assert torch.equal(p.main_grad, own.main_grad) and (fuse or torch.equal(p.grad, own.grad))
+    with pytest.raises(ValueError, match="no weight gradient is waiting"):
+        layer.backward_dw()
+
+
+def test_a_recomputation_is_no_first_microbatch() -> None:
+    """The weight gradients that wait belong to its own step."""
+    layer = Linear(16, 8, recipe="current", delay_wgrad_compute=True)
+    first = checkpoint(layer, torch.randn(4, 16, requires_grad=True), True, use_reentrant=False)
+    layer(torch.randn(4, 16), False).sum().backward()
+    first.sum().backward()
+    layer.backward_dw()
+    layer.backward_dw()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, AdamW, partial(MasterWeights, optimizer_class=torch.optim.SGD)])
+def test_no_optimizer_steps_while_a_weight_gradient_waits(make: Any) -> None:
+    """It would miss it, or step with that of a step given up; of other parameters it steps."""
+    layer, other = Linear(16, 8, name="fc1", delay_wgrad_compute=True, recipe="current"), nn.Linear(4, 4)
+    optimizer, before = make(layer.parameters(), lr=1.0), layer.weight.detach().clone()
+    for _ in range(2):
+        layer(torch.randn(4, 16)).sum().backward()
+    layer.backward_dw()
+    with pytest.raises(ValueError, match=r"Linear 'fc1': an optimizer steps.*\(1\).*zero_grad"):
+        optimizer.step()
+    assert torch.equal(layer.weight, before)
+    other(torch.randn(4, 4)).sum().backward()
+    make(other.parameters(), lr=1.0).step()
+    layer.backward_dw()
+    optimizer.step()
+    assert not torch.equal(layer.weight, before)
 
 
 def test_backward_dw_of_a_layer_that_does_not_delay() -> None:
