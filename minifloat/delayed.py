@@ -116,17 +116,30 @@ def _update_by_callables(history: History) -> None:
     """The user's own algorithms, numerics 1.1 "unfused": always rolls, also when nothing was recorded."""
     recipe, amaxes = history.recipe, history.amax_history
     if callable(recipe.amax_compute_algo):
-        amax = recipe.amax_compute_algo(amaxes)
+        amax = _values_of("amax_compute_algo", recipe.amax_compute_algo(amaxes), history)
     else:
         amax = amaxes[0].clone() if recipe.amax_compute_algo == "most_recent" else amaxes.amax(0)
+    fp8_max = formats.ELEMENTS[history.rule.partition("/")[0]].max
+    if recipe.scaling_factor_compute_algo is None:
+        fresh = (torch.full_like(amax, fp8_max) / amax * 2.0**-recipe.margin).clamp(max=kernels.FLT_MAX)
+        valid = (amax > 0) & amax.isfinite()
+    else:
+        fresh = recipe.scaling_factor_compute_algo(amax, history.scale.clone(), fp8_max, recipe)
+        fresh = _values_of("scaling_factor_compute_algo", fresh, history)
+        valid = (fresh > 0) & fresh.isfinite()  # the host does not wait to raise
     amaxes.copy_(amaxes.roll(-1, 0))
     amaxes[0] = 0
-    fp8_max = formats.ELEMENTS[history.rule.partition("/")[0]].max
-    if recipe.scaling_factor_compute_algo is not None:
-        history.scale.copy_(recipe.scaling_factor_compute_algo(amax, history.scale, fp8_max, recipe))
-        return
-    fresh = (torch.full_like(amax, fp8_max) / amax * 2.0**-recipe.margin).clamp(max=kernels.FLT_MAX)
-    history.scale.copy_(torch.where((amax > 0) & amax.isfinite(), fresh, history.scale))
+    history.scale.copy_(torch.where(valid, fresh, history.scale))
+
+
+def _values_of(name: str, values: Any, history: History) -> Tensor:
+    """What a callable of the user's gave, in the dtype of scales."""
+    if not isinstance(values, Tensor) or values.shape != history.scale.shape:
+        raise ValueError(
+            f"DelayedScaling: {name} returned {shown(values)}; a tensor of shape {tuple(history.scale.shape)} is "
+            "needed, with a value for each tensor of the layer"
+        )
+    return values.to(history.scale)
 
 
 # ---- state ----

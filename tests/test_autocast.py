@@ -390,6 +390,36 @@ def test_scales_by_a_callable() -> None:
         assert seen[-1][2:] == (BACKWARD_MAX, recipe)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
+@pytest.mark.parametrize("algorithm", ["amax_compute_algo", "scaling_factor_compute_algo"])
+def test_a_callable_that_gives_no_scale(algorithm: str, bad: float) -> None:
+    """Where it gives none the scale stays, as the built-in rule leaves it, and elsewhere it is taken."""
+
+    def compute(amax: Tensor, *others: object) -> Tensor:
+        values = torch.full((amax.shape[-1],), 4.0)
+        values[1] = bad
+        return values
+
+    layer = Linear(16, 8, recipe=DelayedScaling(amax_history_len=LENGTH, **{algorithm: compute}))  # type: ignore[arg-type]
+    layer(batch(0)).sum().backward()
+    for state, largest_code in ((layer.forward_scaling, FORWARD_MAX), (layer.backward_scaling, BACKWARD_MAX)):
+        first, second = state.scale.tolist()[:2]
+        assert second == 1.0 and first == (4.0 if algorithm == "scaling_factor_compute_algo" else largest_code / 4)
+        assert not state.amax_history[0].any()
+
+
+@pytest.mark.parametrize("answer", [torch.ones(1), torch.ones(()), torch.ones(4), torch.ones(1, 3), 1.0, None])
+@pytest.mark.parametrize("algorithm", ["amax_compute_algo", "scaling_factor_compute_algo"])
+def test_a_callable_that_gives_no_scales(algorithm: str, answer: Any) -> None:
+    """Another shape raises, and leaves the history as it was."""
+    recipe = DelayedScaling(amax_history_len=LENGTH, **{algorithm: lambda *given: answer})
+    layer = Linear(16, 8, recipe=recipe)
+    with pytest.raises(ValueError, match=rf"{algorithm} returned .*; a tensor of shape \(3,\) is needed"):
+        layer(batch(0))
+    assert layer.forward_scaling.scale.tolist() == [1.0] * 3
+    assert not layer.forward_scaling.amax_history[1:].any()
+
+
 Spy = dict[str, tuple[Operand, Operand]]
 
 

@@ -314,6 +314,13 @@ def test_what_is_needed_is_enough() -> None:
             target(**needed.get(name, {}))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_results_of_products_are_floating_point(gemm: str, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"{gemm}: out_dtype is {dtype}; torch.float32, torch.bfloat16.* is needed"):
+        getattr(minifloat.functional, gemm)(**_needed()[gemm] | {"out_dtype": dtype})
+
+
 @pytest.mark.parametrize("x", ["text", None, [1.0], 3, OBJECT])
 def test_what_is_quantized_is_a_tensor(x: Any) -> None:
     """An AttributeError of a method would name none of the arguments."""

@@ -64,7 +64,8 @@ class ShardMap:
     rows: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rows, tuple) or not self.rows or min(self.rows) < 0:
+        counts = isinstance(self.rows, tuple) and all(isinstance(rows, (int, torch.SymInt)) for rows in self.rows)
+        if not counts or not self.rows or min(self.rows) < 0:
             raise ValueError(f"rows of the ranks are {self.rows}; one count a rank is needed, 0 or more")
 
     @classmethod

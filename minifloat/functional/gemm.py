@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from minifloat.arguments import FloatDtype
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import matmul
@@ -19,7 +20,7 @@ def fprop(
     w: Quantized,
     bias: Tensor | None = None,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: FloatDtype,
     fast_accum: bool = False,
     out: Tensor | None = None,
     accumulate: bool = False,
@@ -39,7 +40,7 @@ def dgrad(
     dy: Quantized,
     w: Quantized,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: FloatDtype,
     fast_accum: bool = False,
     out: Tensor | None = None,
     accumulate: bool = False,
@@ -52,7 +53,7 @@ def wgrad(
     dy: Quantized,
     x: Quantized,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: FloatDtype,
     fast_accum: bool = False,
     out: Tensor | None = None,
     accumulate: bool = False,

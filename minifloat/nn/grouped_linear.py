@@ -127,6 +127,8 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         if (ranks := Group.of(etp_group)).size > 1:
             self._shard_rows(ranks, etp_reduction)
             self._mark_parameters()
+        if isinstance(self.recipe, Recipe):
+            self._check_weight_dtype(self._weight(self._weight_names[0]))
         if self.recipe is not None:
             self._config(self.recipe if isinstance(self.recipe, Recipe) else UNQUANTIZED)
 
@@ -165,7 +167,7 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         if torch.compiler.is_compiling() and needs_eager(self, is_first_microbatch, fp8_output, writes=writes):
             forward = partial(GroupedLinear.forward, fp8_output=fp8_output, out=out, dgrad_out=dgrad_out)
             return run_eager(forward, self, x, m_splits, is_first_microbatch)
-        self._check_input(x)
+        self._check_input(x, is_first_microbatch)
         layout = layout_of(x, m_splits, self.num_gemms, self.in_features, self._label)
         recipe = self._recipe_in_force()
         if recipe is None:

@@ -197,7 +197,7 @@ class GroupedMLP(parts.LayerOfParts):
         second: Recipe,
     ) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
-        fc1._check_input(x)
+        fc1._check_input(x, is_first_microbatch)
         check_meta(x, fc2, fc2._weight(fc2._weight_names[0]))
         dtype = fc1._compute_dtype(x)
         plan1, call1, w1, b1 = fc1._prepare_groups(first, dtype, x.requires_grad, is_first_microbatch, layout)

@@ -155,7 +155,7 @@ class LayerNormLinear(parts.LayerOfParts):
         else:
             x, residual = parts.prepare_residual(x, residual, linear)
             parallel = parallel_of(linear).of_call(x.shape, rows_per_rank, linear._label, x.dtype)
-            linear._check_input(x)
+            linear._check_input(x, is_first_microbatch)
             check_meta(x, self, self.norm._parameters.get("weight"))
             dtype = linear._compute_dtype(x)
             gamma, beta = self.norm.weight, self.norm.bias

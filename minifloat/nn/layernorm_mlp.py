@@ -186,7 +186,7 @@ class LayerNormMLP(parts.LayerOfParts):
             x, residual = parts.prepare_residual(x, residual, fc1)
             column, row = parallel_of(fc1), parallel_of(fc2)
             column = column.of_call(x.shape, rows, fc1._label, x.dtype)
-            fc1._check_input(x)
+            fc1._check_input(x, is_first_microbatch)
             for part in (self.norm, fc2):
                 check_meta(x, self, part._parameters.get("weight"))
             row = row.of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2._label)

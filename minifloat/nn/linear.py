@@ -131,6 +131,7 @@ class Linear(LinearCalls, LinearParameters):
             self._shard_rows(ranks, etp_reduction)
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
+            self._check_weight_dtype(self._weight(self._weight_names[0]))
             self._config(self.recipe)
 
     def forward(
@@ -161,7 +162,7 @@ class Linear(LinearCalls, LinearParameters):
         if parallel.mode is not None or rows_per_rank is not None:
             check_tensor(x, self)
             parallel = parallel_of(self).of_call(x.shape, rows_per_rank, self._label, x.dtype)
-        self._check_input(x)
+        self._check_input(x, is_first_microbatch)
         recipe = self._recipe_in_force()
         if recipe is None:
             if (calibration := self._calibration()) is not None:

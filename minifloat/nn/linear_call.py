@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat import finite, recompute
-from minifloat.arguments import checked
+from minifloat.arguments import check_value, checked
 from minifloat.autocast import autocast, checks_finite, current, is_batch_invariant
 from minifloat.comm.checks import check_options, check_recipe, check_recipe_in_trace
 from minifloat.comm.ddp import check_reduced
@@ -136,12 +136,15 @@ class LinearCalls(LinearState):
             self._agreed = {asked} if len(self._agreed) >= _MOST_PLANS else self._agreed | {asked}
 
     def _new_plan(self, config: LinearConfig, weight: Tensor, options: tuple[Any, ...]) -> LinearPlan:
-        if weight.dtype not in DTYPES:
-            raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
+        self._check_weight_dtype(weight)
         wanted = LinearOptions(*options)
         if wanted.batch_invariant:
             check_rows_alone(self._label, config, wanted)
         return self._make_plan(config, wanted)
+
+    def _check_weight_dtype(self, weight: Tensor) -> None:
+        if weight.dtype not in DTYPES:
+            raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
 
     def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
         return make_plan(config, options)
@@ -160,14 +163,22 @@ class LinearCalls(LinearState):
             if not own.requires_grad:
                 continue
             check_reduced(self._label, own)
-            if main_grad and getattr(own, "main_grad", None) is None:
+            if not main_grad:
+                continue
+            buffer = getattr(own, "main_grad", None)
+            if buffer is None:
                 raise ValueError(
                     f"{self._label}: fuse_wgrad_accumulation needs weight.main_grad; set it before forward"
                 )
-            if main_grad and own.main_grad.is_meta and not own.is_meta:
+            if buffer.is_meta and not own.is_meta:
                 raise ValueError(
                     f"{self._label}: weight.main_grad is on the meta device, where gradients are lost; make it on "
                     f"{own.device}"
+                )
+            if buffer.shape != own.shape or not buffer.dtype.is_floating_point or buffer.dtype.itemsize < 2:
+                raise ValueError(
+                    f"{self._label}: weight.main_grad is {buffer.dtype} {tuple(buffer.shape)}; gradients of the weight "
+                    f"are added to it: use torch.float32 (or 64, or bf16, fp16) and shape {tuple(own.shape)}"
                 )
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
@@ -282,8 +293,10 @@ class LinearCalls(LinearState):
         else:
             finite.watch_gradient(self._label, y)
 
-    def _check_input(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor, is_first_microbatch: bool | None) -> None:
         """Raises if X is no dense floating-point tensor [..., in_features], or the weight has no values for it."""
+        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
+            check_value(self._label, "is_first_microbatch", is_first_microbatch, bool | None)
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
             check_tensor(x, self)
         weight = self._parameters.get("weight")

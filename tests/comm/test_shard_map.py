@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -105,8 +107,8 @@ def test_units_of_formats() -> None:
     assert unit_rows(parse("e4m3/tensor/fp32/hadamard16"), COLUMNWISE) == 16
 
 
-@pytest.mark.parametrize("rows", [(), (3, -1)])
-def test_rows_that_are_none(rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rows", [(), (3, -1), (1.5, 2.5), (3.0,), ("3",), (None, 3)])
+def test_rows_that_are_none(rows: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match="one count a rank is needed"):
         ShardMap(rows)
 

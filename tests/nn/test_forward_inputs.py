@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -87,6 +89,55 @@ def test_main_grad_on_meta() -> None:
     layer.weight.main_grad = torch.zeros(64, 64, device="meta")  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"Linear\(64, 64\): weight.main_grad is on the meta device.*make it on cpu"):
         layer(dense)
+
+
+@pytest.mark.parametrize(
+    "main_grad",
+    [
+        *[torch.zeros(64, 64, dtype=dtype) for dtype in (torch.int32, torch.bool, torch.complex64)],
+        torch.zeros(64, 64).to(torch.float8_e5m2), torch.zeros(64, 32), torch.zeros(1, 64), torch.zeros(2, 64, 64),
+    ],
+    ids=lambda main_grad: f"{main_grad.dtype} {tuple(main_grad.shape)}",
+)  # fmt: skip
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_main_grad_that_takes_no_gradients(recipe: str | None, main_grad: Tensor) -> None:
+    grouped = minifloat.GroupedLinear(2, 64, 64, recipe=recipe, fuse_wgrad_accumulation=True)
+    layer = minifloat.Linear(64, 64, recipe=recipe, fuse_wgrad_accumulation=True)
+    for p in (*layer.parameters(), *grouped.parameters()):
+        p.main_grad = main_grad if p.dim() > 1 else None  # type: ignore[attr-defined]
+    message = rf"weight.main_grad is {re.escape(f'{main_grad.dtype} {tuple(main_grad.shape)}')}.*use torch.float32"
+    with pytest.raises(ValueError, match=rf"Linear\(64, 64\): {message}"):
+        layer(dense)
+    with pytest.raises(ValueError, match=rf"GroupedLinear\(2, 64, 64\): {message}"):
+        grouped(dense[0], [1, 2])
+
+
+@pytest.mark.parametrize("bad", ["x", 1, 0, 1.0, torch.tensor(True)], ids=["text", "1", "0", "1.0", "tensor"])
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "MoE"])
+def test_what_is_no_first_microbatch(kind: str, recipe: str | None, bad: Any) -> None:
+    layer = minifloat.MoE(64, 64, 4, recipe=recipe) if kind == "MoE" else LAYERS[kind](recipe=recipe)
+    with pytest.raises(TypeError, match=r"Linear.*: is_first_microbatch is .*; True or False or None is needed"):
+        layer(dense, is_first_microbatch=bad)
+
+
+SIXTYFOUR: dict[str, Callable[..., nn.Module]] = {
+    **{kind: make for kind, make in LAYERS.items() if kind not in ("LayerNorm", "RMSNorm")},
+    "GroupedLinear": lambda **options: minifloat.GroupedLinear(2, 64, 64, **options),
+    "GroupedMLP": lambda **options: minifloat.GroupedMLP(2, 64, 64, **options),
+    "MoE": lambda **options: minifloat.MoE(64, 64, 4, **options),
+}
+
+
+@pytest.mark.parametrize("kind", SIXTYFOUR)
+def test_no_recipe_quantizes_float64(kind: str) -> None:
+    """Known where the layer is made; without a recipe of its own it is made."""
+    make = partial(SIXTYFOUR[kind], dtype=torch.float64)
+    make()
+    make(recipe="none")
+    for recipe in ("mxfp8", minifloat.CustomRecipe(lambda role: minifloat.Quantizer.identity())):
+        with pytest.raises(ValueError, match=r"Linear.*: cannot quantize a torch.float64 weight; use bf16"):
+            make(recipe=recipe)
 
 
 def test_parameters_and_subclasses_are_tensors() -> None:
