@@ -25,7 +25,6 @@ OF_FEW = {
     "_runs_on",
     "_gather_options",
     "_max_options",
-    "lane_of",
     "_compiled",
     "operations",
     "_warn",

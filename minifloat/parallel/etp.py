@@ -158,10 +158,10 @@ def shard_rows(
         assert isinstance(layer, EtpRows)
         group = ranks.rows(module)
         layer._shard_rows(group, reduction, tuple(each for each in ranks.data if each != group), shared)
+        assert layer._etp is not None
+        layer._etp = layer._etp._replace(prefetch=(prefetch, prefetch_bytes))
         layer._mark_parameters()
         layer.invalidate()
-        lane = layer._etp_source().lane
-        lane.depth, lane.most_bytes = prefetch, prefetch_bytes
         rows += [f"{name}.{weight}".lstrip(".") for weight in layer._weight_names]
     keep_rows(model, rows)
     if ranks.data:

@@ -13,17 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minifloat import Linear
+from minifloat.distributed import parallelize
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.etp import lane as lanes
 from minifloat.functional.etp import rows, weight
 from minifloat.functional.linear_config import linear_config
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_linears import Data, lane, make, recorded, sgd, step
+from tests.helpers.etp_linears import Data, lane, make, recorded, set_prefetch, sgd, step
 from tests.helpers.memory import live_storages
 from tests.helpers.recipes import STATELESS_LINEAR
 
@@ -79,7 +81,7 @@ def scenarios(
             net = make(sharded, recipe, width=width)
             nets.append(net)
             if sharded:
-                lane(net).depth, lane(net).most_bytes = depth, most
+                set_prefetch(net, depth, most)
             torch.manual_seed(7)
             with recorded() as calls:
                 results.append(etp.SCENARIOS[name](net, Data(rank, width=width)))
@@ -132,8 +134,8 @@ def test_ranks_without_rows_decide_as_others_do(worker_pool: Pools, most: int | 
 def hits(rank: int, size: int, depth: int) -> list[tuple[int, int, int]]:
     """Of each step: gathers, those that were not used, and products that waited for a gather of their own."""
     net, data = make(True), Data(rank)
+    set_prefetch(net, depth)
     ahead = lane(net)
-    ahead.depth = depth
     find, counts = ahead._find, []
     missed = [0]
 
@@ -183,11 +185,13 @@ def count_casts(rank: int, size: int, recipe: str, first: tuple[bool | None, ...
     return counts
 
 
-@pytest.mark.parametrize("first", [(None,) * 3, (True, False, False)])
+@pytest.mark.parametrize(("first", "casts"), [((None,) * 3, 3), ((True, False, False), 1)])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_weights_are_cast_once_a_step_together(worker_pool: Pools, recipe: str, first: tuple[bool | None, ...]) -> None:
+def test_weights_are_cast_together_once_a_pass_or_a_step(
+    worker_pool: Pools, recipe: str, first: tuple[bool | None, ...], casts: int
+) -> None:
     for counts in worker_pool(2).run(count_casts, recipe, first):
-        assert counts[1:] == [(4, 1 if recipe == "current" else 0)] * 2
+        assert counts[1:] == [(4 * casts, casts if recipe == "current" else 0)] * 2
 
 
 # ---- writes ----
@@ -196,8 +200,7 @@ def test_weights_are_cast_once_a_step_together(worker_pool: Pools, recipe: str, 
 def writes(rank: int, size: int, recipe: str) -> None:
     nets, data = [make(sharded, recipe) for sharded in (False, True)], Data(rank)
     reference, net = nets
-    ahead = lane(net)
-    ahead.depth = 2
+    set_prefetch(net, 2)
     x = data.draw()
 
     def alike(first: bool | None = None) -> bool:
@@ -210,9 +213,7 @@ def writes(rank: int, size: int, recipe: str) -> None:
             for layer in each.layers:
                 layer.weight.data.mul_(by)
 
-    for _ in range(3):  # of evaluations, where the next one's first weight is gathered at the end
-        assert alike()
-    assert ahead._ahead[0].step.source is etp.sources(net)[0]
+    assert alike()
     with torch.no_grad():
         for each in nets:
             for layer in each.layers:
@@ -221,16 +222,22 @@ def writes(rank: int, size: int, recipe: str) -> None:
     for each in nets:
         each.load_state_dict({name: value * 0.5 for name, value in each.state_dict().items()})
     assert alike()
-    with torch.no_grad():
-        before = net(x)
     scale(3.0)
-    with torch.no_grad():
-        assert recipe == "none" or torch.equal(net(x), before)  # "none": the rows are the parameter's memory
-    for layer in net.layers:
-        layer.invalidate()
-    assert alike()
+    assert alike() and not lane(net)._ahead  # no weight of an evaluation to come is gathered
     scale(0.5)
     assert alike(first=True) and alike(first=False)
+    with torch.no_grad():
+        before = net(x, first=False)
+    scale(3.0)
+    with torch.no_grad():
+        assert recipe == "none" or torch.equal(net(x, first=False), before)  # "none": the parameter's own memory
+    for layer in net.layers:
+        layer.invalidate()
+    with torch.no_grad():
+        assert torch.equal(net(x, first=False), reference(x, first=True))
+    scale(0.5)
+    ys = [each(x) for each in nets]  # between an evaluation and a step, as where averaged weights are put back
+    assert torch.equal(*ys)
     for each in nets:
         y = each(x.clone().requires_grad_())
         with torch.no_grad():
@@ -247,6 +254,60 @@ def writes(rank: int, size: int, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
 def test_a_write_gives_no_old_values(worker_pool: Pools, recipe: str) -> None:
     worker_pool(2).run(writes, recipe)
+
+
+def step_by_data(net: nn.Module) -> None:
+    for p in net.parameters():
+        p.data -= 0.5 * p.grad
+
+
+def step_by_vector(net: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(net.parameters())
+    gradient = torch.cat([p.grad.flatten() for p in net.parameters()])
+    nn.utils.vector_to_parameters(vector.detach() - 0.5 * gradient, net.parameters())
+
+
+UNSEEN = {"data": step_by_data, "vector": step_by_vector}
+
+
+def unseen(rank: int, size: int, how: str, first: tuple[bool | None, ...]) -> list[str]:
+    """Steps of which no version counter tells, with several microbatches each and an evaluation."""
+    nets = [make(sharded, "current") for sharded in (False, True)]
+    results = []
+    for net in nets:
+        data, found = Data(rank), []
+        for _ in range(3):
+            for each in first:
+                found += step(net, data, first=each)
+            UNSEEN[how](net)
+            net.zero_grad()
+            with torch.no_grad():
+                found.append(net(data.draw()))
+        results.append(found)
+    return etp.differences(nets[1], nets[0], results[1], results[0])
+
+
+@pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
+@pytest.mark.parametrize("how", UNSEEN)
+def test_steps_that_pytorch_does_not_see(worker_pool: Pools, how: str, first: tuple[bool | None, ...]) -> None:
+    assert worker_pool(2).run(unseen, how, first) == [[]] * 2
+
+
+def summed(rank: int, size: int) -> None:
+    """Rows that all ranks have alike are summed over them."""
+    layer = Linear(8, 4 * size, bias=False, recipe="current", etp_group=dist.group.WORLD)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1, 1, 32).view(4, 8))
+    x = torch.ones(2, 8, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    with torch.no_grad():
+        dist.all_reduce(layer.weight)
+    assert torch.equal(layer(x), size * y)
+
+
+def test_a_collective_writes_to_a_parameter(worker_pool: Pools) -> None:
+    worker_pool(2).run(summed)
 
 
 # ---- several models ----
@@ -273,21 +334,75 @@ def test_models_one_after_another(worker_pool: Pools) -> None:
     assert worker_pool(2).run(one_after_another) == [[]] * 2
 
 
-def evaluated_in_turn(rank: int, size: int) -> None:
-    x = torch.ones(2, etp.WIDTH)
-    first, second = make(True), make(True)
-    parameters = [ref(each) for each in first.parameters()]
-    with torch.no_grad():
-        first(x)
-        del first
+def freed(rank: int, size: int, how: str) -> None:
+    """A deleted model, whose parameters and codes nothing keeps, nor gathers of them."""
+    group = dist.new_group(list(range(size))) if how == "group" else dist.group.WORLD
+    net = etp.Net(4, "current", torch.float32, etp.WIDTH, etp_group=group)
+    gc.collect()
+    if how == "evaluated":
+        with torch.no_grad():
+            for _ in range(2):
+                net(torch.ones(2, etp.WIDTH))
+    else:
+        for _ in range(2):
+            step(net, Data(rank), first=True if how == "first" else None)
+            sgd(net)
+    kept = [ref(each) for each in (*net.parameters(), *etp.sources(net))]
+    lanes_alive = ref(etp.sources(net)[0].lane)
+    if how == "group":
+        dist.destroy_process_group(group)
+    del net, group
+    gc.collect()
+    assert not any(each() is not None for each in kept)
+    assert (lanes_alive() is None) == (how == "group")
+
+
+@pytest.mark.parametrize("how", ["trained", "first", "evaluated", "group"])
+def test_a_deleted_model_is_freed(worker_pool: Pools, how: str) -> None:
+    worker_pool(2).run(freed, how)
+
+
+def replaced(rank: int, size: int) -> list[str]:
+    """Layers that are put in the place of others, which only one rank has collected."""
+    nets, results = [make(sharded) for sharded in (False, True)], []
+    gc.disable()
+    for net in nets:
+        data, found = Data(rank), []
+        for number in range(6):
+            sgd(net)
+            with torch.no_grad():
+                found.append(net(data.draw()))
+            found += step(net, data)
+            net.layers[number % 4] = make(net is nets[1]).layers[0]
+            if rank == 0:
+                gc.collect()
+        results.append(found)
+    gc.enable()
+    return etp.differences(nets[1], nets[0], results[1], results[0])
+
+
+def test_layers_that_are_replaced(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(replaced) == [[]] * 2
+
+
+def prefetched(rank: int, size: int) -> list[int]:
+    """How many gathers two models over one group start ahead."""
+    mesh, found = init_device_mesh("cpu", (size,), mesh_dim_names=("etp",)), []
+    nets = [nn.Sequential(*[Linear(8, 8, recipe="current") for _ in range(6)]) for _ in range(2)]
+    for net, depth in zip(nets, (3, 0), strict=True):
+        parallelize(net, mesh, prefetch=depth)
+    for net in nets:
+        counts: list[int] = []
+        for layer in net:
+            layer.register_forward_hook(lambda *_, net=net, counts=counts: counts.append(len(lane(net)._ahead)))
         for _ in range(3):
-            second(x)
-        gc.collect()
-    assert not any(each() is not None for each in parameters)
+            net(torch.ones(2, 8)).sum().backward()
+        found.append(max(counts))
+    return found
 
 
-def test_an_evaluated_model_is_freed_after_passes_of_another(worker_pool: Pools) -> None:
-    worker_pool(2).run(evaluated_in_turn)
+def test_each_model_has_its_own_prefetch(worker_pool: Pools) -> None:
+    assert worker_pool(2).run(prefetched) == [[3, 0]] * 2
 
 
 # ---- memory and races ----
@@ -296,8 +411,9 @@ def test_an_evaluated_model_is_freed_after_passes_of_another(worker_pool: Pools)
 def memory(rank: int, size: int, recipe: str, depth: int) -> None:
     """Steps compute equally many tensors and bytes, and leave equally many; a whole is freed after its product."""
     net, data, made, left = make(True, recipe, 5, bias=False), Data(rank), [], []
+    set_prefetch(net, depth)
     ahead, wholes = lane(net), list[Any]()
-    ahead.depth, take = depth, ahead.take
+    take = ahead.take
 
     def counted(*args: Any, **options: Any) -> Any:
         assert not [each for each in wholes if each() is not None]
@@ -342,7 +458,8 @@ def race(rank: int, size: int, recipe: str) -> None:
     Casts, collectives and what waits for them begin late, on each rank at another time.
     """
     net = nn.Sequential(*(Linear(8, 8, bias=False, etp_group=dist.group.WORLD, recipe=recipe) for _ in range(4)))
-    lane(net).depth, dawdle = 2, random.Random(10 + rank)
+    set_prefetch(net, 2)
+    dawdle = random.Random(10 + rank)
 
     def late(run: Any) -> Any:
         def after_a_while(*args: Any) -> Any:
@@ -380,7 +497,7 @@ def in_a_graph(rank: int, size: int) -> None:
     """A CUDA graph, as far as a CPU can tell: nothing is left started at its ends."""
     torch.manual_seed(0)
     net = nn.Sequential(*[Linear(16, 16, recipe="current", etp_group=dist.group.WORLD) for _ in range(3)])
-    x, started, lane(net).depth = torch.randn(4, 16), [], 1
+    x, started = torch.randn(4, 16), []
     for layer in net:
         layer.register_forward_hook(lambda *_: started.append(len(lane(net)._ahead)))
     with torch.no_grad():

@@ -24,7 +24,7 @@ from minifloat.functional.etp.weight import _send_buffer
 from minifloat.functional.weight_gradient import computed as computed_gradient
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_linears import Data, differences, lane, make, own, recorded, same, sgd, step
+from tests.helpers.etp_linears import Data, differences, lane, make, own, recorded, same, set_prefetch, sgd, step
 
 # ---- where gradients go ----
 
@@ -235,7 +235,7 @@ def small_first(rank: int, size: int) -> list[str]:
     options: Any = {"normalization": "RMSNorm", "bias": False, "recipe": "current"}
     net = nn.Sequential(*[LayerNormLinear(16, 16, etp_group=dist.group.WORLD, **options) for _ in range(2)])
     reduce_replicated(net, dist.group.WORLD)
-    lane(net).depth = 0
+    set_prefetch(net, 0)
     y = net(torch.randn(4, 16, requires_grad=True))
     with recorded() as calls:
         y.sum().backward()
@@ -418,6 +418,38 @@ def delayed(rank: int, size: int, how: str) -> list[str]:
                     state = getattr(layer, direction)
                     results[number] += [state.scale.clone(), state.amax_history.clone()]
     return differences(nets[1], nets[0], results[1], results[0])
+
+
+def delayed_microbatches(rank: int, size: int, schedule: str, first: tuple[bool | None, ...]) -> list[str]:
+    """Several in a step: each is cast with the scale of its time, unless it is told that it is not the first."""
+    recipe = DelayedScaling(amax_history_len=2)
+    nets = [make(sharded, None) for sharded in (False, True)]
+    results: list[list[Tensor | None]] = [[], []]
+    for number, net in enumerate(nets):
+        data = Data(rank)
+        for i in range(3):
+            sgd(net)
+            with torch.no_grad():
+                for layer in net.layers:
+                    layer.weight.mul_(3.0)  # so that the scales of microbatches differ
+            outputs: dict[str, Tensor] = {}
+            for name in schedule:
+                if name in outputs:
+                    outputs[name].backward(data.draw())
+                    continue
+                with autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+                    outputs[name] = net(data.draw() * 2.0**i, first=first[min(len(outputs), len(first) - 1)])
+                results[number] += [net.layers[0].forward_scaling.scale.clone()]
+            results[number] += [y.detach() for y in outputs.values()]
+    return differences(nets[1], nets[0], results[1], results[0])
+
+
+@pytest.mark.parametrize("first", [(None,), (True, False)])
+@pytest.mark.parametrize("schedule", ["aabb", "abab"])
+def test_no_old_scale_is_kept_for_later_microbatches(
+    worker_pool: Pools, schedule: str, first: tuple[bool | None, ...]
+) -> None:
+    assert worker_pool(2).run(delayed_microbatches, schedule, first) == [[]] * 2
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])

@@ -130,9 +130,10 @@ def compare(rank: int, size: int, case: Case) -> list[str]:
     parallelize(model, mesh, **arguments)
     rows, count = own_rows(model), size // case.dims.get("tp", 1)
     assert bool(rows) == (len({"etp", "eetp"} & case.dims.keys()) > 0)
-    lanes = {layer._etp_source().lane for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp}
+    shardings = [layer._etp for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp]
     wanted = case.arguments.get("prefetch", 1), case.arguments.get("prefetch_bytes")
-    assert [(lane.depth, lane.most_bytes) for lane in lanes] == [wanted] * len({"etp", "eetp"} & case.dims.keys())
+    assert all(sharding.prefetch == wanted for sharding in shardings)
+    assert len({sharding.group for sharding in shardings}) == len({"etp", "eetp"} & case.dims.keys())
     different = []
     for step in range(case.steps):
         generator = torch.Generator().manual_seed(step)

@@ -21,6 +21,7 @@ from minifloat.functional.etp.lane import lane_of
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.recipe import Recipe
 from tests.helpers.distributed_pool import process_group
+from tests.helpers.etp_linears import set_prefetch
 from tests.helpers.recipes import NAMED
 
 COUNTS = [5, 0, 9]  # rows of each expert; there are two more
@@ -172,8 +173,9 @@ def beside(rank: int, size: int, case: Case, steps: int = 1, prepare: Callable[[
     """Compares a sharded model with an unsharded one in each of some steps; gives the number of gathers."""
     group = process_group()
     lane = lane_of(Group.of(group))
-    lane.depth, before = case.depth, lane.gathered
+    before = lane.gathered
     model, reference = made(case, etp_group=group, etp_reduction=case.reduction), made(case)
+    set_prefetch(model, case.depth)
     reduce_replicated(model, group, case.reduction)  # type: ignore[arg-type]
     for name, parameter in model.named_parameters():
         whole = reference.get_parameter(name).detach()

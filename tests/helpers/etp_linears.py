@@ -20,6 +20,7 @@ from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
 from minifloat.functional.etp.lane import Lane, lane_of
 from minifloat.functional.etp.weight import EtpWeight
+from minifloat.nn.etp import EtpRows
 from minifloat.recipe import Recipe
 
 WIDTH = 23  # of each layer: odd, so that ranks have different numbers of rows, and blocks straddle them
@@ -50,11 +51,16 @@ def make(
     """With ``etp`` over all ranks, else unsharded with gradients that are reduced alike."""
     if etp:
         options |= {"etp_group": dist.group.WORLD, "etp_reduction": reduction}
-        ahead = lane_of(Group.of(dist.group.WORLD))
-        ahead.depth, ahead.most_bytes = 1, None
     net = Net(layers, recipe, dtype, width, **options)
     reduce_replicated(net, dist.group.WORLD, reduction)  # type: ignore[arg-type]
     return net
+
+
+def set_prefetch(model: nn.Module, depth: int, most: int | None = None) -> None:
+    """As ``parallelize(prefetch=depth, prefetch_bytes=most)``, before the first forward."""
+    for layer in model.modules():
+        if isinstance(layer, EtpRows) and layer._etp is not None:
+            layer._etp, layer._etp_weight = layer._etp._replace(prefetch=(depth, most)), None
 
 
 def lane(net: nn.Module) -> Lane:

@@ -18,7 +18,6 @@ import minifloat
 from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
-from minifloat.functional.etp.lane import lane_of
 from minifloat.functional.linear_config import linear_config
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools, process_group
@@ -36,6 +35,7 @@ from tests.helpers.etp_experts import (
     own_rows,
     run,
 )
+from tests.helpers.etp_linears import set_prefetch
 from tests.helpers.recipes import NAMED
 
 RECIPES = (None, *NAMED)
@@ -208,7 +208,7 @@ def volume(rank: int, size: int, recipe: str | None, single: bool) -> None:
     """All experts in one gather, of the bytes that the formula says."""
     case = Case("linear", 70, recipe, {"bias": False, "single_grouped_weight": single})
     model = made(case, etp_group=process_group())
-    lane_of(Group.of(process_group())).depth = 0
+    set_prefetch(model, 0)
     with Gathers() as sent:
         run(case, model, torch.randn(ROWS, HIDDEN), 0)
     weight = None if recipe is None else linear_config(NAMED[recipe]).weight

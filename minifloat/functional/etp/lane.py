@@ -7,12 +7,13 @@ read too early or reused too soon, whatever is predicted.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minifloat.backward_pass import BackwardPass, running
@@ -51,7 +52,7 @@ Later = tuple[int, Callable[[], object]]
 class Ahead(NamedTuple):
     """A gather that was started because it is likely to be the next."""
 
-    step: Step
+    key: Key
     cast: int  # which of its source's
     pending: Pending[list[Quantized]]
 
@@ -59,45 +60,65 @@ class Ahead(NamedTuple):
 class Lane:
     """The gathers and reductions of one group.
 
+    A pass is a forward and its backward, or several forwards and the first backward that ends after them; of an
+    evaluation, which has none, it ends where a weight is used again. Weights may change between passes in a way that
+    PyTorch does not see.
+
     The order of gathers is a prediction (what followed the two latest ones last time); a wrong one costs a gather.
-    Nothing that was started outlives the backward in which it was not used, and no prediction crosses its end, where
-    an optimizer may follow.
+    Nothing that was started outlives the backward in which it was not used, and no prediction crosses the end of a
+    pass. A lane outlives models and keeps none of their weights. Nothing that it does depends on which of those are
+    still in memory, which ranks need not agree on: what is cast or gathered for a weight, that weight keeps.
 
     Attributes:
-        depth: how many gathers are started ahead; 0: none.
-        most_bytes: of them; one is always started. None: no limit.
         gathered, wasted: gathers so far, and those of them that were started and not used.
         in_graph: what a CUDA graph has still to cast, where one is being captured, or warmed up, that begins and ends
             with :meth:`settle`; else None.
         collected: likewise the gradients of parameters that the graph of a backward gives to autograd.
-        renewed: cast though nothing was seen to change, before each is told to be in this pass.
+        cast: what was cast in this pass; ``renewed``: before its layer was told that it may have changed.
         sums: what has been reduced so far of a weight that a backward may use several times, and who is given the sum.
     """
 
     def __init__(self) -> None:
-        self.depth = 1
-        self.most_bytes: int | None = None
         self.gathered = self.wasted = 0
         self.in_graph: dict[EtpWeight, None] | None = None
         self.collected: dict[Tensor, Tensor] | None = None
-        self.renewed: set[EtpWeight] = set()
+        self.cast: WeakSet[EtpWeight] = WeakSet()
+        self.renewed: WeakSet[EtpWeight] = WeakSet()
         self.sums: dict[EtpWeight, tuple[Callable[[Tensor], None], Tensor]] = {}
         self._ahead: deque[Ahead] = deque()
-        self._before: Step | None = None
-        self._latest: Step | None = None
-        self._used: dict[EtpWeight, None] = {}  # since the latest pass ended, and before, in the order of first use
-        self._used_before: dict[EtpWeight, None] = {}
+        self._before: Key | None = None
+        self._latest: tuple[Key, ref[EtpWeight]] | None = None
+        self._used: WeakKeyDictionary[EtpWeight, bool] = WeakKeyDictionary()  # in this pass; latest in grad mode?
+        self._newest: ref[EtpWeight] | None = None  # of those
         self._reducing: deque[Later] = deque()
         self._to_start: tuple[Callable[[], object], Later] | None = None  # the last of them, which is not yet
         self._backward: BackwardPass | None = None
 
-    def used_with(self, source: EtpWeight) -> list[EtpWeight]:
-        """What was gathered in the latest pass over a model, ``source`` among it: likely to be gathered in the next.
+    # ---- passes ----
 
-        Nothing else: of another model, which may have been deleted, some ranks may have collected the garbage.
-        """
-        used = self._used_before | self._used
-        return [each for each in used if each is not source] if source in used else []
+    def begin_use(self, source: EtpWeight) -> None:
+        """A forward is about to use ``source``: in a new pass, if it was used in this one and no gradient follows."""
+        self._watch_backward()
+        if self._backward is not None:
+            return
+        grad = torch.is_grad_enabled()
+        if source in self._used and not (grad and self._used[source]):
+            self._end_pass()
+        newest = None if self._newest is None else self._newest()
+        if source not in self._used:
+            if newest is not None:
+                newest.following = source
+            self._newest = ref(source)
+        self._used[source] = grad
+
+    def _end_pass(self) -> None:
+        self._end_prediction()
+        for each in self.cast:
+            each.end_pass()
+        self.cast, self.renewed = WeakSet(), WeakSet()
+        if self._newest is not None and (newest := self._newest()) is not None:
+            newest.following = None
+        self._used, self._newest = WeakKeyDictionary(), None
 
     # ---- gathers ----
 
@@ -114,24 +135,21 @@ class Lane:
         """
         self._watch_backward()
         step = Step(source, dim, values, torch.is_grad_enabled())
-        if source in self._used and not step.grad and self._backward is None:
-            self._used_before, self._used = self._used, {}  # of an evaluation, which no backward ends
-        self._used[source] = None
-        pending = self._find(step, cast)
+        pending = self._find(step.key, cast)
         if pending is None:
             pending = source.start(dim, parts)
         self._learn(step)
-        self._look_ahead()
+        self._look_ahead(step)
         self._start_reduction()
         return pending.wait()
 
-    def _find(self, step: Step, cast: int) -> Pending[list[Quantized]] | None:
+    def _find(self, key: Key, cast: int) -> Pending[list[Quantized]] | None:
         """What was started for this step; what was to be used before it is dropped."""
         if capturing() and self.in_graph is None:
             self._ahead.clear()  # started outside of the graph, which cannot wait for it
         while self._ahead:
             guess = self._ahead.popleft()
-            if guess.step[:3] == step[:3] and guess.cast == cast:
+            if guess.key[:3] == key[:3] and guess.cast == cast:
                 return guess.pending
             self._drop(guess)
         return None
@@ -141,30 +159,33 @@ class Lane:
         guess.pending.wait()  # its memory is free for what follows in the stream
 
     def _learn(self, step: Step) -> None:
+        latest = None
         if self._latest is not None:
-            known = self._latest.source.successors
-            if len(known) >= _MOST_SUCCESSORS:
-                known.clear()
-            known[None if self._before is None else self._before.key, self._latest.key] = step
-        self._before, self._latest = self._latest, step
+            latest, source = self._latest[0], self._latest[1]()
+            if source is not None:
+                if len(source.successors) >= _MOST_SUCCESSORS:
+                    source.successors.clear()
+                source.successors[self._before, latest] = step
+        self._before, self._latest = latest, (step.key, ref(step.source))
 
-    def _look_ahead(self) -> None:
-        before, latest = self._before, self._latest
-        nbytes = 0
-        waited = self.in_graph is not None or not capturing()  # a graph must wait for what it starts
-        for place in range(self.depth if waited else 0):
-            step = latest and latest.source.successors.get((before and before.key, latest.key))
+    def _look_ahead(self, latest: Step) -> None:
+        if capturing() and self.in_graph is None:  # a graph must wait for what it starts
+            return
+        depth, most_bytes = latest.source.sharding.prefetch
+        before, nbytes = self._before, 0
+        for place in range(depth):
+            step = latest.source.successors.get((before, latest.key))
             parts = step and step.source.parts(step.values)
             if step is None or parts is None or not parts.serve(step.dim):
                 return
-            nbytes += 0 if self.most_bytes is None else step.source.nbytes(step.dim, parts)
-            if place and self.most_bytes is not None and nbytes > self.most_bytes:
+            nbytes += 0 if most_bytes is None else step.source.nbytes(step.dim, parts)
+            if place and most_bytes is not None and nbytes > most_bytes:
                 return
             if place == len(self._ahead):
-                self._ahead.append(Ahead(step, step.source.casts, step.source.start(step.dim, parts)))
-            elif self._ahead[place].step != step:
+                self._ahead.append(Ahead(step.key, step.source.casts, step.source.start(step.dim, parts)))
+            elif self._ahead[place].key != step.key:
                 return
-            before, latest = latest, step
+            before, latest = latest.key, step
 
     # ---- reductions ----
 
@@ -245,22 +266,22 @@ class Lane:
         self._forget()
 
     def _forget(self) -> None:
-        self._end_prediction()
+        self._end_pass()
         self._backward = None
-        self.renewed.clear()
         self.sums.clear()  # of a backward that does not accumulate them, as torch.autograd.grad
-        self._used_before, self._used = self._used, {}
 
     def _end_prediction(self) -> None:
         """Nothing follows what was gathered last, be it that something once did."""
         while self._ahead:
             self._drop(self._ahead.popleft())
-        if self._latest is not None:
-            self._latest.source.successors.pop((self._before and self._before.key, self._latest.key), None)
+        if self._latest is not None and (source := self._latest[1]()) is not None:
+            source.successors.pop((self._before, self._latest[0]), None)
         self._before = self._latest = None
 
 
-@functools.cache  # not weakly: ranks collect garbage at different times, and then decide differently
+_lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
+
+
 def lane_of(group: Group) -> Lane:
-    """The one of a group: whoever gathers over it does so in one order."""
-    return Lane()
+    """The one of a group as long as that exists: whoever gathers over it does so in one order."""
+    return _lanes.setdefault(group.process_group, Lane())

@@ -30,6 +30,8 @@ class Sharding(NamedTuple):
         matrices: how many there are.
         replicas: groups of ranks with other data that have the same rows; gradients are summed over one after the
             other, and averaged over all.
+        prefetch: how many gathers are started ahead while this weight is multiplied, and of how many bytes at most;
+            one is always started, unless there are to be none. None: no limit.
     """
 
     group: Group
@@ -37,6 +39,7 @@ class Sharding(NamedTuple):
     reduction: Reduction
     matrices: int = 1
     replicas: tuple[Group, ...] = ()
+    prefetch: tuple[int, int | None] = (1, None)
 
 
 class Owner(Protocol):

@@ -32,12 +32,14 @@ _numbers = itertools.count()
 class EtpWeight:
     """The weight of a layer: one matrix [N, K], or those of all experts [G, N, K], gathered together.
 
-    Rows are cast when they are first used after a write, together with those of all weights that the last pass over
-    the model used: one all-reduce of amaxes and one launch a phase in each step. A graph casts those of its module.
+    Rows are cast when they are first used in a pass over the model, together with those of all weights that followed
+    them in the last one: one all-reduce of amaxes and one launch a phase. Those of a layer that is told which
+    microbatch is the first are kept for the others, unless PyTorch sees a write. A graph casts those of its module.
 
     Attributes:
         number: that no other has.
         casts: how many casts there have been, equal on all ranks.
+        following: the weight that was first used after this one in the latest pass.
         successors: what was gathered next, by what was gathered before it and what of it.
         leaf: what stood in for W in the latest forward.
     """
@@ -47,9 +49,11 @@ class EtpWeight:
         self.lane = lane_of(sharding.group)
         self.number = next(_numbers)
         self.casts = 0
+        self.following: EtpWeight | None = None
         self.successors: dict[tuple[Key | None, Key], Step] = {}
         self.leaf: Tensor | None = None
         self._cast: Cast | None = None
+        self._keeps_cast = False
 
     # ---- the cast ----
 
@@ -65,14 +69,15 @@ class EtpWeight:
 
         Args:
             dtype: of values that are not quantized.
-            first: True: they may have changed in a way that PyTorch does not see; False: not even delayed scaling's
-                new scale changes what they are cast to.
+            first: they may have changed in a way that PyTorch does not see since: True: the latest call, None: the
+                latest pass; False: not even delayed scaling's new scale changes what they are cast to.
             scales: delayed scaling's that a recomputation reads in place of the layer's; what they give is not kept.
         """
-        known, lane = self._cast, self.lane
-        unseen = first is True and self not in lane.renewed
-        if first:
-            lane.renewed.discard(self)
+        lane = self.lane
+        lane.begin_use(self)
+        known, unseen = self._cast, first is not False and self not in (lane.renewed if first else lane.cast)
+        lane.renewed.discard(self)
+        self._keeps_cast = first is not None
         anew = unseen or scales is not None or (capturing() if lane.in_graph is None else self in lane.in_graph)
         if known is not None and known.dtype == dtype and known.quantizer.same_formats(quantizer):
             quantizer = quantizer.with_usage(
@@ -82,19 +87,34 @@ class EtpWeight:
             if quantizer == known.quantizer and not anew and self._is_current(known, scales=first is not False):
                 return self._parts.matrices
         casts: dict[EtpWeight, Wanted] = {self: (self.owner, self.sharding, quantizer, dtype)}
-        begins = unseen and not lane.renewed
-        for each in () if scales is not None else lane.used_with(self) if lane.in_graph is None else lane.in_graph:
-            theirs = each._cast
-            if theirs is not None and (lane.in_graph is not None or begins or not each._is_current(theirs)):
+        for each in () if scales is not None else self._used_after() if lane.in_graph is None else lane.in_graph:
+            theirs, seen = each._cast, each in lane.cast and not first
+            too = lane.in_graph is not None or (unseen and not seen)
+            if theirs is not None and (too or not each._is_current(theirs)):
                 casts.setdefault(each, (each.owner, each.sharding, *theirs[:2]))
         for each, made in zip(casts, cast_together(list(casts.values()), scales), strict=True):
             count_steps(made.parameters)
             each._cast, each.casts = made, each.casts + 1
+            lane.cast.add(each)
             if lane.in_graph is not None:
                 lane.in_graph.pop(each, None)
-            elif begins and each is not self:
+            elif unseen and each is not self:
                 lane.renewed.add(each)
         return self._parts.matrices
+
+    def _used_after(self) -> list[EtpWeight]:
+        """What was used after it in the latest pass, which is likely to be in this one: alive, as this weight is."""
+        found: dict[EtpWeight, None] = {}
+        each = self.following
+        while each is not None and each is not self and each not in found:
+            found[each] = None
+            each = each.following
+        return list(found)
+
+    def end_pass(self) -> None:
+        """Frees what was cast, unless it is kept for further microbatches."""
+        if not self._keeps_cast:
+            self.forget()
 
     @property
     def _parts(self) -> Parts:
@@ -103,7 +123,7 @@ class EtpWeight:
 
     def parts(self, values: bool = False) -> Parts | None:
         """This rank's rows as they were cast last, or their ``values``; None if the parameters have changed since."""
-        if self._cast is None or not self._is_current(self._cast):
+        if self._cast is None or not self._is_current(self._cast, scales=not self._keeps_cast):
             return None
         return self._values() if values else self._cast.parts
 
