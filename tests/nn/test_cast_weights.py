@@ -152,6 +152,17 @@ def test_autocast_checkpoint_and_inference(recipe: str, device: torch.device, ca
         assert not weights.intersection(address for each in casts for address in each)
 
 
+def test_an_evaluation_records_no_amaxes(device: torch.device) -> None:
+    """Inside of a context that a training step enters they are recorded, once."""
+    layer, x = Linear(32, 48, recipe="delayed").to(device), torch.randn(20, 32, device=device)
+    with torch.no_grad(), cast_weights(layer):
+        layer(x)
+    assert not layer.forward_scaling.amax_history.any() and (layer.forward_scaling.scale == 1).all()
+    with cast_weights(layer):
+        layer(x)
+    assert layer.forward_scaling.amax_history[-1].tolist() == [x.abs().max(), layer.weight.abs().max(), 0]
+
+
 def test_inside_of_what_is_recomputed(device: torch.device) -> None:
     """A recomputation casts with the scales of its forward, which have moved on."""
     model = Model("delayed", device)
