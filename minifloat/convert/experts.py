@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifloat.autocast import current
 from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.permutation import permute, sort_by_expert, unpermute
+from minifloat.functional.permutation import permute, route, unpermute
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import RecipeLike
@@ -99,7 +99,9 @@ class _GroupedExperts(nn.Module):
                 linear._replayed_scale(None, None, torch.compiler.is_compiling())
             before: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return before
-        routing = sort_by_expert(top_k_index, self.gate_up_linear.num_gemms)
+        experts = self.gate_up_linear.num_gemms
+        index = top_k_index.masked_fill(top_k_index == experts, -1)  # of another rank, if transformers splits them
+        routing = route(index, experts, self.gate_up_linear)
         layout = GroupLayout(routing.offsets, routing.order.shape[0])
         gate_up = self.gate_up_linear(permute(hidden_states, routing), layout)
         rows = self.down_linear(self._apply_gate(gate_up), layout)  # type: ignore[operator]

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from minifloat import finite
 from minifloat.arguments import Size, checked, shown
+from minifloat.autocast import checks_finite
 from minifloat.functional.autograd import apply, first_order, guarded
 from minifloat.ops.permute import permute_rows, unpermute_rows, unpermute_rows_backward
 
@@ -41,15 +43,25 @@ def sort_by_expert(indices: Tensor, num_experts: Size) -> Routing:
     """The order in which slots of one expert follow each other, tokens in their own order inside of each.
 
     Args:
-        indices: int [T, k]: the experts of each token. What is not 0 to E - 1, such as -1, is a dropped slot: it comes
-            after all experts and is not counted, :func:`permute` gives it a row of zeros, :func:`unpermute` adds none.
+        indices: int [T, k]: the experts of each token, 0 to E - 1, or -1 for a dropped slot: it comes after all experts
+            and is not counted, :func:`permute` gives it a row of zeros, :func:`unpermute` adds none. Others on a device
+            or in compiled code, which are not waited for, are dropped too, but under ``autocast(check_finite=True)``,
+            which waits, they raise.
         num_experts: E.
 
     Raises:
-        TypeError, ValueError: the arguments are no such.
+        TypeError, ValueError: the arguments are no such, or the host knows an index that is none.
+        RuntimeError: ``autocast(check_finite=True)`` in compiled code or the capture of a CUDA graph.
     """
+    return route(indices, num_experts)
+
+
+def route(indices: Tensor, num_experts: int, of: nn.Module | None = None) -> Routing:
+    """:func:`sort_by_expert` in the layer ``of``, which errors name."""
     if indices.dim() != 2 or indices.shape[1] == 0 or indices.dtype not in _INTEGERS:
-        raise ValueError(f"sort_by_expert: indices is {shown(indices)}; a tensor of signed integers [T, k] is needed")
+        raise ValueError(f"{_name(of)}: indices is {shown(indices)}; a tensor of signed integers [T, k] is needed")
+    indices = indices.to(torch.promote_types(indices.dtype, torch.int32))  # no int8 can be compared with all numbers
+    _check_experts(indices, num_experts, of)
     flat = indices.reshape(-1)
     flat = flat.masked_fill((flat < 0) | (flat >= num_experts), num_experts)
     keys = flat.to(torch.int16 if num_experts < 2**15 else torch.int32)  # the fewer bits, the faster is a radix sort
@@ -59,6 +71,26 @@ def sort_by_expert(indices: Tensor, num_experts: Size) -> Routing:
     experts = torch.arange(num_experts + 1, dtype=keys.dtype, device=keys.device)
     offsets = torch.searchsorted(keys, experts, out_int32=True)
     return Routing(order.to(torch.int32), inverse.view(indices.shape), offsets.diff(), offsets)
+
+
+def _name(of: nn.Module | None) -> str:
+    return "sort_by_expert" if of is None else getattr(of, "_label", type(of).__name__)
+
+
+def _check_experts(indices: Tensor, num_experts: int, of: nn.Module | None) -> None:
+    """Raises if the host knows, or ``check_finite`` waits for, an index that is neither an expert's nor -1."""
+    known = indices.is_cpu and type(indices) is Tensor and not torch.compiler.is_compiling()
+    if not known:
+        if indices.is_meta or not (finite.active and checks_finite()):
+            return
+        finite.check_can_wait(_name(of))
+    wrong = (indices < -1) | (indices >= num_experts)
+    if bool(wrong.any()):
+        first = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{_name(of)}: {int(wrong.sum())} of the indices {tuple(indices.shape)} are no expert's, the first "
+            f"{int(indices[tuple(first)])} at {first}; give 0 to {num_experts - 1}, or -1 for none"
+        )
 
 
 @checked

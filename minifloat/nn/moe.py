@@ -14,7 +14,7 @@ from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, chec
 from minifloat.functional.activation import activate
 from minifloat.functional.autograd import as_output, exporting
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.permutation import sort_by_expert
+from minifloat.functional.permutation import route
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.inputs import check_tensor
@@ -151,7 +151,7 @@ class MoE(parts.LayerOfParts):
         tokens = x.reshape(-1, x.shape[-1])
         options = {} if token_mask is None else {"token_mask": token_mask}
         probabilities, indices, loss = self.router(x, **options)  # which knows whether the mask is of these tokens
-        routing = sort_by_expert(indices, self.num_experts)
+        routing = route(indices, self.num_experts, self.experts)
         y = self.experts(tokens, routing, is_first_microbatch, probabilities)
         if self.shared_fc1 is not None and self.shared_fc2 is not None:
             h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
 MODELS = pytest.mark.parametrize("make", [mixtral, qwen3, gpt_oss])
 NVFP4 = NVFP4BlockScaling(disable_stochastic_rounding=True)  # whose draws would be in another order
+PLAIN = minifloat.CustomRecipe(lambda role: minifloat.Quantizer.identity())
 RECIPES = pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", NVFP4])
 
 
@@ -71,8 +72,7 @@ def test_without_a_recipe(make: Callable[[], Any]) -> None:
     assert torch.equal(experts(x, index, weights), expected)
     assert not torch.equal(expected, run_in_autocast(experts, x, index, weights))
 
-    plain = minifloat.CustomRecipe(lambda role: minifloat.Quantizer.identity())
-    convert(model, plain, lambda module, name: True)
+    convert(model, PLAIN, lambda module, name: True)
     y = experts(x, index, weights)
     y.sum().backward()
     torch.testing.assert_close(y, expected)
@@ -80,6 +80,19 @@ def test_without_a_recipe(make: Callable[[], Any]) -> None:
     assert found.keys() == of_twin.keys()
     for name in found:
         torch.testing.assert_close(found[name], of_twin[name], rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_other_ranks() -> None:
+    """transformers' expert parallelism gives E for them; a number that no rank can mean is refused."""
+    experts = block(mixtral)
+    twin, (x, index, weights) = copy.deepcopy(experts), inputs()
+    convert(nn.ModuleDict({"experts": experts}), PLAIN, lambda module, name: True)
+    index[::2, 0] = E
+    weights = torch.where(index == E, 0, weights)
+    torch.testing.assert_close(experts(x, index, weights), twin(x, index, weights))
+    index[3, 1] = E + 1
+    with pytest.raises(ValueError, match=r"gate_up_proj.*1 of the indices \(23, 2\).*first 5 at \[3, 1\]; give 0 to 3"):
+        experts(x, index, weights)
 
 
 def run_in_autocast(experts: nn.Module, *args: Tensor) -> Tensor:

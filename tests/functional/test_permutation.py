@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from minifloat import autocast
 from minifloat.functional import Routing, permute, permute_probabilities, sort_by_expert, unpermute
 from tests.helpers.compare import DTYPES, assert_same_bits
 from tests.helpers.routing import CASES, KINDS, Case, loop_permute, loop_unpermute, some_indices, sorted_slots
@@ -51,14 +52,14 @@ def test_order(case: Case, kind: str, device: torch.device) -> None:
 
 
 INDICES = st.integers(1, 4).flatmap(
-    lambda k: st.lists(st.lists(st.integers(-2, 9), min_size=k, max_size=k), min_size=1, max_size=30)
+    lambda k: st.lists(st.lists(st.integers(-1, 9), min_size=k, max_size=k), min_size=1, max_size=30)
 )
 
 
 @given(INDICES, st.integers(1, 8))
 def test_properties(choices: list[list[int]], experts: int) -> None:
-    """Any indices, those of no expert included, and the same expert twice."""
-    indices = torch.tensor(choices)
+    """Any indices, -1 included, and the same expert twice."""
+    indices = torch.tensor(choices).remainder(experts + 1) - 1
     routing = sort_by_expert(indices, experts)
     kept = (indices >= 0) & (indices < experts)
     assert routing.counts.sum() == kept.sum() == routing.offsets[-1]
@@ -74,11 +75,44 @@ def test_properties(choices: list[list[int]], experts: int) -> None:
 @pytest.mark.parametrize("experts", [1, 2**15 - 1, 2**15, 100_000])
 def test_many_experts(experts: int) -> None:
     """Whose numbers, that of no expert included, have 16 bits or more."""
-    indices = torch.tensor([[experts - 1, -1], [0, experts - 1], [experts // 2, experts]])
+    indices = torch.tensor([[experts - 1, -1], [0, experts - 1], [experts // 2, -1]])
     routing = sort_by_expert(indices, experts)
     *used, dropped = sorted_slots(indices, experts)
     assert routing.order.tolist() == [slot for slots in used for slot in slots] + dropped
     assert routing.counts.tolist() == [len(slots) for slots in used]
+    few = torch.tensor([[0, -1], [min(1, experts - 1), 0]])
+    for narrow in (few.to(torch.int8), few.to(torch.int16)):
+        for found, expected in zip(sort_by_expert(narrow, experts), sort_by_expert(few, experts), strict=True):
+            assert torch.equal(found, expected)
+
+
+class Elsewhere(Tensor):
+    """A tensor whose values the host does not know, as those of a device."""
+
+
+@pytest.mark.parametrize("wrong", [-2, 5, 40_000, 65_536 + 1, -65_536 + 1, 2**32 + 1])
+@pytest.mark.parametrize("experts", [5, 2**15])
+def test_indices_that_are_no_experts(wrong: int, experts: int) -> None:
+    """What the host knows is refused, and what it waits for; what it does not know has no part, as -1."""
+    wrong = max(wrong, experts) if wrong > 0 else wrong
+    indices = torch.tensor([[1, 4], [wrong, 0], [-1, 3]])
+    message = rf"sort_by_expert: 1 of the indices \(3, 2\) are no expert's, the first {wrong} at \[1, 0\]; give 0 to "
+    with pytest.raises(ValueError, match=message):
+        sort_by_expert(indices, experts)
+    elsewhere = indices.as_subclass(Elsewhere)
+    dropped = sort_by_expert(torch.tensor([[1, 4], [-1, 0], [-1, 3]]), experts)
+    for found, expected in zip(sort_by_expert(elsewhere, experts), dropped, strict=True):
+        assert found.tolist() == expected.tolist()
+    with autocast(check_finite=True), pytest.raises(ValueError, match=message):
+        sort_by_expert(elsewhere, experts)
+
+
+@pytest.mark.gpu
+def test_indices_that_are_no_experts_on_a_gpu() -> None:
+    indices = torch.tensor([[0, 9]], device="cuda")
+    assert sort_by_expert(indices, 2).counts.tolist() == [1, 0]
+    with autocast(check_finite=True), pytest.raises(ValueError, match=r"the first 9 at \[0, 1\]; give 0 to 1"):
+        sort_by_expert(indices, 2)
 
 
 # ---- values and gradients ----
@@ -124,7 +158,7 @@ def test_unpermute(case: Case, kind: str, dtype: torch.dtype, weighted: bool, de
 
 def test_probabilities_of_rows() -> None:
     """Each row has that of its slot, and each slot the gradient of its row."""
-    indices = torch.tensor([[2, 0], [-1, 2], [0, 7]])
+    indices = torch.tensor([[2, 0], [-1, 2], [0, -1]])
     routing = sort_by_expert(indices, 3)
     p, grad = torch.rand(3, 2, dtype=torch.bfloat16, requires_grad=True), torch.randn(6)
     rows = permute_probabilities(p, routing)
@@ -160,6 +194,22 @@ def test_tokens_are_summed_in_fp32_in_their_order_and_rounded_once(device: torch
     assert unpermute(few, routing, thirds).item() == torch.tensor(exact).bfloat16().item()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probabilities_are_not_rounded(dtype: torch.dtype, device: torch.device) -> None:
+    """Products are of fp32 whatever the rows are, in both directions; a third of these differ otherwise."""
+    indices = some_indices(Case(64, 2, 16, 5)).to(device)
+    routing = sort_by_expert(indices, 5)
+    y = torch.randn(128, 16, device=device).to(dtype).requires_grad_()
+    p, dx = torch.rand(64, 2, device=device), torch.randn(64, 16, device=device).to(dtype)
+    first, second = (y.detach()[routing.inverse[:, j].long()].float() * p[:, j, None] for j in (0, 1))
+    x = unpermute(y, routing, p)
+    assert torch.equal(x, (first + second).to(dtype))
+    x.backward(dx)
+    assert y.grad is not None
+    for j in (0, 1):
+        assert torch.equal(y.grad[routing.inverse[:, j].long()], (dx.float() * p[:, j, None]).to(dtype))
+
+
 def test_probabilities_of_other_dtypes() -> None:
     routing = sort_by_expert(torch.tensor([[1, 0]]), 2)
     y = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
@@ -177,7 +227,7 @@ def test_probabilities_of_other_dtypes() -> None:
 
 def test_rows_of_dropped_slots_are_not_read(device: torch.device) -> None:
     """What grouped products leave there, in both directions."""
-    routing = sort_by_expert(torch.tensor([[0, -1], [1, 7], [-1, -1]], device=device), 2)
+    routing = sort_by_expert(torch.tensor([[0, -1], [1, -1], [-1, -1]], device=device), 2)
     y = torch.full((6, 5), torch.nan, device=device)
     y[:2] = torch.arange(10.0, device=device).view(2, 5)
     y.requires_grad_()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import minifloat
-from minifloat.functional import sort_by_expert
+from minifloat.functional import permute, sort_by_expert
 from minifloat.nn import GroupedMLP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -191,6 +191,19 @@ def test_a_bias_is_multiplied_too() -> None:
     torch.testing.assert_close(mlp(x, COUNTS, probabilities=p), mlp(x, COUNTS) * p[:, None])
     with torch.no_grad():
         torch.testing.assert_close(make(None).float()(x, COUNTS, None, p), make(None).float()(x, COUNTS) * p[:, None])
+
+
+def test_results_with_a_bias_have_probabilities_of_fp32() -> None:
+    """Rounded once, of rows and of tokens, which are sums of their rows."""
+    mlp = make("current", bias=True)
+    x, p = torch.randn(13, H).to(BF16), torch.rand(13, 2)
+    routing = sort_by_expert(torch.randint(0, len(COUNTS), (13, 2)), len(COUNTS))
+    y = mlp(permute(x, routing), routing.counts)
+    of_rows = p.flatten()[routing.order.long()]
+    products = y.float() * of_rows[:, None]
+    assert torch.equal(mlp(permute(x, routing), routing.counts, None, of_rows), products.to(BF16))
+    first, second = (products[routing.inverse[:, j].long()] for j in (0, 1))
+    assert torch.equal(mlp(x, routing, None, p), (first + second).to(BF16))
 
 
 class Wrapped(nn.Module):

@@ -128,6 +128,19 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
         moe(x, token_mask=mask.t())
 
 
+class OneBased(nn.Module):
+    """A router whose experts are numbered from 1 on."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ones(len(x), 1), torch.arange(len(x))[:, None] % E + 1, torch.zeros(())
+
+
+def test_experts_that_are_none_are_refused() -> None:
+    moe = make("current", router=OneBased(), name="layer3.moe")
+    with pytest.raises(ValueError, match=r"GroupedLinear 'layer3.moe.experts.fc1': 2 of the indices \(10, 1\) are no "):
+        moe(torch.randn(10, H).to(BF16))
+
+
 def test_router_losses_are_taken_once() -> None:
     model = nn.Sequential(make("current", aux_loss_coefficient=0.1), make("current", aux_loss_coefficient=0.1))
     assert router_losses(model) == 0.0
