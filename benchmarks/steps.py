@@ -1,4 +1,4 @@
-"""Where the host's time goes in one small Linear: each step of its plan, in forward and in backward.
+"""Where the host's time goes in one small Linear: each step of its exchange and its weight source.
 
     python benchmarks/steps.py [current delayed ...] [--shape 64 256 256] [--device cuda] [--calls 300]
                                [--calling-thread] [--no-wait]
@@ -17,7 +17,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
+from minifloat.functional.exchange import Local
+from minifloat.functional.weight_source import LocalWeight
 
 
 class Clock:
@@ -95,12 +96,9 @@ def _time_steps(
     for _ in range(20):
         step(module, lambda y: y.backward(dy))
     clock = Clock()
-    for plan in getattr(module, "_latest_config", (None, None, {}))[2].values():
-        for field in fields(plan):
-            value = getattr(plan, field.name)
-            if callable(value) and field.name not in ("x_quantizer", "w_quantizer", "dy_quantizer"):
-                object.__setattr__(plan, field.name, clock.timed(field.name, value))
-    inner: list[tuple[Any, str]] = [(torch, "_scaled_mm")]
+    steps = ("quantize_inputs", "fprop", "bias_gradient", "quantize_dy", "load_x", "dgrad", "wgrad")
+    inner: list[tuple[Any, str]] = [(torch, "_scaled_mm"), *[(Local, step) for step in steps]]
+    inner += [(LocalWeight, step) for step in ("save", "for_dgrad", "accumulate")]
     if device == "cuda":
         from minifloat.ops.launch import Prepared
         from minifloat.ops.quantize.pipeline import Recording
@@ -108,7 +106,8 @@ def _time_steps(
         inner += [(Recording, "replay"), (Prepared, "run")]
     before = [getattr(owner, name) for owner, name in inner]
     for (owner, name), function in zip(inner, before, strict=True):
-        setattr(owner, name, clock.timed(f"{owner.__name__}.{name}", function))
+        whose = "" if owner in (Local, LocalWeight) else f"{owner.__name__}."
+        setattr(owner, name, clock.timed(whose + name, function))
     forward = clock.timed("forward", module)
     backward = clock.timed("backward", lambda y: y.backward(dy))
     synchronize(device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minifloat import Linear, autocast, prepare
 from minifloat.distributed import set_check, set_overlap
-from minifloat.functional.tensor_parallel import Mode
+from minifloat.functional.linear_config import Mode
 from minifloat.recipe import DelayedScaling
 from tests.helpers.compiled import Pair, graphs
 from tests.helpers.compiled import compiled as compile_whole

@@ -1,4 +1,4 @@
-"""``benchmarks/steps.py``: the steps of a plan are timed where they run, and the library is left as it was."""
+"""``benchmarks/steps.py``: the steps of a call are timed where they run, and the library is left as it was."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def test_steps() -> None:
     inside = {path: count for path, (count, _) in found.items()}
     for direction, step in (("forward", "quantize_inputs"), ("forward", "fprop"), ("backward", "dgrad")):
         assert inside[direction, step] == 1
-    assert inside["backward", "accumulate_dw", "wgrad"] == 1 and ("forward", "wgrad") not in inside
+    assert inside["backward", "accumulate", "wgrad"] == 1 and ("forward", "wgrad") not in inside
     spent = {path: seconds for path, (_, seconds) in found.items()}
     assert 0 < spent["forward", "fprop"] < spent["forward",]
-    assert 0 < spent["backward", "accumulate_dw", "wgrad"] < spent["backward", "accumulate_dw"] < spent["backward",]
+    assert 0 < spent["backward", "accumulate", "wgrad"] < spent["backward", "accumulate"] < spent["backward",]
 
 
 def test_pytorchs_linear_has_no_steps() -> None:

@@ -1,4 +1,4 @@
-"""Plain functions on operands, and the plan that says which of them a layer calls."""
+"""Plain functions on operands, and the spec, exchange and weight source of each layer's call."""
 
 from minifloat.arguments import checked
 from minifloat.functional import gemm

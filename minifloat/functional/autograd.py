@@ -57,11 +57,6 @@ def as_output(y: Tensor, shape: Sequence[int]) -> Tensor:
     return result
 
 
-def as_output_eager(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """:func:`as_output`, where no compiler traces it: ``y`` itself if it is one already."""
-    return y if y.shape == shape and y.is_contiguous() and not y._is_view() else as_output(y, shape)
-
-
 def guarded(x: Tensor) -> Tensor:
     """``x`` for ``save_for_backward``, of a function whose caller may change ``x`` in place before backward.
 

@@ -17,26 +17,26 @@ from minifloat.functional.gemm import check_operands
 from minifloat.functional.grouped import GroupedOperand
 from minifloat.functional.grouped import multiply as multiply_groups
 from minifloat.functional.grouped_weight import SeparateOperands
-from minifloat.functional.linear_config import LinearConfig, LinearOptions
+from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.operand import Operand
 from minifloat.ops import grouped, matmul, new
 
 
-def check_rows_alone(label: str, config: LinearConfig, options: LinearOptions) -> None:
+def check_rows_alone(label: str, config: LinearConfig, options: Options) -> None:
     """Raises ValueError, naming ``label``, where a row of the result would depend on other rows anyway."""
-    parallel = options.parallel
+    ranks = options.ranks
     for fmt in (config.input.row_format, *[config.output.row_format] * options.quantize_output):
         if fmt.mixes_rows:
             raise ValueError(
                 f"{label}: autocast(batch_invariant=True), but a row cast to {fmt.spec} depends on the other rows; use "
                 "a recipe that scales each row by itself (rowwise, block, mxfp8, mxfp6, mxfp4, w4a8), or delayed"
             )
-    if parallel.mode == "row" and parallel.group.size > 2:
+    if ranks is not None and ranks.mode == "row" and ranks.group.size > 2:
         raise ValueError(
             f"{label}: autocast(batch_invariant=True), but the backend chooses the order in which it sums "
-            f"{parallel.group.size} ranks; two have one order"
+            f"{ranks.group.size} ranks; two have one order"
         )
-    if parallel.mode is not None and parallel.overlap == "symmetric_memory":
+    if ranks is not None and ranks.overlap == "symmetric_memory":
         raise ValueError(
             f"{label}: autocast(batch_invariant=True), but products on symmetric memory are PyTorch's; use "
             "set_overlap(model, 'handles')"

@@ -16,7 +16,7 @@ from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatt
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.functional.autograd import apply, autocast_to, first_order, guarded
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.exchange import Local, exchange
 from minifloat.ops import cross_entropy as kernels
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -212,7 +212,7 @@ def linear_cross_entropy(
             "head.whole_weight(), or 'replicated' for the head in the plan of parallelize"
         )
     group = Group.of(tp_group)
-    parallel = TensorParallel("column", sequence_parallel, group, check=check)
+    parallel = exchange("column", sequence_parallel, group, check=check)
     parallel = parallel.of_call(hidden.shape, rows_per_rank, "linear_cross_entropy")
     shape = parallel.output_shape(hidden.shape, hidden.shape[-1])
     check_arguments(hidden, shape, target)
@@ -234,7 +234,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        parallel: TensorParallel,
+        parallel: Local,
         needs: list[bool],
         reduction: str,
         *options: Any,
@@ -264,7 +264,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _of_shared_head(
-    parallel: TensorParallel,
+    parallel: Local,
     needs: list[bool],
     hidden: Tensor,
     weight: Tensor,

@@ -129,6 +129,11 @@ def only(operands: Quantized | Gathered, dim: int) -> Quantized:
     return Quantized(operand, None) if dim == ROWWISE else Quantized(None, operand)
 
 
+def one_orientation(operand: Operand) -> Quantized:
+    """``operand`` in its place."""
+    return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
+
+
 def multiplied(product: WeightGemm, a: Quantized | Gathered) -> Tensor:
     """``product`` of the rowwise operand of ``a``."""
     return a.multiplied(product) if isinstance(a, Gathered) else product.of(only(a, ROWWISE))

@@ -13,29 +13,29 @@ from minifloat.functional.activation import Activation
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.grouped_activation import act_operands, dact_operands
-from minifloat.functional.grouped_plan import GroupedPlan
-from minifloat.functional.linear import gradients, pack, unpack
-from minifloat.functional.linear_steps import Call
+from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale
+from minifloat.functional.spec import Spec
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.permute import unpermute_rows
 
 
 class GroupedMLPCall(NamedTuple):
-    """The activation, both linears' plans, and where rows come from if X and Y are tokens: ``tokens``, int32 [T k]."""
+    """The activation, both linears' calls, and where rows come from if X and Y are tokens: ``tokens``, int32 [T k]."""
 
     activation: Activation
-    plan1: GroupedPlan
-    plan2: GroupedPlan
+    fc1: LinearCall
+    fc2: LinearCall
+    layout: GroupLayout
     routing: Routing | None
     tokens: Tensor | None
 
-    def cast(self, casts: GroupedCasts, x: Tensor, layout: GroupLayout, delayed_call: DelayedCall | None) -> Quantized:
+    def cast(self, casts: GroupedCasts, x: Tensor, delayed_call: DelayedCall | None) -> Quantized:
         """The operands of the rows of ``x``, or of those that its tokens go to."""
         if self.routing is not None and self.tokens is not None:
             return casts.of_tokens(x, self.routing, self.tokens, delayed_call)
-        return casts(x, layout.offsets, delayed_call)
+        return casts(x, self.layout.offsets, delayed_call)
 
     def collect(self, rows: Tensor) -> Tensor:
         """The rows, or for each token the sum of its own."""
@@ -71,8 +71,6 @@ class GroupedMLPFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         mlp: GroupedMLPCall,
-        call1: Call,
-        call2: Call,
         x: Tensor,
         probabilities: Tensor | None,
         w1: Tensor,
@@ -80,62 +78,62 @@ class GroupedMLPFunction(torch.autograd.Function):
         w2: Tensor,
         b2: Tensor | None,
     ) -> Tensor:
-        (activation, plan1, plan2, *_), layout = mlp, call1.groups
-        assert layout is not None
-        call1.x = mlp.cast(plan1.x_casts, x, layout, call1.delayed_call)
-        x_operands, w_operands, own = plan1.quantize_inputs(call1, None, w1)
-        call1.x = None
-        h = plan1.fprop(x_operands, w_operands, b1)
-        saved1 = plan1.save_x(None, own), plan1.save_w(w1, w_operands)
+        (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
+        activation, offsets = mlp.activation, mlp.layout.offsets
+        given1.x = mlp.cast(spec1.casts.x, x, given1.delayed)
+        x_operands, w_operands, own = exchange1.quantize_inputs(spec1, source1, given1, None, w1)
+        given1.x = given1.w = None  # what is not saved must not take memory during what follows
+        h = exchange1.fprop(spec1, x_operands, w_operands, b1)
+        saved_w = source1.save(spec1, w1, w_operands) if spec1.options.needs_x else None
+        saved1 = save_x(spec1, exchange1, None, own), saved_w
         del x_operands, w_operands, own
-        scales = delayed_scale(call2.delayed_call, "input", keep=True) if plan2.recompute_x else None
-        call2.x = act_operands(plan2.x_casts, activation, h, probabilities, layout.offsets, call2.delayed_call, scales)
-        a_operands, w_operands, own = plan2.quantize_inputs(call2, None, w2)
-        call2.x = None
-        y = mlp.collect(plan2.fprop(a_operands, w_operands, b2))
-        saved2 = plan2.save_x(None, own), plan2.save_w(w2, w_operands)
-        tensors, ctx.layouts = pack(*saved1, *saved2)
-        ctx.mlp, ctx.groups, ctx.x_shape = mlp, layout, x.shape
-        ctx.uses = call1.delayed_call, call2.delayed_call
-        ctx.weights = w1 if plan1.writes_to_weight else None, w2 if plan2.writes_to_weight else None
+        scales = delayed_scale(given2.delayed, "input", keep=True) if spec2.recompute_x else None
+        given2.x = act_operands(spec2.casts.x, activation, h, probabilities, offsets, given2.delayed, scales)
+        a_operands, w_operands, own = exchange2.quantize_inputs(spec2, source2, given2, None, w2)
+        given2.x = given2.w = None
+        y = mlp.collect(exchange2.fprop(spec2, a_operands, w_operands, b2))
+        saved_w = source2.save(spec2, w2, w_operands) if spec2.options.needs_x else None
+        tensors, ctx.layouts = pack(*saved1, save_x(spec2, exchange2, None, own), saved_w)
+        ctx.mlp, ctx.x_shape = mlp, x.shape
         ctx.save_for_backward(
-            *tensors, scales, h if plan2.options.needs_x else None,
+            *tensors, scales, h if spec2.options.needs_x else None,
             None if probabilities is None else guarded(probabilities),
         )  # fmt: skip
-        return plan2.output(y, (*x.shape[:-1], y.shape[-1]), call2.delayed_call)  # type: ignore[arg-type]
+        return output(spec2, exchange2, y, x.shape, given2.delayed)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         mlp: GroupedMLPCall = ctx.mlp
-        (activation, plan1, plan2, *_), layout, (use1, use2) = mlp, ctx.groups, ctx.uses
+        (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
+        activation, layout = mlp.activation, mlp.layout
         *tensors, scales, h, probabilities = ctx.saved_tensors
         x, w1, a, w2 = unpack(ctx.layouts, tensors)
-        db2 = plan2.bias_gradient(dy, layout)
-        if plan2.recompute_x:
-            a = _recompute(plan2, activation, h, probabilities, layout, scales)
-        da, dw2 = gradients(plan2, mlp.cast(plan2.dy_casts, dy, layout, use2), a, w2, None, ctx.weights[1])
+        db2 = exchange2.bias_gradient(spec2, dy) if spec2.options.needs_b else None
+        if spec2.recompute_x:
+            a = _recompute(spec2, activation, h, probabilities, layout, scales)
+        da, dw2 = gradients(spec2, exchange2, source2, mlp.cast(spec2.casts.dy, dy, given2.delayed), a, w2)
         del a, w2
-        if use2 is not None:
-            use2.backward_finished()
+        if given2.delayed is not None:
+            given2.delayed.backward_finished()
         dx = dw1 = db1 = dp = None
         if da is not None:
             operands, dp, value = dact_operands(
-                plan1.dy_casts, activation, da, h, probabilities, layout.offsets, use1, plan1.options.needs_b
+                spec1.casts.dy, activation, da, h, probabilities, layout.offsets, given1.delayed, spec1.options.needs_b
             )
             del da, h
-            db1 = None if value is None else plan1.bias_gradient(value, layout)
-            dx, dw1 = gradients(plan1, operands, x, w1, None, ctx.weights[0])
-            if use1 is not None:
-                use1.backward_finished()
+            db1 = None if value is None else exchange1.bias_gradient(spec1, value)
+            dx, dw1 = gradients(spec1, exchange1, source1, operands, x, w1)
+            if given1.delayed is not None:
+                given1.delayed.backward_finished()
         if dx is not None:
-            dx = plan1.grad_input(mlp.collect(dx), ctx.x_shape, use1)
-        dp = dp if probabilities is not None and ctx.needs_input_grad[4] else None
-        return None, None, None, dx, dp, dw1, plan1.reduce_db(db1), dw2, plan2.reduce_db(db2)
+            dx = grad_input(spec1, mlp.collect(dx), ctx.x_shape, given1.delayed)
+        dp = dp if probabilities is not None and ctx.needs_input_grad[2] else None
+        return None, dx, dp, dw1, db1, dw2, db2
 
 
 def _recompute(
-    plan: GroupedPlan,
+    spec: Spec,
     activation: Activation,
     h: Tensor,
     probabilities: Tensor | None,
@@ -143,5 +141,5 @@ def _recompute(
     scales: Tensor | None,
 ) -> Operand:
     """What wgrad reads of A, from H again; nothing is recorded a second time."""
-    casts = GroupedCasts(plan.config.input.with_usage(rowwise=False), "input", plan.options.device)
+    casts = GroupedCasts(spec.config.input.with_usage(rowwise=False), "input", spec.options.device)
     return act_operands(casts, activation, h, probabilities, layout.offsets, None, scales, True).along(COLUMNWISE)

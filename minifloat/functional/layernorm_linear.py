@@ -12,12 +12,12 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import first_order, guarded
+from minifloat.functional.exchange import KnownOfX, Local, waited
 from minifloat.functional.fused_cast import FusedOutput, reads_fp32
-from minifloat.functional.linear import gradients, pack, unpack
-from minifloat.functional.linear_plan import LinearPlan
-from minifloat.functional.linear_steps import Call
+from minifloat.functional.linear import LinearCall, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm import Norm, norm_value
 from minifloat.functional.quantize import delayed_scale, record
+from minifloat.functional.spec import Spec
 from minifloat.operand import Operand
 
 
@@ -67,8 +67,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         norm: NormCall,
-        plan: LinearPlan,
-        call: Call,
+        linear: LinearCall,
         x: Tensor,
         residual: Tensor | None,
         gamma: Tensor,
@@ -77,36 +76,35 @@ class LayerNormLinearFunction(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Any:
         compute = partial(norm_value, x, gamma, beta, norm.norm, residual=residual)
-        y, n, saved, scale = multiply_output(plan, call, compute, weight, bias, norm.return_norm)
-        ctx.norm, ctx.plan, ctx.delayed_call = norm, plan, call.delayed_call
+        y, n, saved, scale = multiply_output(linear, compute, weight, bias, norm.return_norm)
+        spec, exchange, source, given = linear
+        ctx.norm, ctx.axes, ctx.delayed = norm, (spec, exchange, source), given.delayed
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
-        ctx.weight = weight if plan.writes_to_weight else None
         tensors, ctx.layouts = pack(*saved)
-        ctx.save_for_backward(*tensors, scale, *saved_of_norm(plan, n, gamma, beta))
+        ctx.save_for_backward(*tensors, scale, *saved_of_norm(spec, n, gamma, beta))
         ctx.set_materialize_grads(False)
-        return plan.output(y, x.shape, call.delayed_call), *norm_outputs(ctx, norm, plan, n, x, residual)
+        y = output(spec, exchange, y, x.shape, given.delayed)
+        return y, *norm_outputs(ctx, norm, spec, n, x, residual)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor | None, *extra: Tensor | None) -> tuple[Any, ...]:
-        plan: LinearPlan = ctx.plan
+        spec, exchange, source = ctx.axes
         saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
         (x, w), (scale, beta, *of_norm) = unpack(ctx.layouts, saved[:6]), saved[6:]
         dn = dw = db = None
         if dy is not None:
-            db = plan.bias_gradient(dy)
-            if plan.recompute_x:
-                x = recompute_operand(plan, scale, ctx.norm.recomputation(beta, *of_norm[:2]))
-            dn, dw = gradients(plan, plan.quantize_dy(dy, ctx.delayed_call), x, w, scale, ctx.weight)
-            db = plan.reduce_db(db)
-            if ctx.delayed_call is not None:
-                ctx.delayed_call.backward_finished()
-        return None, None, None, *norm_gradients(ctx, ctx.norm, plan, dn, extra, *of_norm), dw, db
+            db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
+            if spec.recompute_x:
+                x = recompute_operand(spec, scale, ctx.norm.recomputation(beta, *of_norm[:2]))
+            dn, dw = gradients(spec, exchange, source, exchange.quantize_dy(spec, dy, ctx.delayed), x, w, scale)
+            if ctx.delayed is not None:
+                ctx.delayed.backward_finished()
+        return None, None, *norm_gradients(ctx, ctx.norm, spec, exchange, dn, extra, *of_norm), dw, waited(db)
 
 
 def multiply_output(
-    plan: LinearPlan,
-    call: Call,
+    linear: LinearCall,
     compute: Callable[..., FusedOutput],
     weight: Tensor,
     bias: Tensor | None,
@@ -122,61 +120,70 @@ def multiply_output(
         Y [M, N]; the output; X and W as backward saves them; the delayed scale for a backward that recomputes X, since
         the next update replaces it.
     """
-    quantizer, gathers = plan.x_quantizer, plan.options.parallel.gathers_input
+    spec, exchange, source, given = linear
+    quantizer, gathers = spec.x, exchange.gathers_x
     if gathers and len(quantizer.casts) == 1 and quantizer.rowwise:
         quantizer = quantizer.with_usage(columnwise=False)  # memory orders for GEMMs come after the gather
-    scale = None if plan.saves_value else delayed_scale(call.delayed_call, "input", keep=plan.recompute_x)
-    rounded = returned or plan.config.backward_override == "high_precision"  # else backward does not read X itself
-    fused = not plan.saves_value and not gathers  # no other rank has rows of the blocks
-    output = compute(quantizer, scale=scale, fused=fused, return_value=rounded)
-    if output.quantized is not None:
-        call.x = output.quantized
-        if call.delayed_call is not None:
-            record(call.delayed_call, "input", output.quantized)
-    x, w, own = plan.quantize_inputs(call, output.value, weight, None, output.amaxes, output.label)
-    if not torch.compiler.is_compiling():
-        call.x = call.w = None  # what is not saved must not take memory during what follows
-    output = output._replace(value=output.value if returned or plan.saves_value else None, quantized=None)
-    y = plan.fprop(x, w, bias)
-    saved = plan.save_x(output.value, own), plan.save_w(weight, w)
-    return y, output, saved, scale if plan.recompute_x else None
+    scale = None if spec.saves_value else delayed_scale(given.delayed, "input", keep=spec.recompute_x)
+    rounded = returned or spec.override == "high_precision"  # else backward does not read X itself
+    fused = not spec.saves_value and not gathers  # no other rank has rows of the blocks
+    made = compute(quantizer, scale=scale, fused=fused, return_value=rounded)
+    if made.quantized is not None:
+        given.x = made.quantized
+        if given.delayed is not None:
+            record(given.delayed, "input", made.quantized)
+    known = KnownOfX(None, made.amaxes, made.label)
+    x, w, own = exchange.quantize_inputs(spec, source, given, made.value, weight, known)
+    if spec.eager:
+        given.x = given.w = None  # what is not saved must not take memory during what follows
+    made = made._replace(value=made.value if returned or spec.saves_value else None, quantized=None)
+    y = exchange.fprop(spec, x, w, bias)
+    saved_w = source.save(spec, weight, w) if spec.options.needs_x else None
+    return y, made, (save_x(spec, exchange, made.value, own), saved_w), scale if spec.recompute_x else None
 
 
 def norm_outputs(
-    ctx: Any, norm: NormCall, plan: LinearPlan, n: FusedOutput, x: Tensor, residual: Tensor | None
+    ctx: Any, norm: NormCall, spec: Spec, n: FusedOutput, x: Tensor, residual: Tensor | None
 ) -> list[Tensor]:
     """The outputs after Y: N and S, each if it is wanted, and with a gradient if what it is computed from has one."""
     value, stream = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
     moving = x.requires_grad or (residual is not None and residual.requires_grad)
-    fixed = (None if plan.options.needs_x else value), (None if moving else stream)
+    fixed = (None if spec.options.needs_x else value), (None if moving else stream)
     ctx.mark_non_differentiable(*[output for output in fixed if output is not None])
     return [output for output in (value, stream) if output is not None]
 
 
-def saved_of_norm(plan: LinearPlan, n: FusedOutput, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
+def saved_of_norm(spec: Spec, n: FusedOutput, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
     """What backward reads of the norm: beta, to recompute N; and what :func:`norm_gradients` takes, if it runs."""
     assert n.stream is not None
-    of_gradients = (guarded(n.stream), gamma, *n.saved) if plan.options.needs_x else ()
-    return beta if plan.recompute_x else None, *of_gradients
+    of_gradients = (guarded(n.stream), gamma, *n.saved) if spec.options.needs_x else ()
+    return beta if spec.recompute_x else None, *of_gradients
 
 
-def recompute_operand(plan: LinearPlan, scale: Tensor | None, compute: Callable[..., FusedOutput]) -> Operand:
+def recompute_operand(spec: Spec, scale: Tensor | None, compute: Callable[..., FusedOutput]) -> Operand:
     """What wgrad reads of X; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
-    quantizer = plan.config.input.with_usage(rowwise=False)
+    quantizer = spec.config.input.with_usage(rowwise=False)
     scale = scale if reads_fp32(quantizer) else None
     output = compute(quantizer, scale=scale, fused=True, recompute=True)
     return output.cast(quantizer, None if scale is None else (scale,)).along(COLUMNWISE)
 
 
 def norm_gradients(
-    ctx: Any, norm: NormCall, plan: LinearPlan, dn: Tensor | None, extra: Sequence[Tensor | None], *saved: Tensor
+    ctx: Any,
+    norm: NormCall,
+    spec: Spec,
+    exchange: Local,
+    dn: Tensor | None,
+    extra: Sequence[Tensor | None],
+    *saved: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """dX, dR, dgamma and dbeta from the gradients of N, dgrad's and a returned N's, and of S; any may be missing.
 
-    ``plan``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its rows alone.
+    ``spec``, ``exchange``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its
+    rows alone.
     ``extra``: gradients of the outputs after Y. ``saved``: S, gamma, and of each row what the norm saved.
     """
-    if not plan.options.needs_x:
+    if not spec.options.needs_x:
         return None, None, None, None
     stream, gamma, *of_rows = saved
     total, dx = norm.extra_outputs(extra)
@@ -186,6 +193,6 @@ def norm_gradients(
         total = dn if total is None else dn + total
     if total is not None:
         dx, *of_parameters = norm.norm.gradients(total, stream, gamma, tuple(of_rows), dx)
-        sums = [plan.options.parallel.start_sum_of_rows(each) for each in of_parameters]
+        sums = [exchange.start_sum_of_rows(each) for each in of_parameters]
         dgamma, dbeta = sums[0].wait(), sums[1].wait()
     return dx, dx if ctx.has_residual else None, dgamma, dbeta if ctx.has_beta else None

@@ -12,6 +12,7 @@ from torch import Tensor
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.activation import Activation, act_value, dact_value
 from minifloat.functional.autograd import as_output, first_order
+from minifloat.functional.exchange import waited
 from minifloat.functional.fused_cast import FusedOutput
 from minifloat.functional.layernorm_linear import (
     NormCall,
@@ -21,9 +22,7 @@ from minifloat.functional.layernorm_linear import (
     recompute_operand,
     saved_of_norm,
 )
-from minifloat.functional.linear import gradients, pack, unpack
-from minifloat.functional.linear_plan import LinearPlan
-from minifloat.functional.linear_steps import Call
+from minifloat.functional.linear import LinearCall, gradients, pack, unpack
 from minifloat.functional.norm import norm_value
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Quantized
@@ -31,12 +30,12 @@ from minifloat.operand import Quantized
 
 @dataclass(frozen=True)
 class MLPCall:
-    """One call: the norm, the activation, and both linears' plans."""
+    """One call: the norm, the activation, and both linears' calls."""
 
     norm: NormCall
     activation: Activation
-    plan1: LinearPlan
-    plan2: LinearPlan
+    fc1: LinearCall
+    fc2: LinearCall
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -66,8 +65,6 @@ class LayerNormMLPFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         mlp: MLPCall,
-        call1: Call,
-        call2: Call,
         x: Tensor,
         residual: Tensor | None,
         gamma: Tensor,
@@ -77,17 +74,16 @@ class LayerNormMLPFunction(torch.autograd.Function):
         w2: Tensor,
         b2: Tensor | None,
     ) -> Any:
-        plan1, plan2 = mlp.plan1, mlp.plan2
+        spec1, spec2 = mlp.fc1.spec, mlp.fc2.spec
         compute = partial(norm_value, x, gamma, beta, mlp.norm.norm, residual=residual)
-        h, n, saved1, scale1 = multiply_output(plan1, call1, compute, w1, b1, mlp.norm.return_norm)
-        returned, of_norm = norm_outputs(ctx, mlp.norm, plan1, n, x, residual), saved_of_norm(plan1, n, gamma, beta)
+        h, n, saved1, scale1 = multiply_output(mlp.fc1, compute, w1, b1, mlp.norm.return_norm)
+        returned, of_norm = norm_outputs(ctx, mlp.norm, spec1, n, x, residual), saved_of_norm(spec1, n, gamma, beta)
         del n
-        y, _, saved2, scale2 = multiply_output(plan2, call2, partial(act_value, h, mlp.activation), w2, b2)
+        y, _, saved2, scale2 = multiply_output(mlp.fc2, partial(act_value, h, mlp.activation), w2, b2)
         tensors, ctx.layouts = pack(*saved1, *saved2)
-        ctx.mlp, ctx.uses = mlp, (call1.delayed_call, call2.delayed_call)
+        ctx.mlp = mlp
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
-        ctx.weights = w1 if plan1.writes_to_weight else None, w2 if plan2.writes_to_weight else None
-        ctx.save_for_backward(*tensors, scale1, scale2, h if plan2.options.needs_x else None, *of_norm)
+        ctx.save_for_backward(*tensors, scale1, scale2, h if spec2.options.needs_x else None, *of_norm)
         ctx.set_materialize_grads(False)
         return as_output(y, (*x.shape[:-1], w2.shape[0])), *returned
 
@@ -95,7 +91,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor | None, *extra: Tensor | None) -> tuple[Any, ...]:
         mlp: MLPCall = ctx.mlp
-        plan1, plan2, (use1, use2) = mlp.plan1, mlp.plan2, ctx.uses
+        (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
+        delayed1, delayed2 = given1.delayed, given2.delayed
         saved = ctx.saved_tensors
         (x1, w1, x2, w2), (scale1, scale2, h, beta, *of_norm) = unpack(ctx.layouts, saved[:12]), saved[12:]
         del saved
@@ -103,34 +100,34 @@ class LayerNormMLPFunction(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()  # unless they are retained: what has been read is freed before the end
         dn = dw1 = db1 = dw2 = db2 = None
         if dy is not None:
-            db2 = plan2.bias_gradient(dy)
-            if plan2.recompute_x:
-                x2 = recompute_operand(plan2, scale2, partial(act_value, h, mlp.activation))
-            da, dw2 = gradients(plan2, plan2.quantize_dy(dy, use2), x2, w2, scale2, ctx.weights[1])
-            db2 = plan2.reduce_db(db2)
+            db2 = exchange2.bias_gradient(spec2, dy) if spec2.options.needs_b else None
+            if spec2.recompute_x:
+                x2 = recompute_operand(spec2, scale2, partial(act_value, h, mlp.activation))
+            da, dw2 = gradients(spec2, exchange2, source2, exchange2.quantize_dy(spec2, dy, delayed2), x2, w2, scale2)
+            db2 = waited(db2)
             del x2, w2
-            if use2 is not None:
-                use2.backward_finished()
+            if delayed2 is not None:
+                delayed2.backward_finished()
             if da is not None:
-                dh = _act_gradient(mlp, da, h, use1)
+                dh = _act_gradient(mlp, da, h, delayed1)
                 db1 = dh.column_sum
                 del da, h  # wide as they are, they leave room for the codes of dH
-                dh_operands = _grad_operands(mlp, dh, use1)
+                dh_operands = _grad_operands(mlp, dh, delayed1)
                 del dh
-                if plan1.recompute_x:
-                    x1 = recompute_operand(plan1, scale1, mlp.norm.recomputation(beta, *of_norm[:2]))
-                dn, dw1 = gradients(plan1, dh_operands, x1, w1, scale1, ctx.weights[0])
-                if use1 is not None:
-                    use1.backward_finished()
-        return None, None, None, *norm_gradients(ctx, mlp.norm, plan1, dn, extra, *of_norm), dw1, db1, dw2, db2
+                if spec1.recompute_x:
+                    x1 = recompute_operand(spec1, scale1, mlp.norm.recomputation(beta, *of_norm[:2]))
+                dn, dw1 = gradients(spec1, exchange1, source1, dh_operands, x1, w1, scale1)
+                if delayed1 is not None:
+                    delayed1.backward_finished()
+        return None, *norm_gradients(ctx, mlp.norm, spec1, exchange1, dn, extra, *of_norm), dw1, db1, dw2, db2
 
 
 def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, delayed_call: DelayedCall | None) -> FusedOutput:
     """dH, with its sum over the rows, db1, if that is needed."""
-    plan, options = mlp.plan1, mlp.plan1.options
-    rounded = plan.config.backward_override is not None  # its gradients read dH itself
+    spec, options = mlp.fc1.spec, mlp.fc1.spec.options
+    rounded = spec.override is not None  # its gradients read dH itself
     casts = options.needs_x or options.needs_w  # else only the bias is trained, whose gradient sums what a cast reads
-    quantizer = plan.dy_quantizer if casts else plan.config.grad_output
+    quantizer = spec.dy if casts else spec.config.grad_output
     scale = delayed_scale(delayed_call, "grad_output") if casts and not rounded else None
     return dact_value(
         da, h, mlp.activation, quantizer, scale=scale, fused=casts, return_value=rounded,
@@ -140,11 +137,11 @@ def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, delayed_call: DelayedCall
 
 def _grad_operands(mlp: MLPCall, dh: FusedOutput, delayed_call: DelayedCall | None) -> Quantized:
     """The operands of dH for the first linear."""
-    plan = mlp.plan1
+    spec, exchange, *_ = mlp.fc1
     if dh.quantized is None:
         assert dh.value is not None
-        casts = plan.options.needs_x or plan.options.needs_w
-        return dh.label(plan.quantize_dy(dh.value, delayed_call, dh.amaxes if casts else None))
+        casts = spec.options.needs_x or spec.options.needs_w
+        return dh.label(exchange.quantize_dy(spec, dh.value, delayed_call, dh.amaxes if casts else None))
     if delayed_call is not None:
         record(delayed_call, "grad_output", dh.quantized)
     return dh.quantized

@@ -1,26 +1,56 @@
 """The autograd function of a linear layer, Y = X W^T + b, on quantized operands, and what it saves.
 
-A layer's calls differ in recipe, parallelism, options and in which gradients are needed. All of that is decided once,
-in ``linear_plan.py``: a plan names one callable for each step (``linear_steps.py``), and the function here calls them
-in their order. Fused modules (``layernorm_linear.py``, ``layernorm_mlp.py``) put them together in their own way.
+A call varies along three axes, each an object with methods: its :class:`~minifloat.functional.spec.Spec` (what is
+computed: formats, dtypes, which gradients), its exchange (what ranks tell each other about activations:
+``exchange.py``) and its weight source (where W's operands come from and where dW goes: ``weight_source.py``). Fused
+modules (``layernorm_linear.py``, ``layernorm_mlp.py``, ``grouped_mlp.py``) compose the same three.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from minifloat.comm.collectives import Pending
+from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.autograd import first_order
-from minifloat.functional.linear_plan import LinearPlan
-from minifloat.functional.linear_steps import Call
-from minifloat.functional.quantize import delayed_scale
-from minifloat.operand import Operand
+from minifloat.functional.autograd import as_output, first_order, guarded
+from minifloat.functional.exchange import UNKNOWN, KnownOfX, Local, waited
+from minifloat.functional.quantize import as_quantized_tensor, delayed_scale
+from minifloat.functional.spec import Spec
+from minifloat.functional.weight_source import LocalWeight
+from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
+
+
+class Given:
+    """What differs between calls of one kind.
+
+    Args:
+        delayed: where delayed scaling reads its scales and records its amaxes.
+        x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
+        shares_x: forward leaves the operands of X here, for siblings to come.
+    """
+
+    __slots__ = ("delayed", "shares_x", "w", "x")
+
+    def __init__(self, delayed: DelayedCall | None, w: Quantized | None) -> None:
+        self.delayed, self.w = delayed, w
+        self.x: Quantized | None = None
+        self.shares_x = False
+
+
+class LinearCall(NamedTuple):
+    """One call of a linear: its three axes, and what is given."""
+
+    spec: Spec
+    exchange: Local
+    source: LocalWeight
+    given: Given
 
 
 class LinearFunction(torch.autograd.Function):
@@ -36,59 +66,105 @@ class LinearFunction(torch.autograd.Function):
 
     fprop Y = X W^T + b; dgrad dX = dY W; wgrad dW = dY^T X; db = the sum of dY over the M rows. Saved are the
     columnwise X and W, the very codes of the rowwise ones where a format is symmetric; nothing that no gradient needs
-    is saved or computed. Of a linear that is split over ranks these are the shapes of what a rank multiplies;
-    :class:`~minifloat.functional.tensor_parallel.TensorParallel` has those of its inputs and outputs.
+    is saved or computed. Of a linear that is split over ranks these are the shapes of what a rank multiplies; each
+    exchange has those of its inputs and outputs.
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: LinearPlan, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        spec: Spec,
+        exchange: Local,
+        source: LocalWeight,
+        given: Given,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
-        x_scale = delayed_scale(call.delayed_call, "input", keep=True) if plan.saves_value else None
-        x_operands, w_operands, own_x = plan.quantize_inputs(call, x, weight, x_scale)
-        if call.shares_x:
-            call.x = own_x
-        y = plan.fprop(x_operands, w_operands, bias, *call.out)
-        ctx.dgrad_out = call.dgrad_out
-        ctx.plan, ctx.delayed_call, ctx.x_shape, ctx.groups = plan, call.delayed_call, x.shape, call.groups
-        ctx.weight = (call.owners or weight) if plan.writes_to_weight else None
-        tensors, ctx.layouts = pack(plan.save_x(x, own_x), plan.save_w(weight, w_operands))
+        x_scale = delayed_scale(given.delayed, "input", keep=True) if spec.saves_value else None
+        known = UNKNOWN if x_scale is None else KnownOfX(x_scale)
+        x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
+        if given.shares_x:
+            given.x = own_x
+        y = exchange.fprop(spec, x_operands, w_operands, bias)
+        ctx.spec, ctx.exchange, ctx.source, ctx.delayed, ctx.x_shape = spec, exchange, source, given.delayed, x.shape
+        saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
+        tensors, ctx.layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
         ctx.save_for_backward(*tensors, x_scale)
-        return plan.output(y, x.shape, call.delayed_call)
+        return output(spec, exchange, y, x.shape, given.delayed)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        plan: LinearPlan = ctx.plan
+        spec, exchange = ctx.spec, ctx.exchange
         *tensors, x_scale = ctx.saved_tensors
         x, w = unpack(ctx.layouts, tensors)
-        db = plan.bias_gradient(dy, ctx.groups)
-        dy = plan.quantize_dy(dy, ctx.delayed_call, None, ctx.groups)
-        dx, dw = gradients(plan, dy, x, w, x_scale, ctx.weight, *ctx.dgrad_out)
+        db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
+        dy = exchange.quantize_dy(spec, dy, ctx.delayed)
+        dx, dw = gradients(spec, exchange, ctx.source, dy, x, w, x_scale)
         if dx is not None:
-            dx = plan.grad_input(dx, ctx.x_shape, ctx.delayed_call)
-        if ctx.delayed_call is not None:
-            ctx.delayed_call.backward_finished()
-        return None, None, dx, dw, plan.reduce_db(db)
+            dx = grad_input(spec, dx, ctx.x_shape, ctx.delayed)
+        if ctx.delayed is not None:
+            ctx.delayed.backward_finished()
+        return None, None, None, None, dx, dw, waited(db)
+
+
+apply_eagerly = super(torch.autograd.Function, LinearFunction).apply
+"""``LinearFunction.apply`` without the ten Python calls that ``torch.func`` needs."""
 
 
 def gradients(
-    plan: LinearPlan, dy: Any, x: Operand | None, w: Operand | None, x_scale: Tensor | None, weight: Tensor | None,
-    *dgrad_out: Tensor,
+    spec: Spec, exchange: Local, source: LocalWeight, dy: Any, x: Operand | None, w: Operand | None,
+    x_scale: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``weight``: if the plan writes to it.
+    """dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``x``, ``w``: as forward saved them.
 
     What is gathered for wgrad is gathered during dgrad, and dX is summed over the ranks during wgrad.
     """
-    dx = dw = None
-    loaded = x if x is None or plan.load_x is None else plan.load_x(x, x_scale)
+    dx: Pending[Tensor] | Tensor | None = None
+    dw = None
+    loaded = None if x is None else exchange.load_x(spec, x, x_scale)
     if w is not None:
-        dx = plan.dgrad(dy, w if plan.load_w is None else plan.load_w(w, weight), *dgrad_out)
+        w = source.for_dgrad(spec, w)
+        dx = exchange.dgrad(spec, dy, exchange.dequantized(w) if spec.override == "dequantized" else w)
     if loaded is not None:
-        dw = plan.accumulate_dw(weight, partial(plan.wgrad, dy.along(COLUMNWISE), loaded))
-    return dx if dx is None or plan.reduce_dx is None else plan.reduce_dx(dx), dw
+        dw = source.accumulate(spec, partial(exchange.wgrad, spec, dy.along(COLUMNWISE), loaded))
+    return waited(dx), dw
+
+
+def output(spec: Spec, exchange: Local, y: Tensor, x_shape: Sequence[int], delayed: DelayedCall | None) -> Tensor:
+    """Y [M, N] with the leading dims of X on this rank, quantized if that is wanted."""
+    shape = exchange.output_shape(x_shape, y.shape[1])
+    if not spec.eager or y.shape != shape or not y.is_contiguous() or y._is_view():
+        y = as_output(y, shape)
+    quantizes = spec.options.quantize_output and spec.eager  # else after the autograd function
+    return as_quantized_tensor(y, spec.config.output, "output", delayed) if quantizes else y
+
+
+def grad_input(spec: Spec, dx: Tensor, x_shape: Sequence[int], delayed: DelayedCall | None) -> Tensor:
+    """dX [M, K] in the shape of X, quantized if that is wanted."""
+    if not spec.eager or dx.shape != x_shape or not dx.is_contiguous() or dx._is_view():
+        dx = as_output(dx, x_shape)
+    quantizes = spec.options.quantize_grad_input
+    return as_quantized_tensor(dx, spec.config.grad_input, "grad_input", delayed) if quantizes else dx
 
 
 # ---- what backward saves ----
+
+
+def save_x(spec: Spec, exchange: Local, x: Tensor | None, own: Quantized) -> Operand | None:
+    """What wgrad needs of X: its values, or an operand; the caller may change either before backward."""
+    if spec.saves_x == "nothing":
+        return None
+    if spec.saves_x == "values":
+        return None if x is None else _guarded(exchange.values(x))
+    operand = (own.columnwise if spec.along == COLUMNWISE else own.rowwise) or own.along(spec.along)
+    return operand if operand.format.quantized else _guarded(operand)
+
+
+def _guarded(operand: Operand) -> Operand:
+    return operand._replace(codes=guarded(operand.codes))
 
 
 def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:
@@ -99,10 +175,14 @@ def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:
         if operand is None:
             tensors += None, None, None
             layouts.append((None, 3, ()))
+        elif type(operand) is Operand:  # its ``tensors``, without a call
+            codes, scale_inv, amax, fmt = operand[:4]
+            tensors += codes, scale_inv, amax if fmt.scale_rule == "two_level" else None
+            layouts.append((Operand, 3, operand[3:]))
         else:
             own = operand.tensors
             tensors += own
-            layouts.append((type(operand), len(own), operand[len(own) :]))  # its layout, without a call
+            layouts.append((type(operand), len(own), operand[len(own) :]))
     return tensors, layouts
 
 

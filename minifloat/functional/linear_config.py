@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
+from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
 from minifloat.recipes.base import BackwardOverride
+
+Mode = Literal["column", "row"]
+Overlap = Literal["handles", "symmetric_memory"]
+"""What runs while rows are communicated: other work, between two handles, or the product that reads or writes them."""
 
 FORWARD_SLOTS = ("input", "weight", "output")
 BACKWARD_SLOTS = ("grad_output", "grad_input")
@@ -82,15 +86,35 @@ def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = Fa
     )
 
 
-@dataclass(frozen=True)
-class LinearOptions:
-    """What a call asks of a linear, beside its recipe.
+class Ranks(NamedTuple):
+    """Who shares a linear: what of an exchange decides how a call is computed.
+
+    Args:
+        mode, sequence_parallel: which of the five exchanges.
+        group: the ranks.
+        overlap: as of :func:`~minifloat.distributed.set_overlap`.
+    """
+
+    mode: Mode
+    sequence_parallel: bool
+    group: Group
+    overlap: Overlap
+
+    @property
+    def gathers_x(self) -> bool:
+        """fprop and wgrad read the X of all ranks."""
+        return self.sequence_parallel and self.mode == "column"
+
+
+class Options(NamedTuple):
+    """What a call asks of a linear beside its recipe: the key under which the layer finds its ``Spec``.
 
     Args:
         device: type of the device.
         dtype: of the activations: what the output and both gradients are computed to.
+        weight_dtype: of the parameter.
         needs_x, needs_w, needs_b: whether input, weight and bias need gradients.
-        parallel: how the linear is split over ranks, with the rows of the call.
+        ranks: that share the linear; None: one does it all.
         input_is_quantized: X comes quantized and is its own original: nothing else is kept of it.
         recompute_x: backward recomputes the operand of X that wgrad reads, from what the norm or activation that
             computed X saves. Only where dX is needed, backward is quantized, and no rank gathers X.
@@ -101,16 +125,17 @@ class LinearOptions:
             ``weight.main_grad_is_old`` was set.
         gathers_weight: its rows are sharded over ranks with other data (``functional/etp``): gathered for each product,
             and their gradient reduced.
-        wgrad_dtype: of the dW that autograd gets; None: ``dtype``.
-        wgrad_tasks: the list to which backward appends the computation of dW, in lieu of computing it.
+        wgrad_in_weight_dtype: so is the dW that autograd gets, not in ``dtype``.
+        delays_wgrad: backward leaves the computation of dW for later.
     """
 
     device: str
     dtype: torch.dtype
+    weight_dtype: torch.dtype
     needs_x: bool
     needs_w: bool
     needs_b: bool
-    parallel: TensorParallel
+    ranks: Ranks | None = None
     input_is_quantized: bool = False
     recompute_x: bool = False
     quantize_output: bool = False
@@ -119,5 +144,5 @@ class LinearOptions:
     main_grad: bool = False
     overwrite_main_grad: bool = False
     gathers_weight: bool = False
-    wgrad_dtype: torch.dtype | None = None
-    wgrad_tasks: list[Callable[[], None]] | None = None
+    wgrad_in_weight_dtype: bool = False
+    delays_wgrad: bool = False

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from minifloat import capability
 from minifloat.delayed_call import DelayedCall
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig
-from minifloat.functional.tensor_parallel import TensorParallel
-from minifloat.operand import Quantized
+from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed
-from minifloat.quantizer import Amaxes, Quantizer, cast_all, casts, find_amaxes
-from minifloat.tensor import QuantizedTensor
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix, cast_all, casts, find_amaxes
+from minifloat.tensor import QuantizedTensor, traced
 
 
 class RoleCasts:
@@ -99,23 +98,10 @@ def quantize(
     return cast([x], delayed_call, noop_flag=noop_flag)[0]
 
 
-def quantize_part(
-    x: Tensor,
-    quantizer: Quantizer,
-    kind: str,
-    delayed_call: DelayedCall | None,
-    parallel: TensorParallel,
-    scale: Tensor | None = None,
-    amaxes: Amaxes | None = None,
-) -> Quantized:
-    """This rank's part of a tensor that is to be gathered; arguments as of :class:`RoleCasts`, of one tensor.
-
-    ``amaxes`` are those of this rank's rows. What a delayed cast records is their amax too: ranks agree at the update.
-    """
-    part = parallel.quantize_shard(x, quantizer, delayed_scale(delayed_call, kind) if scale is None else scale, amaxes)
-    if delayed_call is not None:
-        record(delayed_call, kind, part)
-    return part
+def values_of(x: Tensor) -> Operand:
+    """``x`` [..., K] in high precision as an operand."""
+    matrix = as_matrix(x.dequantize() if isinstance(x, QuantizedTensor) else x)
+    return Operand(matrix, None, None, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), matrix.dtype)
 
 
 def cast_with(
@@ -189,6 +175,24 @@ def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], delayed_call: DelayedC
         direction, slot = _SLOTS[kind]
         assert levels[0] is not None
         delayed.record_amax_(delayed_call.histories[direction].amax_history, [slot], [levels[0]])
+
+
+def as_quantized_tensor(
+    x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None, label: str | None = None
+) -> Tensor:
+    """``x`` as a tensor that the next layer takes as it is.
+
+    ``label``: of the layer, in traced code, where it comes after the autograd function: Dynamo traces none that returns
+    it.
+    """
+    if not quantizer.quantized:
+        return x
+    operands = quantize(x.detach(), quantizer, kind, delayed_call, gemm_ready=False)
+    scale = delayed_scale(delayed_call, kind)
+    scale = None if scale is None else scale.clone()
+    if label is not None:
+        return traced.as_quantized_tensor(x, operands, quantizer, scale, label)
+    return QuantizedTensor.from_operands(operands, quantizer, x.shape, x.dtype, scale=scale)
 
 
 def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:

@@ -25,7 +25,7 @@ Ranks = tuple[Group, ShardMap | None]
 
 Cast = tuple[torch.dtype, Quantizer, tuple[int, ...], Ranks | None]
 """How an input is cast: to which dtype first, the quantizer, the dims along which it gives values
-(``LinearPlan.passing``), and who gathers it, if ranks do: then the operands are this rank's part."""
+(``Spec.passing``), and who gathers it, if ranks do: then the operands are this rank's part."""
 
 
 class _Latest(NamedTuple):

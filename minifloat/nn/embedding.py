@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output, first_order
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.exchange import Local, in_mode
 from minifloat.nn.etp_embedding import EtpEmbedding
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import Partition, mark, tensor_parallel
@@ -62,7 +61,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         ValueError: the vocabulary is too small for so many ranks; arguments that contradict each other.
     """
 
-    _parallel: TensorParallel
+    _parallel: Local
 
     @checked
     def __init__(
@@ -89,7 +88,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         self._share_rows(etp_group, etp_reduction)
 
     @classmethod
-    def _adopt(cls, module: nn.Embedding, parallel: TensorParallel) -> None:
+    def _adopt(cls, module: nn.Embedding, parallel: Local) -> None:
         """Makes ``module``, an embedding of all tokens whose table is this rank's rows already, one of these, in place.
 
         Args:
@@ -97,12 +96,12 @@ class VocabParallelEmbedding(EtpEmbedding):
         """
         module.__class__ = cls
         assert isinstance(module, cls)
-        parallel = replace(parallel, mode="row")
+        parallel = in_mode(parallel, "row")
         module.num_embeddings = module._init_state(module.num_embeddings, parallel, None)
         assert len(module.weight) == module.num_embeddings, (module.weight.shape, module.num_embeddings)
         module._mark_parameters()
 
-    def _init_state(self, vocabulary: int, parallel: TensorParallel, init_method: InitMethod | None) -> int:
+    def _init_state(self, vocabulary: int, parallel: Local, init_method: InitMethod | None) -> int:
         """Everything that an ``nn.Embedding`` lacks, and how many rows it has."""
         shards, rank = vocabulary_shards(vocabulary, parallel.group.size), parallel.group.rank
         self.__dict__.update(
@@ -163,18 +162,18 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, call: TensorParallel, shape: tuple[int, ...]
+        ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, call: Local, shape: tuple[int, ...]
     ) -> Tensor:
         ctx.save_for_backward(rows, elsewhere)
         ctx.call, ctx.table_rows = call, weight.shape[0]
         values = F.embedding(rows, weight).masked_fill_(elsewhere[..., None], 0)
-        return as_output(call.reduce_output(values.reshape(-1, values.shape[-1])), shape)
+        return as_output(call.start_sum(values.reshape(-1, values.shape[-1])).wait(), shape)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
-        call: TensorParallel = ctx.call
+        call: Local = ctx.call
         dy = dy.reshape(-1, dy.shape[-1])
         if call.shards is not None:
             dy = all_gather_rows(dy, call.shards, call.group, check=call.check)

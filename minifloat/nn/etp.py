@@ -18,9 +18,10 @@ from minifloat.formats import ROWWISE
 from minifloat.functional.autograd import apply, first_order
 from minifloat.functional.etp.rows import Reduction, Sharding
 from minifloat.functional.etp.weight import EtpWeight
+from minifloat.functional.exchange import Local
+from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import holds
-from minifloat.functional.tensor_parallel import Mode, TensorParallel
-from minifloat.functional.weight_gradient import computed, into_grad
+from minifloat.functional.weight_source import computed, into_grad
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.tensor_parallel import Partition
 from minifloat.operand import Quantized
@@ -49,7 +50,7 @@ class EtpRows(nn.Module):
     init_method: InitMethod | None
     parallel_mode: Mode | None
     sequence_parallel: bool
-    _parallel: TensorParallel
+    _parallel: Local
     _partitions: dict[str, Partition]
     _etp: Sharding | None = None
     _etp_lengths: tuple[int, ...] = ()  # rows of each parameter of the whole
@@ -213,7 +214,7 @@ class EtpRows(nn.Module):
         source = self._etp_source()
         source.cast(_VALUES, self._weight(self._weight_names[0]).dtype)
         whole: Tensor = source.forward().along(ROWWISE).codes
-        return apply(_Gathered, self._etp_stand_in(whole.shape), whole)
+        return apply(_Gathered, source, self._etp_stand_in(whole.shape), whole)
 
     def _etp_stand_in(self, shape: Sequence[int]) -> Tensor:
         """What autograd sees in the place of W.
@@ -287,15 +288,15 @@ def etp_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 class _Gathered(torch.autograd.Function):
-    """A gathered weight as what the rows of all ranks make up; ``weight``: its stand-in."""
+    """A gathered weight as what the rows of all ranks make up; ``stand_in``: what autograd sees of it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Any, whole: Tensor) -> Tensor:
-        ctx.source = weight.etp
+    def forward(ctx: Any, source: EtpWeight, stand_in: Tensor, whole: Tensor) -> Tensor:
+        ctx.source = source
         return whole.view_as(whole)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.source.reduce(partial(computed, gradient), into_grad, main_grad=False, delayed=False)
-        return None, None
+        return None, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,20 +17,18 @@ from minifloat.autocast import checks_finite
 from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
-from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
+from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, ExpertWeights, grouped_casts, quantize_weight
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
-from minifloat.functional.grouped_plan import GroupedPlan, make_grouped_plan, quantize_weight
 from minifloat.functional.grouped_weight import are_alike, join_all
-from minifloat.functional.linear import LinearFunction
-from minifloat.functional.linear_config import LinearConfig, LinearOptions
-from minifloat.functional.linear_plan import LinearPlan
-from minifloat.functional.linear_steps import Call, quantized_in_graph
-from minifloat.functional.quantize import record_groups
-from minifloat.functional.weight_gradient import parameters_of
+from minifloat.functional.linear import LinearFunction, apply_eagerly
+from minifloat.functional.linear_config import LinearConfig, Options
+from minifloat.functional.quantize import as_quantized_tensor, record_groups
+from minifloat.functional.spec import Spec, make_spec
+from minifloat.functional.weight_source import LocalWeight
 from minifloat.nn.grouped_parameters import Expert, GroupedParameters
 from minifloat.nn.inputs import layout_of
-from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
+from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls, Prepared
 from minifloat.nn.linear_state import fitting
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.quantized_parameters import given_format, parameter_init
@@ -128,11 +126,13 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             self._shard_rows(ranks, etp_reduction)
             self._mark_parameters()
         if isinstance(self.recipe, Recipe):
-            self._check_weight_dtype(self._weight(self._weight_names[0]))
+            self._check_weight_dtype(self._weight(self._weight_names[0]).dtype)
         if self.recipe is not None:
             self._config(self.recipe if isinstance(self.recipe, Recipe) else UNQUANTIZED)
 
     # ---- calls ----
+
+    _weight_as_it_is = EXPERT_WEIGHTS
 
     def forward(
         self,
@@ -175,23 +175,25 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             self._calibrate_groups(x, layout)
             recipe = UNQUANTIZED
         dtype = self._compute_dtype(x)
-        plan, call, weight, bias = self._prepare_groups(
-            recipe, dtype, x.requires_grad, is_first_microbatch, layout, fp8_output=fp8_output
+        x, exchange = x.to(dtype), Experts(layout=layout)
+        if writes:
+            y_memory = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
+            exchange = Experts(layout=layout, out=y_memory, dgrad_out=self._memory("dgrad_out", dgrad_out, x.shape, x))
+        linear, weight, bias = self._prepare_groups(
+            recipe, dtype, x.requires_grad, is_first_microbatch, exchange, fp8_output=fp8_output
         )
-        if fp8_output and call.delayed_call is not None:
+        spec, delayed = linear.spec, linear.given.delayed
+        if fp8_output and delayed is not None:
             raise ValueError(
                 f"{self._label}: fp8_output=True makes one scale for Y, and under delayed scaling each expert has its "
                 "own; leave it out, or use another recipe"
             )
-        x = x.to(dtype)
-        if writes:
-            call.out = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
-            call.dgrad_out = self._memory("dgrad_out", dgrad_out, x.shape, x)
-        y = apply(LinearFunction, plan, call, x, weight, bias)
-        if fp8_output and not call.eager:
-            y = quantized_in_graph(y, plan.config.output, None, self._label)
-        if call.delayed_call is not None:
-            call.delayed_call.forward_finished()
+        run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
+        y = run(*linear, x, weight, bias)
+        if fp8_output and not spec.eager:
+            y = as_quantized_tensor(y, spec.config.output, "output", None, self._label)
+        if delayed is not None:
+            delayed.forward_finished()
         if finite.active:
             self._check_groups_finite(x, y, layout)
         return (y, self._bias_vector()) if self.return_bias else y
@@ -214,37 +216,36 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         dtype: torch.dtype,
         needs_x: bool,
         is_first_microbatch: bool | None,
-        layout: GroupLayout,
+        exchange: Experts,
         recompute_x: bool = False,
         fp8_output: bool = False,
-    ) -> tuple[GroupedPlan, Call, Tensor, Tensor | None]:
+    ) -> Prepared:
         """:meth:`_prepare` of a call on groups; a weight that stays unquantized comes in ``dtype``."""
-        prepared: Any = self._prepare(recipe, dtype, needs_x, is_first_microbatch, fp8_output, recompute_x=recompute_x)
-        plan, call, weight, bias = prepared
-        call.groups = layout
-        if plan.writes_to_weight and not call.eager:
-            call.owners = tuple(self._weight(name) for name in self._weight_names)
-            for own in call.owners:
-                if own.requires_grad:
-                    own.grad_added_to_main_grad = True
-        if weight.dtype != dtype and not plan.config.weight.quantized and self._etp is None:
-            of, weight = parameters_of(weight), weight.to(dtype)
-            if plan.writes_to_weight and call.eager:
-                weight.made_of = of
-        return plan, call, weight, bias
+        linear, weight, bias = self._prepare(
+            recipe, dtype, needs_x, is_first_microbatch, fp8_output, exchange=exchange, recompute_x=recompute_x
+        )
+        if weight.dtype != dtype and not linear.spec.config.weight.quantized and self._etp is None:
+            weight = weight.to(dtype)
+        return linear, weight, bias
 
-    def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
-        return make_grouped_plan(config, options)
+    def _weight_source(self, weight: Tensor) -> LocalWeight:
+        if self._etp is not None:
+            return super()._weight_source(weight)
+        tasks, separate = self._wgrad_tasks if self.delay_wgrad_compute else None, not self.single_grouped_weight
+        return ExpertWeights(self._each("weight") if separate else (weight,), tasks, separate)
+
+    def _make_spec(self, config: LinearConfig, options: Options) -> Spec:
+        return make_spec(config, options, grouped_casts)
 
     def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
         return quantize_weight(GroupedCasts(quantizer, "weight", weight.device.type), weight, delayed_call)
 
     def _weight_operands(
-        self, plan: LinearPlan, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
+        self, spec: Spec, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
     ) -> Quantized | None:
         experts = self._each("weight") if torch.compiler.is_compiling() and self._matrices else []
-        if not experts or not are_alike(experts) or fitting(experts[0], plan) is None:
-            return super()._weight_operands(plan, delayed_call, weight, is_first_microbatch)
+        if not experts or not are_alike(experts) or fitting(experts[0], spec) is None:
+            return super()._weight_operands(spec, delayed_call, weight, is_first_microbatch)
         operands = join_all(experts)  # in a graph, where ``weight`` is their values
         self._follow_own_scale(experts[0], delayed_call, operands)
         return operands

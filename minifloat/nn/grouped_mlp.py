@@ -17,6 +17,7 @@ from minifloat.autocast import checks_finite
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.etp.rows import Reduction
+from minifloat.functional.experts import Experts
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
@@ -200,17 +201,17 @@ class GroupedMLP(parts.LayerOfParts):
         fc1._check_input(x, is_first_microbatch)
         check_meta(x, fc2, fc2._weight(fc2._weight_names[0]))
         dtype = fc1._compute_dtype(x)
-        plan1, call1, w1, b1 = fc1._prepare_groups(first, dtype, x.requires_grad, is_first_microbatch, layout)
+        call1, w1, b1 = fc1._prepare_groups(first, dtype, x.requires_grad, is_first_microbatch, Experts(layout=layout))
         needs_hidden = parts.needs_gradient(x, w1, b1, probabilities)
-        plan2, call2, w2, b2 = fc2._prepare_groups(
-            second, dtype, needs_hidden, is_first_microbatch, layout, self.recompute_activation
+        call2, w2, b2 = fc2._prepare_groups(
+            second, dtype, needs_hidden, is_first_microbatch, Experts(layout=layout), self.recompute_activation
         )
         tokens = None if routing is None else routing.order // routing.inverse.shape[1]
-        mlp = GroupedMLPCall(self.activation, plan1, plan2, routing, tokens)
-        y = apply(GroupedMLPFunction, mlp, call1, call2, x.to(dtype), probabilities, w1, b1, w2, b2)
+        mlp = GroupedMLPCall(self.activation, call1, call2, layout, routing, tokens)
+        y = apply(GroupedMLPFunction, mlp, x.to(dtype), probabilities, w1, b1, w2, b2)
         for call in (call1, call2):
-            if call.delayed_call is not None:
-                call.delayed_call.forward_finished()
+            if call.given.delayed is not None:
+                call.given.delayed.forward_finished()
         return y
 
     def extra_repr(self) -> str:

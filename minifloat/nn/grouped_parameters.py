@@ -96,11 +96,7 @@ class GroupedParameters(LinearState):
             return self._etp_stand_in((self.num_gemms, self.out_features, self.in_features))
         if self.single_grouped_weight:
             return self._weight("weight")
-        experts = self._each("weight")
-        whole = stack_weights(experts, self._joined)
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            whole.made_of = experts  # type: ignore[attr-defined]
-        return whole
+        return stack_weights(self._each("weight"), self._joined)
 
     def _bias_vector(self) -> Tensor | None:
         """b [G, N]."""

@@ -14,8 +14,8 @@ from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Siz
 from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
-from minifloat.functional.linear_steps import quantized_in_graph
-from minifloat.functional.tensor_parallel import Mode
+from minifloat.functional.linear_config import Mode
+from minifloat.functional.quantize import as_quantized_tensor
 from minifloat.nn import parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
@@ -159,16 +159,17 @@ class LayerNormLinear(parts.LayerOfParts):
             check_meta(x, self, self.norm._parameters.get("weight"))
             dtype = linear._compute_dtype(x)
             gamma, beta = self.norm.weight, self.norm.bias
-            plan, call, weight, b = linear._prepare(
+            call, weight, b = linear._prepare(
                 recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
-                parallel=parallel, recompute_x=self.recompute_norm,
+                exchange=parallel, recompute_x=self.recompute_norm,
             )  # fmt: skip
             norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
-            y, *extra = apply(LayerNormLinearFunction, norm, plan, call, x.to(dtype), residual, gamma, beta, weight, b)
-            if fp8_output and not call.eager:
-                y = quantized_in_graph(y, plan.config.output, call.delayed_call, linear._label)
-            if call.delayed_call is not None:
-                call.delayed_call.forward_finished()
+            y, *extra = apply(LayerNormLinearFunction, norm, call, x.to(dtype), residual, gamma, beta, weight, b)
+            delayed = call.given.delayed
+            if fp8_output and not call.spec.eager:
+                y = as_quantized_tensor(y, call.spec.config.output, "output", delayed, linear._label)
+            if delayed is not None:
+                delayed.forward_finished()
             n, found = norm.extra_outputs(extra)
             stream = x if found is None else found
             bias = linear._bias_vector() if self.return_bias else None

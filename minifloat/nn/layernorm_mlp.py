@@ -193,21 +193,19 @@ class LayerNormMLP(parts.LayerOfParts):
             dtype = fc1._compute_dtype(x)
             gamma, beta = self.norm.weight, self.norm.bias
             needs_x = parts.needs_gradient(x, residual, gamma, beta)
-            plan1, call1, w1, b1 = fc1._prepare(
-                first, dtype, needs_x, is_first_microbatch, parallel=column, recompute_x=self.recompute_norm
+            call1, w1, b1 = fc1._prepare(
+                first, dtype, needs_x, is_first_microbatch, exchange=column, recompute_x=self.recompute_norm
             )
             needs_hidden = needs_x or parts.needs_gradient(w1, b1)
-            plan2, call2, w2, b2 = fc2._prepare(
-                second, dtype, needs_hidden, is_first_microbatch, parallel=row, recompute_x=self.recompute_activation
+            call2, w2, b2 = fc2._prepare(
+                second, dtype, needs_hidden, is_first_microbatch, exchange=row, recompute_x=self.recompute_activation
             )
             norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
-            mlp = MLPCall(norm, self.activation, plan1, plan2)
-            y, *extra = apply(
-                LayerNormMLPFunction, mlp, call1, call2, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2
-            )
+            mlp = MLPCall(norm, self.activation, call1, call2)
+            y, *extra = apply(LayerNormMLPFunction, mlp, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2)
             for call in (call1, call2):
-                if call.delayed_call is not None:
-                    call.delayed_call.forward_finished()
+                if call.given.delayed is not None:
+                    call.given.delayed.forward_finished()
             n, found = norm.extra_outputs(extra)
             stream = x if found is None else found
             bias = fc2._returned_bias(row) if self.return_bias else None

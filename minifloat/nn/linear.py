@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import autocast, is_batch_invariant
 from minifloat.comm.group import Group
 from minifloat.functional import shared_cast
-from minifloat.functional.autograd import apply
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.linear import LinearFunction
-from minifloat.functional.linear_steps import quantized_in_graph
-from minifloat.functional.quantize import calibrate, reuse
-from minifloat.functional.tensor_parallel import Mode
+from minifloat.functional.linear import LinearFunction, apply_eagerly
+from minifloat.functional.linear_config import Mode
+from minifloat.functional.quantize import as_quantized_tensor, calibrate, reuse
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.linear_parameters import LinearParameters
@@ -57,7 +55,7 @@ class Linear(LinearCalls, LinearParameters):
         params_dtype: another name of ``dtype``.
         parallel_mode: ``"column"`` shares ``out_features`` out over the ranks of a group, ``"row"`` ``in_features``:
             the sizes given are those of all ranks, the attributes of that name this rank's. The shapes of each are in
-            :class:`~minifloat.functional.tensor_parallel.TensorParallel`. All ranks start from one seed, as the
+            its exchange (``functional/exchange.py``). All ranks start from one seed, as the
             unsharded layer of that seed would; each parameter has Megatron's attributes ``tensor_model_parallel``,
             ``partition_dim`` and ``partition_stride``.
         sequence_parallel: activations that are not split by columns are split by rows, along dim 0.
@@ -131,7 +129,7 @@ class Linear(LinearCalls, LinearParameters):
             self._shard_rows(ranks, etp_reduction)
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
-            self._check_weight_dtype(self._weight(self._weight_names[0]))
+            self._check_weight_dtype(self._weight(self._weight_names[0]).dtype)
             self._config(self.recipe)
 
     def forward(
@@ -156,7 +154,8 @@ class Linear(LinearCalls, LinearParameters):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
-        if torch.compiler.is_compiling() and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad):
+        compiling = torch.compiler.is_compiling()
+        if compiling and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad):
             return run_eager(Linear.forward, self, x, is_first_microbatch, fp8_output, fp8_grad, rows_per_rank)
         parallel = self._parallel
         if parallel.mode is not None or rows_per_rank is not None:
@@ -174,25 +173,26 @@ class Linear(LinearCalls, LinearParameters):
                 return self._high_precision(x)
             recipe = UNQUANTIZED  # PyTorch's own linear cannot do what is asked
         dtype = self._compute_dtype(x)
-        plan, call, weight, bias = self._prepare(
+        linear, weight, bias = self._prepare(
             recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, parallel,
-            input_is_quantized=isinstance(x, QuantizedTensor),
+            input_is_quantized=isinstance(x, QuantizedTensor), compiling=compiling,
         )  # fmt: skip
-        source, x, quantizer = x, x.to(dtype), plan.x_quantizer
-        ranks = (parallel.group, parallel.shards) if plan.gathers_x else None
+        (spec, exchange, _, given), source, x = linear, x, x.to(dtype)
+        ranks = (exchange.group, exchange.shards) if exchange.gathers_x else None
         if ranks is None and isinstance(x, QuantizedTensor):
-            call.x = reuse(x, quantizer) if call.eager else traced.reuse(x, quantizer)
-        shares = call.eager and plan.shares_x and call.x is None
-        cast = dtype, quantizer, plan.passing, ranks
+            given.x = reuse(x, spec.x) if spec.eager else traced.reuse(x, spec.x)
+        shares = spec.eager and spec.shares_x and given.x is None
+        cast = dtype, spec.x, spec.passing, ranks
         if shares:
-            call.x, call.shares_x = shared_cast.find(source, cast, self), True
-        y = apply(LinearFunction, plan, call, x, weight, bias)
-        if fp8_output and not call.eager:
-            y = quantized_in_graph(y, plan.config.output, call.delayed_call, self._label)
+            given.x, given.shares_x = shared_cast.find(source, cast, self), True
+        run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
+        y = run(*linear, x, weight, bias)
+        if fp8_output and not spec.eager:
+            y = as_quantized_tensor(y, spec.config.output, "output", given.delayed, self._label)
         if shares:
-            shared_cast.keep(source, cast, call.x, self)
-        if call.delayed_call is not None:
-            call.delayed_call.forward_finished()
+            shared_cast.keep(source, cast, given.x, self)
+        if given.delayed is not None:
+            given.delayed.forward_finished()
         if finite.active:
             self._check_finite(x, y)
         return (y, self._returned_bias(parallel)) if self.return_bias else y

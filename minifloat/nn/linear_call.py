@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,16 @@ from minifloat.delayed import check_same_scale
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.autograd import as_output, autocast_enabled, exporting
 from minifloat.functional.batch_invariant import check_rows_alone
-from minifloat.functional.linear_config import LinearConfig, LinearOptions
-from minifloat.functional.linear_plan import LinearPlan, make_plan
-from minifloat.functional.linear_steps import Call
-from minifloat.functional.tensor_parallel import UNSHARDED, TensorParallel
-from minifloat.functional.weight_gradient import parameters_of
+from minifloat.functional.etp.weight import GatheredWeight
+from minifloat.functional.exchange import LOCAL, Local
+from minifloat.functional.linear import Given, LinearCall
+from minifloat.functional.linear_config import LinearConfig, Options
+from minifloat.functional.spec import Spec, make_spec
+from minifloat.functional.weight_source import LOCAL_WEIGHT, LocalWeight
 from minifloat.nn import delayed_wgrad
 from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.linear_state import LinearState
-from minifloat.ops import matmul
+from minifloat.ops import matmul, new
 from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, Recipe
 from minifloat.tensor import QuantizedTensor
@@ -39,9 +40,10 @@ def _identity(role: QuantizerRole) -> Quantizer:
     return Quantizer.identity()
 
 
+_graph_task, _top_hooks = torch._C._current_graph_task_id, torch._C._autograd._top_saved_tensors_default_hooks
 UNQUANTIZED = CustomRecipe(_identity)
 """The recipe of a layer that has none and yet does what PyTorch's own linear cannot."""
-_MOST_PLANS = 64  # of a layer; those of calls whose rows per rank never repeat must not fill the memory
+_MOST_SPECS = 64  # of a layer; groups that are replaced again and again must not fill the memory
 
 
 def _in_words(config: LinearConfig, needs_x: bool, needs_w: bool, needs_b: bool) -> str:
@@ -50,12 +52,14 @@ def _in_words(config: LinearConfig, needs_x: bool, needs_w: bool, needs_b: bool)
     return f"{config.describe()}, gradients {needed}"
 
 
-Prepared = tuple[LinearPlan, Call, Tensor, Tensor | None]
-"""A call of a linear that is about to run, for its autograd function: plan, call, weight and bias."""
+Prepared = tuple[LinearCall, Tensor, Tensor | None]
+"""A call of a linear that is about to run, for its autograd function; its weight and bias."""
 
 
 class LinearCalls(LinearState):
     """How a call of a :class:`~minifloat.Linear` begins, whoever runs it: the layer itself or a fused module."""
+
+    _weight_as_it_is: LocalWeight = LOCAL_WEIGHT
 
     def _prepare(
         self,
@@ -65,66 +69,72 @@ class LinearCalls(LinearState):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-        parallel: TensorParallel = UNSHARDED,
+        exchange: Local = LOCAL,
         recompute_x: bool = False,
         input_is_quantized: bool = False,
+        compiling: bool | None = None,
     ) -> Prepared:
         """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be.
 
-        ``parallel``: the layer's, with the rows of this call; the others as of :class:`LinearOptions`.
+        ``exchange``: the layer's, with the rows of this call; the others as of :class:`Options`.
         """
-        latest, compiling = self._latest_config, torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling() if compiling is None else compiling
+        latest = self._latest_config
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"{self._label}: torch.func's grad, vjp, jvp and vmap do not see into quantized layers; use "
                 "torch.autograd.grad and a batch dim of X, or recipe='none'"
             )
         known = not compiling and latest is not None and latest[0] is recipe
-        _, config, plans = latest if known else self._configured(recipe)  # type: ignore[misc]
-        replayed = self._replayed_scale(recipe, config, compiling)
+        _, config, specs = latest if known else self._configured(recipe)  # type: ignore[misc]
+        replayed, grad = None, torch.is_grad_enabled()
+        special = compiling or config.delayed is not None or not grad or recompute._inside
+        if special or _graph_task() != -1 or _top_hooks(True) is not None:
+            replayed = self._replayed_scale(recipe, config, compiling)
         weight, bias = self._weight_and_bias()
-        grad = torch.is_grad_enabled()
         needs_x = grad and needs_x
         needs_w = grad and weight.requires_grad
         needs_b = grad and bias is not None and bias.requires_grad
-        if parallel.check:
-            check_options(self._label, _in_words(config, needs_x, needs_w, needs_b), parallel.group)
-        main_grad = needs_w and self.fuse_wgrad_accumulation
-        gathers = self._etp is not None
-        if needs_w and (main_grad or gathers or self.delay_wgrad_compute):
-            self._check_own_gradients(weight, main_grad)
-            if compiling and main_grad:  # backward sets no attribute there
-                weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if is_first_microbatch and (compiling or torch._C._current_graph_task_id() == -1):
-            # Not inside of backward: a checkpoint's recomputation is no other microbatch.
-            self._begin_step(weight, needs_w)
-        if needs_w and self.delay_wgrad_compute:
-            delayed_wgrad.watch(self)
-        options = (
-            weight.device.type, dtype, needs_x, needs_w, needs_b, parallel, input_is_quantized, recompute_x,
-            fp8_output, fp8_grad,
-            autocast.batch_invariant_used and is_batch_invariant(), main_grad, is_first_microbatch is True, gathers,
-            weight.dtype if self.wgrad_in_weight_dtype else None,
-            self._wgrad_tasks if self.delay_wgrad_compute else None,
+        if exchange.check:
+            check_options(self._label, _in_words(config, needs_x, needs_w, needs_b), exchange.group)
+        main_grad, source = needs_w and self.fuse_wgrad_accumulation, self._weight_as_it_is
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self._etp is not None:
+            source = self._weight_source(weight)
+            self._begin_own_gradients(source, needs_w, is_first_microbatch, compiling)
+        options = Options(
+            device=weight.device.type, dtype=dtype, weight_dtype=weight.dtype,
+            needs_x=needs_x, needs_w=needs_w, needs_b=needs_b, ranks=exchange.mode and exchange.ranks,
+            input_is_quantized=input_is_quantized, recompute_x=recompute_x,
+            quantize_output=fp8_output, quantize_grad_input=fp8_grad,
+            batch_invariant=autocast.batch_invariant_used and is_batch_invariant(),
+            main_grad=main_grad, overwrite_main_grad=is_first_microbatch is True, gathers_weight=source.gathers,
+            wgrad_in_weight_dtype=self.wgrad_in_weight_dtype, delays_wgrad=self.delay_wgrad_compute,
         )  # fmt: skip
-        key = (weight.dtype, *options[:5], parallel.mode and parallel, *options[6:-1], options[-1] is None)
-        plan = None if compiling else plans.get(key)
-        if plan is None:
-            if parallel.mode is not None and not weight.is_meta:
-                self._check_same_recipe(f"{type(recipe).__name__}({config.describe()})", parallel.group, weight)
-            plan = self._new_plan(config, weight, options)
+        spec = None if compiling else specs.get(options)
+        if spec is None:
+            if exchange.mode is not None and not weight.is_meta:
+                self._check_same_recipe(f"{type(recipe).__name__}({config.describe()})", exchange.group, weight)
+            spec = self._new_spec(config, options)
             if not compiling:
-                if len(plans) >= _MOST_PLANS:
-                    plans.clear()
-                plans[key] = plan
+                if len(specs) >= _MOST_SPECS:
+                    specs.clear()
+                specs[options] = spec
         delayed_call = None
         if config.delayed is not None:
             backward = needs_x or needs_w or needs_b
-            delayed_call = self._delayed_call(config.delayed, replayed, backward, parallel)
+            delayed_call = self._delayed_call(config.delayed, replayed, backward, exchange)
         nothing_kept = compiling or self._weight_cache is None
         cast_now = type(weight) is nn.Parameter and is_first_microbatch is None and nothing_kept
-        w = None if cast_now else self._weight_operands(plan, delayed_call, weight, is_first_microbatch)
-        return plan, Call(delayed_call, None, w, not compiling), weight, bias
+        w = None if cast_now else self._weight_operands(spec, delayed_call, weight, is_first_microbatch)
+        return new(LinearCall, (spec, exchange, source, Given(delayed_call, w))), weight, bias
+
+    def _weight_source(self, weight: Tensor) -> LocalWeight:
+        """Where operands of ``weight`` come from in this call, and where its gradient goes, if that is special."""
+        tasks = self._wgrad_tasks if self.delay_wgrad_compute else None
+        if self._etp is not None:
+            assert self._etp_weight is not None  # which ``weight`` stands in for
+            return GatheredWeight(self._etp_weight, self._etp_parameters(), tasks)
+        return LocalWeight((weight,), tasks)
 
     def _check_same_recipe(self, recipe: str, group: Group, weight: Tensor) -> None:
         """Raises on every rank if ``recipe`` is another on some rank of ``group``, which is asked once for each."""
@@ -133,33 +143,41 @@ class LinearCalls(LinearState):
             check_recipe_in_trace(*asked)
         elif asked not in self._agreed:
             check_recipe(*asked)
-            self._agreed = {asked} if len(self._agreed) >= _MOST_PLANS else self._agreed | {asked}
+            self._agreed = {asked} if len(self._agreed) >= _MOST_SPECS else self._agreed | {asked}
 
-    def _new_plan(self, config: LinearConfig, weight: Tensor, options: tuple[Any, ...]) -> LinearPlan:
-        self._check_weight_dtype(weight)
-        wanted = LinearOptions(*options)
-        if wanted.batch_invariant:
-            check_rows_alone(self._label, config, wanted)
-        return self._make_plan(config, wanted)
+    def _new_spec(self, config: LinearConfig, options: Options) -> Spec:
+        self._check_weight_dtype(options.weight_dtype)
+        if options.batch_invariant:
+            check_rows_alone(self._label, config, options)
+        return self._make_spec(config, options)
 
-    def _check_weight_dtype(self, weight: Tensor) -> None:
-        if weight.dtype not in DTYPES:
-            raise ValueError(f"{self._label}: cannot quantize a {weight.dtype} weight; use bf16, fp16 or fp32")
+    def _check_weight_dtype(self, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"{self._label}: cannot quantize a {dtype} weight; use bf16, fp16 or fp32")
 
-    def _make_plan(self, config: LinearConfig, options: LinearOptions) -> LinearPlan:
-        return make_plan(config, options)
+    def _make_spec(self, config: LinearConfig, options: Options) -> Spec:
+        return make_spec(config, options)
 
-    def _begin_step(self, weight: Any, needs_w: bool) -> None:
-        """The next dW replaces what is in main_grad; those of a step that was given up are dropped."""
-        if self.fuse_wgrad_accumulation:
-            for parameter in parameters_of(weight):
-                parameter.main_grad_is_old = True
+    def _begin_own_gradients(self, source: LocalWeight, needs_w: bool, first: bool | None, compiling: bool) -> None:
+        """A call whose backward is to write gradients of the weight by itself."""
+        main_grad = needs_w and self.fuse_wgrad_accumulation
+        if needs_w:
+            self._check_own_gradients(source.parameters, main_grad)
+        for own in source.parameters if compiling and main_grad else ():  # backward sets no attribute there
+            if own.requires_grad:
+                own.grad_added_to_main_grad = True
+        if first and (compiling or _graph_task() == -1):
+            # Not inside of backward: a checkpoint's recomputation is no other microbatch.
+            for own in source.parameters if self.fuse_wgrad_accumulation else ():
+                own.main_grad_is_old = True  # the next dW replaces what is in main_grad
+            if needs_w and self.delay_wgrad_compute:
+                self._wgrad_tasks.clear()  # of a step that was given up
         if needs_w and self.delay_wgrad_compute:
-            self._wgrad_tasks.clear()
+            delayed_wgrad.watch(self)
 
-    def _check_own_gradients(self, weight: Tensor, main_grad: bool) -> None:
+    def _check_own_gradients(self, parameters: Sequence[Any], main_grad: bool) -> None:
         """Raises where backward is to write the gradient of the weight by itself and cannot."""
-        for own in parameters_of(weight):
+        for own in parameters:
             if not own.requires_grad:
                 continue
             check_reduced(self._label, own)
@@ -204,10 +222,10 @@ class LinearCalls(LinearState):
         context = current()
         return context.recipe if context is not None and context.enabled else None
 
-    def _returned_bias(self, parallel: TensorParallel) -> Tensor | None:
+    def _returned_bias(self, exchange: Local) -> Tensor | None:
         """The bias that the caller adds; to a rank's rows alone if Y is scattered, yet with the gradient of all."""
         bias = self._bias_vector()
-        return parallel.replicated(bias) if bias is not None and parallel.mode == "row" else bias
+        return exchange.replicated(bias) if bias is not None and exchange.mode == "row" else bias
 
     def _replayed_scale(self, recipe: Recipe | None, config: LinearConfig | None, compiling: bool) -> Tensor | None:
         """Delayed scales that a recomputation reads in place of the layer's; to be asked once in each forward."""
@@ -231,15 +249,15 @@ class LinearCalls(LinearState):
             )
 
     def _delayed_call(
-        self, recipe: DelayedScaling, replayed: Tensor | None, backward: bool, parallel: TensorParallel
+        self, recipe: DelayedScaling, replayed: Tensor | None, backward: bool, exchange: Local
     ) -> DelayedCall:
         """Where delayed scaling keeps its state; a recomputation records nothing."""
         states, first = (self.forward_scaling, self.backward_scaling), replayed is None
         records = torch.is_grad_enabled() and first
         call = DelayedCall(states, recipe, records, backward and first, current(), replayed)
-        if parallel.sequence_parallel:
+        if exchange.sequence_parallel:
             why = f"{self._label}: sequence_parallel=True gathers tensors"
-            check_same_scale(why, parallel.group, recipe, call.group)
+            check_same_scale(why, exchange.group, recipe, call.group)
         if self._etp is not None:
             check_same_scale(f"{self._label}: the weight is sharded", self._etp.group, recipe, call.group)
         return call

@@ -1,4 +1,4 @@
-"""What a linear layer keeps beside its parameters: plans, quantized weights and amax histories."""
+"""What a linear layer keeps beside its parameters: specs, quantized weights and amax histories."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from minifloat.comm.ddp import check_synchronized
 from minifloat.comm.dtensor import own_rows
 from minifloat.delayed import AmaxHistory, history_length
 from minifloat.delayed_call import DelayedCall
-from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, linear_config
-from minifloat.functional.linear_plan import LinearPlan
+from minifloat.functional.exchange import LOCAL
+from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, Options, linear_config
 from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, record, reuse
-from minifloat.functional.tensor_parallel import UNSHARDED
+from minifloat.functional.spec import Spec
 from minifloat.nn.etp import EtpRows
 from minifloat.nn.parameters import replace
 from minifloat.nn.quantized_parameters import (
@@ -36,8 +36,8 @@ from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps, stop_counting
 
 _HISTORIES = ("forward_scaling", "backward_scaling")
-Configured = tuple[Recipe, LinearConfig, dict[Any, LinearPlan]]
-"""A recipe, how it quantizes a layer's tensors, and the plans that follow; read at once, since threads take turns."""
+Configured = tuple[Recipe, LinearConfig, dict[Options, Spec]]
+"""A recipe, how it quantizes a layer's tensors, and the specs that follow; read at once, since threads take turns."""
 _CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
@@ -112,7 +112,7 @@ class LinearState(EtpRows):
             "parameters_split": None,
             "parallel_mode": None,
             "sequence_parallel": False,
-            "_parallel": UNSHARDED,
+            "_parallel": LOCAL,
             "_partitions": {},
             "_etp": None,
             "_etp_weight": None,
@@ -263,21 +263,21 @@ class LinearState(EtpRows):
     # ---- the weight of a call ----
 
     def _weight_operands(
-        self, plan: LinearPlan, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
+        self, spec: Spec, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
     ) -> Quantized | None:
         """Operands of the weight that exist: its own, or those cached for several microbatches; None: cast it.
 
         None as well of a sharded one, whose rows are cast here and gathered when they are multiplied.
         """
-        quantizer = plan.w_quantizer
+        quantizer = spec.w
         if self._etp is not None:
             for rows in self._etp_parameters():
-                if isinstance(rows, QuantizedTensor) and pairs_with(rows._operands, plan.config, plan.options.needs_x):
+                if isinstance(rows, QuantizedTensor) and pairs_with(rows._operands, spec.config, spec.options.needs_x):
                     quantizer = rows.quantizer  # as it is kept, whatever the recipe would make of it
             if delayed_call is not None:
                 self._bind_scales()
             scales = self._replayed_scales(delayed_call)
-            parts = self._etp_source().cast(quantizer, plan.options.dtype, first=is_first_microbatch, scales=scales)
+            parts = self._etp_source().cast(quantizer, spec.options.dtype, first=is_first_microbatch, scales=scales)
             self._record_weight(delayed_call, self._etp_part(parts))
             return None
         if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
@@ -286,7 +286,7 @@ class LinearState(EtpRows):
             check_synchronized(self._label)
             if weight.gatherer is not None and not torch.compiler.is_compiling():
                 weight.gatherer.fetch_for(quantizer, self._label)
-            ready = fitting(weight, plan)
+            ready = fitting(weight, spec)
             if ready is not None:
                 self._follow_own_scale(weight, delayed_call, ready)
                 return ready
@@ -457,9 +457,9 @@ def owners(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[LinearState, t
     return found
 
 
-def fitting(weight: QuantizedTensor, plan: LinearPlan) -> Quantized | None:
-    """The weight's own operands, if the GEMMs of ``plan`` take them as they are."""
-    ready = reuse(weight, plan.w_quantizer)
-    if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, plan.config, plan.options.needs_x):
+def fitting(weight: QuantizedTensor, spec: Spec) -> Quantized | None:
+    """The weight's own operands, if the GEMMs of ``spec`` take them as they are."""
+    ready = reuse(weight, spec.w)
+    if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, spec.config, spec.options.needs_x):
         return weight.operands
     return ready

@@ -14,8 +14,9 @@ from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegative
 from minifloat.comm.random_state import draw_apart
 from minifloat.functional.autograd import autocast_to
 from minifloat.functional.etp.rows import Reduction
+from minifloat.functional.exchange import Local
+from minifloat.functional.linear_config import Mode
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
-from minifloat.functional.tensor_parallel import Mode, TensorParallel
 from minifloat.nn import parts
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
@@ -210,7 +211,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         )
         self._share_heads(parallel)
 
-    def _share_heads(self, parallel: TensorParallel) -> None:
+    def _share_heads(self, parallel: Local) -> None:
         """Attends with this rank's part of the heads from now on: what the linears give, which are sharded already.
 
         Raises:
@@ -301,7 +302,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         encoder_rows: Sequence[int] | None,
         angles: tuple[Tensor | None, Tensor | None],
         starts: tuple[Tensor | None, Tensor | None],
-        parallel: TensorParallel,
+        parallel: Local,
         options: dict[str, Any],
     ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
         """Each [..., heads, channels], normed and turned; the norm's result, if it is wanted; the stream.
@@ -336,7 +337,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         return f"attention_type={self.attention_type}" + rotated + shared
 
     def _place(
-        self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, starts: Tensor | None, parallel: TensorParallel
+        self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, starts: Tensor | None, parallel: Local
     ) -> Tensor:
         """Norm and rotation of queries or keys, in the order that was asked for."""
         if norm is not None and self.qk_norm_before_rope:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.exchange import ColumnSequence, Local
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.linear import Linear
 
@@ -30,12 +30,12 @@ def make_projection(
     return LayerNormLinear(hidden_size, sum(rows.values()), **norm, **options)
 
 
-def summing(parallel: TensorParallel) -> TensorParallel:
+def summing(parallel: Local) -> Local:
     """For parameters that serve the heads of all ranks: gradients are summed as under sequence parallelism."""
-    return parallel if parallel.mode is None else TensorParallel("column", True, parallel.group)
+    return parallel if parallel.mode is None else ColumnSequence(parallel.group)
 
 
-def own_heads(t: Any, heads: int, parallel: TensorParallel) -> Any:
+def own_heads(t: Any, heads: int, parallel: Local) -> Any:
     """This rank's ``heads`` of a mask or bias with a dim for those of all, [b, h, s, t]; anything else as it is."""
     if parallel.mode is None or not isinstance(t, Tensor) or t.dim() < 3:
         return t
@@ -74,7 +74,7 @@ def check_encoder_output(attention_type: str, encoder_output: Tensor | None) -> 
         )
 
 
-def check_parallel(heads: int, groups: int, qkv_format: str, parallel: TensorParallel) -> None:
+def check_parallel(heads: int, groups: int, qkv_format: str, parallel: Local) -> None:
     """Raises where a rank would have a part of a head, or not one piece of each sequence.
 
     Raises:

@@ -15,7 +15,7 @@ from minifloat.arguments import Accepts, check_value, checked
 from minifloat.autocast import checks_finite
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.exchange import Local
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.norm import LayerNorm, RMSNorm
@@ -68,8 +68,8 @@ class LayerOfLinears(nn.Module):
             set_group: Any = getattr(part, "set_tensor_parallel_group", None)
             if set_group is not None:
                 set_group(tp_group)
-        if isinstance(getattr(self, "_parallel", None), TensorParallel):
-            self._parallel: TensorParallel = self._parallel.over(Group.of(tp_group))
+        if isinstance(getattr(self, "_parallel", None), Local):
+            self._parallel: Local = self._parallel.over(Group.of(tp_group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; weight gradients that wait for ``backward_dw`` are dropped."""
@@ -139,7 +139,7 @@ def call_unfused(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tupl
     return outputs if isinstance(outputs, tuple) else (outputs, None)
 
 
-def call_norm(norm: nn.Module, x: Tensor, parallel: TensorParallel | None) -> Any:
+def call_norm(norm: nn.Module, x: Tensor, parallel: Local | None) -> Any:
     """``norm(x)``; under sequence parallelism its parameters get the gradients of the rows of all ranks."""
     if parallel is None or not parallel.sequence_parallel:
         return norm(x)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.comm.group import Group
-from minifloat.functional.tensor_parallel import UNSHARDED, Mode, TensorParallel
+from minifloat.functional.exchange import LOCAL, Local, exchange
+from minifloat.functional.linear_config import Mode
 
 
 class Partition(NamedTuple):
@@ -49,8 +50,8 @@ def tensor_parallel(
     tp_group: dist.ProcessGroup | None,
     tp_size: int,
     tp_mesh: DeviceMesh | None,
-) -> TensorParallel:
-    """What the constructor arguments of a parallel layer say; :data:`UNSHARDED` where that is a single rank.
+) -> Local:
+    """What the constructor arguments of a parallel layer say; :data:`LOCAL` where that is a single rank.
 
     Raises:
         ValueError: they contradict each other.
@@ -63,12 +64,10 @@ def tensor_parallel(
     if tp_size not in (1, group.size):
         how = "and no tp_group or tp_mesh" if group.size == 1 else f"and a group of {group.size} ranks"
         raise ValueError(f"{label}: tp_size={tp_size} {how}; the group says what the size is")
-    return UNSHARDED if mode is None or group.size == 1 else TensorParallel(mode, sequence_parallel, group)
+    return LOCAL if mode is None or group.size == 1 else exchange(mode, sequence_parallel, group)
 
 
-def partitions(
-    label: str, parallel: TensorParallel, in_features: int, parts: Mapping[str, int]
-) -> dict[str, Partition]:
+def partitions(label: str, parallel: Local, in_features: int, parts: Mapping[str, int]) -> dict[str, Partition]:
     """How ``weight`` and ``bias`` of a linear are cut; what every rank has in full is left out.
 
     Args:

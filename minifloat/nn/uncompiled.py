@@ -9,7 +9,7 @@ import torch
 
 from minifloat import recompute
 from minifloat.functional.autograd import exporting
-from minifloat.functional.weight_gradient import asks_in_backward
+from minifloat.functional.weight_source import asks_in_backward
 from minifloat.nn.linear_call import LinearCalls
 from minifloat.tensor import QuantizedTensor
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from minifloat.comm.dtensor import placed
 from minifloat.comm.group import Group
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.exchange import Local
 from minifloat.nn.etp import EtpRows
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
@@ -155,7 +155,7 @@ def _tensor_parallel_group(model: nn.Module) -> Group:
     found: dict[Group, str] = {}
     for name, module in model.named_modules():
         parallel = getattr(module, "_parallel", None)
-        if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
+        if isinstance(parallel, Local) and parallel.group.size > 1:
             found.setdefault(parallel.group, name)
     if len(found) > 1:
         raise ValueError(f"sharded_state_dict: {' and '.join(found.values())} are sharded over different groups")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Literal, NamedTuple
@@ -18,7 +17,8 @@ from minifloat.arguments import Count, checked
 from minifloat.comm.group import Group
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.tensor_parallel import Mode, Overlap, TensorParallel
+from minifloat.functional.exchange import Local, exchange, in_mode
+from minifloat.functional.linear_config import Mode, Overlap
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
@@ -126,7 +126,7 @@ def parallelize(
             weight gradient. Nothing was changed then.
     """
     ranks, plan = Ranks.of(mesh), plan or {}
-    parallel = TensorParallel("column", sequence_parallel, ranks.tp, overlap, check=check)
+    parallel = exchange("column", sequence_parallel, ranks.tp, overlap, check)
     shards = _plan_modules(model, parallel, plan) if ranks.tp.size > 1 else []
     if shards or ranks.data:
         check_once(model)
@@ -199,7 +199,7 @@ def _check_parameters(
 # ---- what is done to which module ----
 
 
-def _plan_modules(model: nn.Module, parallel: TensorParallel, plan: Mapping[str, Style]) -> list[Sharding]:
+def _plan_modules(model: nn.Module, parallel: Local, plan: Mapping[str, Style]) -> list[Sharding]:
     shards: list[Sharding] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -222,7 +222,7 @@ def _plan_modules(model: nn.Module, parallel: TensorParallel, plan: Mapping[str,
     return shards
 
 
-def _plan_layer(name: str, module: nn.Module, parallel: TensorParallel) -> list[Sharding]:
+def _plan_layer(name: str, module: nn.Module, parallel: Local) -> list[Sharding]:
     if isinstance(module, MultiheadAttention):
         return _plan_attention(name, module, parallel)
     if isinstance(module, LayerNormMLP):
@@ -235,7 +235,7 @@ def _plan_layer(name: str, module: nn.Module, parallel: TensorParallel) -> list[
     return [Sharding(module, {}, partial(setattr, module, "_parallel", parallel))]
 
 
-def _plan_attention(name: str, module: MultiheadAttention, parallel: TensorParallel) -> list[Sharding]:
+def _plan_attention(name: str, module: MultiheadAttention, parallel: Local) -> list[Sharding]:
     check_parallel(module.heads, module.groups, module.qkv_format, parallel)
     parts: dict[str, tuple[int, ...]] = {"qkv": (module.heads, module.groups, module.groups)}
     if module.attention_type == "cross":
@@ -248,7 +248,7 @@ def _plan_attention(name: str, module: MultiheadAttention, parallel: TensorParal
     return [*shards, Sharding(module, {}, partial(module._share_heads, parallel))]
 
 
-def _plan_by_style(name: str, module: nn.Module, style: Style, parallel: TensorParallel) -> list[Sharding]:
+def _plan_by_style(name: str, module: nn.Module, style: Style, parallel: Local) -> list[Sharding]:
     if style == "vocabulary":
         assert isinstance(module, nn.Embedding)
         return [_plan_embedding(name, module, parallel)]
@@ -262,7 +262,7 @@ def _plan_by_style(name: str, module: nn.Module, style: Style, parallel: TensorP
 
 
 def _plan_linear(
-    name: str, module: nn.Module, mode: Mode, parallel: TensorParallel, parts: tuple[int, ...] | None = None
+    name: str, module: nn.Module, mode: Mode, parallel: Local, parts: tuple[int, ...] | None = None
 ) -> Sharding:
     """``parts``: rows of what a column-parallel weight is made of, each of which is cut by itself."""
     linear = module.linear if isinstance(module, LayerNormLinear) else module
@@ -270,7 +270,7 @@ def _plan_linear(
         raise ValueError(f"parallelize: {name} is a {type(linear).__name__}; only a minifloat.Linear can be sharded")
     if linear._parallel.mode is not None:
         raise ValueError(f"parallelize: {name} is sharded already, over {linear._parallel.group.size} ranks")
-    parallel = replace(parallel, mode=mode)
+    parallel = in_mode(parallel, mode)
     rows = linear.parameters_split or {f"rows {i}": count for i, count in enumerate(parts or (linear.out_features,))}
     found = partitions(f"parallelize: {name}", parallel, linear.in_features, rows)
     cuts: dict[str, Partition] = {}
@@ -281,7 +281,7 @@ def _plan_linear(
     return Sharding(linear, cuts, partial(_finish_linear, linear, parallel, parts))
 
 
-def _finish_linear(linear: Linear, parallel: TensorParallel, parts: tuple[int, ...] | None) -> None:
+def _finish_linear(linear: Linear, parallel: Local, parts: tuple[int, ...] | None) -> None:
     linear.parallel_mode, linear.sequence_parallel = parallel.mode, parallel.sequence_parallel
     linear._parallel = parallel
     linear._share_out(linear.parameters_split, parts)
@@ -291,7 +291,7 @@ def _finish_linear(linear: Linear, parallel: TensorParallel, parts: tuple[int, .
     linear.invalidate()
 
 
-def _plan_embedding(name: str, module: nn.Embedding, parallel: TensorParallel) -> Sharding:
+def _plan_embedding(name: str, module: nn.Embedding, parallel: Local) -> Sharding:
     if type(module) is not nn.Embedding or module.padding_idx is not None or module.max_norm is not None:
         raise ValueError(
             f"parallelize: {name} is a {type(module).__name__} with padding_idx={module.padding_idx} and "
@@ -308,7 +308,7 @@ def _watch(module: nn.Module, reduced: ReducedGradients) -> None:
     reduced(module, ())  # before what reduces over ranks with other data sees the gradients
 
 
-def _sum_of_rows(parallel: TensorParallel, gradient: Tensor) -> Tensor:
+def _sum_of_rows(parallel: Local, gradient: Tensor) -> Tensor:
     """The gradient of a parameter of a module that sees this rank's rows."""
     total = parallel.start_sum_of_rows(gradient.clone()).wait()
     assert total is not None

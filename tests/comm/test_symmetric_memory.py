@@ -27,7 +27,8 @@ from minifloat.comm.group import group_of_name
 from minifloat.distributed import Group, ShardMap, parallelize, set_overlap
 from minifloat.formats import IDENTITY, ROWWISE, Format
 from minifloat.functional import count_gemms
-from minifloat.functional.tensor_parallel import Overlap, TensorParallel
+from minifloat.functional.exchange import RowSequence
+from minifloat.functional.linear_config import Overlap
 from minifloat.nn import LayerNormMLP
 from minifloat.operand import Operand
 from minifloat.ops.matmul import native
@@ -291,9 +292,9 @@ def test_compiled_graphs_have_functional_collectives() -> None:
 def test_set_overlap() -> None:
     group = Group("g", 2, 0)
     model = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity()])
-    model[0]._parallel, model[1]._parallel = TensorParallel("row", True, group), "something else"  # type: ignore[assignment]
+    model[0]._parallel, model[1]._parallel = RowSequence(group), "something else"  # type: ignore[assignment]
     set_overlap(model, "symmetric_memory")
-    assert model[0]._parallel == TensorParallel("row", True, group, "symmetric_memory")
+    assert model[0]._parallel == RowSequence(group, "symmetric_memory")
     assert model[1]._parallel == "something else" and not hasattr(model[2], "_parallel")
     call = model[0]._parallel.of_call((8, 3), None, "layer")  # type: ignore[union-attr, operator]
     assert (call.overlap, call.lengths, call.shards) == ("symmetric_memory", (4, 4), ShardMap((4, 4)))

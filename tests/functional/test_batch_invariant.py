@@ -15,8 +15,7 @@ import minifloat
 from minifloat import autocast
 from minifloat.comm.group import Group
 from minifloat.functional import batch_invariant
-from minifloat.functional.linear_config import LinearOptions, linear_config
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.linear_config import Options, Ranks, linear_config
 from minifloat.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, MoE, TopKRouter
 from minifloat.ops import grouped
 from minifloat.recipe import Float8BlockScaling, NVFP4BlockScaling, as_recipe
@@ -188,9 +187,8 @@ def test_compiled(device: torch.device) -> None:
                 assert_same_bits(found, wanted)
 
 
-def _options(**options: Any) -> LinearOptions:
-    sharding = options.pop("parallel", TensorParallel())
-    return LinearOptions("cpu", BF16, True, True, True, sharding, batch_invariant=True, **options)
+def _options(**options: Any) -> Options:
+    return Options("cpu", BF16, BF16, True, True, True, batch_invariant=True, **options)
 
 
 def test_refused() -> None:
@@ -204,13 +202,13 @@ def test_refused() -> None:
         ):
             layer(torch.randn(3, K, dtype=BF16))
     config = linear_config(as_recipe("block"))
-    batch_invariant.check_rows_alone("fc", config, _options(parallel=TensorParallel("row", group=Group("g", 2))))
-    for parallel, why in (
-        (TensorParallel("row", group=Group("g", 3)), "sums 3 ranks"),
-        (TensorParallel("column", group=Group("g", 2), overlap="symmetric_memory"), "set_overlap"),
+    batch_invariant.check_rows_alone("fc", config, _options(ranks=Ranks("row", False, Group("g", 2), "handles")))
+    for ranks, why in (
+        (Ranks("row", False, Group("g", 3), "handles"), "sums 3 ranks"),
+        (Ranks("column", False, Group("g", 2), "symmetric_memory"), "set_overlap"),
     ):
         with pytest.raises(ValueError, match=why):
-            batch_invariant.check_rows_alone("fc", config, _options(parallel=parallel))
+            batch_invariant.check_rows_alone("fc", config, _options(ranks=ranks))
     with pytest.raises(ValueError, match="e4m3/tensor"):
         mixed = linear_config(as_recipe("delayed"))
         current = linear_config(as_recipe("current"))

@@ -21,7 +21,7 @@ from minifloat.distributed import reduce_replicated
 from minifloat.functional.etp import weight
 from minifloat.functional.etp.lane import Lane
 from minifloat.functional.etp.weight import _send_buffer
-from minifloat.functional.weight_gradient import computed as computed_gradient
+from minifloat.functional.weight_source import computed as computed_gradient
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_linears import Data, differences, lane, make, own, recorded, same, set_prefetch, sgd, step

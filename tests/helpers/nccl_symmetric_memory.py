@@ -20,7 +20,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from minifloat.functional import count_gemms
-from minifloat.functional.tensor_parallel import Overlap, set_overlap
+from minifloat.functional.linear_config import Overlap
+from minifloat.functional.tensor_parallel import set_overlap
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.fused_model import run
 from tests.helpers.tensor_parallel_cases import Case, Results

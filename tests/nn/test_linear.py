@@ -789,7 +789,7 @@ def _recipe(layer: Linear) -> None:
 
 
 @pytest.mark.parametrize("change", [_half, _freeze, _recipe, _parametrize("weight"), _parametrize("bias")])
-def test_plans_follow_what_changes(change: Callable[[Linear], None]) -> None:
+def test_specs_follow_what_changes(change: Callable[[Linear], None]) -> None:
     """A layer that has run computes after a change what one does that is changed first."""
     used = Linear(37, 16, recipe="current")
     fresh = copy.deepcopy(used)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from minifloat import MultiheadAttention, QuantizedTensor, TransformerLayer, autocast, prepare, quantized_model_init
+from minifloat.functional.exchange import LOCAL
 from minifloat.functional.gathered import Gathered
-from minifloat.functional.tensor_parallel import TensorParallel
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
@@ -235,7 +235,7 @@ def _call(rank: int, size: int, case: Case) -> None:
 
 def test_one_rank_is_unsharded() -> None:
     layer = TransformerLayer(HIDDEN, FFN, HEADS, set_parallel_mode=True, sequence_parallel=True)
-    assert layer.self_attention._parallel == TensorParallel() and layer.self_attention.heads == HEADS
+    assert layer.self_attention._parallel == LOCAL and layer.self_attention.heads == HEADS
     assert layer(torch.randn(3, BATCH, HIDDEN)).shape == (3, BATCH, HIDDEN)
 
 

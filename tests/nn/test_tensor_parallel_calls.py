@@ -58,7 +58,7 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[Watch]:
         along, check = Gathered.along, gemm.check_operands
-        start_sum = TensorParallel._start_sum
+        start_sum = TensorParallel.start_sum
         gather = TensorParallel.gather
 
         def watched_along(gathered: Gathered, dim: int) -> Operand:
@@ -90,7 +90,7 @@ class Watch:
         with (
             mock.patch.object(Gathered, "along", watched_along),
             mock.patch.object(TensorParallel, "gather", watched_gather),
-            mock.patch.object(TensorParallel, "_start_sum", watched_sum),
+            mock.patch.object(TensorParallel, "start_sum", watched_sum),
             mock.patch.object(gemm, "check_operands", watched_gemm),
         ):
             yield self

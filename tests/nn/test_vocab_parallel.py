@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy, vocabulary_shards
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.exchange import ColumnSequence
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.ops import cross_entropy as kernels
 from tests.helpers.compare import same_on_all_ranks
@@ -101,7 +101,7 @@ def adopted(rank: int, size: int) -> Any:
     module = nn.Embedding(7, 2)
     shards = vocabulary_shards(7, size)
     module.weight = nn.Parameter(module.weight.detach().split(list(shards.rows))[rank].clone())
-    VocabParallelEmbedding._adopt(module, TensorParallel("column", True, Group.of(process_group())))
+    VocabParallelEmbedding._adopt(module, ColumnSequence(Group.of(process_group())))
     torch.manual_seed(3)
     born = VocabParallelEmbedding(7, 2, sequence_parallel=True, tp_group=process_group())
     assert repr(module) == repr(born) and vars(module).keys() == vars(born).keys()

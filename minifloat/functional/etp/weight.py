@@ -19,7 +19,8 @@ from minifloat.formats import IDENTITY, ROWWISE
 from minifloat.functional.etp.lane import Key, Step, lane_of
 from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together
 from minifloat.functional.grouped_weight import SeparateOperands
-from minifloat.functional.weight_gradient import Product, accumulated, computed
+from minifloat.functional.spec import Spec
+from minifloat.functional.weight_source import LocalWeight, Product, accumulated, computed, into_grad, into_main_grad
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recompute import capturing
@@ -198,9 +199,7 @@ class EtpWeight:
                 if trained:
                     leaf.requires_grad_().register_hook(lambda _: self._deliver(1 + len(self.sharding.replicas)))
             self.leaf = leaf
-        whole: Any = leaf.view_as(leaf)
-        whole.etp, whole.made_of = self, parameters
-        return whole
+        return leaf.view_as(leaf)
 
     def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool, delayed: bool) -> None:
         """Gives this rank's rows of the reduced gradient to ``sink``, once later work has been started.
@@ -261,6 +260,44 @@ class EtpWeight:
                 sink(parameter, partial(computed, own))
                 if self.lane.collected is None:
                     accumulated(parameter)
+
+
+class GatheredWeight(LocalWeight):
+    """A weight of which each rank has rows, for one call: gathered for each product, and its gradient reduced.
+
+    w_shard_n [n, K] -> codes -> gather -> W [N, K] for fprop, and again for dgrad; dW [N, K] -> reduce_scatter.
+
+    Args:
+        etp: the weight.
+        parameters, tasks: as of :class:`LocalWeight`.
+    """
+
+    gathers = True
+
+    def __init__(
+        self, etp: EtpWeight, parameters: Sequence[Any], tasks: list[Callable[[], None]] | None = None
+    ) -> None:
+        super().__init__(parameters, tasks)
+        self.etp = etp
+
+    def gather(self) -> Quantized:
+        return self.etp.forward()
+
+    def save(self, spec: Spec, weight: Tensor, w: Quantized) -> Any:
+        """This rank's part; of which cast, and whose rows, is kept here."""
+        values = spec.override == "high_precision"
+        part, self._of = self.etp.saved(ROWWISE if values else spec.along, values=values)
+        return part
+
+    def for_dgrad(self, spec: Spec, saved: Any) -> Any:
+        """W gathered from the parts that ranks have saved."""
+        return self.etp.backward(spec.along, saved, self._of, values=spec.override == "high_precision")
+
+    def _add(self, spec: Spec, product: Product) -> None:
+        """Autograd gets nothing."""
+        main_grad = spec.options.main_grad
+        sink = partial(into_main_grad, spec.options.overwrite_main_grad) if main_grad else into_grad
+        self.etp.reduce(product, sink, main_grad, self.tasks is not None)
 
 
 def _collect(collected: dict[Tensor, Tensor], parameter: Tensor, product: Product) -> None:

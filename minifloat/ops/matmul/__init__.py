@@ -109,9 +109,9 @@ class Product:
     ) -> Tensor:  # fmt: skip
         """[m, n] in ``out_dtype``; ``bias`` [n] is added in fp32. ``out``, ``accumulate``: as of :func:`written`.
 
-        An operation where autograd, a dispatch mode or a compiler are to see one, else :meth:`run`.
+        An operation where autograd or a dispatch mode are to see one, else :meth:`run`.
         """
-        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch.compiler.is_dynamo_compiling():
+        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
             result = scaled_mm(
                 self.gemm, a, a_scale, a_amax, *self.a, m, b, b_scale, b_amax, *self.b, n,
                 out_dtype, bias, fast_accum, self.backend,

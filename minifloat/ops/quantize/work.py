@@ -61,7 +61,9 @@ class Work:
         request = self.request
         amaxes: list[Tensor] = []
         outputs: list[Output] = []
-        xs = [x if x.dim() == 2 and x.dtype in DTYPES else as_matrix(x) for x in xs]
+        xs = list(xs)
+        for i, x in enumerate(xs):
+            xs[i] = x if x.dim() == 2 and x.dtype in DTYPES else as_matrix(x)
         with torch._C._DisableAutocast():  # it would run fp32 products in bf16
             for i, spec, dim in zip(request.amax_of, request.amax_formats, request.amax_dims, strict=True):
                 amaxes.append(reference.amax(xs[i], parse(spec), dim))

@@ -28,7 +28,8 @@ from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.comm.sharded_cast import quantize_shard
 from minifloat.functional import count_gemms
-from minifloat.functional.tensor_parallel import Overlap, set_overlap
+from minifloat.functional.linear_config import Overlap
+from minifloat.functional.tensor_parallel import set_overlap
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.recipe import QuantizerRole, named

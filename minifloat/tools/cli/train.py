@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from minifloat.functional.tensor_parallel import Overlap
+from minifloat.functional.linear_config import Overlap
 from minifloat.recipe import NAMES
 from minifloat.tools.cli import choose_device, user_errors
 from minifloat.tools.cli.output import claimed, output_optional, tensorboard_class

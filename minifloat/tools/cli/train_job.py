@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import typer
 
-from minifloat.functional.tensor_parallel import Overlap, set_check, set_overlap
+from minifloat.functional.linear_config import Overlap
+from minifloat.functional.tensor_parallel import set_check, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.tools.cli import device_name, user_errors
 from minifloat.tools.cli.output import Observer, observers

@@ -1,0 +1,135 @@
+"""A linear of many experts: the exchange and the weight source of operands that are made for groups of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minifloat.delayed_call import DelayedCall
+from minifloat.formats import COLUMNWISE
+from minifloat.functional import batch_invariant
+from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local
+from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradient, multiply, values
+from minifloat.functional.grouped_weight import SeparateOperands, multiply_weight
+from minifloat.functional.linear_config import Options
+from minifloat.functional.spec import LinearCasts, Quantizers, Spec
+from minifloat.functional.weight_source import LocalWeight
+from minifloat.operand import Quantized
+from minifloat.ops import new
+from minifloat.quantizer import Amaxes
+from minifloat.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from minifloat.functional.linear import Given
+
+
+def grouped_casts(
+    quantizers: Quantizers, options: Options, passing: tuple[int, ...], dy_passing: tuple[int, ...]
+) -> LinearCasts:
+    """Those of ``make_spec`` for groups of rows, each tensor by itself."""
+    (x, w, dy), device = quantizers, options.device
+    kinds = ((x, "input"), (w, "weight"), (dy, "grad_output"))
+    return LinearCasts(None, *[GroupedCasts(quantizer, kind, device) for quantizer, kind in kinds])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Experts(Local):
+    """No exchange: one rank has all experts; X [M, K] has the rows of all of them, W is [G, N, K].
+
+    Args:
+        layout: which rows are of which expert.
+        out, dgrad_out: memory for Y and for dX, if given.
+    """
+
+    layout: GroupLayout
+    out: tuple[Tensor, ...] = ()
+    dgrad_out: tuple[Tensor, ...] = ()
+
+    def values(self, x: Tensor) -> Any:
+        return values(x, self.layout.offsets)
+
+    def dequantized(self, operand: Any) -> Any:
+        operand = operand.joined() if isinstance(operand, SeparateOperands) else operand
+        return values(operand.dequantize(), operand.offsets)
+
+    def quantize_inputs(
+        self, spec: Spec, source: LocalWeight, given: Given, x: Tensor | None, weight: Tensor, known: KnownOfX = UNKNOWN
+    ) -> Inputs:
+        x_operands: Any = given.x
+        w = source.gather() if source.gathers else given.w
+        if x_operands is None:
+            assert x is not None
+            x_operands = spec.casts.x(x, self.layout.offsets, given.delayed, known.scale)
+        if w is None:
+            w = quantize_weight(spec.casts.w, weight, given.delayed)
+        return x_operands, w, x_operands
+
+    def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None) -> Tensor:
+        gemm = batch_invariant.multiply_weight if spec.options.batch_invariant else multiply_weight
+        x_rows, w_rows = x.rowwise or x.along(-1), w.rowwise or w.along(-1)
+        return gemm("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *self.out)
+
+    def bias_gradient(self, spec: Spec, dy: Tensor) -> Tensor:
+        """db [G, N]."""
+        return bias_gradient(dy, self.layout)
+
+    def quantize_dy(
+        self, spec: Spec, dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None
+    ) -> Quantized:
+        if spec.override is not None:
+            return new(Quantized, (self.values(dy), None))
+        made: Quantized = spec.casts.dy(dy, self.layout.offsets, delayed_call)
+        return made
+
+    def load_x(self, spec: Spec, x: Any, scale: Tensor | None) -> Any:
+        if spec.again is None:
+            return x
+        casts = GroupedCasts(spec.again, "input", spec.options.device)
+        return casts(x.codes, x.offsets, None, scale).along(COLUMNWISE)
+
+    def dgrad(self, spec: Spec, dy: Any, w: Any) -> Tensor:
+        dy_rows = dy.rowwise or dy.along(-1)
+        return multiply_weight("dgrad", dy_rows, w, spec.options.dtype, None, spec.config.fast_dgrad, *self.dgrad_out)
+
+    def wgrad(
+        self, spec: Spec, dy: Any, x: Any, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
+        """dW [G, N, K]."""
+        x = self.dequantized(x) if spec.override == "dequantized" else x
+        return multiply("wgrad", dy, x, dtype, None, spec.config.fast_wgrad, out, accumulate)
+
+
+class ExpertWeights(LocalWeight):
+    """The weights of experts, W [G, N, K], which this rank has whole.
+
+    Args:
+        parameters, tasks: as of :class:`LocalWeight`.
+        separate: each expert has a parameter of its own.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Any] = (), tasks: list[Callable[[], None]] | None = None, separate: bool = False
+    ) -> None:
+        super().__init__(parameters, tasks)
+        self.separate = separate
+
+    def save(self, spec: Spec, weight: Tensor, w: Any) -> Any:
+        if spec.override != "high_precision":
+            return w.along(spec.along)
+        layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
+        weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+        return values(weight.flatten(0, 1), layout.offsets)
+
+
+EXPERT_WEIGHTS = ExpertWeights()
+
+
+def quantize_weight(casts: GroupedCasts, weight: Tensor, delayed_call: DelayedCall | None) -> Quantized:
+    """W [G, N, K], each group by itself; of one that is quantized already its values."""
+    weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
+    return casts(weight.flatten(0, 1), layout.offsets, delayed_call)

@@ -1,0 +1,160 @@
+"""What one kind of call of a linear computes: formats, dtypes, gradients; decided once, and found by its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat import capability
+from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional import batch_invariant, gemm, shared_cast
+from minifloat.functional.linear_config import LinearConfig, Options
+from minifloat.functional.quantize import RoleCasts
+from minifloat.quantizer import Quantizer
+from minifloat.recipes.base import BackwardOverride
+
+Saved = Literal["nothing", "values", "operand"]
+
+
+class LinearCasts(NamedTuple):
+    """The casts of a kind of call: of X and W in one launch a phase, of each where the other exists already, of dY.
+
+    ``both`` is None and the others are ``GroupedCasts`` where rows are of groups.
+    """
+
+    both: Any
+    x: Any
+    w: Any
+    dy: Any
+
+
+MakeCasts = Callable[["Quantizers", Options, tuple[int, ...], tuple[int, ...]], LinearCasts]
+
+
+class Quantizers(NamedTuple):
+    """Of X, W and dY, in the orientations that the GEMMs read and backward saves."""
+
+    x: Quantizer
+    w: Quantizer
+    dy: Quantizer
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one kind of call of a linear is computed.
+
+    Args:
+        config: how the recipe quantizes each tensor.
+        options: of the calls.
+        x, w, dy: how X, W and dY are quantized, in the orientations that the GEMMs read and backward saves.
+        casts_w: W is quantized at all.
+        override: None, or what an unquantized backward computes on.
+        along: the orientation of X and W that backward reads.
+        saves_x: what backward gets of X.
+        saves_value: backward reads X itself, or casts it again.
+        again: casts that value, for wgrad; None: it is read as it was saved.
+        shares_x: the operands of X serve siblings: they are the same, and do not live as long as the graph.
+        recompute_x: as of the options, where that may be.
+        passing: dims along which X and W are cast for an emulated product alone, and may be values in lieu of codes.
+        casts: prepared; what they launch is recorded in them.
+        eager: no compiler traces it.
+        multiply, multiply_rows: the GEMM, and that of fprop.
+    """
+
+    config: LinearConfig
+    options: Options
+    x: Quantizer
+    w: Quantizer
+    dy: Quantizer
+    casts_w: bool
+    override: BackwardOverride
+    along: int
+    saves_x: Saved
+    saves_value: bool
+    again: Quantizer | None
+    shares_x: bool
+    recompute_x: bool
+    passing: tuple[int, ...]
+    casts: LinearCasts
+    eager: bool
+    multiply: Callable[..., Tensor]
+    multiply_rows: Callable[..., Tensor]
+
+
+def dense_casts(
+    quantizers: Quantizers, options: Options, passing: tuple[int, ...], dy_passing: tuple[int, ...]
+) -> LinearCasts:
+    """Those of matrices."""
+    (x, w, dy), device = quantizers, options.device
+    return LinearCasts(
+        RoleCasts((x, w), ("input", "weight"), device, passing),
+        RoleCasts((x,), ("input",), device, passing),
+        RoleCasts((w,), ("weight",), device, passing),
+        RoleCasts((dy,), ("grad_output",), device, dy_passing),
+    )
+
+
+def make_spec(config: LinearConfig, options: Options, make_casts: MakeCasts = dense_casts) -> Spec:
+    """Decides everything that depends on recipe and options alone."""
+    override, ranks = config.backward_override, options.ranks
+    needs_x, needs_w = options.needs_x, options.needs_w
+    gathers_x = ranks is not None and ranks.gathers_x
+    saves_value = (
+        needs_w and (config.save_original_input or override == "high_precision") and not options.input_is_quantized
+    )
+    recompute_x = options.recompute_x and needs_x and needs_w and override is None and not gathers_x
+    quantizers = Quantizers(
+        config.input.with_usage(columnwise=needs_w and override is None and not saves_value and not recompute_x),
+        config.weight.with_usage(columnwise=needs_x and override is None),
+        Quantizer.identity()
+        if override is not None
+        else config.grad_output.with_usage(rowwise=needs_x, columnwise=needs_w),
+    )
+    saves_x: Saved = "operand"
+    if not needs_w or recompute_x:
+        saves_x = "nothing"
+    elif override == "high_precision" or (saves_value and override is None):
+        saves_x = "values"
+    recasts = saves_value and override is None and config.input.format(COLUMNWISE).quantized
+    passing, dy_passing = _passing(config, options)
+    eager = not torch.compiler.is_compiling()
+    multiply = gemm.multiply_eager if eager else gemm.multiply
+    return Spec(
+        config,
+        options,
+        *quantizers,
+        casts_w=quantizers.w.quantized,
+        override=override,
+        along=ROWWISE if override == "dequantized" else COLUMNWISE,
+        saves_x=saves_x,
+        saves_value=saves_value,
+        again=config.input.with_usage(rowwise=False) if recasts else None,
+        shares_x=not saves_value and shared_cast.is_shared(quantizers.x),
+        recompute_x=recompute_x,
+        passing=passing,
+        casts=make_casts(quantizers, options, passing, dy_passing),
+        eager=eager,
+        multiply=multiply,
+        multiply_rows=batch_invariant.multiply if options.batch_invariant else multiply,
+    )
+
+
+def _passing(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``Spec.passing``, and the same of dY: what is neither saved nor gathered."""
+    sharded = options.ranks is not None or options.gathers_weight
+    if options.device != "cuda" or config.backward_override is not None or sharded or torch.compiler.is_compiling():
+        return (), ()
+
+    def emulated(a: Quantizer, b: Quantizer, a_dim: int, b_dim: int) -> bool:
+        return capability.backend(a.format(a_dim), b.format(b_dim), torch.device("cuda")) == "emulated"
+
+    alone = not options.batch_invariant and emulated(config.input, config.weight, ROWWISE, ROWWISE)
+    forward = (ROWWISE,) if alone else ()
+    backward: tuple[int, ...] = (ROWWISE,) if emulated(config.grad_output, config.weight, ROWWISE, COLUMNWISE) else ()
+    if not options.delays_wgrad and emulated(config.grad_output, config.input, COLUMNWISE, COLUMNWISE):
+        backward += (COLUMNWISE,)
+    return forward, backward
