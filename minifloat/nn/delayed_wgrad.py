@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from weakref import WeakSet
 
@@ -12,17 +11,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from minifloat.nn.linear_state import LinearState
 
 _layers: WeakSet[LinearState] = WeakSet()
+_hooks: list[Any] = []
 
 
 def watch(layer: LinearState) -> None:
-    """From now on a step of any optimizer raises while a weight gradient of ``layer`` waits that it would miss."""
+    """Make each later step of an optimizer raise while a weight gradient of ``layer`` waits that it would miss."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_refuse_waiting))
     _layers.add(layer)
-    _watch_optimizers()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_waiting)
 
 
 def waiting(optimizer: Optimizer) -> list[LinearState]:
