@@ -11,7 +11,8 @@ Random bits of stochastic rounding depend on an element's place in the whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +80,31 @@ def quantize_shard(
     return Quantized(rowwise, rowwise if other is own else with_shape(other, shape))
 
 
+class Repeat(NamedTuple):
+    """What repeats the cast of whole blocks: amaxes that ranks share, and delayed scaling's scale of then, fp32 [1]."""
+
+    quantizer: Quantizer
+    amaxes: Amaxes
+    scale: Tensor | None
+
+    def serves(self, dims: Collection[int]) -> bool:
+        """There are amaxes for all of these orientations."""
+        return COLUMNWISE not in dims or self.quantizer.columnwise
+
+    def along(self, dims: Collection[int]) -> tuple[Quantizer, Amaxes]:
+        """How to cast in these orientations alone; in all, where one operand serves them."""
+        rowwise, columnwise = ROWWISE in dims, COLUMNWISE in dims
+        if len(self.quantizer.casts) == 1 or (rowwise and columnwise):
+            return self.quantizer, self.amaxes
+        return self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise), (self.amaxes[columnwise],)
+
+    def recast(self, rows: Tensor, dims: Collection[int]) -> Quantized:
+        """The operands of ``rows`` for ``dims``, as :func:`cast_shards` gave them; no collective."""
+        quantizer, amaxes = self.along(dims)
+        with torch.no_grad():
+            return cast_all([rows], [quantizer], [amaxes], scales=[self.scale])[0]
+
+
 def is_plain(quantizer: Quantizer) -> bool:
     """Codes follow from values and amaxes, for each orientation by itself, and no random bits are drawn."""
     return not quantizer.chained and all(fmt.rounding != "stochastic" for fmt, _ in quantizer.casts)
@@ -90,12 +116,14 @@ def quantize_shards(
     maps: Sequence[ShardMap],
     group: Group,
     scales: Sequence[Tensor | None],
-) -> list[Quantized]:
+) -> list[tuple[Quantized, Repeat | None]]:
     """:func:`quantize_shard` of many matrices [rows, K], with one all-reduce for all amaxes and one launch a phase.
 
-    Those that are not plain are cast one by one.
+    Those that are not plain are cast one by one. Each comes with what repeats its cast, if this rank alone may.
     """
     made: dict[int, Quantized] = {}
+    alone: set[int] = set()
+    repeats: dict[int, Repeat] = {}
     places: list[int] = []
     sources: list[Tensor] = []
     casts: list[Quantizer] = []
@@ -104,17 +132,21 @@ def quantize_shards(
             made[i] = quantize_shard(x, quantizer, shards, group, scale=scales[i])
             continue
         own, units, _ = _sharded_casts(quantizer, shards)
+        alone |= {i} if units == [1] else set()
         places += [i] * len(own)
         casts += own
         sources += [x.contiguous() if unit == 1 else owned_rows(x, unit, shards, group) for unit in units]
     levels = reduce_amaxes(find_amaxes(sources, casts), casts, group, in_place=True)
-    for i, cast in zip(places, cast_all(sources, casts, levels, scales=[scales[i] for i in places]), strict=True):
+    parts = cast_all(sources, casts, levels, scales=[scales[i] for i in places])
+    for i, level, cast in zip(places, levels, parts, strict=True):
+        if i in alone:
+            repeats[i] = Repeat(quantizers[i], level, scales[i])
         shape = xs[i].shape[0], xs[i].shape[1]
         rowwise = with_shape(cast.rowwise, shape)
         columnwise = rowwise if cast.columnwise is cast.rowwise else with_shape(cast.columnwise, shape)
         before = made.get(i)
         made[i] = Quantized(rowwise, columnwise) if before is None else Quantized(before.rowwise, columnwise)
-    return [made[i] for i in range(len(xs))]
+    return [(made[i], repeats.get(i)) for i in range(len(xs))]
 
 
 @cached

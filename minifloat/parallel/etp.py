@@ -147,6 +147,7 @@ def shard_rows(
     layers: Mapping[str, nn.Module],
     ranks: Ranks,
     reduction: Reduction,
+    recast: bool,
     prefetch: int,
     prefetch_bytes: int | None,
 ) -> None:
@@ -159,7 +160,7 @@ def shard_rows(
         group = ranks.rows(module)
         layer._shard_rows(group, reduction, tuple(each for each in ranks.data if each != group), shared)
         assert layer._etp is not None
-        layer._etp = layer._etp._replace(prefetch=(prefetch, prefetch_bytes))
+        layer._etp = layer._etp._replace(recasts=recast, prefetch=(prefetch, prefetch_bytes))
         layer._mark_parameters()
         layer.invalidate()
         rows += [f"{name}.{weight}".lstrip(".") for weight in layer._weight_names]

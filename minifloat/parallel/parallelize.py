@@ -65,6 +65,7 @@ def parallelize(
     check: bool = False,
     overlap: Overlap = "handles",
     etp_reduction: Reduction = "mean",
+    recast: bool = False,
     prefetch: Count = 1,
     prefetch_bytes: Count | None = None,
 ) -> nn.Module:
@@ -114,6 +115,9 @@ def parallelize(
         check: as :func:`set_check` does.
         overlap: as :func:`~minifloat.distributed.set_overlap` does.
         etp_reduction: of the gradients of ranks with other data: ``"mean"`` or ``"sum"``.
+        recast: free the codes of a weight's rows, over ``"etp"``, after its forward, and cast them again for backward:
+            a byte a parameter less (MXFP8: two) when backward begins. Not where ``is_first_microbatch`` keeps them.
+            Parameters must not be written between a forward and its backward, which raises where PyTorch sees it.
         prefetch: how many weights are gathered ahead of their use; ``prefetch_bytes``: at most, of several.
 
     Returns:
@@ -133,7 +137,7 @@ def parallelize(
     layers = plan_rows(model, ranks, plan, {shard.module for shard in shards if shard.summed})
     _check_parameters(model, shards, weight_rows(layers))
     _cut(shards)
-    shard_rows(model, layers, ranks, etp_reduction, prefetch, prefetch_bytes)
+    shard_rows(model, layers, ranks, etp_reduction, recast, prefetch, prefetch_bytes)
     return model
 
 

@@ -21,7 +21,7 @@ from minifloat.functional.etp.lane import lane_of
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.recipe import Recipe
 from tests.helpers.distributed_pool import process_group
-from tests.helpers.etp_linears import set_prefetch
+from tests.helpers.etp_linears import set_prefetch, set_recast
 from tests.helpers.recipes import NAMED
 
 COUNTS = [5, 0, 9]  # rows of each expert; there are two more
@@ -76,6 +76,7 @@ class Case:
     reduction: str = "mean"
     dtype: torch.dtype = torch.float32
     depth: int = 1
+    recast: bool = False
     own_recipe: Recipe | None = None
     call: dict[str, Any] = field(default_factory=dict)
     wrap: Callable[..., Any] | None = None  # called with the model and X
@@ -176,6 +177,8 @@ def beside(rank: int, size: int, case: Case, steps: int = 1, prepare: Callable[[
     before = lane.gathered
     model, reference = made(case, etp_group=group, etp_reduction=case.reduction), made(case)
     set_prefetch(model, case.depth)
+    if case.recast:
+        set_recast(model)
     reduce_replicated(model, group, case.reduction)  # type: ignore[arg-type]
     for name, parameter in model.named_parameters():
         whole = reference.get_parameter(name).detach()

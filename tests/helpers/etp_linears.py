@@ -63,6 +63,13 @@ def set_prefetch(model: nn.Module, depth: int, most: int | None = None) -> None:
             layer._etp, layer._etp_weight = layer._etp._replace(prefetch=(depth, most)), None
 
 
+def set_recast(model: nn.Module) -> None:
+    """As ``parallelize(recast=True)``, likewise."""
+    for layer in model.modules():
+        if isinstance(layer, EtpRows) and layer._etp is not None:
+            layer._etp, layer._etp_weight = layer._etp._replace(recasts=True), None
+
+
 def lane(net: nn.Module) -> Lane:
     """That of all ranks."""
     found = lane_of(Group.of(dist.group.WORLD))

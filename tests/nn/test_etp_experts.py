@@ -132,6 +132,9 @@ def overridden(recipe: str, override: str) -> Any:
 OPTIONS = {
     "main_grad": (Case("mlp", 72, "mxfp8", {"fuse_wgrad_accumulation": True}, "sum"), with_main_grad),
     "main_grad of one": (Case("mlp", 71, "current", {"fuse_wgrad_accumulation": True, **SINGLE}), with_main_grad),
+    "recast": (Case("mlp", 128, "mxfp8", recast=True), None),
+    "recast of one": (Case("mlp", 71, "current", SINGLE, depth=2, recast=True), None),
+    "recast under delayed scaling": (Case("mlp", 64, "delayed", recast=True), None),
     "delayed wgrad": (Case("linear", 33, "block", {"delay_wgrad_compute": True}), None),
     "delayed wgrad of two": (Case("mlp", 33, "nvfp4", {"delay_wgrad_compute": True, **SINGLE}), None),
     "first microbatch": (Case("linear", 33, "delayed", wrap=first_microbatch, error=3e-6), None),

@@ -54,6 +54,7 @@ class Ahead(NamedTuple):
 
     key: Key
     cast: int  # which of its source's
+    nbytes: int
     pending: Pending[list[Quantized]]
 
 
@@ -122,13 +123,15 @@ class Lane:
 
     # ---- gathers ----
 
-    def take(self, source: EtpWeight, dim: int, parts: Parts, cast: int, *, values: bool = False) -> list[Quantized]:
+    def take(
+        self, source: EtpWeight, dim: int, parts: Callable[[], Parts], cast: int, *, values: bool = False
+    ) -> list[Quantized]:
         """The wholes of ``parts``; what is likely to follow is started, to be gathered while they are multiplied.
 
         Args:
             source: the weight.
             dim: that the product contracts.
-            parts: this rank's rows, or what a backward saved of them.
+            parts: gives this rank's rows, or what a backward saved of them.
             cast: the number of the cast that they are of. Not their memory, which hooks of autograd may have moved, and
                 which a rank without rows has none of: all ranks must find the same.
             values: they are those that were cast, in high precision.
@@ -137,7 +140,7 @@ class Lane:
         step = Step(source, dim, values, torch.is_grad_enabled())
         pending = self._find(step.key, cast)
         if pending is None:
-            pending = source.start(dim, parts)
+            pending = source.start(dim, parts())
         self._learn(step)
         self._look_ahead(step)
         self._start_reduction()
@@ -175,17 +178,22 @@ class Lane:
         before, nbytes = self._before, 0
         for place in range(depth):
             step = latest.source.successors.get((before, latest.key))
-            parts = step and step.source.parts(step.values)
-            if step is None or parts is None or not parts.serve(step.dim):
-                return
-            nbytes += 0 if most_bytes is None else step.source.nbytes(step.dim, parts)
-            if place and most_bytes is not None and nbytes > most_bytes:
-                return
-            if place == len(self._ahead):
-                self._ahead.append(Ahead(step.key, step.source.casts, step.source.start(step.dim, parts)))
-            elif self._ahead[place].key != step.key:
+            if step is None:
                 return
             before, latest = latest.key, step
+            if place < len(self._ahead):
+                nbytes += self._ahead[place].nbytes
+                if self._ahead[place].key != step.key:
+                    return
+                continue
+            parts = step.source.parts(step.dim, step.values)
+            if parts is None or not parts.serve(step.dim):
+                return
+            own = 0 if most_bytes is None else step.source.nbytes(step.dim, parts)
+            nbytes += own
+            if place and most_bytes is not None and nbytes > most_bytes:
+                return
+            self._ahead.append(Ahead(step.key, step.source.casts, own, step.source.start(step.dim, parts)))
 
     # ---- reductions ----
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.comm.sharded_cast import quantize_shards
+from minifloat.comm.sharded_cast import Repeat, quantize_shards
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor.base import versions
@@ -30,6 +30,7 @@ class Sharding(NamedTuple):
         matrices: how many there are.
         replicas: groups of ranks with other data that have the same rows; gradients are summed over one after the
             other, and averaged over all.
+        recasts: codes are freed after a forward, and rows cast again for backward.
         prefetch: how many gathers are started ahead while this weight is multiplied, and of how many bytes at most;
             one is always started, unless there are to be none. None: no limit.
     """
@@ -39,11 +40,16 @@ class Sharding(NamedTuple):
     reduction: Reduction
     matrices: int = 1
     replicas: tuple[Group, ...] = ()
+    recasts: bool = False
     prefetch: tuple[int, int | None] = (1, None)
 
 
 class Owner(Protocol):
     """The layer of a weight: what it keeps of it on this rank."""
+
+    @property
+    def _label(self) -> str:
+        """What errors call it."""
 
     def _etp_rows(self) -> list[Tensor]:
         """This rank's rows [n, K] of each matrix."""
@@ -83,8 +89,9 @@ class Cast(NamedTuple):
 
     Args:
         quantizer, dtype: by which, and of values that it leaves as they are.
-        parts: of parameters that are kept quantized whole blocks in both orientations; None once the parameters have
-            changed in a way that PyTorch does not see.
+        parts: of parameters that are kept quantized whole blocks in both orientations; None where they were freed.
+        repeats: of each matrix what casts it again, while the parameters are the same; empty where that is not wanted,
+            or not possible, and once the parameters have changed in a way that PyTorch does not see.
         parameters, versions: of then, with counts of their writes.
         scale_versions: likewise of delayed scaling's scales; None of those that a recomputation has read.
     """
@@ -92,9 +99,17 @@ class Cast(NamedTuple):
     quantizer: Quantizer
     dtype: torch.dtype
     parts: Parts | None
+    repeats: list[Repeat]
     parameters: list[Any]
     versions: tuple[float, ...]
     scale_versions: tuple[float, ...] | None
+
+    @torch.inference_mode(False)
+    def repeat(self, owner: Owner, shards: ShardMap, *dims: int) -> Parts:
+        """The parts with operands for ``dims``, cast anew; no collective."""
+        rows = owner._etp_rows()
+        rows = rows if self.quantizer.quantized else [each.to(self.dtype) for each in rows]
+        return Parts([each.recast(own, dims) for each, own in zip(self.repeats, rows, strict=True)], shards)
 
 
 Wanted = tuple[Owner, Sharding, Quantizer, torch.dtype]
@@ -121,8 +136,17 @@ def cast_together(wanted: Sequence[Wanted], replayed: Sequence[Tensor | None] | 
     casts = []
     for (owner, sharding, quantizer, dtype), own in zip(wanted, ready, strict=True):
         shards = sharding.shards if own is None else sharding.shards.whole_units(row_unit(quantizer))
-        parts = Parts([next(made) for _ in range(sharding.matrices)] if own is None else own, shards)
+        found = [next(made) for _ in range(sharding.matrices)] if own is None else [(each, None) for each in own]
+        parts = Parts([part for part, _ in found], shards)
         parameters = owner._etp_parameters()
         scale_versions = None if replayed is not None else versions([s for s in owner._etp_scales() if s is not None])
-        casts.append(Cast(quantizer, dtype, parts, parameters, versions(parameters), scale_versions))
+        repeats = [_at_this_time(each) for _, each in found if each is not None] if sharding.recasts else []
+        if len(repeats) < len(found) or (not quantizer.quantized and parameters[0].dtype == dtype):
+            repeats = []  # or no copies
+        casts.append(Cast(quantizer, dtype, parts, repeats, parameters, versions(parameters), scale_versions))
     return casts
+
+
+def _at_this_time(repeat: Repeat) -> Repeat:
+    """With a copy of delayed scaling's scale, which the next update writes."""
+    return repeat if repeat.scale is None else repeat._replace(scale=repeat.scale.clone())

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from minifloat.comm.collectives import Pending, averages, start_all_reduce, star
 from minifloat.comm.gather import start_gather, start_gather_alike
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
-from minifloat.formats import IDENTITY, ROWWISE
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional.etp.lane import Key, Step, lane_of
 from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together
 from minifloat.functional.grouped_weight import SeparateOperands
@@ -28,6 +28,14 @@ from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps
 
 _numbers = itertools.count()
+
+
+class Saved(NamedTuple):
+    """What a backward is to gather: of the cast of this number the rows of each rank; ``cast``: what repeats it."""
+
+    number: int
+    shards: ShardMap
+    cast: Cast | None
 
 
 class EtpWeight:
@@ -119,26 +127,39 @@ class EtpWeight:
 
     @property
     def _parts(self) -> Parts:
-        assert self._cast is not None and self._cast.parts is not None, "the rows are cast before they are gathered"
-        return self._cast.parts
+        cast = self._cast
+        assert cast is not None and (cast.parts or cast.repeats), "the rows are cast before they are gathered"
+        if cast.parts is None:
+            parts = cast.repeat(self.owner, self.sharding.shards, ROWWISE, COLUMNWISE)
+            self._cast = cast = cast._replace(parts=parts)
+        assert cast.parts is not None
+        return cast.parts
 
-    def parts(self, values: bool = False) -> Parts | None:
-        """This rank's rows as they were cast last, or their ``values``; None if the parameters have changed since."""
-        if self._cast is None or not self._is_current(self._cast, scales=not self._keeps_cast):
+    def parts(self, dim: int, values: bool = False) -> Parts | None:
+        """This rank's rows as they were cast last, for ``dim``, or their ``values``.
+
+        None if the parameters have changed since.
+        """
+        cast = self._cast
+        if cast is None or not self._is_current(cast, scales=not self._keeps_cast):
             return None
-        return self._values() if values else self._cast.parts
+        return self._values() if values else cast.parts or cast.repeat(self.owner, self.sharding.shards, dim)
 
     def forget(self) -> None:
         """Rows may have changed in a way that PyTorch does not see."""
-        self._cast = self._cast and self._cast._replace(parts=None)
+        self._cast = self._cast and self._cast._replace(parts=None, repeats=[])
 
     def _is_current(self, cast: Cast, scales: bool = True) -> bool:
         """It is what casting the rows now would give; ``scales``: delayed scaling's have to be the same."""
-        parameters = self.owner._etp_parameters()
-        same = cast.parts and all(mine is theirs for mine, theirs in zip(cast.parameters, parameters, strict=True))
-        if not same or cast.versions != versions(parameters) or cast.scale_versions is None:
+        if not (cast.parts or cast.repeats) or not self._is_same(cast) or cast.scale_versions is None:
             return False
         return not scales or cast.scale_versions == versions([s for s in self.owner._etp_scales() if s is not None])
+
+    def _is_same(self, cast: Cast) -> bool:
+        """The parameters are those that were cast, and PyTorch has seen no write to them."""
+        parameters = self.owner._etp_parameters()
+        same = all(mine is theirs for mine, theirs in zip(cast.parameters, parameters, strict=True))
+        return same and cast.versions == versions(parameters)
 
     # ---- the gather ----
 
@@ -159,15 +180,20 @@ class EtpWeight:
 
     def forward(self) -> Quantized:
         """The weight for fprop, gathered from what :meth:`cast` gave last."""
-        return self.owner._etp_join(self.lane.take(self, ROWWISE, self._parts, self.casts))
+        return self.owner._etp_join(self.lane.take(self, ROWWISE, lambda: self._parts, self.casts))
 
-    def saved(self, dim: int, *, values: bool = False) -> tuple[Any, tuple[int, ShardMap]]:
+    def saved(self, dim: int, *, values: bool = False) -> tuple[Any, Saved]:
         """This rank's part of the operand for ``dim``, or of the weight in high precision, and what it is of.
 
-        That is the number of the cast, and the rows of each rank.
+        Where rows are cast again for backward it has no codes.
         """
-        parts = self._values() if values else self._parts
-        return self.owner._etp_part(parts.matrices).along(dim), (self.casts, parts.shards)
+        parts, cast = self._values() if values else self._parts, self._cast
+        if values or cast is None or not cast.repeats or self._keeps_cast:
+            return self.owner._etp_part(parts.matrices).along(dim), Saved(self.casts, parts.shards, None)
+        self._cast = cast = cast._replace(parts=None)
+        part = parts.matrices[0].along(dim)
+        empty = Operand(part.codes.new_empty(0), None, None, part.format, dim, part.shape, part.dtype)
+        return empty, Saved(self.casts, parts.shards, cast)
 
     def _values(self) -> Parts:
         rows = self.owner._etp_rows()
@@ -175,12 +201,25 @@ class EtpWeight:
         own = [Quantized(Operand(each, None, None, IDENTITY, ROWWISE, shape, each.dtype), None) for each in rows]
         return Parts(own, self.sharding.shards)
 
-    def backward(self, dim: int, part: Any, of: tuple[int, ShardMap], *, values: bool = False) -> Any:
-        """The operand that ``part`` is this rank's part of; ``part``, ``of``: as :meth:`saved` gave them."""
-        number, shards = of
-        own = part.split() if isinstance(part, SeparateOperands) else [part]
-        parts = Parts([_quantized(each, each.dim) for each in own], shards)
-        return self.owner._etp_join(self.lane.take(self, dim, parts, number, values=values)).along(dim)
+    def backward(self, dim: int, part: Any, of: Saved, *, values: bool = False) -> Any:
+        """The operand that ``part`` is this rank's part of; ``part``, ``of``: as :meth:`saved` gave them.
+
+        Raises:
+            ValueError: rows that are to be cast again have been written since the forward.
+        """
+
+        def own() -> Parts:
+            if of.cast is not None:
+                return of.cast.repeat(self.owner, of.shards, dim)
+            each = part.split() if isinstance(part, SeparateOperands) else [part]
+            return Parts([_quantized(operand, operand.dim) for operand in each], of.shards)
+
+        if of.cast is not None and not self._is_same(of.cast):
+            raise ValueError(
+                f"{self.owner._label}: the weight was written between a forward and its backward, which casts it "
+                "again; write it after backward, or do without parallelize(recast=True)"
+            )
+        return self.owner._etp_join(self.lane.take(self, dim, own, of.number, values=values)).along(dim)
 
     # ---- the gradient ----
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,42 +12,17 @@ from torch import Tensor
 from minifloat import delayed, recompute
 from minifloat.autocast import current
 from minifloat.comm.group import Group
-from minifloat.comm.sharded_cast import is_plain, owned_rows, quantize_shard, reduce_amaxes
+from minifloat.comm.sharded_cast import Repeat, is_plain, owned_rows, quantize_shard, reduce_amaxes
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_call import LinearCalls
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.buffers import Buffer, GatheredWeight
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
-from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
+from minifloat.quantizer import Quantizer, cast_all, find_amaxes
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, operand_ops
 from minifloat.tensor.rows import QuantizedRows, cut_rows, row_unit
-
-
-class Cast(NamedTuple):
-    """What repeats a cast: amaxes that all ranks share, and delayed scaling's scale of that time, fp32 [1]."""
-
-    quantizer: Quantizer
-    amaxes: Amaxes
-    scale: Tensor | None
-
-    def serves(self, dims: Collection[int]) -> bool:
-        """There are amaxes for all of these orientations."""
-        return COLUMNWISE not in dims or self.quantizer.columnwise
-
-    def along(self, dims: Collection[int]) -> tuple[Quantizer, Amaxes]:
-        """How to cast in these orientations alone; in all, where one operand serves them."""
-        rowwise, columnwise = ROWWISE in dims, COLUMNWISE in dims
-        if len(self.quantizer.casts) == 1 or (rowwise and columnwise):
-            return self.quantizer, self.amaxes
-        return self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise), (self.amaxes[columnwise],)
-
-    def recast(self, rows: Tensor, dims: Collection[int]) -> Quantized:
-        """The operands of ``rows`` for ``dims``, as :func:`cast_shards` gave them; no collective."""
-        quantizer, amaxes = self.along(dims)
-        with torch.no_grad():
-            return cast_all([rows], [quantizer], [amaxes], scales=[self.scale])[0]
 
 
 class ShardedWeight:
@@ -95,7 +70,7 @@ class ShardedWeight:
         self.owned = [each.shards.whole_units(row_unit(quantizer)) for each in self.parameters]
         self.is_aligned = self.owned == [each.shards for each in self.parameters]
         self.parts: Sequence[Quantized] | None = None
-        self.cast: Cast | None = None
+        self.cast: Repeat | None = None
         self.whole: QuantizedTensor | None = None
         group.__class__ = pytorch.ShardedGroup
         self.fsdp: pytorch.ShardedGroup = group
@@ -277,7 +252,7 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
         scales = _delayed_scales(those)
         for i, weight in enumerate(those):
             if weight.is_aligned:
-                weight.cast = Cast(quantizers[i], amaxes[i], scales[i])
+                weight.cast = Repeat(quantizers[i], amaxes[i], scales[i])
                 if weight.fsdp.gathers_for_backward:  # what backward reads is cast then
                     quantizers[i], amaxes[i] = weight.cast.along((ROWWISE,))
         for weight, operands in zip(those, cast_all(sources, quantizers, amaxes, scales=scales), strict=True):

@@ -127,9 +127,14 @@ def plain(setting: Setting, compiled: bool, torchao: str | None = None, codes: b
 
 
 def ours(
-    setting: Setting, recipe: str, quantized: bool = False, save_memory: bool = False, how: Sharded = "layers"
+    setting: Setting,
+    recipe: str,
+    quantized: bool = False,
+    save_memory: bool = False,
+    how: Sharded = "layers",
+    recast: bool = False,
 ) -> Trainer:
-    """Our layers, sharded; ``quantized``: parameters too, with fp32 masters."""
+    """Our layers, sharded; ``quantized``: parameters too, with fp32 masters; ``recast``: of ``parallelize``."""
     dtype = torch.bfloat16 if quantized else torch.float32  # of what quantized parameters stand for
     with quantized_model_init(quantized, recipe=recipe if quantized else None):
         made, parameters = our_layers(
@@ -144,7 +149,7 @@ def ours(
         if isinstance(parameter, QuantizedTensor):
             parameter.set_high_precision_init_val(weight)  # where masters start, as all other contenders do
     if how == "etp":
-        model = parallelize(made, setting.mesh)
+        model = parallelize(made, setting.mesh, recast=recast)
     else:
         model = _sharded(fully_shard, made, setting, by_linear=how == "linears")
     adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
@@ -217,6 +222,8 @@ CONTENDERS: Mapping[str, Callable[[Setting], Trainer]] = {
     "minifloat bf16, ETP": partial(ours, recipe="bf16", how="etp"),
     "minifloat current, ETP": partial(ours, recipe="current", how="etp"),
     "minifloat block, ETP": partial(ours, recipe="block", how="etp"),
+    "minifloat current, ETP, recast": partial(ours, recipe="current", how="etp", recast=True),
+    "minifloat block, ETP, recast": partial(ours, recipe="block", how="etp", recast=True),
     "minifloat mxfp8, ETP": partial(ours, recipe="mxfp8", how="etp"),
     "minifloat current, FP8 parameters, ETP": partial(ours, recipe="current", quantized=True, how="etp"),
 }  # fmt: skip
