@@ -145,6 +145,23 @@ def test_values_of_a_checkpoint_are_cast_without_rounding() -> None:
     assert torch.equal(found.along(ROWWISE).dequantize(torch.float32), values)
 
 
+@pytest.mark.parametrize("recipe", ["w4a8", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_values_beyond_the_dtype_of_the_weight(dtype: torch.dtype, recipe: str) -> None:
+    """fp16 ends at 65,504 and begins at 2^-24, and codes and scales of either orientation do not."""
+    with quantized_model_init(recipe=recipe):
+        layer = Linear(K, N, recipe=recipe, dtype=dtype)
+    blocks, scales = checkpoint()
+    scales = torch.randint(80, 180, scales.shape, dtype=torch.uint8)
+    load_mxfp4(layer, blocks, scales)
+    values, held = decoded(blocks, scales), layer.weight.operands  # type: ignore[union-attr,operator]
+    assert (values.abs() > 65_504).any() and (values.abs() < 2**-24).any()
+    assert torch.equal(held.along(ROWWISE).dequantize(torch.float32), values)
+    wanted = Quantizer(Format("e2m1", 32, scale_rule="e8m0"), rowwise=False)(values).along(COLUMNWISE)
+    assert torch.equal(held.along(COLUMNWISE).dequantize(torch.float32), wanted.dequantize(torch.float32))
+    assert held.along(COLUMNWISE).dequantize(torch.float32).isfinite().all()
+
+
 def test_a_converted_layer() -> None:
     model = nn.Sequential(nn.Linear(K, N, bias=False))
     convert(model, "w4a8", filter_fn=lambda module, name: True, quantize_weights=True)

@@ -244,6 +244,29 @@ def test_weights_that_are_no_neighbours_any_more() -> None:
     assert_step_alike(grouped, linears, counts)
 
 
+@pytest.mark.parametrize("replaced", [0, 1, 2])
+@pytest.mark.parametrize("how", ["parameter", "data", "transposed", "swapped"])
+@pytest.mark.parametrize("recipe", ["none", "current"])
+def test_a_weight_that_is_replaced(recipe: str, how: str, replaced: int) -> None:
+    """Of any expert, after those of all lay in one piece of memory, which has the old ones."""
+    counts, (grouped, linears) = (3, 9, 5), layers((3, 9, 5), recipe=recipe)
+    assert_step_alike(grouped, linears, counts)
+    own: Any = grouped.get_submodule(str(replaced))
+    new = own.weight.detach().view(K, N).t() if how == "transposed" else torch.randn(N, K).to(BF16)
+    if how == "swapped":
+        other: Any = grouped.get_submodule(str((replaced + 1) % 3))
+        own.weight, other.weight = other.weight, own.weight
+    elif how == "parameter":
+        own.weight = nn.Parameter(new)
+    else:
+        own.weight.data = new
+    with torch.no_grad():
+        for linear, weight in zip(linears, parameters(grouped, "weight"), strict=True):
+            linear.weight.copy_(weight)
+    grouped.zero_grad(), [linear.zero_grad() for linear in linears]
+    assert_step_alike(grouped, linears, counts)
+
+
 def test_shared_memory_stays_shared() -> None:
     grouped = GroupedLinear(3, K, N, recipe="current").share_memory()
     assert all(parameter.is_shared() for parameter in grouped.parameters())

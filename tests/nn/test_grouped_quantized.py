@@ -21,6 +21,7 @@ from minifloat.functional.grouped import GroupedCasts
 from minifloat.functional.grouped_weight import with_rows_consecutive
 from minifloat.optim import MasterWeights
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+from minifloat.tensor import quantize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -291,6 +292,23 @@ def test_weights_that_are_apart(recipe: str) -> None:
     for _ in range(2):
         assert_step_alike(grouped, linears)
     assert grouped._joined is None
+
+
+@pytest.mark.parametrize("replaced", [0, 1, 2])
+@pytest.mark.parametrize("high_precision", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+def test_a_weight_that_is_replaced(recipe: str, high_precision: bool, replaced: int) -> None:
+    """Of any expert, after the codes of all lay in one piece of memory, which has the old ones."""
+    grouped, linears = layers(recipe)
+    assert grouped._joined is not None and grouped._joined.holds(weights(grouped))
+    with torch.no_grad():
+        new = weights(grouped)[replaced].dequantize() * -3
+        if not high_precision:
+            new = quantize(new, weights(grouped)[replaced].quantizer)
+    own: Any = grouped.get_submodule(str(replaced))
+    own.weight, linears[replaced].weight = nn.Parameter(new), nn.Parameter(new.clone())
+    assert not grouped._joined.holds(weights(grouped))
+    assert_step_alike(grouped, linears, (7, 4, 23))
 
 
 @pytest.mark.parametrize("rows", [24, 130, 1, 32])

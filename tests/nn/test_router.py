@@ -293,6 +293,24 @@ def test_masked_tokens_go_nowhere(device: torch.device) -> None:
     assert leaf.grad is not None and leaf.grad[mask].any(-1).all() and not leaf.grad[~mask].any()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{}, {"bias": True, **LOSSES}, {"logits_dtype": None, "score_function": "sigmoid"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_masked_tokens_hold_reaches_no_gradient(
+    dtype: torch.dtype, options: dict[str, Any], value: float, device: torch.device
+) -> None:
+    router = made(device=device, **options).to(dtype)
+    x, mask = torch.randn(2, 5, H, device=device).to(dtype), torch.arange(10, device=device).view(2, 5) % 3 > 0
+    found = []
+    for fill in (value, 0.0):
+        leaf = torch.where(mask[..., None], x, fill).requires_grad_()
+        probabilities, _, loss = router(leaf, mask)
+        found.append(torch.autograd.grad(probabilities.square().sum() + loss, [leaf, *router.parameters()]))
+        assert not found[-1][0][~mask].any()
+    for mine, expected in zip(*found, strict=True):
+        assert torch.equal(mine, expected) and mine.isfinite().all() and expected.any()
+
+
 # ---- dtypes ----
 
 
