@@ -25,6 +25,7 @@ OF_FEW = {
     "_runs_on",
     "_gather_options",
     "_max_options",
+    "check_when_wrapping",
     "_compiled",
     "operations",
     "_warn",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 MARK = "minifloat_data_parallel"
@@ -52,28 +54,28 @@ def check_reduced(label: str, weight: Tensor) -> None:
 
 
 def check_same_rows(label: str, parameters: Iterable[Tensor]) -> None:
-    """To be called by a layer of whose weight this rank has other rows than the ranks of ``etp_group``.
+    """To be called for a layer of whose weight each rank of ``etp_group`` has other rows.
 
     Raises:
-        ValueError: the wrapper, which does not ignore them, takes them for the same ones.
+        ValueError: a wrapper, which does not ignore them, would take them for the same ones.
     """
-    if running() is not None and not all(getattr(each, "_ddp_ignored", False) for each in parameters):
-        raise not_replicated(label)
+    if not all(getattr(each, "_ddp_ignored", False) for each in parameters):
+        raise ValueError(
+            f"{label}: DistributedDataParallel broadcasts and all-reduces parameters that all ranks have, and each "
+            "rank of etp_group has other rows of this weight; give minifloat.distributed.parallelize a mesh with a "
+            "'dp' dim, which reduces the gradients of all parameters"
+        )
 
 
-def keep_rows(module: nn.Module, names: Iterable[str]) -> None:
-    """Keeps the constructor of a wrapper from comparing and broadcasting these parameters; its forward is refused."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    module._ddp_params_and_buffers_to_ignore = ignored | set(names)  # type: ignore[assignment]
+@functools.cache
+def check_when_wrapping(check: Callable[[nn.Module], None]) -> None:
+    """From now on ``check`` is called with what a wrapper is made of, before it communicates."""
 
+    def registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel) and submodule is not None:
+            check(submodule)
 
-def not_replicated(label: str) -> ValueError:
-    """The error."""
-    return ValueError(
-        f"{label}: DistributedDataParallel broadcasts and all-reduces parameters that all ranks have, and each rank of "
-        "etp_group has other rows of this weight; make the model anew and give minifloat.distributed.parallelize a "
-        "mesh with a 'dp' dim, which reduces the gradients of all parameters"
-    )
+    register_module_module_registration_hook(registered)
 
 
 def unreduced(label: str) -> ValueError:

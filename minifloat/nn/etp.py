@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import checked
-from minifloat.comm.ddp import check_same_rows
+from minifloat.comm.ddp import check_same_rows, check_when_wrapping, running
 from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
@@ -122,6 +122,7 @@ class EtpRows(nn.Module):
                 shared[weight] = self._rows_parameter(place, weight, self._own_rows(place, weight.detach()))
             path, _, own = name.rpartition(".")
             self.get_submodule(path).register_parameter(own, shared[weight])
+        self._mark_parameters()
 
     def _sharding(self, group: Group, reduction: Reduction) -> Sharding:
         return Sharding(group, ShardMap.chunks(sum(self._etp_lengths), group.size), reduction)
@@ -151,6 +152,7 @@ class EtpRows(nn.Module):
         Neither where each has its own whole.
         """
         if self._etp is not None:
+            check_when_wrapping(_check_not_replicated)
             for name, extent in self._etp_extents().items():
                 parameter: Any = self._weight(name)
                 parameter.etp_group, parameter.etp_rows = self._etp.group, extent
@@ -201,10 +203,19 @@ class EtpRows(nn.Module):
         """To be asked in each forward.
 
         Raises:
-            ValueError: ``DistributedDataParallel`` would take the rows of all ranks for the same ones.
+            ValueError: ``DistributedDataParallel``, or PyTorch's ``fully_shard``, which has put a parameter of its own
+                in the place of one, takes the rows of all ranks for the same ones.
         """
         assert self._etp is not None
-        check_same_rows(self._label, self._etp_parameters())
+        if running() is not None:  # wrapped before the rows were shared out
+            check_same_rows(self._label, self._etp_parameters())
+        for name, parameter in zip(self._weight_names, self._etp_parameters(), strict=True):
+            if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "etp_group"):
+                raise ValueError(
+                    f"{self._label}: {name} is not the parameter that has this rank's rows for etp_group, as after "
+                    "PyTorch's fully_shard, which shards them once more; make the model anew and pass "
+                    "ignored_params=minifloat.distributed.etp_parameters(model)"
+                )
         if self._etp_weight is None:
             self._etp_weight = EtpWeight(self, self._etp)
         return self._etp_weight
@@ -285,6 +296,12 @@ def etp_parameters(model: nn.Module) -> set[nn.Parameter]:
     """
     layers = [layer for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp is not None]
     return {parameter for layer in layers for parameter in layer._etp_parameters()}
+
+
+def _check_not_replicated(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, EtpRows) and layer._etp is not None:
+            check_same_rows(layer._label, layer._etp_parameters())
 
 
 class _Gathered(torch.autograd.Function):

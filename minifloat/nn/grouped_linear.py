@@ -124,7 +124,6 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         self._quantize_weights(parameter_init())
         if (ranks := Group.of(etp_group)).size > 1:
             self._shard_rows(ranks, etp_reduction)
-            self._mark_parameters()
         if isinstance(self.recipe, Recipe):
             self._check_weight_dtype(self._weight(self._weight_names[0]).dtype)
         if self.recipe is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import checked
-from minifloat.comm.ddp import MARK, history_names, not_replicated, unreduced
+from minifloat.comm.ddp import MARK, check_same_rows, history_names, unreduced
 from minifloat.nn.etp import EtpRows
 from minifloat.nn.linear_state import LinearState
 from minifloat.tensor import QuantizedTensor
@@ -43,8 +43,7 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
         if not isinstance(linear, EtpRows) or (linear._etp is None and not _writes_gradients(linear)):
             continue
         if linear._etp is not None:
-            if not all(getattr(each, "_ddp_ignored", False) for each in linear._etp_parameters()):
-                raise not_replicated(linear._label)
+            check_same_rows(linear._label, linear._etp_parameters())
         # As PyTorch asks it, with a dot also where a module has no name.
         elif not ignored.issuperset(f"{name}.{weight}" for weight in linear._weight_names):
             raise unreduced(linear._label)

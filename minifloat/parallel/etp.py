@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifloat.comm.ddp import keep_rows
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn.embedding import VocabParallelEmbedding
@@ -153,17 +152,13 @@ def shard_rows(
 ) -> None:
     """Does what :func:`plan_rows` has planned, and reduces the gradients of all other parameters."""
     shared: dict[Tensor, nn.Parameter] = {}
-    rows: list[str] = []
-    for name, module in layers.items():
+    for module in layers.values():
         layer = EtpEmbedding._adopt_whole(module) if type(module) is nn.Embedding else module
         assert isinstance(layer, EtpRows)
         group = ranks.rows(module)
         layer._shard_rows(group, reduction, tuple(each for each in ranks.data if each != group), shared)
         assert layer._etp is not None
         layer._etp = layer._etp._replace(recasts=recast, prefetch=(prefetch, prefetch_bytes))
-        layer._mark_parameters()
         layer.invalidate()
-        rows += [f"{name}.{weight}".lstrip(".") for weight in layer._weight_names]
-    keep_rows(model, rows)
     if ranks.data:
         reduce_replicated(model, ranks.data, reduction)

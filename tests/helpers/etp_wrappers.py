@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,19 +39,31 @@ def refusal(call: Any, *args: Any, **options: Any) -> str:
 
 
 def refuse_wrappers(rank: int, size: int) -> list[str]:
-    """Errors of DDP at its first forward, and of the functions that wrap a model or read a weight."""
-    mesh, tokens = mesh_of({"etp": size}), torch.zeros(3, 2, dtype=torch.int64)
+    """Errors of functions that wrap a model or read a weight, which no rank has written by then."""
+    mesh = mesh_of({"etp": size})
     model = parallelize(made(), mesh)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    found = [refusal(DistributedDataParallel(model), tokens), refusal(data_parallel, model)]
+    found = [refusal(DistributedDataParallel, model), refusal(data_parallel, model)]
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     frozen = minifloat.Linear(8, 8, etp_group=mesh).requires_grad_(False)
-    found.append(refusal(DistributedDataParallel(nn.Sequential(frozen, nn.Linear(8, 8))), torch.ones(2, 8)))
+    found.append(refusal(DistributedDataParallel, nn.Sequential(frozen, nn.Linear(8, 8))))
+    for rows in (8, 9):
+        layer = minifloat.Linear(8, rows, etp_group=mesh)
+        before = [parameter.detach().clone() for parameter in layer.parameters()]
+        assert f"Linear(8, {rows}): DistributedDataParallel" in refusal(DistributedDataParallel, layer)
+        copied = nn.Sequential(copy.deepcopy(layer), nn.Linear(rows, 8))
+        assert f"Linear(8, {rows}): DistributedDataParallel" in refusal(DistributedDataParallel, copied)
+        assert all(torch.equal(*pair) for pair in zip(before, layer.parameters(), strict=True))
     found += [refusal(fully_shard, model.layers[0], mesh=mesh), refusal(fully_shard, model, mesh=mesh)]
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     head = minifloat.Linear(HIDDEN, VOCABULARY, etp_group=mesh)
     hidden, target = torch.ones(4, HIDDEN), torch.zeros(4, dtype=torch.int64)
-    return [*found, refusal(linear_cross_entropy, hidden, head.weight, target)]
+    found.append(refusal(linear_cross_entropy, hidden, head.weight, target))
+    tokens = torch.zeros(3, 2, dtype=torch.int64)
+    experts = minifloat.GroupedLinear(2, 8, 8, etp_group=mesh)
+    for sharded, inputs in ((model, (tokens,)), (experts, (torch.ones(2, 8), [1, 1]))):
+        found.append(refusal(torch_fully_shard(sharded, mesh=mesh), *inputs))
+    return found
 
 
 def refuse_models(rank: int, size: int) -> dict[str, tuple[str, bool]]:

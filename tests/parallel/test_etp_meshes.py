@@ -87,13 +87,15 @@ def test_fsdp_shards_the_rest(worker_pool: Pools) -> None:
 
 def test_wrappers_refuse_rows(worker_pool: Pools) -> None:
     """On all ranks, before anything waits."""
-    for ddp, wrapped, frozen, block, root, loss in worker_pool(2).run(refuse_wrappers):
+    for ddp, wrapped, frozen, block, root, loss, fsdp, experts in worker_pool(2).run(refuse_wrappers):
         assert "EtpEmbedding(26, 24): DistributedDataParallel" in ddp and "'dp' dim" in ddp
         assert "EtpEmbedding(26, 24): DistributedDataParallel" in wrapped
         assert "Linear(8, 8): DistributedDataParallel" in frozen
         assert "self_attention.qkv.linear.query_weight" in block and "etp_parameters(model)" in block
         assert "embedding.weight" in root
         assert "whole_weight()" in loss
+        assert "EtpEmbedding(26, 24): weight is not the parameter" in fsdp and "ignored_params=" in fsdp
+        assert "GroupedLinear" in experts and "ignored_params=" in experts
 
 
 def test_parallelize_refuses_and_changes_nothing(worker_pool: Pools) -> None:
