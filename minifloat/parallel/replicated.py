@@ -15,6 +15,7 @@ from minifloat.arguments import checked
 from minifloat.comm.collectives import all_reduce
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
+from minifloat.functional.etp.lane import lane_of
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn.etp import etp_parameters
 from minifloat.parallel.fsdp import pytorch
@@ -74,5 +75,6 @@ def _reduced(groups: Sequence[Group], reduction: Reduction, gradient: Tensor | N
         return None
     total, size = gradient.clone(), 1
     for group in groups:
-        total, size = all_reduce(total, group), size * group.size
+        total = lane_of(group).sum_at_once(partial(all_reduce, total, group))
+        size *= group.size
     return total.div_(size) if reduction == "mean" else total

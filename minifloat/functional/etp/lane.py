@@ -93,6 +93,8 @@ class Lane:
         self._newest: ref[EtpWeight] | None = None  # of those
         self._reducing: deque[Later] = deque()
         self._to_start: tuple[Callable[[], object], Later] | None = None  # the last of them, which is not yet
+        self._reduced: EtpWeight | None = None  # of which gradient that is, until the next gather
+        self._sums = 0  # since then
         self._backward: BackwardPass | None = None
 
     # ---- passes ----
@@ -143,7 +145,7 @@ class Lane:
             pending = source.start(dim, parts())
         self._learn(step)
         self._look_ahead(step)
-        self._start_reduction()
+        self._next_reduction()
         return pending.wait()
 
     def _find(self, key: Key, cast: int) -> Pending[list[Quantized]] | None:
@@ -199,24 +201,43 @@ class Lane:
 
     def make_room(self, nbytes: int) -> None:
         """Finishes reductions of fewer bytes before as many are allocated; dgrad had the time to hide those."""
-        self._start_reduction()
+        self._next_reduction()
         while self._reducing and 0 < self._reducing[0][0] < nbytes:
             self._finish_next()
 
-    def reduce(self, start: Callable[[], Pending[Tensor]], finish: Callable[[Tensor], None], nbytes: int = 0) -> None:
-        """Calls ``start``, which sends ``nbytes``, after the next gather has been started, or the next reduction.
+    def reduce(
+        self, source: EtpWeight, start: Callable[[], Pending[Tensor]], finish: Callable[[Tensor], None], nbytes: int = 0
+    ) -> None:
+        """Calls ``start``, which sends ``nbytes``, after as many :meth:`sum_at_once` as followed the last time.
 
-        What is waited for at once, such as that gather or the sum of a norm's gradient, does not queue behind it. Its
-        result is given to ``finish`` when the next one has started, both at the latest at the end of backward.
+        These would queue behind it. Its result is given to ``finish`` when the next one has started, both at the latest
+        at the end of backward.
         """
-        self._start_reduction()
+        self._next_reduction()
+        self._reduced, self._sums = source, 0
         started: list[Pending[Tensor]] = []
         later = nbytes, lambda: finish(started.pop().wait())
         self._to_start = lambda: started.append(start()), later
         self._reducing.append(later)
+        if source.sums_after == 0:
+            self._start_reduction()
         self._watch_backward()
         if self._backward is None:
             self._finish_all()
+
+    def sum_at_once(self, run: Callable[[], Tensor]) -> Tensor:
+        """What a short collective over the group gives, which the backward waits for, as of the gradient of a norm."""
+        total = run()
+        self._sums += 1
+        if self._reduced is not None and self._sums >= self._reduced.sums_after:
+            self._start_reduction()
+        return total
+
+    def _next_reduction(self) -> None:
+        """The one before is started at the latest here."""
+        self._start_reduction()
+        if self._reduced is not None:
+            self._reduced.sums_after, self._reduced = self._sums, None
 
     def later(self, call: Callable[[], object]) -> None:
         """Calls it after what has been given so far has arrived; it makes nothing arrive sooner."""
@@ -235,7 +256,7 @@ class Lane:
         self._reducing.popleft()[1]()
 
     def _finish_all(self) -> None:
-        self._start_reduction()
+        self._next_reduction()
         while self._reducing:
             self._finish_next()
 
@@ -268,7 +289,7 @@ class Lane:
 
     def fail(self) -> None:
         """Nothing is added to gradients of a backward that has raised."""
-        self._to_start = None
+        self._to_start = self._reduced = None
         self._reducing.clear()  # unwaited: a rank that has raised earlier may never take part
         self._ahead.clear()
         self._forget()

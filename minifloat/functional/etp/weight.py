@@ -48,6 +48,7 @@ class EtpWeight:
     Attributes:
         number: that no other has.
         casts: how many casts there have been, equal on all ranks.
+        sums_after: how many short sums the latest backward waited for between its reduction and the next gather.
         following: the weight that was first used after this one in the latest pass.
         successors: what was gathered next, by what was gathered before it and what of it.
         leaf: what stood in for W in the latest forward.
@@ -58,6 +59,7 @@ class EtpWeight:
         self.lane = lane_of(sharding.group)
         self.number = next(_numbers)
         self.casts = 0
+        self.sums_after = 0
         self.following: EtpWeight | None = None
         self.successors: dict[tuple[Key | None, Key], Step] = {}
         self.leaf: Tensor | None = None
@@ -271,7 +273,7 @@ class EtpWeight:
         finish = give if delayed else partial(self._add, give)
         for ranks in reversed(self.sharding.replicas):
             finish = partial(self._reduce_further, ranks, divided, finish)
-        self.lane.reduce(start, finish, nbytes)
+        self.lane.reduce(self, start, finish, nbytes)
 
     def _reduce_further(self, ranks: Group, mean: bool, finish: Callable[[Tensor], None], total: Tensor) -> None:
         pending = start_all_reduce(total, ranks, mean=mean)
