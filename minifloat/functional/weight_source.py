@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,9 @@ class LocalWeight:
         """Lets dW be computed, now or later; returns what autograd gets."""
         if self.tasks is None:
             return self._add(spec, product)
-        left_for_later(self.tasks, partial(self._add, spec), self.parameters, product)
+        computed_later = copy(self)
+        computed_later.tasks = None  # a task that holds its list would live, with what it multiplies, after the layer
+        left_for_later(self.tasks, partial(computed_later._add, spec), self.parameters, product)
         return None
 
     def _add(self, spec: Spec, product: Product) -> Tensor | None:

@@ -545,6 +545,18 @@ def test_delayed_weight_gradients_have_no_graph(fuse: bool, recipe: str | None) 
     layer.zero_grad(set_to_none=False)
 
 
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_waiting_weight_gradients_are_freed_with_their_layer(fuse: bool) -> None:
+    """At once, with the operands that they would multiply: no cycle waits for the garbage collector."""
+    layer = Linear(37, 53, recipe="current", delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse)
+    weight: Any = layer.weight
+    weight.main_grad = torch.zeros(53, 37)
+    layer(torch.randn(20, 37)).sum().backward()
+    waiting = weakref.ref(layer._wgrad_tasks[0])
+    del layer, weight
+    assert waiting() is None
+
+
 GIVE_UP: dict[str, Callable[[nn.Module], object]] = {
     "zero_grad": lambda model: model.zero_grad(),
     "zero_grad of the optimizer": lambda model: MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0).zero_grad(),

@@ -338,7 +338,7 @@ class GatheredWeight(LocalWeight):
         """Autograd gets nothing."""
         main_grad = spec.options.main_grad
         sink = partial(into_main_grad, spec.options.overwrite_main_grad) if main_grad else into_grad
-        self.etp.reduce(product, sink, main_grad, self.tasks is not None)
+        self.etp.reduce(product, sink, main_grad, spec.options.delays_wgrad)
 
 
 def _collect(collected: dict[Tensor, Tensor], parameter: Tensor, product: Product) -> None:
