@@ -213,7 +213,7 @@ class JoinedWeights(NamedTuple):
         return all(getattr(each, "_operands", None) is own for each, own in zip(weights, self.held, strict=True))
 
 
-class ExpertWeights(QuantizedTensor):
+class _QuantizedExperts(QuantizedTensor):
     """W [G, N, K] of separate quantized weights, for one call: whatever PyTorch makes of it is in high precision."""
 
     def _part(self, view: Tensor) -> None:
@@ -273,7 +273,7 @@ def stack_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Tenso
 
 def _quantized_as_one(weights: Sequence[QuantizedTensor], operands: Quantized) -> Tensor:
     first = weights[0]
-    whole = ExpertWeights(operands, first.quantizer, (len(weights), *first.shape), first.dtype)
+    whole = _QuantizedExperts(operands, first.quantizer, (len(weights), *first.shape), first.dtype)
     gatherers = [each.gatherer for each in weights if each.gatherer is not None]
     whole.gatherer = _Gatherers(gatherers) if gatherers else None
     return whole
