@@ -20,7 +20,7 @@ _ACTIVATION_RECOMPUTED = activation.activation_forward.for_recompute(), activati
 
 @dataclass(frozen=True)
 class Activation:
-    """Which activation, a value for a plan: one of ``kernels.activation.NAMES``, and its parameters if it has any."""
+    """Which activation, as a value of a call: one of ``kernels.activation.NAMES``, and its parameters if it has any."""
 
     name: str
     parameters: tuple[float, ...] = ()

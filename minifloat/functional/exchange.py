@@ -1,4 +1,4 @@
-"""What the ranks of a linear tell each other about activations: one class for each way to split it.
+"""Moves activations between the ranks of a linear: one class for each way to split it.
 
 All communicate in the dtype of the activations. What is gathered is quantized before, as the whole would be: ranks
 agree on amaxes and exchange what blocks share.
@@ -37,7 +37,7 @@ Inputs = tuple[Any, Quantized, Quantized]
 
 
 class KnownOfX(NamedTuple):
-    """What its cast needs to know, if that is known, and what is done to operands that are cast from it."""
+    """Facts about X that its cast would find out, where they are known, and ``label``, which changes its operands."""
 
     scale: Tensor | None = None
     amaxes: Amaxes | None = None
@@ -48,12 +48,12 @@ UNKNOWN = KnownOfX()
 
 
 def waited(x: Any) -> Any:
-    """What a sum over ranks gives, if there is one."""
+    """Waits for ``x`` if that is a sum over ranks under way."""
     return x.wait() if isinstance(x, Pending) else x
 
 
 def high_precision(spec: Spec, weight: Tensor) -> Tensor:
-    """What is cast of a weight; one that stays in high precision comes in the dtype of the products."""
+    """The values of a weight that its cast reads; one that stays unquantized comes in the dtype of the products."""
     if isinstance(weight, QuantizedTensor):
         return weight.dequantize()
     return weight if spec.casts_w else weight.to(spec.options.dtype)
@@ -119,7 +119,7 @@ class Local(TensorParallel):
     def quantize_dy(
         self, spec: Spec, dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None
     ) -> Any:
-        """dY as dgrad and wgrad read it: its own operands where it comes quantized alike; values under an override."""
+        """Casts dY for dgrad and wgrad, unless it comes quantized alike, or an override wants its values."""
         if spec.override is not None:
             return Quantized(self.values(dy), None)
         if isinstance(dy, QuantizedTensor):
@@ -131,7 +131,7 @@ class Local(TensorParallel):
         return made
 
     def load_x(self, spec: Spec, x: Operand, scale: Tensor | None) -> Any:
-        """What wgrad reads of the saved X; a value is cast now with delayed scaling's ``scale``, and not recorded."""
+        """Makes wgrad's operand of the saved X; a value is cast with delayed scaling's ``scale``, and not recorded."""
         return x if spec.again is None else cast_with(x.codes, spec.again, scale).along(COLUMNWISE)
 
     def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Pending[Tensor] | Tensor:
@@ -147,7 +147,7 @@ class Local(TensorParallel):
         return spec.multiply("wgrad", dy, x, dtype, None, spec.config.fast_wgrad, out, accumulate)
 
     def dequantized(self, operand: Any) -> Any:
-        """The values that an operand stands for, of which a backward in high precision starts from codes."""
+        """The values of an operand, for a backward in high precision that has saved codes."""
         return values_of(operand.dequantize())
 
 
@@ -155,7 +155,7 @@ LOCAL = Local()
 
 
 class _Split(Local):
-    """A linear that ranks share; gradients that are sums over the ranks are given to autograd when they are there."""
+    """A linear that ranks share."""
 
     def _quantize_part(
         self,
@@ -166,7 +166,7 @@ class _Split(Local):
         scale: Tensor | None = None,
         amaxes: Amaxes | None = None,
     ) -> Quantized:
-        """The same under delayed scaling, which records the amax of this rank's rows: ranks agree at the update."""
+        """Casts this rank's rows for a gather; delayed scaling records their own amax: ranks agree at the update."""
         part = self.quantize_shard(x, quantizer, delayed_scale(delayed_call, kind) if scale is None else scale, amaxes)
         if delayed_call is not None:
             record(delayed_call, kind, part)
@@ -307,7 +307,7 @@ _EXCHANGES: dict[tuple[Mode, bool], type[_Split]] = {
 def exchange(
     mode: Mode, sequence_parallel: bool, group: Group, overlap: Overlap = "handles", check: Check = False
 ) -> Local:
-    """That of a linear which ``group`` shares."""
+    """Makes the exchange of a linear that ``group`` shares."""
     return _EXCHANGES[mode, sequence_parallel](group, overlap, check=check)
 
 

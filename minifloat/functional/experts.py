@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def grouped_casts(
     quantizers: Quantizers, options: Options, passing: tuple[int, ...], dy_passing: tuple[int, ...]
 ) -> LinearCasts:
-    """Those of ``make_spec`` for groups of rows, each tensor by itself."""
+    """Prepares the casts of groups of rows, each tensor by itself."""
     (x, w, dy), device = quantizers, options.device
     kinds = ((x, "input"), (w, "weight"), (dy, "grad_output"))
     return LinearCasts(None, *[GroupedCasts(quantizer, kind, device) for quantizer, kind in kinds])

@@ -130,7 +130,7 @@ def only(operands: Quantized | Gathered, dim: int) -> Quantized:
 
 
 def one_orientation(operand: Operand) -> Quantized:
-    """``operand`` in its place."""
+    """``operand`` alone, in its place."""
     return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
 
 

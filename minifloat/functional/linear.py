@@ -28,7 +28,7 @@ from minifloat.ops import new
 
 
 class Given:
-    """What differs between calls of one kind.
+    """Holds what differs between calls of one kind.
 
     Args:
         delayed: where delayed scaling reads its scales and records its amaxes.
@@ -154,7 +154,7 @@ def grad_input(spec: Spec, dx: Tensor, x_shape: Sequence[int], delayed: DelayedC
 
 
 def save_x(spec: Spec, exchange: Local, x: Tensor | None, own: Quantized) -> Operand | None:
-    """What wgrad needs of X: its values, or an operand; the caller may change either before backward."""
+    """Chooses what wgrad needs of X: its values, or an operand; the caller may change either before backward."""
     if spec.saves_x == "nothing":
         return None
     if spec.saves_x == "values":

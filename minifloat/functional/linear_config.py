@@ -1,4 +1,4 @@
-"""What a recipe and a call ask of one linear layer."""
+"""Describes a linear layer under one recipe, and the options of one of its calls."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = Fa
 
 
 class Ranks(NamedTuple):
-    """Who shares a linear: what of an exchange decides how a call is computed.
+    """The part of an exchange that a spec depends on.
 
     Args:
         mode, sequence_parallel: which of the five exchanges.
@@ -107,7 +107,7 @@ class Ranks(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call asks of a linear beside its recipe: the key under which the layer finds its ``Spec``.
+    """The options of a call beside its recipe: the key under which the layer finds its ``Spec``.
 
     Args:
         device: type of the device.

@@ -21,7 +21,7 @@ _NORM_RECOMPUTED = norm.norm_forward.for_recompute(), norm.norm_cast.for_recompu
 
 @dataclass(frozen=True)
 class Norm:
-    """Which norm, as a value for a plan.
+    """Which norm, as a value of a call.
 
     Args:
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.

@@ -21,8 +21,8 @@ class RoleCasts:
     """Casts the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...), for its GEMMs on a device.
 
     A delayed scale is read from the layer's history (that of the input may be given), and the amax that the cast
-    measured is recorded there. A plan keeps one of these: what its casts launch is recorded in it. ``passing``: as of
-    :class:`~minifloat.casts.Casts`, in eager code.
+    measured is recorded there. A spec keeps some of these: what their casts launch is recorded in them. ``passing``: as
+    of :class:`~minifloat.casts.Casts`, in eager code.
     """
 
     def __init__(

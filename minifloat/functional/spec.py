@@ -1,4 +1,4 @@
-"""What one kind of call of a linear computes: formats, dtypes, gradients; decided once, and found by its options."""
+"""Decides what one kind of call of a linear computes: formats, dtypes, gradients; once, and found by its options."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Quantizers(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """How one kind of call of a linear is computed.
+    """The decisions on one kind of call of a linear.
 
     Args:
         config: how the recipe quantizes each tensor.
@@ -88,7 +88,7 @@ class Spec:
 def dense_casts(
     quantizers: Quantizers, options: Options, passing: tuple[int, ...], dy_passing: tuple[int, ...]
 ) -> LinearCasts:
-    """Those of matrices."""
+    """Prepares the casts of matrices."""
     (x, w, dy), device = quantizers, options.device
     return LinearCasts(
         RoleCasts((x, w), ("input", "weight"), device, passing),

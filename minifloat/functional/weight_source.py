@@ -1,4 +1,4 @@
-"""Where the operands of a linear's weight come from, and where dW goes: one class for each way to keep a weight."""
+"""Gives the operands of a linear's weight and takes its gradient dW: one class for each way to keep a weight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LocalWeight:
         raise NotImplementedError
 
     def save(self, spec: Spec, weight: Tensor, w: Quantized) -> Any:
-        """What dgrad needs of W."""
+        """Chooses what dgrad needs of W."""
         if spec.override == "high_precision":
             return values_of(weight)
         return (w.columnwise if spec.along == COLUMNWISE else w.rowwise) or w.along(spec.along)
@@ -61,7 +61,7 @@ class LocalWeight:
         return None
 
     def _add(self, spec: Spec, product: Product) -> Tensor | None:
-        """dW for autograd, or into ``main_grad``."""
+        """Computes dW for autograd, or adds it to ``main_grad``."""
         options = spec.options
         if not options.main_grad:
             return product(options.weight_dtype if options.wgrad_in_weight_dtype else options.dtype)

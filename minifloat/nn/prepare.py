@@ -12,7 +12,7 @@ from minifloat.recipe import RecipeLike, as_recipe
 
 @checked
 def prepare(model: nn.Module, recipe: RecipeLike) -> nn.Module:
-    """Makes the plans, and for delayed scaling the buffers, that ``autocast(recipe=recipe)`` would make at first use.
+    """Makes the configurations, and for delayed scaling the buffers, that a first ``autocast(recipe=recipe)`` would.
 
     Needed where first use comes too late: before ``torch.compile`` of a model under delayed scaling, before an
     optimizer or a checkpoint looks at the buffers. Modules with a recipe of their own have theirs already. Pass the

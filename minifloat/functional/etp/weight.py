@@ -325,7 +325,7 @@ class GatheredWeight(LocalWeight):
         return self.etp.forward()
 
     def save(self, spec: Spec, weight: Tensor, w: Quantized) -> Any:
-        """This rank's part; of which cast, and whose rows, is kept here."""
+        """Chooses this rank's part, and remembers which cast it is of and the rows of each rank."""
         values = spec.override == "high_precision"
         part, self._of = self.etp.saved(ROWWISE if values else spec.along, values=values)
         return part
@@ -335,7 +335,7 @@ class GatheredWeight(LocalWeight):
         return self.etp.backward(spec.along, saved, self._of, values=spec.override == "high_precision")
 
     def _add(self, spec: Spec, product: Product) -> None:
-        """Autograd gets nothing."""
+        """Reduces dW over the ranks; autograd gets nothing."""
         main_grad = spec.options.main_grad
         sink = partial(into_main_grad, spec.options.overwrite_main_grad) if main_grad else into_grad
         self.etp.reduce(product, sink, main_grad, spec.options.delays_wgrad)
