@@ -182,6 +182,12 @@ def kernels(device: int) -> Support:
     return True, f"Triton kernels, sm_{facts[0]}{facts[1]}"
 
 
+@cache
+def cublaslt(device: int) -> bool:
+    """FP8 products are added to fp32 memory by cuBLASLt itself, see D21; that has run on sm_90 alone."""
+    return _device_facts(torch.device("cuda", device))[0][0] == 9
+
+
 # What assume_constant_result does: compiled code asks once, and does not look for Triton itself.
 kernels.__wrapped__._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -18,6 +18,7 @@ from minifloat.quantizer import Quantizer
 # What these are of there is a handful of in a process: devices, kernels, booleans, groups of ranks, nothing.
 OF_FEW = {
     "_device_facts",
+    "cublaslt",
     "kernels",
     "tile",
     "gemm_tile",

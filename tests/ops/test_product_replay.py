@@ -105,6 +105,24 @@ def test_replays(name: str, gemm: str, size: str, device: torch.device) -> None:
         assert counts[0] == counts[1]
 
 
+def test_where_the_result_goes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can add its product gets the memory for it, at each call, if that product is the result."""
+    seen: list[tuple[object, ...]] = []
+
+    def multiply(a_tile: bool, b_tile: bool, operands: object, dtype: torch.dtype, *into: object) -> Tensor:
+        seen.append(into)
+        return into[0] if into and isinstance(into[0], Tensor) else torch.zeros(32, 48, device=device)
+
+    monkeypatch.setattr(native, "block128", multiply)
+    product = matmul.by_kernels("native", STRIP, STRIP)
+    out = torch.zeros(32, 48, device=device)
+    a, b = matrices("wgrad", (STRIP, STRIP), SIZES["whole"], device)
+    for _ in range(2):
+        assert product(a, b, torch.float32, None, False, out, True) is out
+        assert product(a, b, torch.float32, torch.ones(48, device=device), False, out, True) is not out
+    assert seen == [(out,), ()] * 2
+
+
 def test_what_a_bf16_product_launches(device: torch.device) -> None:
     """Scales of powers of two: a pass over each operand and the library's product, no fp32 result in between."""
     for pair, bias, wanted in (

@@ -68,7 +68,8 @@ class _Matrix(NamedTuple):
     outer: int
 
 
-_Backend = Callable[[_Matrix, _Matrix, torch.dtype, Tensor | None, bool, Tensor | None], Tensor]
+_Backend = Callable[..., Tensor]
+"""``(a, b, out_dtype, bias, fast_accum, out, accumulate)``; most ignore the last two."""
 
 MOST_PRODUCTS = 1024
 """Kinds of GEMMs that are kept: recipes that change at each step must not fill the memory."""
@@ -118,27 +119,28 @@ class Product:
             )  # fmt: skip
             return written(result, out, accumulate)
         with torch._C._DisableAutocast():
-            target = None if accumulate else out
-            result = self.run(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum, target)
+            result = self.run(
+                a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum, out, accumulate
+            )
             return result if out is None else written(result, out, accumulate)
 
     def run(
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
         b: Tensor, b_scale: Tensor, b_amax: Tensor | None, n: int,
         out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False, out: Tensor | None = None,
-        counted: bool = True,
+        accumulate: bool = False, counted: bool = True,
     ) -> Tensor:  # fmt: skip
         """The same past the dispatcher, where no graph, autocast or dispatch mode is active.
 
-        ``out``: [m, n] of ``out_dtype``, returned where the backend wrote to it; most do not. ``counted``: by
-        :func:`count_gemms`, of which a part of another one is not.
+        ``out``: [m, n] of ``out_dtype``, returned where the backend wrote or added to it; most do neither. ``counted``:
+        by :func:`count_gemms`, of which a part of another one is not.
         """
         if counted and _counters:
             record(self.gemm, self.a[0], self.b[0], self.backend)
         if not a.numel() or not b.numel():
             return _finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
         left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
-        return self._backend(left, right, out_dtype, bias, fast_accum, out)
+        return self._backend(left, right, out_dtype, bias, fast_accum, out, accumulate)
 
     def traced(
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
@@ -151,7 +153,7 @@ class Product:
             return None
         if not all(native.takes_as_stored(x.codes, x.along, x.outer) for x in (left, right)):
             return None
-        return self._backend(left, right, out_dtype, bias, fast_accum, None)
+        return self._backend(left, right, out_dtype, bias, fast_accum)
 
 
 @lru_cache(MOST_PRODUCTS)
@@ -187,7 +189,7 @@ def _finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Ten
 
 
 def _reference(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any
 ) -> Tensor:
     segment = min(a.format.segment, b.format.segment)
     left, right = reference.spread(*a, segment=segment), reference.spread(*b, segment=segment)
@@ -196,9 +198,7 @@ def _reference(
     return _finish(product, bias, out_dtype)
 
 
-def _emulated(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
-) -> Tensor:
+def _emulated(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any) -> Tensor:
     if emulated.is_direct(a.format, b.format, bias, out_dtype):
         return emulated.multiply((emulated.values(*a), emulated.values(*b)), out_dtype)
     left, right = emulated.spread(*a), emulated.spread(*b)
@@ -207,13 +207,14 @@ def _emulated(
 
 
 def _native_per_tensor(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
-) -> Tensor:
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    out: Tensor | None = None, accumulate: bool = False,
+) -> Tensor:  # fmt: skip
     align = (16, 16) if a.codes.is_cuda else (1, 1)
     left = native.k_major(a.codes, a.format, a.along, align)
     right = native.k_major(b.codes, b.format, b.along, align)
     if bias is None and left.shape[0] == a.outer and right.shape[0] == b.outer:
-        return native.per_tensor(left, a.scale_inv, right, b.scale_inv, out_dtype, None, fast_accum, out)
+        return native.per_tensor(left, a.scale_inv, right, b.scale_inv, out_dtype, None, fast_accum, out, accumulate)
     # The epilogue adds a bias of the output's dtype to an output of 16 bits, so long as no padding widened it.
     fuses = bias is not None and out_dtype != torch.float32 and right.shape[0] == b.outer
     if bias is None or fuses:
@@ -225,7 +226,7 @@ def _native_per_tensor(
 
 
 def _native_rows(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any
 ) -> Tensor:
     """One scale a row of ``a`` and of ``b``; on a GPU the library takes them where the output is bf16."""
     align = (16, 16) if a.codes.is_cuda else (1, 1)
@@ -246,7 +247,7 @@ def _native_rows(
 
 
 def _native_block(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any
 ) -> Tensor:
     direct = native.block128_is_direct(bias, out_dtype)
     operands, _ = native.block128_operands(a, b)
@@ -256,7 +257,7 @@ def _native_block(
 
 
 def _native_swizzled(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
+    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any
 ) -> Tensor:
     direct = block_scaled.is_direct(a.format, b.format, bias, out_dtype)
     operands, (left, right, divisor) = block_scaled.operands(a, b, direct)
@@ -282,7 +283,8 @@ def by_kernels(backend: str, a: Format, b: Format, swizzled: bool = False) -> _B
     if capability.is_mxfp4(b):
         return RecordedProduct(fold_kernels.STEPS)
     tiles = partial(native.block128, a.tile, b.tile)
-    return RecordedProduct(Steps(native.block128_operands, tiles, native.block128_is_direct, spread.finish))
+    steps = Steps(native.block128_operands, tiles, native.block128_is_direct, spread.finish, adds=True)
+    return RecordedProduct(steps)
 
 
 _TRACED: dict[_Backend, tuple[torch.dtype, ...]] = {

@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from minifloat import capability
 from minifloat.formats import ROWWISE, Format
+from minifloat.ops.matmul import cublaslt
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -71,11 +72,12 @@ def per_tensor(
     bias: Tensor | None,
     fast: bool,
     out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """``a`` [m, k] times ``b`` [n, k] transposed, one scale each, or [m, 1] and [1, n].
 
     A GPU writes it to ``out``, if that is a plain contiguous tensor at a multiple of 256 bytes, as the allocator gives
-    memory: cuBLASLt chooses its kernel for that.
+    memory: cuBLASLt chooses its kernel for that. With ``accumulate`` it may add it to an ``out`` of fp32.
 
     On a CPU the codes are multiplied as fp64, whose sums of E4M3 products are exact: the result depends neither on the
     number of threads nor on how a product is split. ``torch._scaled_mm`` takes hundreds of times as long there, where
@@ -84,6 +86,10 @@ def per_tensor(
     if not a.is_cuda:
         product = (a.double() @ b.double().t()).float() * (a_scale * b_scale)
         return (product if bias is None else product + bias.float()).to(out_dtype)
+    if accumulate:
+        if out is not None and cublaslt.add(a, a_scale, b, b_scale, cublaslt.ONE, fast, out):
+            return out
+        out = None
     if type(out) is not Tensor or not out.is_contiguous() or out.data_ptr() % 256:
         out = None
     result: Tensor = torch._scaled_mm(
@@ -112,11 +118,18 @@ def block128_is_direct(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
     return bias is None and out_dtype != torch.float16
 
 
-def block128(a_tile: bool, b_tile: bool, operands: Sequence[Tensor], out_dtype: torch.dtype) -> Tensor:
-    """``a`` [m, k] times ``b`` [n, k] transposed; ``operands``: of :func:`block128_operands`."""
+def block128(
+    a_tile: bool, b_tile: bool, operands: Sequence[Tensor], out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """``a`` [m, k] times ``b`` [n, k] transposed; ``operands``: of :func:`block128_operands`.
+
+    It may be added to an ``out`` of fp32, which is returned then: the weight gradient, whose operands have no tiles.
+    """
     a, a_scale, b, b_scale = operands
     if a_tile:  # the library wants the tiles on the right: a b^T = (b a^T)^T
         return block128(b_tile, a_tile, (b, b_scale, a, a_scale), out_dtype).t()
+    if out is not None and not b_tile and cublaslt.add(a, a_scale, b, b_scale, cublaslt.STRIPS, False, out):
+        return out
     # What torch.nn.functional.scaled_mm calls, after it has made lists of integers of its enums.
     result: Tensor = torch._scaled_mm_v2(
         a, b.t(), [a_scale], _STRIPS, _NO_SWIZZLE, [b_scale], _TILES if b_tile else _STRIPS, _NO_SWIZZLE,

@@ -29,7 +29,8 @@ class Steps(NamedTuple):
 
     Args:
         prepare: (a, b, direct) -> the tensors that the library reads, and what ``finish`` needs of the operands.
-        multiply: (those tensors, dtype) -> the library's product.
+        multiply: (those tensors, dtype) -> the library's product. One that ``adds`` takes memory as well, and returns
+            that if it added the product to it.
         direct: (bias, dtype) -> whether the library's product in that dtype is the result already.
         finish: (fp32 product, what ``prepare`` left, bias, dtype) -> the result, where it is not.
         repair: (library's product, what ``prepare`` left) -> nothing; launches kernels that write parts of the product.
@@ -38,11 +39,12 @@ class Steps(NamedTuple):
     """
 
     prepare: Callable[[Any, Any, bool], tuple[Sequence[Tensor], Any]]
-    multiply: Callable[[Sequence[Tensor], torch.dtype], Tensor]
+    multiply: Callable[..., Tensor]
     direct: Callable[[Tensor | None, torch.dtype], bool]
     finish: Callable[[Tensor, Any, Tensor | None, torch.dtype], Tensor]
     repair: Callable[[Tensor, Any], None] | None = None
     whole: Callable[[Any, Any, Tensor | None, torch.dtype], Tensor | None] | None = None
+    adds: bool = False
 
 
 class RecordedProduct:
@@ -53,9 +55,11 @@ class RecordedProduct:
         self.known: dict[Any, Any] = {}  # a _Recording, or None: cannot be replayed
 
     def __call__(
-        self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, out: Tensor | None
-    ) -> Tensor:
+        self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+        out: Tensor | None = None, accumulate: bool = False,
+    ) -> Tensor:  # fmt: skip
         direct = self.steps.direct(bias, out_dtype)
+        into = (out,) if accumulate and direct and self.steps.adds else ()
         if not direct and self.steps.whole is not None:
             whole = self.steps.whole(a, b, bias, out_dtype)
             if whole is not None:
@@ -73,23 +77,24 @@ class RecordedProduct:
             key += x.shape, x.stride(), x.dtype, x.get_device()
         device = a.codes.get_device()
         if bits & 15 or device != torch._C._cuda_getDevice():  # kernels would read copies
-            return self._step_by_step(a, b, out_dtype, bias, direct)[-1]
+            return self._step_by_step(a, b, out_dtype, bias, direct, into)[-1]
         shapes = (device, *key)
         recording = self.known.get(shapes, _UNKNOWN)  # once: another thread may clear them
         if recording is _UNKNOWN:
-            return self._record(shapes, a, b, out_dtype, bias, direct, arguments)
+            return self._record(shapes, a, b, out_dtype, bias, direct, into, arguments)
         if recording is None:
-            return self._step_by_step(a, b, out_dtype, bias, direct)[-1]
-        result: Tensor = recording.replay(self.steps, arguments, pointers, out_dtype, a.outer, b.outer)
+            return self._step_by_step(a, b, out_dtype, bias, direct, into)[-1]
+        result: Tensor = recording.replay(self.steps, arguments, pointers, out_dtype, a.outer, b.outer, into)
         return result
 
     def _step_by_step(
-        self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, direct: bool, log: Log | None = None
-    ) -> tuple[Sequence[Tensor], int, Tensor, Tensor]:
+        self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, direct: bool, into: tuple[Any, ...],
+        log: Log | None = None,
+    ) -> tuple[Sequence[Tensor], int, Tensor, Tensor]:  # fmt: skip
         """What the library reads, how many launches of ``log`` prepared it, its product, and the result."""
         operands, left = self.steps.prepare(a, b, direct)
         before = 0 if log is None else len(log.launches)
-        product = self.steps.multiply(operands, out_dtype if direct else torch.float32)
+        product = self.steps.multiply(operands, out_dtype if direct else torch.float32, *into)
         if self.steps.repair is not None:
             self.steps.repair(product, left)
         result = cut(product, a.outer, b.outer)
@@ -99,12 +104,12 @@ class RecordedProduct:
 
     def _record(
         self, key: Any, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, direct: bool,
-        arguments: Sequence[Tensor],
+        into: tuple[Any, ...], arguments: Sequence[Tensor],
     ) -> Tensor:  # fmt: skip
         if len(self.known) >= MOST_SHAPES:
             self.known.clear()
         with recorded() as log:
-            operands, before, product, result = self._step_by_step(a, b, out_dtype, bias, direct, log)
+            operands, before, product, result = self._step_by_step(a, b, out_dtype, bias, direct, into, log)
         self.known[key] = _Recording.of(log, before, arguments, operands, product, None if direct else result)
         return result
 
@@ -152,8 +157,9 @@ class _Recording(NamedTuple):
         return cls(prepared[:before], prepared[before:], layouts, reads, None if result is None else _layout(result))
 
     def replay(
-        self, steps: Steps, arguments: list[Tensor], pointers: list[int], out_dtype: torch.dtype, m: int, n: int
-    ) -> Tensor:
+        self, steps: Steps, arguments: list[Tensor], pointers: list[int], out_dtype: torch.dtype, m: int, n: int,
+        into: tuple[Any, ...],
+    ) -> Tensor:  # fmt: skip
         """Allocates, launches and multiplies."""
         empty = launch.empty_strided
         tensors = arguments
@@ -164,7 +170,7 @@ class _Recording(NamedTuple):
             each.run(pointers)
         operands = [_as(tensors[place], layout) for place, layout in self.operands]
         direct = self.result is None
-        product = steps.multiply(operands, out_dtype if direct else torch.float32)
+        product = steps.multiply(operands, out_dtype if direct else torch.float32, *into)
         pointers.append(product.data_ptr())
         result = product if self.result is None else empty(*self.result)
         pointers.append(result.data_ptr())
