@@ -928,6 +928,16 @@ def test_gpu_per_tensor_is_within_its_bound(gemm: str, a_fmt: Format, b_fmt: For
                     assert_near_reference(gemm, a, b, dtype, bias, fast, None if fast else 128)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 4096, 8192), (256, 256, 16384)], ids=str)
+def test_gpu_rows_with_a_bias_of_few_tiles(shape: tuple[int, int, int]) -> None:
+    """cuBLASLt has no kernel for these with a bias and fast accumulation."""
+    needs_native(ROWS, ROWS)
+    a, b = operands("fprop", ROWS, ROWS, shape, normal, "cuda")
+    bias = torch.randn(shape[1], device="cuda").bfloat16()
+    assert_near_reference("fprop", a, b, torch.bfloat16, bias, True, 128)
+
+
 def block_integers(shape: tuple[int, int], fmt: Format, along: int) -> Operand:
     """Integers up to 3 under block scales of random powers of two."""
     codes = torch.randint(-3, 4, shape, device="cuda").float().to(torch.float8_e4m3fn).view(torch.uint8)

@@ -239,7 +239,9 @@ def _native_rows(
         )
     if out_dtype == torch.bfloat16 and (left.shape[0], right.shape[0]) == (a.outer, b.outer):
         epilogue = None if bias is None else bias.bfloat16()
-        return native.per_tensor(left, scales[0], right, scales[1], out_dtype, epilogue, fast_accum)
+        # With a bias and fast accumulation cuBLASLt has no kernel for some deep products of few tiles.
+        fast = fast_accum and bias is None
+        return native.per_tensor(left, scales[0], right, scales[1], out_dtype, epilogue, fast)
     one = torch.ones(1, dtype=torch.float32, device=left.device)
     product = native.per_tensor(left, one, right, one, torch.float32, None, fast_accum)
     product = cut(product, a.outer, b.outer)
