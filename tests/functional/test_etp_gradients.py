@@ -197,6 +197,27 @@ def test_a_computed_weight_is_refused(worker_pool: Pools) -> None:
     worker_pool(2).run(computed)
 
 
+def asked_for(rank: int, size: int) -> None:
+    net = nn.Sequential(*[Linear(8, 8, recipe="current", etp_group=dist.group.WORLD) for _ in range(2)])
+    weight, x = net[0].weight, torch.ones(2, 8, requires_grad=True)
+    for inputs in ([weight], [x, weight], [net[1].weight]):
+        with pytest.raises(ValueError, match=r"Linear\(8, 8\): backward\(inputs=\.\.\.\)"):
+            net(x).sum().backward(inputs=inputs)
+        assert weight.grad is None
+    x.grad = None
+    with pytest.raises(ValueError, match=r"torch\.autograd\.grad give no gradient"):
+        torch.autograd.grad(net(x).sum(), [x, weight])
+    net(x).sum().backward(inputs=[x, net[0].bias])
+    assert weight.grad is None and x.grad is not None and net[0].bias.grad is not None
+    net(x).sum().backward()
+    assert weight.grad is not None
+
+
+def test_a_backward_that_asks_for_a_weight_is_refused(worker_pool: Pools) -> None:
+    """It would get no gradient."""
+    worker_pool(2).run(asked_for)
+
+
 class Use(torch.autograd.Function):
     """Whose backward starts a reduction over the rows, and one over replicas when that has arrived."""
 

@@ -16,6 +16,7 @@ from minifloat.comm.gather import start_gather, start_gather_alike
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
+from minifloat.functional.autograd import apply
 from minifloat.functional.etp.lane import Key, Step, lane_of
 from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together
 from minifloat.functional.grouped_weight import SeparateOperands
@@ -240,7 +241,9 @@ class EtpWeight:
                 if trained:
                     leaf.requires_grad_().register_hook(lambda _: self._deliver(1 + len(self.sharding.replicas)))
             self.leaf = leaf
-        return leaf.view_as(leaf)
+        # Those with hooks are left out: autograd would call them, without a gradient.
+        seen = [each for each in parameters if not (each._backward_hooks or each._post_accumulate_grad_hooks)]
+        return apply(_StandIn, self.owner._label, leaf, *seen)
 
     def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool, delayed: bool) -> None:
         """Gives this rank's rows of the reduced gradient to ``sink``, once later work has been started.
@@ -339,6 +342,29 @@ class GatheredWeight(LocalWeight):
         main_grad = spec.options.main_grad
         sink = partial(into_main_grad, spec.options.overwrite_main_grad) if main_grad else into_grad
         self.etp.reduce(product, sink, main_grad, spec.options.delays_wgrad)
+
+
+class _StandIn(torch.autograd.Function):
+    """A view of ``leaf`` that stands in for ``parameters``; what asks for the gradient of these alone is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, label: str, leaf: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.label, ctx.inputs = label, 2 + len(parameters)
+        ctx.set_materialize_grads(False)
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: None) -> tuple[None, ...]:
+        try:
+            complete = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        except RuntimeError:  # torch.autograd.grad asks for the leaf
+            complete = True
+        if not complete:
+            raise ValueError(
+                f"{ctx.label}: backward(inputs=...) and torch.autograd.grad give no gradient to a weight that etp_group "
+                "shares, which goes past autograd; call backward() without inputs, or do not ask for this weight"
+            )
+        return (None,) * ctx.inputs
 
 
 def _collect(collected: dict[Tensor, Tensor], parameter: Tensor, product: Product) -> None:
