@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +153,35 @@ def of_torchrun(rank: int, ranks: int, port: int = 0) -> dict[str, str]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     names = {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost"}
     return {name: str(value) for name, value in place.items()} | names
+
+
+@contextmanager
+def launched(
+    folder: Path, ranks: int, *arguments: object, hook: Callable[[], None] | None = None
+) -> Iterator[tuple[Any, int]]:
+    """The first of so many ranks in a process that another one starts, as torchrun does: that one, and the rank's id.
+
+    Both are killed at the end.
+    """
+    words, (receiver, sender) = [str(argument) for argument in arguments], children().Pipe(duplex=False)
+    launcher = children().Process(target=_launch, args=(sender, folder, ranks, words, hook))
+    launcher.start()
+    rank = receiver.recv()
+    try:
+        yield launcher, rank
+    finally:
+        launcher.kill()
+        launcher.join()
+        with suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+
+def _launch(sender: Any, folder: Path, ranks: int, arguments: list[str], hook: Callable[[], None] | None) -> None:
+    os.environ.update(of_torchrun(0, ranks))
+    rank = multiprocessing.get_context("fork").Process(target=_rank, args=(folder, 0, 1, 0, arguments, hook))
+    rank.start()
+    sender.send(rank.pid)
+    rank.join()
 
 
 def _rank(

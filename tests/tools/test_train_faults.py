@@ -8,21 +8,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from minifloat.comm.group import Group
 from minifloat.tools.cli import ranks as cli_ranks
+from minifloat.tools.cli.output import claimed
 from minifloat.tools.cli.ranks import PATIENCE, decided_by_first, minutes
 from minifloat.tools.train import loop
 from minifloat.tools.train.checkpoint import latest
-from minifloat.tools.train.interrupt import GRACE, PRESSED_GRACE, orphaned, signals_noted
+from minifloat.tools.train.interrupt import GRACE, PRESSED_GRACE, signals_noted
 from minifloat.tools.train.ranks import ALONE, Ranks
 from tests.helpers.micro_training import invoke, write_texts
-from tests.helpers.train_on_ranks import command, of_torchrun
+from tests.helpers.train_on_ranks import command, launched
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,14 +57,14 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("by_torchrun", [False, True])
 @pytest.mark.parametrize("number", NUMBERS)
 def test_an_equal_signal_within_the_grace_time_is_the_same(
-    handlers: None, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, launched: bool
+    handlers: None, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, by_torchrun: bool
 ) -> None:
-    if launched:
+    if by_torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    clock, grace = Clock(), PRESSED_GRACE if number == signal.SIGINT and not launched else GRACE
+    clock, grace = Clock(), PRESSED_GRACE if number == signal.SIGINT and not by_torchrun else GRACE
     with pytest.raises(Acted, match=number.name), signals_noted(clock) as came:
         assert came() == 0
         signal.raise_signal(number)
@@ -118,17 +122,61 @@ def before_step(number: int, act: Callable[[], object]) -> None:
     loop.train_step = stepped
 
 
-def test_a_rank_whose_launcher_is_gone_saves_and_stops(
-    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not orphaned()()
-    for name, value in of_torchrun(0, 1).items():
-        monkeypatch.setenv(name, value)
-    assert not orphaned()()
-    monkeypatch.setattr(loop, "train_step", loop.train_step)  # to be put back
-    before_step(3, lambda: monkeypatch.setattr(os, "getppid", lambda: 1))
-    code, said = invoke(*options, "--steps", 5, "--out", tmp_path / "out")
-    assert code == 128 + signal.SIGINT and "bf16: stopped after step 3, saved in" in said
+def kill_launcher_in_the_third_step() -> None:
+    before_step(3, lambda: os.kill(os.getppid(), signal.SIGKILL))
+
+
+def test_a_rank_whose_launcher_is_gone_saves_and_stops(options: tuple[object, ...], tmp_path: Path) -> None:
+    asked = (*options, "--steps", 5, "--out", tmp_path / "out")
+    with launched(tmp_path, 1, *asked, hook=kill_launcher_in_the_third_step) as (_, rank):
+        wait_until(lambda: not runs(rank))
+    assert "bf16: stopped after step 3, saved in" in (tmp_path / "rank-0.err").read_text()
+
+
+def tell_before_joining(file: Path) -> None:
+    join = dist.init_process_group
+
+    def told(*arguments: Any, **options: Any) -> None:
+        file.touch()
+        join(*arguments, **options)
+
+    dist.init_process_group = told
+
+
+def test_a_rank_whose_launcher_dies_does_not_wait_for_others(options: tuple[object, ...], tmp_path: Path) -> None:
+    joins = tmp_path / "joins"
+    with launched(tmp_path, 2, *options, "--tp", 2, hook=partial(tell_before_joining, joins)) as (launcher, rank):
+        wait_until(joins.exists)
+        launcher.kill()
+        wait_until(lambda: not runs(rank), 10)
+
+
+def use_a_store_that_is_gone() -> None:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # at a port that was free a moment ago
+
+
+def test_a_rank_whose_launcher_died_before_it_ends_at_once(options: tuple[object, ...], tmp_path: Path) -> None:
+    """Not after the hour for which PyTorch would ask for the store."""
+    with command(tmp_path / "ranks", 2, *options, "--tp", 2, hook=use_a_store_that_is_gone) as refused:
+        for rank, process in enumerate(refused.processes):
+            process.join(20)
+            assert (
+                process.exitcode == 2 and "error: torchrun has ended: no store at localhost:" in refused.said(rank)[1]
+            )
+
+
+def abort_at_the_end_of_python() -> None:
+    """As gloo does every so often, where processes that were connected end in order."""
+    Finalize(None, os.abort, exitpriority=0)
+
+
+def test_a_users_mistake_is_not_followed_by_an_abort(options: tuple[object, ...], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = (*options, "--tp", 2, "--steps", 2, "--out", out)
+    with claimed(out), command(tmp_path / "ranks", 2, *asked, hook=abort_at_the_end_of_python) as refused:
+        for rank, process in enumerate(refused.processes):
+            process.join(20)
+            assert process.exitcode == 2 and "error: another process trains in" in refused.said(rank)[1]
 
 
 def lose_all_output() -> None:
@@ -254,6 +302,20 @@ def runs(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.slow
+def test_ranks_that_start_end_with_torchrun(options: tuple[object, ...], tmp_path: Path) -> None:
+    job = torchrun(*options, "--tp", 2, "--steps", 100_000, "--out", tmp_path / "out")
+    wait_until(lambda: len(children_of(job.pid)) == 2)
+    ranks = children_of(job.pid)
+    try:
+        job.kill()
+        wait_until(lambda: job.poll() is not None and not any(map(runs, ranks)))
+    finally:
+        for process in filter(runs, (*ranks, job.pid)):
+            os.kill(process, signal.SIGKILL)
+        job.wait()
 
 
 @pytest.mark.slow

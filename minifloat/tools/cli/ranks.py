@@ -39,6 +39,8 @@ def joined(
             times `etp`; both of these are given; there are fewer GPUs than ranks on this machine, or `device` is one of
             them; `timeout` is no number of minutes.
     """
+    import typer
+
     patience = minutes(timeout)
     if check_started(tp, fsdp, etp) == 1:
         yield ALONE, device
@@ -58,8 +60,11 @@ def joined(
     with ExitStack() as stack:
         if not ranks.first:
             stack.enter_context(redirect_stdout(io.StringIO()))
-        yield ranks, device
-    leave()  # only in order: after an error the other ranks may wait in a collective, and torchrun ends them
+        try:
+            yield ranks, device
+        except typer.Exit as ended:  # the other ranks may wait in a collective, and torchrun ends them
+            leave(ended.exit_code)
+    leave()
 
 
 def minutes(timeout: float) -> timedelta:
@@ -97,16 +102,17 @@ def check_started(tp: int, fsdp: bool, etp: int | None = None) -> int:
     return started
 
 
-def leave() -> NoReturn:
-    """Ends this process with exit code 0 once all ranks are here.
+def leave(code: int = 0) -> NoReturn:
+    """Ends this process with that exit code; with 0, in order, once all ranks are here.
 
     At once, without taking the group down: with transfers behind it gloo then aborts a process every so often, at the
-    end of a run that went well.
+    end of a run that went well, or after the message of one that did not.
     """
-    dist.barrier()
+    if code == 0:
+        dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def launcher(ranks: int | str) -> str:

@@ -29,6 +29,7 @@ from minifloat.tools.cli.train_job import (
 )
 from minifloat.tools.train import data
 from minifloat.tools.train.checkpoint_writer import check_saves
+from minifloat.tools.train.interrupt import end_with_launcher
 from minifloat.tools.train.loop import TrainConfig
 from minifloat.tools.train.model import MODELS
 
@@ -117,6 +118,7 @@ def train(
     with ExitStack() as held:  # the streams and the folder, for the whole command
         held.enter_context(output_optional())
         with user_errors():
+            end_with_launcher()
             names = check_names(recipe, against)
             check_limits(max_gap, max_gradient_gap)
             sizes = sizes_of(model, OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context, experts, top_k), hf)

@@ -26,7 +26,7 @@ from minifloat.tools.train.captured import check_capture
 from minifloat.tools.train.checkpoint import TOKENIZER
 from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.hf import HuggingFace
-from minifloat.tools.train.interrupt import orphaned, signals_noted
+from minifloat.tools.train.interrupt import signals_noted
 from minifloat.tools.train.loop import Interrupted, Run, TrainConfig
 from minifloat.tools.train.loop import train as train_model
 from minifloat.tools.train.model import ModelConfig
@@ -111,10 +111,9 @@ def default_gap(name: str) -> float:
 
 def run_or_stop(job: Job) -> list[Run]:
     """Trains; ends the command, and says how to go on, where a signal or a number that is not finite stops it."""
-    alone = orphaned()
     with signals_noted() as signal_that_came:
         try:
-            return execute(job, lambda: signal_that_came() or alone())
+            return execute(job, signal_that_came)
         except Interrupted as stopped:
             if job.ranks.first:
                 again = launcher(job.ranks.size) + resume_command(sys.argv[1:], job.out.absolute())

@@ -1,9 +1,12 @@
-"""Signals that wait for the step in progress, and the end of the process that started this one."""
+"""Signals that wait for the step in progress, and the end of the launcher, which is one."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +21,9 @@ GRACE = 5.0
 """Seconds in which a launcher repeats a signal: where all processes of a job get it, torchrun then sends it to its
 ranks once more, and `timeout` sends it to the process and to its group. Far shorter than the 30 s that torchrun and
 Slurm leave before they kill."""
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+ANSWER = 60.0  # seconds, in which the store of a launcher on another machine answers
 
 PRESSED_GRACE = 1.0
 """The same for SIGINT of a process without torchrun: a user who presses Ctrl-C again means it, and soon."""
@@ -63,12 +69,22 @@ def signals_noted(clock: Callable[[], float] = time.monotonic) -> Iterator[Calla
         restore()
 
 
-def orphaned() -> Callable[[], bool]:
-    """Gives a function that is true once the process that started this one has ended, for a rank of torchrun.
+def end_with_launcher() -> None:
+    """Has the kernel send SIGTERM when the process that started this one ends, for a rank of torchrun.
 
-    Other processes may outlive their parent: a shell that has been closed is no reason to stop.
+    However that ends, and whatever this one does: it may sleep in a call of a library, waiting for other ranks. Other
+    processes may outlive their parent: a shell that has been closed is no reason to stop.
+
+    Raises:
+        ValueError: torchrun has ended already; the store that it keeps for its ranks is gone.
     """
     if not dist.is_torchelastic_launched():
-        return lambda: False
-    parent = os.getppid()
-    return lambda: os.getppid() != parent
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection((host, port), ANSWER).close()
+        except OSError as error:
+            raise ValueError(f"torchrun has ended: no store at {host}:{port} ({error}); start it again") from error
