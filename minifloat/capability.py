@@ -178,7 +178,7 @@ def kernels(device: int) -> Support:
     if facts < (8, 9):
         return False, _lacks(torch.device("cuda", device), "FP8 conversions (NVIDIA sm_89 and later)")
     if importlib.util.find_spec("triton") is None:
-        return False, "Triton is not installed: pip install 'minifloat[gpu]'"
+        return False, "Triton is not installed: pip install 'triton>=3.6'"
     return True, f"Triton kernels, sm_{facts[0]}{facts[1]}"
 
 

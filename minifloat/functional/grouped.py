@@ -52,7 +52,7 @@ class GroupLayout(NamedTuple):
         """
         if not isinstance(counts, Tensor):
             counts = torch.tensor(list(counts))
-        if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
+        if counts.numel() and (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool):
             raise TypeError(f"{label}: m_splits is {counts.dtype}; integers are needed, the rows of each group")
         if counts.dim() != 1:
             raise ValueError(f"{label}: m_splits has shape {tuple(counts.shape)}; one number for each group is needed")

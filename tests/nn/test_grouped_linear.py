@@ -442,6 +442,7 @@ def test_copies_and_meta() -> None:
     "counts, error, message",
     [
         ((7, 0), ValueError, "m_splits has 2 numbers; give the rows of each of the 3 experts"),
+        ((), ValueError, "m_splits has 0 numbers; give the rows of each of the 3 experts"),
         ((7, -1, 2), ValueError, "must not be negative"),
         ((7, 20, 4), ValueError, "adds up to 31, with 30 rows"),
         (torch.tensor([1.0, 2.0, 3.0]), TypeError, "m_splits is torch.float32; integers are needed"),

@@ -33,7 +33,7 @@ VALUES = {
         "--recipe": "fp7 MXFP8 '' current,block none", "--model": "huge '' Tiny gpt2",
         "--device": "tpu '' cuda:77 meta cuda:x cpu:1", "--tp-overlap": "all ''", "--token-dtype": "int8 float32",
         "--tokenizer": "nowhere.json TEXT/a.txt TEXT", "--vocabulary": "9", "--against": "current",
-        "--out": "TEXT/a.txt TEXT/a.txt/b /proc/nothing", "--resume-from": "nowhere TEXT TEXT/a.txt",
+        "--out": "TEXT/a.txt TEXT/a.txt/b /proc/nothing ''", "--top-k": "2", "--resume-from": "nowhere TEXT TEXT/a.txt",
     },
     "train TEXT/tokens.bin": {
         "--vocabulary": f"2 {HUGE} x", "--vocabulary 70000 --token-dtype": "uint64",
@@ -43,16 +43,17 @@ VALUES = {
         "--recipes": "fp7 current,current", "--seeds": f"1 0 -1 x 1,1 {HUGE}", "--steps": f"0 {HUGE} x",
         "--batch-size": f"0 {HUGE}", "--learning-rate": "0 nan", "--evaluations": f"0 {HUGE}", "--workers": f"0 {HUGE}",
         "--minutes": "-1 nan x", "--max-gap": "-1 nan", "--max-gap-4bit": "nan", "--device": "tpu",
-        "--out": "TEXT/a.txt",
+        "--out": "TEXT/a.txt ''",
     },
     "study TEXT": {"--model": "huge ''"},
     "generate TEXT": {"--tokens": "x", "--top-k": "x", "--temperature": "hot", "--seed": "x"},
-    "bench": {"--rounds": f"0 -1 {HUGE} x", "--only": "nothing", "--device": "tpu"},
+    "bench": {"--rounds": f"0 -1 {HUGE} x", "--only": "nothing", "--device": "tpu", "--out": "''"},
     "doctor": {"--device": "tpu ''"},
 }  # fmt: skip
 
 OTHERS = {
-    "train TEXT --against fp7": "fp7", "train TEXT --context 1000000": "context", "train nowhere": "nowhere",
+    "train TEXT --against fp7": "--against: there is no recipe 'fp7'", "train TEXT --out 'a\nb'": "--out",
+    "train TEXT --context 1000000": "context", "train nowhere": "nowhere",
     "train TEXT --layers 9000 --hidden 65536 --heads 64": "--layers", "train TEXT/empty": "TEXT/empty",
     "train TEXT/a.txt/b": "a.txt/b", "train TEXT/tokens.bin": "--vocabulary", "train TEXT --resume": "--out",
     "train TEXT/tokens.bin TEXT/a.txt --vocabulary 70000": "one token file", "train TEXT --resume --out no": "--out",

@@ -102,6 +102,7 @@ def test_the_seed_decides() -> None:
     [
         ([], {}, "the prompt is empty"),
         ([1], {"temperature": -1.0}, "the temperature is -1.0; choose 0"),
+        ([1], {"temperature": math.inf}, "the temperature is inf; choose 0"),
         ([1], {"temperature": math.nan}, "the temperature is nan"),
         ([1], {"top_k": 0}, "--top-k is 0; choose"),
         ([1], {"count": -1}, "tokens is -1"),

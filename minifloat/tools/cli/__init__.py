@@ -1,4 +1,4 @@
-"""The `minifloat` command. Its commands need typer and rich, `train` matplotlib too: `pip install minifloat[train]`."""
+"""The `minifloat` command. Its commands need typer and rich, `train` matplotlib too: the extra `train`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
     elif sys.argv[1:2] == ["doctor"]:
         plain_doctor(sys.argv[2:])
     else:
-        sys.exit(f"the minifloat command needs {', '.join(missing)}; get them with: pip install minifloat[train]")
+        sys.exit(f"the minifloat command needs {', '.join(missing)}; get them with: pip install {' '.join(missing)}")
 
 
 def plain_doctor(arguments: Sequence[str]) -> None:

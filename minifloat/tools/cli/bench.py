@@ -19,6 +19,7 @@ from minifloat.tools.bench.registry import SUITES, Row, choose
 from minifloat.tools.bench.run import Options, run
 from minifloat.tools.cli import choose_device, device_name, user_errors
 from minifloat.tools.cli.doctor import versions
+from minifloat.tools.cli.output import out_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +39,11 @@ def bench(
     against: Annotated[str | None, typer.Option(help="compare this tree with a git revision, in turn")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="where DATE-NAME.json and plots go; default: benchmarks/results, CPU: runs/bench"),
+        typer.Option(
+            parser=out_folder,
+            metavar="PATH",
+            help="where DATE-NAME.json and plots go; default: benchmarks/results, CPU: runs/bench",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="of the files; default: GPU-bench-SUITES")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from minifloat.tools.train.loop import Metrics
 
 if TYPE_CHECKING:
@@ -140,11 +142,18 @@ def tensorboard_class() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ValueError("--tensorboard needs tensorboard; get it with: pip install minifloat[tensorboard]") from error
+        raise ValueError("--tensorboard needs tensorboard; get it with: pip install tensorboard") from error
     return SummaryWriter
 
 
 # ---- the folder and the streams of a command ----
+
+
+def out_folder(text: str) -> Path:
+    """The folder that `--out` names; raises BadParameter for no name, which would be the folder that one is in."""
+    if not text.strip() or any(character < " " for character in text):
+        raise typer.BadParameter(f"{text!r} is no name of a folder; choose another")
+    return Path(text)
 
 
 @contextmanager

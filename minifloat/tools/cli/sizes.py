@@ -33,7 +33,12 @@ class OwnSizes:
     top_k: int | None = None
 
     def of(self, base: ModelConfig) -> ModelConfig:
-        """The sizes of `base` with these; the MLP and the key/value heads keep their ratios unless they are given."""
+        """The sizes of `base` with these; the MLP and the key/value heads keep their ratios unless they are given.
+
+        Raises ValueError for what cannot be.
+        """
+        if self.top_k is not None and not (base.experts if self.experts is None else self.experts):
+            raise ValueError(f"--top-k is {self.top_k}, and there are no experts; give --experts, or leave it out")
         heads = base.heads if self.heads is None else self.heads
         kv_heads = math.gcd(heads, max(1, heads * base.kv_heads // base.heads)) if heads > 0 else heads
         dim = base.dim if self.hidden is None else self.hidden

@@ -22,7 +22,7 @@ import typer
 
 from minifloat.recipe import NAMES
 from minifloat.tools.cli import choose_device, device_name, user_errors
-from minifloat.tools.cli.output import claimed, output_optional
+from minifloat.tools.cli.output import claimed, out_folder, output_optional
 from minifloat.tools.train import data, source_text, study_report
 from minifloat.tools.train import study as runs
 from minifloat.tools.train.model import MODELS
@@ -91,7 +91,10 @@ def study(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
     workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
     minutes: Annotated[float, typer.Option(help="stop then, with checkpoints; the same command goes on")] = math.inf,
-    out: Annotated[Path | None, typer.Option(help="results; default: runs/study-MODEL; finished runs stay")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=out_folder, metavar="PATH", help="results; default: runs/study-MODEL; finished runs stay"),
+    ] = None,
     resolution: Annotated[float, typer.Option(help="gap that is to be told from noise, relative")] = RESOLUTION,
     max_gap: Annotated[float, typer.Option(help="limit of the interval's upper end, relative, FP8")] = MAX_GAP,
     max_gap_4bit: Annotated[float, typer.Option(help="the same of recipes with 4-bit elements")] = MAX_GAP_4BIT,

@@ -11,7 +11,7 @@ import typer
 from minifloat.functional.linear_config import Overlap
 from minifloat.recipe import NAMES
 from minifloat.tools.cli import choose_device, user_errors
-from minifloat.tools.cli.output import claimed, output_optional, tensorboard_class
+from minifloat.tools.cli.output import claimed, out_folder, output_optional, tensorboard_class
 from minifloat.tools.cli.ranks import PATIENCE, TIMEOUT, decided_by_first, from_first, joined
 from minifloat.tools.cli.resume import Start, choose, choose_folder
 from minifloat.tools.cli.sizes import DEFAULT, OwnSizes, check_memory, sizes_of
@@ -63,7 +63,10 @@ def train(
     learning_rate: Annotated[float | None, typer.Option(help="the peak; default: by the model's width")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     seed: Annotated[int, typer.Option(help="of the initial weights and of the batches")] = 0,
-    out: Annotated[Path | None, typer.Option(help="results and checkpoints; default: runs/RECIPE-TIME")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=out_folder, metavar="PATH", help="results and checkpoints; default: runs/RECIPE-TIME"),
+    ] = None,
     save_every: Annotated[int | None, typer.Option(help="steps between checkpoints; default: at the end only")] = None,
     keep: Annotated[int, typer.Option(help="how many checkpoints of a run stay")] = 2,
     resume: Annotated[
@@ -164,12 +167,13 @@ def train(
 
 def check_names(recipe: str, against: str | None) -> tuple[str, ...]:
     """The names of the runs; raises ValueError for a recipe that does not exist."""
-    names = (recipe,) if against is None else (recipe, against)
-    for name in names:
-        check_recipe(name)
+    check_recipe(recipe)
+    if against is None:
+        return (recipe,)
+    check_recipe(against, "--against")
     if recipe == against:
         raise ValueError(f"--against {against} compares {recipe} with itself; choose another recipe")
-    return names
+    return recipe, against
 
 
 def check_limits(max_gap: float | None, max_gradient_gap: float) -> None:

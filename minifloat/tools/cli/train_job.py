@@ -92,10 +92,10 @@ def settings_of(
     return {"recipe": name, "model": model.settings(), **text, **config.settings()}
 
 
-def check_recipe(name: str) -> None:
-    """Raises ValueError for a recipe that does not exist."""
+def check_recipe(name: str, option: str = "--recipe") -> None:
+    """Raises ValueError, which names the option, for a recipe that does not exist."""
     if name not in (*NAMES, BF16):
-        raise ValueError(f"--recipe: there is no recipe {name!r}; choose from {', '.join((*NAMES, BF16))}")
+        raise ValueError(f"{option}: there is no recipe {name!r}; choose from {', '.join((*NAMES, BF16))}")
 
 
 def recipe_of(name: str) -> Recipe | None:

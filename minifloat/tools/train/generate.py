@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,8 +138,10 @@ def generate(
     """
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
-    if not temperature >= 0:
-        raise ValueError(f"--temperature: the temperature is {temperature}; choose 0 (the most likely token) or more")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"--temperature: the temperature is {temperature}; choose 0 (the most likely token) or a larger number"
+        )
     if not 0 <= count <= MOST_TOKENS:
         raise ValueError(f"--tokens is {count}; choose from 0 to {MOST_TOKENS:,}")
     if top_k is not None and top_k < 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +49,7 @@ class HuggingFace:
         try:
             from transformers import AutoConfig
         except ImportError as error:
-            raise ValueError("--hf needs transformers; get it with: pip install minifloat[hf]") from error
+            raise ValueError("--hf needs transformers; get it with: pip install 'transformers>=5'") from error
         file = path / "config.json" if path.is_dir() else path
         try:
             values = json.loads(file.read_bytes())
@@ -69,11 +70,13 @@ class HuggingFace:
             config, path, values, weights, min(longest, LONGEST) if context is None else context, vocabulary
         )
         try:
-            report = convert(read._meta, "current")
+            with warnings.catch_warnings(action="ignore"):  # it is an error here
+                report = convert(read._meta, "current")
         except Exception as error:
             raise _no_model(file, error) from error
         if not report.converted:
-            raise ValueError(f"--hf: nothing of {path} is converted, its linears are too small; give a larger model")
+            why = "; ".join(dict.fromkeys(each.reason for each in report.left_alone)) or "it has no linears"
+            raise ValueError(f"--hf: nothing of {path} is converted: {why}; give a larger model")
         return read
 
     def __str__(self) -> str:

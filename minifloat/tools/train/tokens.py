@@ -37,9 +37,7 @@ def read_tokenizer(content: bytes, path: Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ValueError(
-            "a tokenizer needs the tokenizers library; get it with: pip install minifloat[tokenizers]"
-        ) from error
+        raise ValueError("a tokenizer needs the tokenizers library; get it with: pip install tokenizers") from error
     with tokenizer_errors(f"--tokenizer: {path} is no readable tokenizer of the tokenizers library"):
         return Tokenizer.from_buffer(content)
 
