@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from minifloat import Format, Quantizer, formats
-from minifloat.recipe import NAMES
+from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.recipe import NAMES, QuantizerRole, named
 from tests.helpers.distributed_pool import Pools, torchrun_environment
 
 ROOT = Path(__file__).parent.parent
@@ -142,6 +143,21 @@ def exists(name: str) -> bool:
             found: Any = importlib.import_module(".".join(parts[:end]))
             return all((found := getattr(found, part, None)) is not None for part in parts[end:])
     return False
+
+
+def test_bytes_that_shared_weights_send() -> None:
+    """The table of docs/etp.md, for an element of a weight, from the operands that ranks gather."""
+    text = (ROOT / "docs/etp.md").read_text()
+    found = re.findall(r"^\| (.+) \| (\S+) \| (\S+) \| 2 \| (\S+) \|$", text, re.MULTILINE)
+    rows = {title.split(",")[0]: [float(number) for number in numbers] for title, *numbers in found}
+    weight = torch.randn(512, 1024)
+    for title, recipe in {"one scale": "current", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}.items():
+        quantized = named(recipe).resolve(QuantizerRole("linear", "weight"))[0](weight)
+        both = [
+            sum(tensor.nbytes for tensor in (operand.codes, operand.scale_inv) if tensor is not None) / weight.numel()
+            for operand in (quantized.along(ROWWISE), quantized.along(COLUMNWISE))
+        ]
+        assert rows[title] == pytest.approx([*both, sum(both) + 2], abs=0.005), title
 
 
 def test_readme_names_every_recipe() -> None:
