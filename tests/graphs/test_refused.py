@@ -22,6 +22,7 @@ from minifloat import (
 )
 from minifloat.graphs.callables import WeightCache
 from minifloat.graphs.order import Progress, Step, steps_of
+from tests.helpers.graph_on_cpu import GraphOnCpu
 
 X = torch.randn(4, 32)
 
@@ -138,6 +139,19 @@ def test_what_was_overwritten_is_not_read() -> None:
 
 
 @pytest.mark.usefixtures("graph_on_cpu")
+def test_graphs_of_two_modules_are_in_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one that runs again has overwritten what the backward of the other reads."""
+    pools, capture = [], GraphOnCpu.capture
+    monkeypatch.setattr(GraphOnCpu, "capture", lambda self, call: pools.append(self.pool) or capture(self, call))
+    one, two = make_graphed_callables([Linear(32, 32), Linear(32, 32)], [(X,), (X,)], recipe="current")
+    assert len(pools) == 4 and len({*map(id, pools)}) == 1
+    _, second = one(X), two(X)
+    one(X)
+    with pytest.raises(RuntimeError, match="another graph has run since this backward's forward"):
+        second.sum().backward()
+
+
+@pytest.mark.usefixtures("graph_on_cpu")
 def test_microbatches_of_an_order() -> None:
     module = LayerNormMLP(32, 64)
     ((first, second),) = make_graphed_callables(
@@ -185,3 +199,5 @@ def test_when_weights_are_cast() -> None:
         module.weight.mul_(2)
     cache.choose(False)
     assert not cache.skip
+    cache.choose(False)
+    assert cache.skip

@@ -22,16 +22,9 @@ from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, Tra
 from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.ranks import Ranks
 from minifloat.tools.train.step import clipped_gradients, keep_wgrads_unrounded
-from tests.helpers.graph_on_cpu import GraphOnCpu
 
 MICRO = MODELS["micro"]
 CONFIG = TrainConfig(steps=6, batch_size=2, evaluations=3, evaluation_batches=2, accumulate=2)
-
-
-@pytest.fixture(autouse=True)
-def _runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the capture of a step is its first replay."""
-    monkeypatch.setattr(GraphOnCpu, "ran", True)
 
 
 def corpus() -> Corpus:
