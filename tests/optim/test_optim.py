@@ -769,6 +769,7 @@ def test_low_precision_moments_follow_those_in_fp32(kind: Any) -> None:
         p.grad = plain.grad = torch.randn(32, 64) * size * (1.0 if step < 200 else 0.1)
         optimizer.step()
         reference.step()
+        assert step or torch.equal(p, plain)  # an update takes moments as they were before they were rounded
     state, wanted = optimizer.state[p], reference.state[plain]
     names = ("exp_avg", "exp_avg_sq_root" if kind == "fp8" else "exp_avg_sq")
     m, v = (adamw.load_moments([state], name, kind)[0] for name in names)
@@ -779,8 +780,9 @@ def test_low_precision_moments_follow_those_in_fp32(kind: Any) -> None:
     assert error < (0.12 if kind == "fp8" else 0.02)
 
 
-@pytest.mark.parametrize("dropped", [16, 20])
+@pytest.mark.parametrize("dropped", [1, 2, 16, 20])
 def test_stochastic_rounding_is_exact_in_the_mean(dropped: int) -> None:
+    """Of few bits the mean shows each random number that is missing, or one too many."""
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(64) * 3
     rounded = torch.stack([adamw.stochastic_round(x, dropped, draws) for _ in range(4096)])
@@ -792,6 +794,33 @@ def test_stochastic_rounding_is_exact_in_the_mean(dropped: int) -> None:
     for _ in range(4):
         kept = adamw.stochastic_round(special, dropped, draws)
         assert torch.equal(kept.nan_to_num(7.0), special.nan_to_num(7.0)) and kept.isnan().sum() == 4
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_random_bits_follow_from_the_step(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both moments, all buckets and all steps have bits of their own; a resumed run has those of the step."""
+    monkeypatch.setattr(adamw, "_BUCKET", 1)
+    round_one, states = adamw.stochastic_round, list[tuple[int, ...]]()
+
+    def recorded(x: Tensor, dropped: int, generator: torch.Generator) -> Tensor:
+        states.append(tuple(generator.get_state().tolist()))
+        assert dropped == 23 - {"bf16": 7, "fp8": 3}[kind]  # what is left is what the dtype has
+        return round_one(x, dropped, generator)
+
+    monkeypatch.setattr(adamw, "stochastic_round", recorded)
+    params = [nn.Parameter(torch.randn(3, 130)) for _ in range(3)]
+    optimizer = AdamW(params, moments=kind)
+    for step in range(3):
+        if step == 2:
+            resumed = AdamW(shadows(params), moments=kind)
+            resumed.load_state_dict(through_file(optimizer.state_dict()))
+        torch.manual_seed(step)  # which the bits do not depend on
+        give_gradients(params, seed=step)
+        optimizer.step()
+    assert len(states) == len(set(states)) == 3 * 3 * 2
+    give_gradients(resumed.param_groups[0]["params"], seed=2)
+    resumed.step()
+    assert states[-6:] == states[-12:-6]
 
 
 def test_a_tiny_second_moment_is_not_lost() -> None:
