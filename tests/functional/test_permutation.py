@@ -154,6 +154,9 @@ def test_unpermute(case: Case, kind: str, dtype: torch.dtype, weighted: bool, de
     for leaf, gradient, expected in zip(leaves, got, gradients, strict=True):
         assert gradient.dtype == leaf.dtype and gradient.shape == leaf.shape
         assert torch.equal(gradient.cpu(), expected)
+    if weighted:  # probabilities that need no gradient
+        x = unpermute(leaves[0], sort_by_expert(indices.to(device), case.experts), leaves[1].detach())
+        assert torch.equal(*torch.autograd.grad(x, leaves[0], dx.to(device)), got[0])
 
 
 def test_probabilities_of_rows() -> None:

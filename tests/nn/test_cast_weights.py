@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import (
+    CustomRecipe,
     GroupedLinear,
     LayerNormMLP,
     Linear,
+    MXFP8BlockScaling,
+    Quantizer,
     autocast,
     capability,
     cast_weights,
@@ -23,7 +26,7 @@ from minifloat import (
     quantizer,
 )
 from minifloat.casts import Casts
-from minifloat.formats import Format
+from minifloat.formats import Format, parse
 from minifloat.functional.quantize import quantize
 from minifloat.nn import weight_cache
 from minifloat.ops import delayed
@@ -71,7 +74,7 @@ def linears(model: nn.Module) -> list[Linear]:
 
 
 def steps(model: nn.Module, around: Around = alone, call: Callable[..., Any] | None = None) -> list[Tensor]:
-    """Outputs, gradients and all state of three steps of one microbatch each."""
+    """Outputs, gradients and all state of three steps of one microbatch each, and of an evaluation after each."""
     results: list[Tensor] = []
     torch.manual_seed(0)  # of stochastic rounding
     for step in range(3):
@@ -81,6 +84,8 @@ def steps(model: nn.Module, around: Around = alone, call: Callable[..., Any] | N
             y.square().sum().backward()
         results.append(y.detach())
         with torch.no_grad():
+            with around(model):
+                results.append((call or model)(2 * x.to(y.device)))
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     results.append(parameter.grad)
@@ -118,7 +123,7 @@ def test_same_bits(recipe: str, device: torch.device, casts: list[list[int]]) ->
     assert_same(steps(model, cast_weights), wanted)
     if device.type == "cpu":  # products that a GPU emulates read casts of their own
         weights = {each.weight.data_ptr() for each in linears(model) if each.parameters_split is None}
-        assert [len(each) for each in casts if weights.intersection(each)] == [4] * 3
+        assert [len(each) for each in casts if weights.intersection(each)] == [4] * 6
     assert all(each._weight_cache is None for each in linears(model))
 
 
@@ -199,8 +204,23 @@ def test_what_a_layer_casts_by_itself(device: torch.device, monkeypatch: pytest.
     assert layer._weight_cache is None
     with quantized_model_init(recipe="current"):
         kept = Linear(32, 48, recipe="current").to(device)
-    with cast_weights(kept):
-        assert kept._weight_cache is None
+    random = Linear(32, 48, recipe=CustomRecipe(lambda role: Quantizer(parse("e2m1/1x16/two_level/stochastic"))))
+    gathered = Linear(32, 48, recipe="current")
+    gathered._keeps_weight = False  # as FSDP2's
+    layers = nn.ModuleList([kept, random, gathered]).to(device)
+    with cast_weights(layers):
+        assert all(each._weight_cache is None for each in layers)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_columns_are_cast_for_backward_alone(needed: bool, device: torch.device) -> None:
+    """Not where no gradient is wanted, nor where those of a ``backward_override`` are of other operands."""
+    override = MXFP8BlockScaling(backward_override="high_precision")
+    layers = nn.ModuleList([Linear(32, 48, recipe="mxfp8"), Linear(32, 48, recipe=override)]).to(device)
+    with torch.set_grad_enabled(needed), cast_weights(layers):
+        for layer, columns in zip(layers, (needed, False), strict=True):
+            assert isinstance(layer, Linear) and layer._weight_cache is not None
+            assert (layer._weight_cache.operands.columnwise is not None) == columns
 
 
 def test_microbatches_read_one_cast(device: torch.device, casts: list[list[int]]) -> None:

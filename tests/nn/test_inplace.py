@@ -13,7 +13,11 @@ from torch import Tensor, nn
 import minifloat
 from minifloat import CustomRecipe, Float8CurrentScaling, Quantizer
 from minifloat.comm.group import Group
+from minifloat.functional import sort_by_expert, unpermute
 from minifloat.functional.activation import Activation, activate
+from minifloat.functional.autograd import apply
+from minifloat.functional.grouped_activation import GroupedActivationFunction
+from minifloat.nn import GroupedMLP
 from minifloat.recipe import Recipe
 from tests.helpers.distributed_pool import Pools
 
@@ -213,11 +217,43 @@ def test_compiled_backward_reads_what_forward_saw(change: str) -> None:
     assert torch.equal(_outputs("LayerNormLinear", HIGH_PRECISION, change, True, True, True), expected)
 
 
-@pytest.mark.parametrize("case", ["norm", "activation", "losses", "kept original input"])
-def test_input_changed_after_a_function(case: str) -> None:
-    make: Make = {"norm": lambda: minifloat.RMSNorm(64), **CASES}[case]
+ROUTING = sort_by_expert(torch.arange(15).view(5, 3) % 4, 4)
 
-    def gradient(in_place: bool, compiled: bool) -> Tensor:
+
+def _act(h: Tensor, probabilities: Tensor) -> Tensor:
+    return apply(GroupedActivationFunction, h, probabilities, ROUTING.offsets, Activation.of("swiglu"))
+
+
+class _Experts(nn.Module):
+    """Of rows, or of twice as much and of the rows' probabilities, which are in the first of them."""
+
+    def __init__(self, experts: nn.Module, of_probabilities: bool) -> None:
+        super().__init__()
+        self.experts, self.of_probabilities = experts, of_probabilities
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.of_probabilities:
+            return self.experts((2 * h).flatten(0, 1), ROUTING.counts, probabilities=h.flatten()[:15])
+        return self.experts(h.flatten(0, 1), ROUTING.counts)
+
+
+OF_INPUTS: dict[str, Make] = {
+    "norm": lambda: minifloat.RMSNorm(64),
+    **{case: CASES[case] for case in ("activation", "losses", "kept original input")},
+    "rows of experts": lambda: lambda h: unpermute(h.flatten(0, 1), ROUTING, torch.ones(5, 3, requires_grad=True)),
+    "their probabilities": lambda: lambda p: unpermute(2 * p.flatten(0, 1), ROUTING, p[..., 0].t()),
+    "experts' activation": lambda: lambda h: _act(h.flatten(0, 1), torch.arange(15.0)),
+    "its probabilities": lambda: lambda p: _act(2 * p.flatten(0, 1), p.flatten()[:15]),
+    "experts in high precision": lambda: _Experts(minifloat.GroupedLinear(4, 64, 32, recipe=HIGH_PRECISION), False),
+    "probabilities of an MLP": lambda: _Experts(GroupedMLP(4, 64, 32, bias=False, recipe="mxfp8"), True),
+}
+
+
+@pytest.mark.parametrize("case", OF_INPUTS)
+def test_input_changed_after_a_function(case: str) -> None:
+    make = OF_INPUTS[case]
+
+    def gradients(in_place: bool, compiled: bool) -> list[Tensor]:
         torch.manual_seed(0)
         torch._dynamo.reset()
         function = make()
@@ -233,12 +269,11 @@ def test_input_changed_after_a_function(case: str) -> None:
             return (y * y).sum() + h.sum()
 
         (torch.compile(loss, backend="aot_eager") if compiled else loss)(x).backward()
-        assert x.grad is not None
-        return x.grad
+        return [each.grad for each in (x, *(function.parameters() if isinstance(function, nn.Module) else ()))]
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradient(True, False)
-    assert torch.equal(gradient(True, True), gradient(False, False))
+        gradients(True, False)
+    _assert_same(gradients(True, True), gradients(False, False))
 
 
 class _Marked(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import minifloat
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.grouped_activation import GroupedActivationFunction
-from minifloat.nn import GroupedMLP, Linear, MoE, TransformerLayer, router_losses
+from minifloat.nn import GroupedLinear, GroupedMLP, Linear, MoE, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,6 +87,29 @@ def test_shared_experts_see_every_token() -> None:
     shared = moe.shared_fc2(activate(moe.shared_fc1(x), Activation.of("swiglu")))
     assert torch.equal(moe(x), without(x) + shared)
     assert moe(x).shape == x.shape
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_later_microbatches_read_the_casts_of_the_first(recipe: str) -> None:
+    """Those of all linears: a write that PyTorch does not see changes no output before the next first one."""
+    options: dict[str, Any] = {"shared_ffn_hidden_size": 16, "dtype": BF16, "recipe": recipe}
+    for layer in (MoE(H, F, E, K, **options), LayerNormMoE(H, F, E, K, **options)):
+        x = torch.randn(7, H).to(BF16)
+        linears = [each for each in layer.modules() if isinstance(each, (Linear, GroupedLinear))]
+        assert len(linears) == 4
+        for linear in linears:
+            first = layer(x, is_first_microbatch=True)
+            for weight in linear.parameters():
+                weight.data += weight.data
+            assert torch.equal(layer(x, is_first_microbatch=False), first)
+            assert not torch.equal(layer(x, is_first_microbatch=True), first)
+
+
+def test_weights_are_drawn_by_their_own_methods() -> None:
+    moe = make("none", shared_ffn_hidden_size=16, init_method=nn.init.ones_, output_layer_init_method=nn.init.zeros_)
+    assert moe.shared_fc1 is not None and moe.shared_fc2 is not None
+    for fc1, fc2 in ((moe.experts.fc1, moe.experts.fc2), (moe.shared_fc1, moe.shared_fc2)):
+        assert all(p.eq(1).all() for p in fc1.parameters()) and not any(p.any() for p in fc2.parameters())
 
 
 def test_masked_tokens_go_nowhere() -> None:

@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "groups, sigmoid": {
         "num_groups": 2, "group_top_k": 1, "score_function": "sigmoid", "normalize_top_k": True, "scaling_factor": 1.5
     },
+    "groups, by logits": {"num_groups": 2, "group_top_k": 1, "score_before_top_k": False},
 }  # fmt: skip
 FOR_EACH_OPTION = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 
@@ -273,6 +274,18 @@ def test_a_token_that_is_not_finite_stays_alone(options: dict[str, Any], device:
     assert torch.equal(got.probabilities[others], want.probabilities[others])
     assert got.probabilities[1].isnan().all() and got.loss.isnan()
     assert ((got.indices >= 0) & (got.indices < 8)).all() and len(set(got.indices[1].tolist())) == 2
+
+
+def test_scores_that_are_all_zero(device: torch.device) -> None:
+    """Sigmoids of -200: they are divided by no zero, nor are their gradients."""
+    options = OPTIONS["sigmoid, normalized"]
+    router, x = made(device=device, **options, **LOSSES), torch.ones(3, H, device=device, requires_grad=True)
+    with torch.no_grad():
+        router.weight.fill_(-200 / H)
+    probabilities, _, loss = router(x)
+    (probabilities.sum() + loss).backward()
+    assert not probabilities.any() and loss.isfinite()
+    assert x.grad is not None and x.grad.isfinite().all()
 
 
 def test_masked_tokens_go_nowhere(device: torch.device) -> None:
