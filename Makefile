@@ -27,7 +27,7 @@ VERSION_TESTS := $(patsubst %,tests/%.py,test_import nn/test_linear nn/test_inpl
     parallel/test_fsdp_checkpoint parallel/test_ddp tools/test_train_loop)
 python_of = $(shell for python in $(1) $(PYTHON); do $$python -c '' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help train test test-versions install-versions test-part installed-part test-all lint format clean
+.PHONY: help train test test-versions install-versions test-part installed-part test-all mutants lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -64,6 +64,9 @@ test-all: lint ## the larger set: slow and GPU tests too; the report goes to tes
 	  echo "commit $$(git describe --always --dirty 2>/dev/null || echo unknown)"; \
 	  $(PYTEST) -q -m "" --junitxml $(RESULT).xml $(PYTEST_ARGS); \
 	} 2>&1 | tee $(RESULT).txt
+
+mutants: $(VENV)/.installed-test ## small wrong changes of the package, each of which some test must notice; takes hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutate $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff, mypy, layers of imports, and ASCII in every source file
 	$(BIN)/python -m ruff check
