@@ -361,8 +361,8 @@ class _StandIn(torch.autograd.Function):
             complete = True
         if not complete:
             raise ValueError(
-                f"{ctx.label}: backward(inputs=...) and torch.autograd.grad give no gradient to a weight that etp_group "
-                "shares, which goes past autograd; call backward() without inputs, or do not ask for this weight"
+                f"{ctx.label}: backward(inputs=...) and torch.autograd.grad give no gradient to a weight that "
+                "etp_group shares, which goes past autograd; call backward() without inputs, or do not ask for this one"
             )
         return (None,) * ctx.inputs
 
