@@ -50,6 +50,11 @@ def wait_tensor(x: Tensor) -> Tensor:
     return result
 
 
+def _traced(x: Tensor) -> bool:
+    """``x`` is in a graph that is traced, which PyTorch 2.11 does not say inside of operations of a tensor of ours."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor
+
+
 def _as_bytes(x: Tensor) -> Tensor:
     """The memory of ``x`` [rows, ...] as uint8 [rows, bytes of a row]; a copy unless ``x`` is contiguous."""
     if x.dtype == torch.uint8 and x.dim() == 2:
@@ -195,7 +200,7 @@ def all_gather_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check =
 def start_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending[Tensor]:
     """Starts :func:`exchange_rows`."""
     data = _as_bytes(x)
-    if torch.compiler.is_compiling():
+    if _traced(data):
         exchanged = _functional.all_to_all_single(data, list(receive), list(send), group.name)
         return Pending([], lambda: _from_bytes(wait_tensor(exchanged), x))
     received = data.new_empty(sum(receive), data.shape[1])
@@ -288,7 +293,7 @@ def all_reduce_max(xs: Sequence[Tensor], group: Group, *, in_place: bool = False
     if group.size == 1 or not xs:
         return list(xs)
     largest = xs[0] if in_place and len(xs) == 1 else torch.cat(list(xs))
-    if torch.compiler.is_compiling():
+    if _traced(largest):
         largest = wait_tensor(_functional.all_reduce(largest, "max", group.name))
     else:
         work = group.process_group.allreduce([largest], _max_options())

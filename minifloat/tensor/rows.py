@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -199,6 +199,21 @@ class QuantizedRows(QuantizedTensor):
         alike = (view.shape, view.stride(), view.dtype) == (self.shape, self.stride(), self.dtype)
         return self._like(self._operands) if alike else None
 
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        cover = self.cover.unit, self.cover.shards, self.cover.rank, self.cover.group
+        description = operand_ops.describe(self.quantizer, self._operands)
+        return list(self._buffers()), (description, self.dtype, self._group, cover)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> QuantizedRows:
+        description, dtype, group, cover = context
+        quantizer, operands = operand_ops.restore(description, inner)
+        self = QuantizedRows.of(operands, quantizer, dtype, Cover(*cover))
+        self.scale, self._group = inner.get("scale"), group
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         _, (inner, context, _, _, *others) = super().__reduce_ex__(protocol)
         return _rebuild_rows, (inner, context, (self.cover.unit, self.cover.shards.rows, self.cover.rank), *others)
@@ -220,13 +235,10 @@ def _rebuild_rows(
     attributes: dict[str, Any],
 ) -> QuantizedTensor:
     """What a pickle calls; its arguments are plain data, for ``torch.load(weights_only=True)`` as well."""
-    description, dtype, _ = context
-    quantizer, operands = operand_ops.restore(description, inner)
     unit, shards, rank = cover
-    held = Cover(unit, ShardMap(tuple(shards)), rank, None)
-    check_form(operands, (held.end - held.begin, operands.any.shape[1]))
-    self = QuantizedRows.of(operands, quantizer, dtype, held)
-    self.scale = inner.get("scale")
+    context = *context, (unit, ShardMap(tuple(shards)), rank, None)
+    self = QuantizedRows.__tensor_unflatten__(inner, context, (), ())
+    check_form(self._operands, (self.cover.end - self.cover.begin, self.shape[1]))
     self._set_attributes(attributes)
     return self.requires_grad_(requires_grad)  # type: ignore[return-value]
 
