@@ -1,7 +1,7 @@
 """What runs: files, functions and Python calls of a forward and of a backward.
 
-    python benchmarks/path.py [linear] [--json OUT]    a table of the cases whose name contains it
-    python benchmarks/path.py --trace linear           every call of the first such case, indented, with file and line
+    python benchmarks/path.py [linear ...] [--json OUT]   a table of the cases whose name contains one of them
+    python benchmarks/path.py --trace linear   every call of the first such case, indented, with file and line
 
 A call is a Python frame that is entered: a function, an element that a generator gives, before Python 3.12 also a
 comprehension; functions of C and this file's do not count. ``files`` and ``functions`` are minifloat's own, ``calls``
@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
-from minifloat import LayerNormMLP, Linear, distributed
+from minifloat import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, distributed
 
 PLACES = {"minifloat": Path(minifloat.__file__).parent, "torch": Path(torch.__file__).parent}
 BF16 = torch.bfloat16
@@ -50,9 +50,36 @@ class Call(NamedTuple):
     line: int
 
 
-def column() -> nn.Module:
-    parallel = partial(Linear, 64, 128, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD)
-    return parallel(dtype=BF16, recipe="current")
+def sequence(mode: str) -> nn.Module:
+    sizes = (64, 128) if mode == "column" else (128, 64)
+    ranks: dict[str, Any] = {"parallel_mode": mode, "sequence_parallel": True, "tp_group": dist.group.WORLD}
+    return Linear(*sizes, dtype=BF16, recipe="current", **ranks)
+
+
+def etp() -> nn.Module:
+    return Linear(64, 64, dtype=BF16, recipe="current", etp_group=dist.group.WORLD)
+
+
+class Split(nn.Module):
+    """A grouped linear whose experts get equal shares of the rows."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.experts = GroupedLinear(4, 64, 64, dtype=BF16, recipe=recipe)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.experts(x, [8] * 4)
+
+
+class Layer(nn.Module):
+    """A transformer layer on [s, b, h], b = 1."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.layer = TransformerLayer(64, 128, 4, dtype=BF16, recipe=recipe)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x[:, None])[:, 0]
 
 
 def two_sharded() -> nn.Module:
@@ -65,9 +92,13 @@ def two_sharded() -> nn.Module:
 
 RECIPES = ("current", "delayed", "block", "mxfp8", "nvfp4")
 CASES: dict[str, Any] = {f"linear {recipe}": partial(Linear, 64, 64, dtype=BF16, recipe=recipe) for recipe in RECIPES}
+CASES |= {"LayerNormLinear current": partial(LayerNormLinear, 64, 64, dtype=BF16, recipe="current")}
 CASES |= {"MLP current": partial(LayerNormMLP, 64, 64, dtype=BF16, recipe="current")}
+CASES |= {"layer current": partial(Layer, "current"), "experts mxfp8": partial(Split, "mxfp8")}
 CASES |= {"torch linear": partial(nn.Linear, 64, 64, dtype=BF16)}
-SHARDED = {"column sequence-parallel current": column, "fully_shard of two linears current": two_sharded}
+SHARDED = {"column sequence-parallel current": partial(sequence, "column"), "etp current": etp}
+SHARDED |= {"row sequence-parallel current": partial(sequence, "row")}
+SHARDED |= {"fully_shard of two linears current": two_sharded}
 
 
 def calls_of(function: Callable[[], Any]) -> tuple[list[Call], Any]:
@@ -134,12 +165,13 @@ def measure(names: list[str]) -> dict[str, list[Call]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="?", default="")
+    parser.add_argument("only", nargs="*", default=[""])
     parser.add_argument("--trace", metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    names = [name for name in (*CASES, *SHARDED) if (options.trace or options.only) in name]
+    wanted = [options.trace] if options.trace else options.only
+    names = [name for name in (*CASES, *SHARDED) if any(each in name for each in wanted)]
     found = measure(names[:1] if options.trace else names)
     for name, calls in found.items() if options.trace else ():
         print(name, *(f"{'  ' * each.depth}{each.function}  {each.file}:{each.line}" for each in calls), sep="\n")

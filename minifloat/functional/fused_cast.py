@@ -16,23 +16,43 @@ import torch
 from torch import Tensor
 
 from minifloat import capability
-from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.comm.shard_map import cached
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.autograd import as_output
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 
+class _Facts(NamedTuple):
+    """How many casts a quantizer makes, what the functions below say of them, and the format if all have one."""
+
+    casts: int
+    fp32: bool
+    one_amax: bool
+    alike: Format | None
+
+
+@cached
+def _facts(quantizer: Quantizer) -> _Facts:
+    formats = [fmt for fmt, _ in quantizer.casts]
+    single = len(formats) > 0 and not quantizer.chained
+    return _Facts(
+        len(formats),
+        single and all(fmt.scale_rule == "given" for fmt in formats),
+        len(formats) > 0 and all(fmt.needs_amax and not fmt.grid for fmt in formats),
+        formats[0] if single and formats[0] == formats[-1] else None,
+    )
+
+
 def reads_fp32(quantizer: Quantizer) -> bool:
     """The fused cast reads the fp32 result: delayed scaling in each orientation that is wanted."""
-    casts = quantizer.casts
-    return len(casts) > 0 and not quantizer.chained and all(fmt.scale_rule == "given" for fmt, _ in casts)
+    return _facts(quantizer).fp32
 
 
 def measures_amax(quantizer: Quantizer) -> bool:
     """All that its casts need to know of the value is one amax, which the kernel that computes it can find."""
-    casts = quantizer.casts
-    return len(casts) > 0 and all(fmt.needs_amax and not fmt.grid for fmt, _ in casts)
+    return _facts(quantizer).one_amax
 
 
 class OutputCast:
@@ -57,13 +77,13 @@ class OutputCast:
         return_value: bool = False,
         half: int | None = None,
     ) -> None:
-        formats = [fmt for fmt, _ in quantizer.casts]
-        fp32 = reads_fp32(quantizer) and not return_value
+        facts = self.facts = _facts(quantizer)
+        fp32 = facts.fp32 and not return_value
         self.x, self.matrix, self.quantizer = x, as_matrix(x), quantizer
-        self.scale = scale if fp32 and len(formats) == 1 else None
-        alike = len(formats) > 0 and not quantizer.chained and formats[0] == formats[-1]
-        blocks = fused and not return_value and alike and casts_blocks(formats[0])
-        self.in_kernel = self.scale is not None or (blocks and (half or 0) % formats[0].block == 0)
+        self.scale = scale if fp32 and facts.casts == 1 else None
+        fmt = facts.alike if fused and not return_value else None
+        blocks = fmt is not None and casts_blocks(fmt) and (half or 0) % fmt.block == 0
+        self.in_kernel = self.scale is not None or blocks
         self.dtype = torch.float32 if fp32 and half is None else x.dtype
         self.layouts = quantizer.layouts(x.device.type) if self.in_kernel else ()
 
@@ -74,7 +94,7 @@ class OutputCast:
         Of the one that gives the value: dtype, and whether to measure the amax.
         """
         if not self.in_kernel:
-            return self.dtype, measures_amax(self.quantizer)
+            return self.dtype, self.facts.one_amax
         dims = [dim for _, dim in self.layouts]
         fmt = self.layouts[0][0]
         k_major = self.scale is not None or (self.x.device.type == "cuda" and capability.k_major(fmt))
@@ -84,7 +104,7 @@ class OutputCast:
         """The output of ``shape`` from those of the operation: ``ops.quantize.FusedCodes``, or value and amax."""
         if not self.in_kernel:
             value, amax = outputs
-            amaxes = (amax,) * len(self.quantizer.casts) if measures_amax(self.quantizer) else None
+            amaxes = (amax,) * self.facts.casts if self.facts.one_amax else None
             return FusedOutput(as_output(value, shape), self.x.dtype, amaxes=amaxes, **others)
         row_codes, column_codes, row_scales, column_scales, amax = outputs
         each: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
@@ -128,6 +148,8 @@ class FusedOutput(NamedTuple):
     def label(self, quantized: Quantized) -> Quantized:
         """Makes operands of the value, wherever they were cast, stand for values in the dtype of the input."""
         row, column = quantized
+        if row is not None and row.dtype == self.dtype:
+            return quantized
         labelled = self._relabel(row)
         return Quantized(labelled, labelled if column is row else self._relabel(column))
 

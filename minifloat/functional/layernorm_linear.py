@@ -124,7 +124,9 @@ def multiply_output(
     quantizer, gathers = spec.x, exchange.gathers_x
     if gathers and len(quantizer.casts) == 1 and quantizer.rowwise:
         quantizer = quantizer.with_usage(columnwise=False)  # memory orders for GEMMs come after the gather
-    scale = None if spec.saves_value else delayed_scale(given.delayed, "input", keep=spec.recompute_x)
+    scale = None
+    if given.delayed is not None and not spec.saves_value:
+        scale = delayed_scale(given.delayed, "input", keep=spec.recompute_x)
     rounded = returned or spec.override == "high_precision"  # else backward does not read X itself
     fused = not spec.saves_value and not gathers  # no other rank has rows of the blocks
     made = compute(quantizer, scale=scale, fused=fused, return_value=rounded)

@@ -137,40 +137,42 @@ class LayerNormLinear(parts.LayerOfParts):
             return_residual: forward also gives S, of the shape of X (X itself where no residual is given). Whatever
                 gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
         """
-        linear = self.linear
+        linear, norm, compiling = self.linear, self.norm, torch.compiler.is_compiling()
         own = type(linear) is Linear  # which may have been replaced
-        if own and torch.compiler.is_compiling() and needs_eager(linear, is_first_microbatch, fp8_output):
+        if own and compiling and needs_eager(linear, is_first_microbatch, fp8_output):
             return run_eager(
                 LayerNormLinear.forward, self, x, is_first_microbatch, fp8_output, rows_per_rank, residual,
                 return_residual,
             )  # fmt: skip
         check_tensors(x, residual, self)
-        recipe = None if parts.needs_unfused_path(self.norm, linear) else linear._recipe_in_force()
+        recipe = None if parts.needs_unfused_path(norm, linear) else linear._recipe_in_force()
         bias: Tensor | None
         if recipe is None:
             stream = parts.add_residual(x, residual, linear)
-            n = parts.call_norm(self.norm, stream, parallel_of(linear) if isinstance(linear, Linear) else None)
+            n = parts.call_norm(norm, stream, parallel_of(linear) if isinstance(linear, Linear) else None)
             options = {"fp8_output": fp8_output or None, "rows_per_rank": rows_per_rank}  # a replaced part knows less
             y, bias = parts.call_unfused(linear, n, is_first_microbatch=is_first_microbatch, **options)
         else:
             x, residual = parts.prepare_residual(x, residual, linear)
-            parallel = parallel_of(linear).of_call(x.shape, rows_per_rank, linear._label, x.dtype)
+            exchange = linear._parallel
+            if exchange.mode is not None or rows_per_rank is not None:
+                exchange = parallel_of(linear).of_call(x.shape, rows_per_rank, linear._label, x.dtype)
             linear._check_input(x, is_first_microbatch)
-            check_meta(x, self, self.norm._parameters.get("weight"))
+            check_meta(x, self, norm._parameters.get("weight"))
             dtype = linear._compute_dtype(x)
-            gamma, beta = self.norm.weight, self.norm.bias
+            gamma, beta = norm.weight, norm.bias
             call, weight, b = linear._prepare(
                 recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
-                exchange=parallel, recompute_x=self.recompute_norm,
+                exchange=exchange, recompute_x=self.recompute_norm, compiling=compiling,
             )  # fmt: skip
-            norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
-            y, *extra = apply(LayerNormLinearFunction, norm, call, x.to(dtype), residual, gamma, beta, weight, b)
+            of_norm = NormCall(norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
+            y, *extra = apply(LayerNormLinearFunction, of_norm, call, x.to(dtype), residual, gamma, beta, weight, b)
             delayed = call.given.delayed
             if fp8_output and not call.spec.eager:
                 y = as_quantized_tensor(y, call.spec.config.output, "output", delayed, linear._label)
             if delayed is not None:
                 delayed.forward_finished()
-            n, found = norm.extra_outputs(extra)
+            n, found = of_norm.extra_outputs(extra)
             stream = x if found is None else found
             bias = linear._bias_vector() if self.return_bias else None
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))

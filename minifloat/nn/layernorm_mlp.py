@@ -173,25 +173,29 @@ class LayerNormMLP(parts.LayerOfParts):
         rows: Sequence[int] | None,
         return_residual: bool,
     ) -> Any:
-        fc1, fc2, unfused = self.fc1, self.fc2, parts.needs_unfused_path(self.norm, self.fc1, self.fc2)
-        first, second = (None if unfused else linear._recipe_in_force() for linear in (fc1, fc2))
+        fc1, fc2, own_norm = self.fc1, self.fc2, self.norm
+        unfused = parts.needs_unfused_path(own_norm, fc1, fc2)
+        first, second = (None, None) if unfused else (fc1._recipe_in_force(), fc2._recipe_in_force())
         bias: Tensor | None
         if first is None or second is None:
             stream = parts.add_residual(x, residual, fc1)
-            n = parts.call_norm(self.norm, stream, parallel_of(fc1) if isinstance(fc1, Linear) else None)
+            n = parts.call_norm(own_norm, stream, parallel_of(fc1) if isinstance(fc1, Linear) else None)
             options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows}
             h, _ = parts.call_unfused(fc1, n, **options)
             y, bias = parts.call_unfused(fc2, activate(h, self.activation), **options)
         else:
             x, residual = parts.prepare_residual(x, residual, fc1)
-            column, row = parallel_of(fc1), parallel_of(fc2)
-            column = column.of_call(x.shape, rows, fc1._label, x.dtype)
+            column, row = fc1._parallel, fc2._parallel
+            split = rows is not None or column.mode is not None or row.mode is not None
+            if split:
+                column = parallel_of(fc1).of_call(x.shape, rows, fc1._label, x.dtype)
             fc1._check_input(x, is_first_microbatch)
-            for part in (self.norm, fc2):
+            for part in (own_norm, fc2):
                 check_meta(x, self, part._parameters.get("weight"))
-            row = row.of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2._label)
+            if split:
+                row = parallel_of(fc2).of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2._label)
             dtype = fc1._compute_dtype(x)
-            gamma, beta = self.norm.weight, self.norm.bias
+            gamma, beta = own_norm.weight, own_norm.bias
             needs_x = parts.needs_gradient(x, residual, gamma, beta)
             call1, w1, b1 = fc1._prepare(
                 first, dtype, needs_x, is_first_microbatch, exchange=column, recompute_x=self.recompute_norm
@@ -200,7 +204,7 @@ class LayerNormMLP(parts.LayerOfParts):
             call2, w2, b2 = fc2._prepare(
                 second, dtype, needs_hidden, is_first_microbatch, exchange=row, recompute_x=self.recompute_activation
             )
-            norm = NormCall(self.norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
+            norm = NormCall(own_norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             mlp = MLPCall(norm, self.activation, call1, call2)
             y, *extra = apply(LayerNormMLPFunction, mlp, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2)
             for call in (call1, call2):

@@ -124,9 +124,10 @@ def needs_unfused_path(*parts: nn.Module) -> bool:
     """
     if finite.active and checks_finite():
         return True
-    return any(
-        not is_own(part, Linear, LayerNorm, RMSNorm) or getattr(part, "save_original_input", False) for part in parts
-    )
+    for part in parts:
+        if not is_own(part, Linear, LayerNorm, RMSNorm) or part.__dict__.get("save_original_input", False):
+            return True
+    return False
 
 
 def call_unfused(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tuple[Any, Any]:

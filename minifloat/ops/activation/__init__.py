@@ -150,8 +150,11 @@ def _gradient(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float]) -> 
     return reference.backward(dy.float(), x.float(), name, parameters)
 
 
+_TENSOR = Format()
+
+
 def _amax(x: Tensor, wanted: bool) -> Tensor:
-    return quantize.amax(x, Format(), ROWWISE) if wanted else x.new_empty(0, dtype=torch.float32)
+    return quantize.amax(x, _TENSOR, ROWWISE) if wanted else x.new_empty(0, dtype=torch.float32)
 
 
 def _column_sum(dx: Tensor, wanted: bool) -> Tensor:
