@@ -14,7 +14,8 @@ from minifloat.arguments import shown
 from minifloat.formats import Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, new, quantize
-from minifloat.ops.quantize.work import Output, Request, Work, as_matrix
+from minifloat.ops.quantize.reference import Work
+from minifloat.ops.quantize.work import Output, Request, as_matrix
 
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :attr:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
@@ -150,13 +151,13 @@ class Casts:
         scales: Sequence[Tensor | None] | None = None,
         noop_flag: Tensor | None = None,
     ) -> list[Quantized]:
-        """Quantizes ``xs``; arguments as of :func:`cast_all`.
+        """Quantizes ``xs`` where no compiler traces it; arguments as of :func:`cast_all`.
 
         ``scales`` are not checked here: ``cast_all`` does that for the user's, and those of a history are right.
         """
         given = self._nothing
-        if torch.compiler.is_dynamo_compiling() or not directly(xs):
-            return self._by_operations(xs, amaxes, rngs, scales, noop_flag)
+        if not directly(xs):
+            return self.by_operations(xs, amaxes, rngs, scales, noop_flag)
         if amaxes is not None or self.takes_scales:
             given = self._given(amaxes, scales)
         drawn = self._drawn(xs, rngs) if self._stochastic else self._nothing
@@ -260,7 +261,7 @@ class Casts:
         levels = [made[read.index(own)] if own in read else None for own in self.request.own_level]
         return self._operands(matrices, made[count::2], made[count + 1 :: 2], self._nothing, levels)
 
-    def _by_operations(
+    def by_operations(
         self,
         xs: Sequence[Tensor],
         amaxes: Sequence[Amaxes | None] | None,

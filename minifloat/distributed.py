@@ -6,7 +6,7 @@ from minifloat.comm import sharded_cast as _sharded_cast
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.functional import gathered as _gathered
-from minifloat.functional.shared_cast import gathered_once
+from minifloat.functional.gathered import gathered_once
 from minifloat.functional.tensor_parallel import set_check, set_overlap
 from minifloat.nn.etp import etp_parameters
 from minifloat.parallel.ddp import data_parallel

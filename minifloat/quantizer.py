@@ -232,6 +232,8 @@ def cast_all(
     for scale in scales if scales is not None and prepared.takes_scales else ():
         if scale is not None:
             check_scale(scale)
+    if torch.compiler.is_dynamo_compiling():
+        return prepared.by_operations(xs, amaxes, rngs, scales, noop_flag)
     return prepared(xs, amaxes, rngs, scales=scales, noop_flag=noop_flag)
 
 

@@ -17,8 +17,7 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional import shared_cast
-from minifloat.functional.gathered import Gathered, multiplied, one_orientation, only
+from minifloat.functional.gathered import Gathered, multiplied, offer, one_orientation, only, shared_whole
 from minifloat.functional.gemm import WeightGemm
 from minifloat.functional.linear_config import Mode, Overlap
 from minifloat.functional.quantize import cast_with, delayed_scale, record, reuse, values_of
@@ -75,7 +74,7 @@ class Local(TensorParallel):
         """Of Y on this rank, from that of X."""
         return (*shape[:-1], features)
 
-    def values(self, x: Tensor) -> Any:
+    def values(self, x: Any) -> Any:
         """X, or dY, in high precision as an operand."""
         return values_of(x)
 
@@ -96,8 +95,11 @@ class Local(TensorParallel):
             x = x.dequantize() if isinstance(x, QuantizedTensor) else x
             scale, amaxes, label = known
             if w is None:  # whose amaxes are found
-                both = None if amaxes is None else (amaxes, None)
-                x_operands, w = spec.casts.both((x, weight), given.delayed, scale, both)
+                cast, both = spec.casts.both, None if amaxes is None else (amaxes, None)
+                if given.delayed is None and spec.eager:
+                    x_operands, w = cast.casts((x, weight), both)
+                else:
+                    x_operands, w = cast((x, weight), given.delayed, scale, both)
             else:
                 (x_operands,) = spec.casts.x((x,), given.delayed, scale, None if amaxes is None else (amaxes,))
             x_operands = x_operands if label is None else label(x_operands)
@@ -127,8 +129,10 @@ class Local(TensorParallel):
             if existing is not None:
                 return existing
             dy = dy.dequantize()
-        made: Quantized = spec.casts.dy((dy,), delayed_call, None, None if amaxes is None else (amaxes,))[0]
-        return made
+        given = None if amaxes is None else (amaxes,)
+        if delayed_call is None and spec.eager:
+            return spec.casts.dy.casts((dy,), given)[0]
+        return spec.casts.dy((dy,), delayed_call, None, given)[0]
 
     def load_x(self, spec: Spec, x: Operand, scale: Tensor | None) -> Any:
         """Makes wgrad's operand of the saved X; a value is cast with delayed scaling's ``scale``, and not recorded."""
@@ -247,10 +251,10 @@ class ColumnSequence(Column):
             assert x is not None
             part = self._quantize_part(x, spec.x, "input", given.delayed, known.scale, known.amaxes)
             part = part if known.label is None else known.label(part)
-        gathered = shared_cast.gathered(part) or self.gather(part, rowwise=True)
+        gathered = shared_whole(part) or self.gather(part, rowwise=True)
         if w is None:
             (w,) = spec.casts.w((high_precision(spec, weight),), given.delayed)
-        return shared_cast.offer(part, gathered), w, part
+        return offer(part, gathered), w, part
 
     def load_x(self, spec: Spec, x: Operand, scale: Tensor | None) -> Gathered:
         """The X of all ranks, whose gather begins."""

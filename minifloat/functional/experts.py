@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional import batch_invariant
-from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local
+from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
 from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradient, multiply, values
 from minifloat.functional.grouped_weight import SeparateOperands, multiply_weight
 from minifloat.functional.linear_config import Options
@@ -49,7 +48,7 @@ class Experts(Local):
     out: tuple[Tensor, ...] = ()
     dgrad_out: tuple[Tensor, ...] = ()
 
-    def values(self, x: Tensor) -> Any:
+    def values(self, x: Any) -> Any:
         return values(x, self.layout.offsets)
 
     def dequantized(self, operand: Any) -> Any:
@@ -65,7 +64,7 @@ class Experts(Local):
             assert x is not None
             x_operands = spec.casts.x(x, self.layout.offsets, given.delayed, known.scale)
         if w is None:
-            w = quantize_weight(spec.casts.w, weight, given.delayed)
+            w = quantize_weight(spec.casts.w, high_precision(spec, weight), given.delayed)
         return x_operands, w, x_operands
 
     def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None) -> Tensor:
@@ -104,18 +103,7 @@ class Experts(Local):
 
 
 class ExpertWeights(LocalWeight):
-    """The weights of experts, W [G, N, K], which this rank has whole.
-
-    Args:
-        parameters, tasks: as of :class:`LocalWeight`.
-        separate: each expert has a parameter of its own.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Any] = (), tasks: list[Callable[[], None]] | None = None, separate: bool = False
-    ) -> None:
-        super().__init__(parameters, tasks)
-        self.separate = separate
+    """The weights of experts, W [G, N, K], which this rank has whole."""
 
     def save(self, spec: Spec, weight: Tensor, w: Any) -> Any:
         if spec.override != "high_precision":

@@ -5,8 +5,11 @@ The gather of a whole has started, or the product that reads the operand perform
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from minifloat.comm import symmetric_memory
@@ -137,3 +140,55 @@ def one_orientation(operand: Operand) -> Quantized:
 def multiplied(product: WeightGemm, a: Quantized | Gathered) -> Tensor:
     """``product`` of the rowwise operand of ``a``."""
     return a.multiplied(product) if isinstance(a, Gathered) else product.of(only(a, ROWWISE))
+
+
+# ---- one gather for siblings: linears that are given the same input one after the other (q, k, v; gate, up) ----
+
+
+class _Local(threading.local):
+    """Of one thread: a part and what was gathered of it, inside of a scope."""
+
+    def __init__(self) -> None:
+        self.scopes = 0
+        self.whole: tuple[Quantized, Quantized] | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def gathered_once() -> Iterator[None]:
+    """Column-parallel linears that are given one X inside, one after the other, gather it once.
+
+        with gathered_once():
+            q, k, v = self.query(x), self.key(x), self.value(x)
+
+    Under sequence parallelism a linear frees what it gathers right after its product, since nobody knows whether
+    another one will read it; here it stays until another tensor is gathered or the context ends. Only what
+    siblings would gather alike is shared: not under delayed scaling, which has a scale for each layer, not in high
+    precision, not in compiled code. In backward each gathers X again.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    _local.scopes += 1
+    try:
+        yield
+    finally:
+        _local.scopes -= 1
+        _local.whole = None
+
+
+def shared_whole(part: Quantized) -> Quantized | None:
+    """What a sibling has just gathered of this very ``part``, rowwise."""
+    whole = None if torch.compiler.is_compiling() else _local.whole
+    return whole[1] if whole is not None and whole[0] is part else None
+
+
+def offer(part: Quantized, whole: Quantized | Gathered) -> Quantized | Gathered:
+    """What fprop reads of ``whole``, gathered of ``part``; inside of :func:`gathered_once` it stays for siblings."""
+    if torch.compiler.is_compiling() or type(whole) is not Gathered or not _local.scopes:
+        return whole
+    _local.whole = None  # the one before is freed before this one arrives
+    _local.whole = part, Quantized(whole.along(ROWWISE), None)
+    return _local.whole[1]

@@ -8,14 +8,18 @@ modules (``layernorm_linear.py``, ``layernorm_mlp.py``, ``grouped_mlp.py``) comp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifloat.comm.collectives import Pending
+from minifloat.comm.group import Group
+from minifloat.comm.shard_map import ShardMap
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import as_output, first_order, guarded
@@ -25,6 +29,8 @@ from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
+from minifloat.quantizer import Quantizer
+from minifloat.tensor import QuantizedTensor
 
 
 class Given:
@@ -135,7 +141,7 @@ def gradients(
 
 def output(spec: Spec, exchange: Local, y: Tensor, x_shape: Sequence[int], delayed: DelayedCall | None) -> Tensor:
     """Y [M, N] with the leading dims of X on this rank, quantized if that is wanted."""
-    shape = exchange.output_shape(x_shape, y.shape[1])
+    shape = exchange.output_shape(x_shape, y.shape[1]) if exchange.lengths else (*x_shape[:-1], y.shape[1])
     if not spec.eager or y.shape != shape or not y.is_contiguous() or y._is_view():
         y = as_output(y, shape)
     quantizes = spec.options.quantize_output and spec.eager  # else after the autograd function
@@ -150,21 +156,96 @@ def grad_input(spec: Spec, dx: Tensor, x_shape: Sequence[int], delayed: DelayedC
     return as_quantized_tensor(dx, spec.config.grad_input, "grad_input", delayed) if quantizes else dx
 
 
+# ---- one cast for siblings: linears that are given the same input one after the other (q, k, v; gate, up) ----
+
+Gatherers = tuple[Group, ShardMap | None]
+"""Who gathers an input, and the rows that each has of it."""
+
+Cast = tuple[torch.dtype, Quantizer, tuple[int, ...], Gatherers | None]
+"""How an input is cast: to which dtype first, the quantizer, the dims along which it gives values
+(``Spec.passing``), and who gathers it, if ranks do: then the operands are this rank's part."""
+
+
+class _Latest(NamedTuple):
+    """The operands of one input, and which layers have read them."""
+
+    source: ReferenceType[Tensor]
+    version: int
+    cast: Cast
+    capturing: bool  # into a CUDA graph: such operands have values in a replay only, others are constants to it
+    operands: Quantized
+    readers: list[nn.Module]  # not their ids, which other modules have later, on some ranks and not on others
+
+
+class _Slot:
+    """Of one thread: a plain object, which whoever frees the input can empty, in whichever thread that is."""
+
+    def __init__(self) -> None:
+        self.latest: _Latest | None = None
+
+    def forget(self, source: ReferenceType[Tensor]) -> None:
+        """Called when the input is freed."""
+        if self.latest is not None and self.latest.source is source:
+            self.latest = None
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.slot = _Slot()
+
+
+_local = _Local()
+
+
+def find_operands(x: Tensor, cast: Cast, reader: nn.Module) -> Quantized | None:
+    """The operands that another layer just made of this very ``x``, if they are the same.
+
+    All ranks find the same, since they run the same. For eager code alone: in a compiled graph casts of one tensor are
+    common subexpressions.
+
+    A layer that comes a second time is no sibling but a new call: ``x`` may be a buffer that was filled anew in a way
+    that PyTorch does not count.
+    """
+    latest = _local.slot.latest
+    if latest is None or latest.source() is not x or x.is_inference() or reader in latest.readers:
+        return None
+    if latest.version != x._version or latest.cast != cast or latest.capturing != _capturing(x):
+        return None
+    latest.readers.append(reader)
+    return latest.operands
+
+
+def keep_operands(x: Tensor, cast: Cast, operands: Quantized | None, reader: nn.Module) -> None:
+    """Offers operands of ``x`` to the next layers, until ``x`` is freed or another tensor is quantized.
+
+    ``cast``: with a quantizer whose casts siblings would repeat bit for bit (:func:`is_shared`). Eager code alone, as
+    :func:`find_operands`.
+    """
+    slot = _local.slot
+    if operands is None or isinstance(x, QuantizedTensor) or x.is_inference():
+        return
+    if slot.latest is None or slot.latest.operands is not operands:  # else they were found here
+        capturing = x.is_cuda and _capturing(x)
+        slot.latest = new(_Latest, (ref(x, slot.forget), x._version, cast, capturing, operands, [reader]))
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 # ---- what backward saves ----
 
 
 def save_x(spec: Spec, exchange: Local, x: Tensor | None, own: Quantized) -> Operand | None:
     """Chooses what wgrad needs of X: its values, or an operand; the caller may change either before backward."""
-    if spec.saves_x == "nothing":
+    if spec.saves_x == "nothing" or (spec.saves_x == "values" and x is None):
         return None
+    operand: Operand
     if spec.saves_x == "values":
-        return None if x is None else _guarded(exchange.values(x))
-    operand = (own.columnwise if spec.along == COLUMNWISE else own.rowwise) or own.along(spec.along)
-    return operand if operand.format.quantized else _guarded(operand)
-
-
-def _guarded(operand: Operand) -> Operand:
-    return operand._replace(codes=guarded(operand.codes))
+        operand = exchange.values(x)
+    else:
+        operand = (own.columnwise if spec.along == COLUMNWISE else own.rowwise) or own.along(spec.along)
+    return operand if operand.format.quantized else operand._replace(codes=guarded(operand.codes))
 
 
 def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:

@@ -100,11 +100,6 @@ class Ranks(NamedTuple):
     group: Group
     overlap: Overlap
 
-    @property
-    def gathers_x(self) -> bool:
-        """fprop and wgrad read the X of all ranks."""
-        return self.sequence_parallel and self.mode == "column"
-
 
 class Options(NamedTuple):
     """The options of a call beside its recipe: the key under which the layer finds its ``Spec``.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minifloat import capability
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional import batch_invariant, gemm, shared_cast
+from minifloat.functional import batch_invariant, gemm
 from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.functional.quantize import RoleCasts
 from minifloat.quantizer import Quantizer
@@ -102,7 +102,7 @@ def make_spec(config: LinearConfig, options: Options, make_casts: MakeCasts = de
     """Decides everything that depends on recipe and options alone."""
     override, ranks = config.backward_override, options.ranks
     needs_x, needs_w = options.needs_x, options.needs_w
-    gathers_x = ranks is not None and ranks.gathers_x
+    gathers_x = ranks is not None and ranks.sequence_parallel and ranks.mode == "column"
     saves_value = (
         needs_w and (config.save_original_input or override == "high_precision") and not options.input_is_quantized
     )
@@ -133,7 +133,7 @@ def make_spec(config: LinearConfig, options: Options, make_casts: MakeCasts = de
         saves_x=saves_x,
         saves_value=saves_value,
         again=config.input.with_usage(rowwise=False) if recasts else None,
-        shares_x=not saves_value and shared_cast.is_shared(quantizers.x),
+        shares_x=not saves_value and is_shared(quantizers.x),
         recompute_x=recompute_x,
         passing=passing,
         casts=make_casts(quantizers, options, passing, dy_passing),
@@ -141,6 +141,12 @@ def make_spec(config: LinearConfig, options: Options, make_casts: MakeCasts = de
         multiply=multiply,
         multiply_rows=batch_invariant.multiply if options.batch_invariant else multiply,
     )
+
+
+def is_shared(quantizer: Quantizer) -> bool:
+    """Siblings would make the same operands: they are quantized, and neither by a layer's own scale nor at random."""
+    formats = [fmt for fmt, _ in quantizer.casts]
+    return quantizer.quantized and all(f.scale_rule != "given" and f.rounding != "stochastic" for f in formats)
 
 
 def _passing(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:

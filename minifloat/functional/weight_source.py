@@ -29,13 +29,15 @@ class LocalWeight:
     Args:
         parameters: that backward writes to by itself: the weight, or those of experts.
         tasks: what computes dW is appended to, where that is left for later.
+        separate: W is [G, N, K], of as many parameters.
     """
 
     gathers = False  # operands are gathered in each call
-    separate = False  # W is [G, N, K], of G parameters
 
-    def __init__(self, parameters: Sequence[Any] = (), tasks: list[Callable[[], None]] | None = None) -> None:
-        self.parameters, self.tasks = parameters, tasks
+    def __init__(
+        self, parameters: Sequence[Any] = (), tasks: list[Callable[[], None]] | None = None, separate: bool = False
+    ) -> None:
+        self.parameters, self.tasks, self.separate = parameters, tasks, separate
 
     def gather(self) -> Quantized:
         """W for fprop, if it is gathered."""

@@ -28,7 +28,7 @@ from minifloat.functional.spec import Spec, make_spec
 from minifloat.functional.weight_source import LocalWeight
 from minifloat.nn.grouped_parameters import Expert, GroupedParameters
 from minifloat.nn.inputs import layout_of
-from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls, Prepared
+from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.linear_state import fitting
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.quantized_parameters import given_format, parameter_init
@@ -178,8 +178,8 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         if writes:
             y_memory = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
             exchange = Experts(layout=layout, out=y_memory, dgrad_out=self._memory("dgrad_out", dgrad_out, x.shape, x))
-        linear, weight, bias = self._prepare_groups(
-            recipe, dtype, x.requires_grad, is_first_microbatch, exchange, fp8_output=fp8_output
+        linear, weight, bias = self._prepare(
+            recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, exchange=exchange
         )
         spec, delayed = linear.spec, linear.given.delayed
         if fp8_output and delayed is not None:
@@ -208,24 +208,6 @@ class GroupedLinear(GroupedParameters, LinearCalls):
                 f"{tuple(shape)} on {like.device}, without requires_grad, is needed"
             )
         return (given.detach().view(-1, shape[-1]),)
-
-    def _prepare_groups(
-        self,
-        recipe: Recipe,
-        dtype: torch.dtype,
-        needs_x: bool,
-        is_first_microbatch: bool | None,
-        exchange: Experts,
-        recompute_x: bool = False,
-        fp8_output: bool = False,
-    ) -> Prepared:
-        """:meth:`_prepare` of a call on groups; a weight that stays unquantized comes in ``dtype``."""
-        linear, weight, bias = self._prepare(
-            recipe, dtype, needs_x, is_first_microbatch, fp8_output, exchange=exchange, recompute_x=recompute_x
-        )
-        if weight.dtype != dtype and not linear.spec.config.weight.quantized and self._etp is None:
-            weight = weight.to(dtype)
-        return linear, weight, bias
 
     def _weight_source(self, weight: Tensor) -> LocalWeight:
         if self._etp is not None:

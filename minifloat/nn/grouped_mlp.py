@@ -201,10 +201,11 @@ class GroupedMLP(parts.LayerOfParts):
         fc1._check_input(x, is_first_microbatch)
         check_meta(x, fc2, fc2._weight(fc2._weight_names[0]))
         dtype = fc1._compute_dtype(x)
-        call1, w1, b1 = fc1._prepare_groups(first, dtype, x.requires_grad, is_first_microbatch, Experts(layout=layout))
+        own = Experts(layout=layout)
+        call1, w1, b1 = fc1._prepare(first, dtype, x.requires_grad, is_first_microbatch, exchange=own)
         needs_hidden = parts.needs_gradient(x, w1, b1, probabilities)
-        call2, w2, b2 = fc2._prepare_groups(
-            second, dtype, needs_hidden, is_first_microbatch, Experts(layout=layout), self.recompute_activation
+        call2, w2, b2 = fc2._prepare(
+            second, dtype, needs_hidden, is_first_microbatch, exchange=own, recompute_x=self.recompute_activation
         )
         tokens = None if routing is None else routing.order // routing.inverse.shape[1]
         mlp = GroupedMLPCall(self.activation, call1, call2, layout, routing, tokens)

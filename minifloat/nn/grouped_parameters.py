@@ -111,9 +111,7 @@ class GroupedParameters(LinearState):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initial values: those of one ``Linear`` after the other from the same seed."""
-        for name in ("forward_scaling", "backward_scaling"):
-            if name in self._modules:
-                getattr(self, name).reset_parameters()
+        self._reset_histories()
         together = {kind: p for kind in ("weight", "bias") if (p := self._parameters.get(kind)) is not None}
         whole = {kind: self._to_fill(kind, parameter) for kind, parameter in together.items()}
         bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5

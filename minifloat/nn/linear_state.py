@@ -182,12 +182,11 @@ class LinearState(EtpRows):
 
     # ---- the start ----
 
-    def reset_parameters(self) -> None:
-        """Initial values, quantized weights included, and delayed scaling's state as new."""
+    def _reset_histories(self) -> None:
+        """Delayed scaling's state as new."""
         for name in _HISTORIES:
             if name in self._modules:
                 getattr(self, name).reset_parameters()
-        super().reset_parameters()
 
     @torch.no_grad()
     def _write(self, name: str, parameter: Tensor, values: Tensor) -> None:

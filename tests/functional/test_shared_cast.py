@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from minifloat import Linear
-from minifloat.functional import shared_cast
+from minifloat.functional import linear
 from tests.helpers.count_casts import CountCasts
 
 SHARING = ["current", "block", "mxfp8"]
@@ -34,7 +34,7 @@ def casts_of(x: Tensor, layers: nn.ModuleList) -> int:
 
 def alone(layer: nn.Module, x: Tensor) -> Tensor:
     """The layer's output with nothing to share."""
-    shared_cast._local.slot.latest = None
+    linear._local.slot.latest = None
     y: Tensor = layer(x.clone())
     return y
 
@@ -57,7 +57,7 @@ def test_one_cast_for_three(name: str) -> None:
     torch.manual_seed(1)
     outs = []
     for layer in layers:
-        shared_cast._local.slot.latest = None
+        linear._local.slot.latest = None
         outs.append(layer(z))
     sum(y.square().sum() for y in outs).backward()  # type: ignore[union-attr]
     assert all(torch.equal(a, b) for a, b in zip(ys, outs, strict=True))
@@ -72,13 +72,13 @@ def test_released_with_the_input(name: str) -> None:
     x = torch.randn(5, 32)
     with torch.no_grad():
         layer(x)
-    latest = shared_cast._local.slot.latest
+    latest = linear._local.slot.latest
     assert latest is not None
     codes = weakref.ref(latest.operands.any.codes)
     del latest
     del x
     gc.collect()
-    assert shared_cast._local.slot.latest is None and codes() is None
+    assert linear._local.slot.latest is None and codes() is None
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -140,9 +140,9 @@ def test_evaluation_then_training() -> None:
 
 def test_original_input_is_not_kept_twice() -> None:
     layer = Linear(32, 16, recipe="current", save_original_input=True)
-    shared_cast._local.slot.latest = None
+    linear._local.slot.latest = None
     layer(torch.randn(5, 32, requires_grad=True))
-    assert shared_cast._local.slot.latest is None
+    assert linear._local.slot.latest is None
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -181,7 +181,7 @@ def test_an_input_that_dies_in_another_thread_is_forgotten() -> None:
     layer(x)
     held = [x]
     del x
-    slot = shared_cast._local.slot
+    slot = linear._local.slot
     assert slot.latest is not None
     thread = threading.Thread(target=held.clear)
     thread.start()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minifloat import Linear
 from minifloat.distributed import gathered_once
-from minifloat.functional import shared_cast
+from minifloat.functional import gathered, linear
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.gather_cases import Wire
 
@@ -40,7 +40,7 @@ def steps(rank: int, size: int, recipe: Any) -> list[tuple[list[Tensor], int, in
             ys = []
             for layer in layers:
                 if way == "alone":
-                    shared_cast._local.slot.latest = None
+                    linear._local.slot.latest = None
                 ys.append(layer(x, rows_per_rank=ROWS))
         with Wire() as backward:
             sum(y.square().sum() for y in ys).backward()  # type: ignore[union-attr]
@@ -73,20 +73,20 @@ def freed(rank: int, size: int) -> None:
     x = torch.randn(4, K, requires_grad=True)
     with gathered_once():
         y = layers[0](x)
-        whole = shared_cast._local.slot.whole
+        whole = gathered._local.whole
         assert whole is not None and whole[1].rowwise is not None
         codes = ref(whole[1].rowwise.codes)
         del whole
         other = layers[1](x * 2)
         gc.collect()
         assert codes() is None, "another tensor was gathered"
-        whole = shared_cast._local.slot.whole
+        whole = gathered._local.whole
         codes = ref(whole[1].rowwise.codes)  # type: ignore[index, union-attr]
         del whole
     gc.collect()
-    assert codes() is None and shared_cast._local.slot.whole is None
+    assert codes() is None and gathered._local.whole is None
     layers[2](x)
-    assert shared_cast._local.slot.whole is None
+    assert gathered._local.whole is None
     (y.sum() + other.sum()).backward()
 
 

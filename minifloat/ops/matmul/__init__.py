@@ -220,7 +220,7 @@ def _native_per_tensor(
     if bias is None or fuses:
         epilogue = None if bias is None else bias.to(out_dtype)
         product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, out_dtype, epilogue, fast_accum)
-        return cut(product, a.outer, b.outer)
+        return product if product.shape == (a.outer, b.outer) else cut(product, a.outer, b.outer)
     product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, torch.float32, None, fast_accum)
     return _finish(cut(product, a.outer, b.outer), bias, out_dtype)
 

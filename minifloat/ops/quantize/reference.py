@@ -10,16 +10,18 @@ A tensor of [M, K] is viewed as [M/r, r, K/c, c] blocks of r x c elements that s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.formats.elements import E2M1, E4M3
 from minifloat.formats.scale_rules import FLT_MAX, fp32
 from minifloat.ops import new
 from minifloat.ops.quantize import hadamard, philox
+from minifloat.ops.quantize.work import DTYPES, Output, Request, as_matrix
 
 
 class Cast(NamedTuple):
@@ -85,6 +87,38 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
     codes = _unblock(codes, source.shape)
     codes = _pack(codes, dim) if fmt.packed else codes
     return new(Cast, (codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32)))
+
+
+class Work:
+    """Does what is requested; :class:`pipeline.Recorded` does the same by kernels."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def __call__(
+        self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
+    ) -> tuple[Sequence[Output], Sequence[Tensor]]:
+        """The casts of ``xs``, and the amaxes that were found.
+
+        Args:
+            given, rngs: for each cast its amax or scale, if known, and its random seed.
+            noop: as of :func:`quantize.cast`.
+        """
+        request = self.request
+        amaxes: list[Tensor] = []
+        outputs: list[Output] = []
+        xs = list(xs)
+        for i, x in enumerate(xs):
+            xs[i] = x if x.dim() == 2 and x.dtype in DTYPES else as_matrix(x)
+        with torch._C._DisableAutocast():  # it would run fp32 products in bf16
+            for i, spec, dim in zip(request.amax_of, request.amax_formats, request.amax_dims, strict=True):
+                amaxes.append(amax(xs[i], parse(spec), dim))
+            for j, own in enumerate(request.own_level):  # in row-major order: the GEMMs of a CPU read any strides
+                level = given[j] if own < 0 else amaxes[own]
+                fmt, dim = parse(request.formats[j]), request.dims[j]
+                codes, scale_inv, measured = cast(xs[request.cast_of[j]], level, rngs[j], fmt, dim)
+                outputs.append((codes.contiguous(), scale_inv, measured, level))
+        return outputs, amaxes
 
 
 def dequantize(

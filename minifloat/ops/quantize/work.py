@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import parse
-from minifloat.ops.quantize import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized."""
@@ -41,38 +40,6 @@ def read_amaxes(formats: Sequence[str], own_level: Sequence[int]) -> list[int]:
     """Which amaxes operands keep, as two-level scales do; a cast alone reads the others."""
     two_level = [parse(spec).scale_rule == "two_level" for spec in formats]
     return sorted({own for own, read in zip(own_level, two_level, strict=True) if read and own >= 0})
-
-
-class Work:
-    """Does what is requested, by the reference; :class:`pipeline.Recorded` does the same by kernels."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-
-    def __call__(
-        self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
-    ) -> tuple[Sequence[Output], Sequence[Tensor]]:
-        """The casts of ``xs``, and the amaxes that were found.
-
-        Args:
-            given, rngs: for each cast its amax or scale, if known, and its random seed.
-            noop: as of :func:`quantize.cast`.
-        """
-        request = self.request
-        amaxes: list[Tensor] = []
-        outputs: list[Output] = []
-        xs = list(xs)
-        for i, x in enumerate(xs):
-            xs[i] = x if x.dim() == 2 and x.dtype in DTYPES else as_matrix(x)
-        with torch._C._DisableAutocast():  # it would run fp32 products in bf16
-            for i, spec, dim in zip(request.amax_of, request.amax_formats, request.amax_dims, strict=True):
-                amaxes.append(reference.amax(xs[i], parse(spec), dim))
-            for j, own in enumerate(request.own_level):  # in row-major order: the GEMMs of a CPU read any strides
-                level = given[j] if own < 0 else amaxes[own]
-                fmt, dim = parse(request.formats[j]), request.dims[j]
-                codes, scale_inv, measured = reference.cast(xs[request.cast_of[j]], level, rngs[j], fmt, dim)
-                outputs.append((codes.contiguous(), scale_inv, measured, level))
-        return outputs, amaxes
 
 
 def as_matrix(x: Tensor) -> Tensor:
