@@ -136,6 +136,15 @@ def _owner(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     return f"{own} of layer {number}" if isinstance(number, int) else own
 
 
+def label_of(owner: object) -> str:
+    """What errors call a layer; a string is its own label.
+
+    Asked where an error is raised, and not before: a compiler guards each name that it reads, and would compile equal
+    layers anew for theirs.
+    """
+    return owner if isinstance(owner, str) else str(getattr(owner, "_label", type(owner).__name__))
+
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 

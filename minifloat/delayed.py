@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat import formats
-from minifloat.arguments import checked, shown
+from minifloat.arguments import checked, label_of, shown
 from minifloat.backward_pass import BackwardPass
 from minifloat.comm import ddp
 from minifloat.comm.collectives import all_reduce_max
@@ -60,11 +60,11 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
     return found if dist.get_world_size() > 1 else None
 
 
-def check_same_scale(why: str, ranks: Group, recipe: DelayedScaling, group: Group | None) -> None:
+def check_same_scale(layer: object, why: str, ranks: Group, recipe: DelayedScaling, group: Group | None) -> None:
     """The ranks of a gathered tensor cast it with the same delayed scale.
 
     Args:
-        why: what is gathered, as errors begin: ``"Linear 'proj': the weight is sharded"``.
+        why: what ``layer`` gathers, as errors say it: ``"the weight is sharded"``.
         ranks: those that gather it.
         group: the ranks over which amaxes are reduced; None if this rank keeps its own.
 
@@ -73,8 +73,8 @@ def check_same_scale(why: str, ranks: Group, recipe: DelayedScaling, group: Grou
     """
     if not recipe.reduce_amax:
         raise ValueError(
-            f"{why}, and all ranks must cast with one scale, but DelayedScaling(reduce_amax=False) gives each rank its "
-            "own; use reduce_amax=True"
+            f"{label_of(layer)}: {why}, and all ranks must cast with one scale, but DelayedScaling(reduce_amax=False) "
+            "gives each rank its own; use reduce_amax=True"
         )
     if group is not None and group.size == dist.get_world_size():
         return
@@ -82,8 +82,8 @@ def check_same_scale(why: str, ranks: Group, recipe: DelayedScaling, group: Grou
     missing = set(dist.get_process_group_ranks(ranks.process_group)) - reducing
     if missing:
         raise ValueError(
-            f"{why}, and all ranks must cast with one scale, but autocast's amax_reduction_group leaves out ranks "
-            f"{sorted(missing)}; give it one that contains them"
+            f"{label_of(layer)}: {why}, and all ranks must cast with one scale, but autocast's amax_reduction_group "
+            f"leaves out ranks {sorted(missing)}; give it one that contains them"
         )
 
 
@@ -304,9 +304,9 @@ class Region:
 
     def __init__(self, calls: list[Any] | None = None) -> None:
         self.calls = calls
-        self.forward: Member | None = None
-        self.backward: Member | None = None
-        self.compiled: Member | None = None
+        # A compiler guards None, and that two are one object: it would tell the region's first layer from the others.
+        nobody: Any = None
+        self.forward, self.backward, self.compiled = [Member(nobody, nobody, None, None) for _ in range(3)]
 
     def update(self, forward: bool) -> None:
         """Reduces and updates the histories of one direction, each once, with one reduction a group."""
@@ -352,10 +352,10 @@ class Member:
         self.before = before
 
 
-def in_order(newest: Member | None) -> list[Member]:
+def in_order(newest: Member) -> list[Member]:
     """``newest`` and those before it, the first one first."""
     members: list[Member] = []
-    while newest is not None:
+    while newest.before is not None:
         members.append(newest)
         newest = newest.before
     return members[::-1]

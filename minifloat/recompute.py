@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
-from minifloat.arguments import checked
+from minifloat.arguments import checked, label_of
 from minifloat.autocast import autocast, restore_contexts, surrounding_contexts
 from minifloat.recipe import Recipe
 
@@ -227,7 +227,7 @@ def parallel_of(module: Sharded[P_co]) -> P_co:
     replay, tapes = _surroundings()
     if replay is None and own.regrouped and _graph_task() != -1 and torch.is_grad_enabled():
         raise RuntimeError(
-            f"{getattr(module, '_label', type(module).__name__)}: set_tensor_parallel_group was called, and a "
+            f"{label_of(module)}: set_tensor_parallel_group was called, and a "
             f"torch.utils.checkpoint without a tape does not know the group of its forward; {_USE}"
         )
     found: P_co = own if replay is None else replay.tape.parallel.get(module, own)
@@ -312,7 +312,7 @@ def _name(recipe: Recipe | None) -> str:
 # ---- compiled code ----
 
 
-def refuse_compiled(label: str, scaled: bool = True) -> None:
+def refuse_compiled(layer: Layer, scaled: bool = True) -> None:
     """Called by each linear with delayed scaling that is being compiled.
 
     ``scaled``: in this call too; else it has been before, and no recipe is in force: in a recomputation, no longer.
@@ -325,8 +325,8 @@ def refuse_compiled(label: str, scaled: bool = True) -> None:
     """
     if torch.compiler.is_dynamo_compiling() and warns_of_compiled(_inside if scaled else None):  # not in an export
         raise RuntimeError(
-            f"{label}: a compiled graph recomputes delayed scaling's casts with scales that have moved on; leave what "
-            "is checkpointed uncompiled, with torch.compiler.disable, or use another recipe"
+            f"{layer._label}: a compiled graph recomputes delayed scaling's casts with scales that have moved on; "
+            "leave what is checkpointed uncompiled, with torch.compiler.disable, or use another recipe"
         )
 
 

@@ -52,6 +52,21 @@ def by_request(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
     return DelayedScalingRequest(amax_history_len=4) if role.tensor_type == "weight" else Quantizer(Format())
 
 
+def by_argument(scale_rule: str, role: QuantizerRole) -> Quantizer:
+    return Quantizer(Format("e4m3", 32, scale_rule=scale_rule))
+
+
+def by_closure() -> Recipe:
+    """Its factory is another function each time."""
+    element = "e4m3"
+
+    def factory(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        weight = role.tensor_type == "weight"
+        return DelayedScalingRequest(amax_history_len=4) if weight else Quantizer(Format(element))
+
+    return CustomRecipe(factory)
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),
     "current": Float8CurrentScaling,
@@ -64,10 +79,15 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "by_recipe": lambda: CustomRecipe(by_recipe),
     "by_new_recipe": lambda: CustomRecipe(by_new_recipe),
     "by_request": lambda: CustomRecipe(by_request),
+    "by_closure": by_closure,
+    "by_lambda": lambda: CustomRecipe(lambda role: by_format(role)),
+    "by_partial": lambda: CustomRecipe(partial(by_argument, "e8m0")),
+    "delayed, lambda": lambda: DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)),
 }
 DEFAULT: list[Any] = [
     *[("own", name) for name in ("current", "delayed", "by_format", "by_new_recipe", "by_request")],
-    *[("inside", name) for name in ("block", "delayed", "by_format", "by_new_recipe")],
+    *[("inside", name) for name in ("block", "delayed", "by_format", "by_new_recipe", "delayed, lambda")],
+    *[("outside", name) for name in ("by_closure", "by_lambda", "by_partial")],
 ]
 SLOW = [
     pytest.param(*case, marks=pytest.mark.slow)
@@ -103,7 +123,10 @@ class Ways(Pair):
 
 @pytest.mark.parametrize(("way", "name"), DEFAULT + SLOW)
 def test_equal_recipes(name: str, way: str) -> None:
-    """Nothing is compiled again from the third step on, nor in the second but for what a factory has answered."""
+    """Nothing is compiled again from the third step on, nor in the second but for what a factory has answered.
+
+    That holds for factories that are made anew in each step, too.
+    """
     pair = Ways(RECIPES[name], way)
     for _ in range(2):
         pair.step(torch.randn(6, IN))

@@ -140,6 +140,21 @@ def test_amax_groups_made_anew(way: str, worker_pool: Pools) -> None:
     assert worker_pool(2).run(amax_groups, way) == [[True, False, True]] * 2
 
 
+def named(rank: int, size: int, sequence_parallel: bool) -> int:
+    """How many graphs there are of three layers with names, each compiled by itself."""
+    fresh()
+    options: dict[str, Any] = {"parallel_mode": "column", "sequence_parallel": sequence_parallel, "recipe": "delayed"}
+    layers = [Linear(16, 24, tp_group=dist.group.WORLD, name=f"layer{i}", **options) for i in range(3)]
+    for layer in layers:
+        compile_whole(layer)(torch.randn(6, 16, requires_grad=True)).sum().backward()
+    return graphs()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_of_any_names_compile_once(sequence_parallel: bool, worker_pool: Pools) -> None:
+    assert worker_pool(2).run(named, sequence_parallel) == [1, 1]
+
+
 def different(rank: int, size: int, mode: Mode, recipes: tuple[str, str], run_compiled: bool) -> None:
     fresh()
     options: dict[str, Any] = {"parallel_mode": mode, "sequence_parallel": "rowwise" not in recipes}

@@ -92,38 +92,41 @@ def check_options(label: str, options: str, group: Group) -> None:
         raise _disagreement(label, table, label)
 
 
-def check_recipe(label: str, recipe: str, group: str, device: str) -> None:
-    """The layer ``label`` runs under the same ``recipe`` on all ranks of the group of that name: a small collective.
+def other_recipes(recipe: str, group: str, device: str) -> str:
+    """What the ranks of the group of that name run a layer under, if that is not the same on all: a small collective.
 
-    Raises:
-        ValueError: on every rank, with the recipes of all: what is gathered would be codes of several formats, and
-            what is summed products of several.
+    What is gathered would be codes of several formats, and what is summed products of several. All ranks get words for
+    an error, "" if there is none.
     """
-    process_group, asked = group_of_name(group), f"{label}: {recipe}"
-    digest = zlib.crc32(asked.encode())
+    process_group = group_of_name(group)
+    digest = zlib.crc32(recipe.encode())
     ends = torch.tensor([digest, -digest], device=device)
     dist.all_reduce(ends, dist.ReduceOp.MAX, process_group)
     if int(ends.sum()) == 0:
-        return
-    table = [asked] * process_group.size()
-    dist.all_gather_object(table, asked, group=process_group)
+        return ""
+    table = [recipe] * process_group.size()
+    dist.all_gather_object(table, recipe, group=process_group)
     calls = "; ".join(f"rank {rank}: {of_rank}" for rank, of_rank in enumerate(table))
-    raise ValueError(f"{label}: the ranks of its group run under different recipes; give all the same: {calls}")
+    return f"the ranks of its group run under different recipes; give all the same: {calls}"
 
 
-def check_recipe_in_trace(label: str, recipe: str, group: str, device: str) -> None:
-    """The same while a compiler traces the layer; once for each label and recipe, since a rank may trace it alone."""
+def other_recipes_in_trace(recipe: str, group: str, device: str) -> str:
+    """The same while a compiler traces the layer; once for each recipe, since a rank may trace it alone.
+
+    Without the layer's name, which the compiler would guard: equal layers are traced once, whatever their names.
+    """
     agreed = _agreed.setdefault(group_of_name(group), set())
-    if (label, recipe) not in agreed:
-        check_recipe(label, recipe, group, device)
+    others = "" if recipe in agreed else other_recipes(recipe, group, device)
+    if not others:
         if len(agreed) >= _MOST_AGREED:
             agreed.clear()
-        agreed.add((label, recipe))
+        agreed.add(recipe)
+    return others
 
 
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, str]]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 _MOST_AGREED = 4096
-check_recipe_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
+other_recipes_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
 
 
 def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group, everywhere: Check) -> None:

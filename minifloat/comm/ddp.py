@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from minifloat.arguments import label_of
+
 MARK = "minifloat_data_parallel"
 """Attribute of the wrappers that ``data_parallel`` has made."""
 _KEEPS = "minifloat_keeps_histories"
@@ -43,14 +45,14 @@ def keep_histories() -> None:
         setattr(wrapper, _KEEPS, True)
 
 
-def check_reduced(label: str, weight: Tensor) -> None:
+def check_reduced(layer: object, weight: Tensor) -> None:
     """To be called by a layer whose weight gradient autograd will not get.
 
     Raises:
         ValueError: a wrapper, which does not ignore the weight, would reduce zeros in its place.
     """
     if running() is not None and not getattr(weight, "_ddp_ignored", False):
-        raise unreduced(label)
+        raise unreduced(label_of(layer))
 
 
 def check_same_rows(label: str, parameters: Iterable[Tensor]) -> None:
@@ -87,7 +89,7 @@ def unreduced(label: str) -> ValueError:
     )
 
 
-def check_synchronized(label: str) -> None:
+def check_synchronized(layer: object) -> None:
     """To be called by a layer with a quantized parameter.
 
     Raises:
@@ -96,8 +98,8 @@ def check_synchronized(label: str) -> None:
     wrapper = running()
     if wrapper is not None and not hasattr(wrapper, MARK):
         raise ValueError(
-            f"{label}: DistributedDataParallel does not keep quantized parameters alike on all ranks; wrap the model "
-            "with minifloat.distributed.data_parallel, which takes the same options"
+            f"{label_of(layer)}: DistributedDataParallel does not keep quantized parameters alike on all ranks; wrap "
+            "the model with minifloat.distributed.data_parallel, which takes the same options"
         )
 
 

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from minifloat.arguments import label_of
+
 Kind = Literal["none", "causal", "band", "sequences", "tensor"]
 Keep = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -160,16 +162,16 @@ def positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return token - cu_seqlens[sequence_ids(cu_seqlens, tokens)]
 
 
-def check_cu_seqlens(label: str, name: str, cu_seqlens: Tensor | None) -> Tensor:
+def check_cu_seqlens(layer: object, name: str, cu_seqlens: Tensor | None) -> Tensor:
     """``cu_seqlens``, or raises ValueError where it is missing or is not int [b + 1]."""
     if cu_seqlens is None:
         raise ValueError(
-            f"{label}: packed sequences need {name}, int32 [sequences + 1]; "
+            f"{label_of(layer)}: packed sequences need {name}, int32 [sequences + 1]; "
             "as torch.tensor([0, 3, 8]) for sequences of 3 and 5 tokens"
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{label}: {name} is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; "
+            f"{label_of(layer)}: {name} is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; "
             "int32 or int64 [sequences + 1] is needed"
         )
     return cu_seqlens

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minifloat import capability
+from minifloat.arguments import label_of
 from minifloat.functional.autograd import apply, first_order, guarded
 from minifloat.functional.gemm import check_operands
 from minifloat.functional.grouped import GroupedOperand
@@ -22,27 +23,28 @@ from minifloat.operand import Operand
 from minifloat.ops import grouped, matmul, new
 
 
-def check_rows_alone(label: str, config: LinearConfig, options: Options) -> None:
-    """Raises ValueError, naming ``label``, where a row of the result would depend on other rows anyway."""
+def check_rows_alone(layer: object, config: LinearConfig, options: Options) -> None:
+    """Raises ValueError, naming ``layer``, where a row of the result would depend on other rows anyway."""
     ranks = options.ranks
     for fmt in (config.input.row_format, *[config.output.row_format] * options.quantize_output):
         if fmt.mixes_rows:
             raise ValueError(
-                f"{label}: autocast(batch_invariant=True), but a row cast to {fmt.spec} depends on the other rows; use "
-                "a recipe that scales each row by itself (rowwise, block, mxfp8, mxfp6, mxfp4, w4a8), or delayed"
+                f"{label_of(layer)}: autocast(batch_invariant=True), but a row cast to {fmt.spec} depends on the "
+                "other rows; use a recipe that scales each row by itself (rowwise, block, mxfp8, mxfp6, mxfp4, w4a8), "
+                "or delayed"
             )
     if ranks is not None and ranks.mode == "row" and ranks.group.size > 2:
         raise ValueError(
-            f"{label}: autocast(batch_invariant=True), but the backend chooses the order in which it sums "
+            f"{label_of(layer)}: autocast(batch_invariant=True), but the backend chooses the order in which it sums "
             f"{ranks.group.size} ranks; two have one order"
         )
     if ranks is not None and ranks.overlap == "symmetric_memory":
         raise ValueError(
-            f"{label}: autocast(batch_invariant=True), but products on symmetric memory are PyTorch's; use "
+            f"{label_of(layer)}: autocast(batch_invariant=True), but products on symmetric memory are PyTorch's; use "
             "set_overlap(model, 'handles')"
         )
     if options.device == "cuda" and not (runs := capability.kernels(torch.cuda.current_device()))[0]:
-        raise ValueError(f"{label}: autocast(batch_invariant=True) needs the Triton kernels: {runs[1]}")
+        raise ValueError(f"{label_of(layer)}: autocast(batch_invariant=True) needs the Triton kernels: {runs[1]}")
 
 
 def multiply_weight(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minifloat import finite
+from minifloat.arguments import label_of
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.fused_cast import measures_amax
@@ -39,7 +40,9 @@ class GroupLayout(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, counts: Tensor | Sequence[int], rows: int, device: torch.device, label: str, wait: bool) -> GroupLayout:
+    def of(
+        cls, counts: Tensor | Sequence[int], rows: int, device: torch.device, layer: object, wait: bool
+    ) -> GroupLayout:
         """The layout of ``counts`` [G], in order of the groups; rows beyond their sum are no group's.
 
         Counts that the device has are not waited for, unless ``wait``: negative ones are taken for 0 there, and groups
@@ -53,18 +56,22 @@ class GroupLayout(NamedTuple):
         if not isinstance(counts, Tensor):
             counts = torch.tensor(list(counts))
         if counts.numel() and (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool):
-            raise TypeError(f"{label}: m_splits is {counts.dtype}; integers are needed, the rows of each group")
+            raise TypeError(
+                f"{label_of(layer)}: m_splits is {counts.dtype}; integers are needed, the rows of each group"
+            )
         if counts.dim() != 1:
-            raise ValueError(f"{label}: m_splits has shape {tuple(counts.shape)}; one number for each group is needed")
+            raise ValueError(
+                f"{label_of(layer)}: m_splits has shape {tuple(counts.shape)}; one number for each group is needed"
+            )
         known = counts.device.type == "cpu" and not torch.compiler.is_compiling() and type(counts) is Tensor
         if wait and not known:
-            finite.check_can_wait(label)
+            finite.check_can_wait(label_of(layer))
         if wait or known:
             found = counts.tolist()
             if min(found, default=0) < 0 or sum(found) > rows:
                 raise ValueError(
-                    f"{label}: m_splits {found} must not be negative and adds up to {sum(found)}, with {rows} rows of "
-                    "input; give the rows of each expert"
+                    f"{label_of(layer)}: m_splits {found} must not be negative and adds up to {sum(found)}, with "
+                    f"{rows} rows of input; give the rows of each expert"
                 )
         if counts.dtype not in (torch.int32, torch.int64):
             counts = counts.long()  # an int8 cannot be compared with all numbers of rows

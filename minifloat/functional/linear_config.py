@@ -69,7 +69,8 @@ def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = Fa
         role = QuantizerRole("linear", kind, name)
         quantizer, wanted = recipe.resolve(role)
         quantizers[kind] = quantizer
-        if wanted is not None and delayed is not None and wanted != delayed:
+        # With "is not": PyTorch 2.11 does not trace "!=" of callables that are made in a graph.
+        if wanted is not None and delayed is not None and wanted is not delayed and wanted != delayed:
             raise ValueError(
                 f"layer {name or 'linear'!r}: its tensors ask for delayed scaling with different parameters, "
                 f"{delayed} and {wanted}; they share one history, so they must agree"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import finite
-from minifloat.arguments import Size, checked, shown
+from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.autograd import apply, first_order, guarded
 from minifloat.ops.permute import permute_rows, unpermute_rows, unpermute_rows_backward
@@ -74,7 +74,7 @@ def route(indices: Tensor, num_experts: int, of: nn.Module | None = None) -> Rou
 
 
 def _name(of: nn.Module | None) -> str:
-    return "sort_by_expert" if of is None else getattr(of, "_label", type(of).__name__)
+    return "sort_by_expert" if of is None else label_of(of)
 
 
 def _check_experts(indices: Tensor, num_experts: int, of: nn.Module | None) -> None:

@@ -182,8 +182,8 @@ def as_quantized_tensor(
 ) -> Tensor:
     """``x`` as a tensor that the next layer takes as it is.
 
-    ``label``: of the layer, in traced code, where it comes after the autograd function: Dynamo traces none that returns
-    it.
+    ``label``: of layers, in traced code, where it comes after the autograd function: Dynamo traces none that returns
+    it. No layer's own: what is in a graph is guarded, and serves layers of other names.
     """
     if not quantizer.quantized:
         return x

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from minifloat.arguments import checked
+from minifloat.arguments import checked, label_of
 from minifloat.comm import collectives, symmetric_memory
 from minifloat.comm.checks import Check, check_call, check_sharded
 from minifloat.comm.collectives import Pending
@@ -63,48 +63,52 @@ class TensorParallel:
         return replace(self, group=group, regrouped=True)
 
     def of_call(
-        self, shape: Sequence[int], lengths: Sequence[int] | None, label: str, dtype: torch.dtype | None = None
+        self, shape: Sequence[int], lengths: Sequence[int] | None, layer: object, dtype: torch.dtype | None = None
     ) -> Self:
         """With the rows of a call whose X, on this rank, has ``shape``; see :meth:`Linear.forward`.
 
         ``dtype``: of X, which ranks compare too. Where they compare, this comes before whatever one could raise alone.
 
         Raises:
-            ValueError: naming ``label``, where the numbers do not fit.
+            ValueError: naming ``layer``, where the numbers do not fit.
         """
         if self.check and self.group.size > 1:
             if torch.compiler.is_compiling():
                 raise RuntimeError(
-                    f"{label}: set_check(model) lets ranks compare what they bring, which no graph does; "
+                    f"{label_of(layer)}: set_check(model) lets ranks compare what they bring, which no graph does; "
                     "set_check(model, False), or leave the layer out with torch.compiler.disable"
                 )
-            check_call(label, self._first_collective, shape, dtype, lengths, self.gathers_x, self.group)
+            check_call(label_of(layer), self._first_collective, shape, dtype, lengths, self.gathers_x, self.group)
         if self.sequence_parallel:
-            return self._with_rows(shape, lengths, label)
+            return self._with_rows(shape, lengths, layer)
         if lengths is not None and (self.mode is not None or tuple(lengths) != tuple(shape[:1])):
-            raise ValueError(f"{label}: rows_per_rank={list(lengths)} is for sequence_parallel=True only")
-        return replace(self, check=label) if self.check else self
+            raise ValueError(f"{label_of(layer)}: rows_per_rank={list(lengths)} is for sequence_parallel=True only")
+        return replace(self, check=label_of(layer)) if self.check else self
 
-    def _with_rows(self, shape: Sequence[int], lengths: Sequence[int] | None, label: str) -> Self:
+    def _with_rows(self, shape: Sequence[int], lengths: Sequence[int] | None, layer: object) -> Self:
         if len(shape) < 2:
-            raise ValueError(f"{label}: sequence_parallel splits dim 0 of X {tuple(shape)}; give it a dim of rows")
+            raise ValueError(
+                f"{label_of(layer)}: sequence_parallel splits dim 0 of X {tuple(shape)}; give it a dim of rows"
+            )
         size, rank, own = self.group.size, self.group.rank, shape[0]
         if lengths is None:
             if self.mode == "row" and own % size:
                 raise ValueError(
-                    f"{label}: {own} rows do not divide by tp_size={size}; say who gets how many with rows_per_rank"
+                    f"{label_of(layer)}: {own} rows do not divide by tp_size={size}; say who gets how many with "
+                    "rows_per_rank"
                 )
             lengths = (own // size if self.mode == "row" else own,) * size
         expected = sum(lengths) if self.mode == "row" else lengths[rank] if len(lengths) == size else -1
         if len(lengths) != size or min(lengths) < 0 or own != expected:
             raise ValueError(
-                f"{label}: rows_per_rank={list(lengths)} does not fit X {tuple(shape)} on rank {rank} of {size}"
+                f"{label_of(layer)}: rows_per_rank={list(lengths)} does not fit X {tuple(shape)} on rank {rank} of "
+                f"{size}"
             )
         inner = 1
         for extent in shape[1:-1]:
             inner *= extent
         shards = ShardMap(tuple([length * inner for length in lengths]))
-        return replace(self, lengths=tuple(lengths), shards=shards, check=label if self.check else False)
+        return replace(self, lengths=tuple(lengths), shards=shards, check=label_of(layer) if self.check else False)
 
     @property
     def _first_collective(self) -> str:

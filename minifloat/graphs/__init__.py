@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from minifloat.arguments import Size, checked
+from minifloat.arguments import Size, checked, label_of
 from minifloat.autocast import autocast
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.graphs import graph
-from minifloat.graphs.callables import GraphedCallable, WeightCache, label_of, takes_first_microbatch
+from minifloat.graphs.callables import GraphedCallable, WeightCache, takes_first_microbatch
 from minifloat.graphs.order import Progress, Step, steps_of
 from minifloat.graphs.warm_up import unchanged
 from minifloat.nn.grouped_linear import GroupedLinear

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from minifloat.arguments import label_of
 from minifloat.autocast import autocast, captured, current
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.autograd import first_order
@@ -23,11 +24,6 @@ from minifloat.nn.linear_state import LinearState
 from minifloat.nn.moe import MoE
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.base import versions
-
-
-def label_of(module: nn.Module) -> str:
-    """What errors call it."""
-    return str(getattr(module, "_label", type(module).__name__))
 
 
 class WeightCache:

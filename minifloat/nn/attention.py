@@ -206,7 +206,7 @@ class DotProductAttention(nn.Module):
         if self.qkv_format == "thd":
             self._check_unused("attention_mask", mask)
             names = ("cu_seqlens_q", "cu_seqlens_kv")
-            packed = [check_cu_seqlens(self._label, *each) for each in zip(names, starts, strict=True)]
+            packed = [check_cu_seqlens(self, *each) for each in zip(names, starts, strict=True)]
             if packed[0].shape != packed[1].shape:
                 raise ValueError(
                     f"{self._label}: cu_seqlens_q has {packed[0].numel()} entries, cu_seqlens_kv "
@@ -229,7 +229,7 @@ class DotProductAttention(nn.Module):
 
     def _filled(self, name: str, cu_seqlens: Tensor | None, t: Tensor) -> Tensor:
         """bool [B, S], True on as many tokens of each row as its sequence has."""
-        lengths = check_cu_seqlens(self._label, f"cu_seqlens_{name}", cu_seqlens).diff()
+        lengths = check_cu_seqlens(self, f"cu_seqlens_{name}", cu_seqlens).diff()
         if lengths.shape[0] != t.shape[0]:
             raise ValueError(
                 f"{self._label}: cu_seqlens_{name} is of {lengths.shape[0]} sequences, the batch of {t.shape[0]}"

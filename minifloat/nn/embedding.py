@@ -120,7 +120,7 @@ class VocabParallelEmbedding(EtpEmbedding):
             ValueError: ``rows_per_rank`` does not add up to S, or is missing where S does not divide.
         """
         shape = (*tokens.shape, self.embedding_dim)
-        call = parallel_of(self).of_call(shape, rows_per_rank, self._label)
+        call = parallel_of(self).of_call(shape, rows_per_rank, self)
         if self._parallel.group.size == 1:
             return super().forward(tokens)
         if self._etp is not None and torch.compiler.is_compiling():

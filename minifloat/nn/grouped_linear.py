@@ -167,7 +167,7 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             forward = partial(GroupedLinear.forward, fp8_output=fp8_output, out=out, dgrad_out=dgrad_out)
             return run_eager(forward, self, x, m_splits, is_first_microbatch)
         self._check_input(x, is_first_microbatch)
-        layout = layout_of(x, m_splits, self.num_gemms, self.in_features, self._label)
+        layout = layout_of(x, m_splits, self.num_gemms, self.in_features, self)
         recipe = self._recipe_in_force()
         if recipe is None:
             self._check_dtype(x)
@@ -190,7 +190,7 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
         y = run(*linear, x, weight, bias)
         if fp8_output and not spec.eager:
-            y = as_quantized_tensor(y, spec.config.output, "output", None, self._label)
+            y = as_quantized_tensor(y, spec.config.output, "output", None, type(self).__name__)
         if delayed is not None:
             delayed.forward_finished()
         if finite.active:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import finite, recompute
-from minifloat.arguments import Device, FloatDtype, Size, checked, shown
+from minifloat.arguments import Device, FloatDtype, Size, checked, label_of, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply, as_output
@@ -109,8 +109,7 @@ class GroupedMLP(parts.LayerOfParts):
 
     @property
     def _label(self) -> str:
-        label: str = getattr(self.fc1, "_label", type(self).__name__)
-        return label
+        return label_of(self.fc1)
 
     @property
     def _adds_to_results(self) -> bool:
@@ -135,7 +134,7 @@ class GroupedMLP(parts.LayerOfParts):
         check_tensor(x, self)
         if isinstance(m_splits, Routing):
             return self._forward_tokens(x, m_splits, is_first_microbatch, probabilities)
-        layout = layout_of(x, m_splits, self.num_experts, self.hidden_size, self._label)
+        layout = layout_of(x, m_splits, self.num_experts, self.hidden_size, self)
         if probabilities is not None:
             if probabilities.shape != (layout.rows,) or not probabilities.is_floating_point():
                 raise ValueError(
@@ -168,7 +167,7 @@ class GroupedMLP(parts.LayerOfParts):
         recipes = self._fused(is_first_microbatch)
         if recipes is None or x.dim() != 2 or x.shape[0] != routing.inverse.shape[0]:  # of which ``permute`` tells
             return unpermute(self.forward(permute(x, routing), layout, is_first_microbatch, own), routing)
-        check_groups(layout, self.num_experts, self._label)
+        check_groups(layout, self.num_experts, self)
         return self._run(x, layout, is_first_microbatch, own, routing, *recipes)
 
     def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import finite
+from minifloat.arguments import label_of
 from minifloat.autocast import checks_finite
 from minifloat.functional.grouped import GroupLayout
 
@@ -37,29 +38,29 @@ def check_meta(x: Tensor, module: nn.Module, parameter: Tensor | None) -> None:
     """Raises a ValueError if ``parameter`` is on ``meta``, where there are no values, and ``x`` is not."""
     if parameter is not None and parameter.is_meta and not x.is_meta:
         raise ValueError(
-            f"{_label(module)}: the parameters are on the meta device, without values, and the input is on {x.device}; "
-            "use to_empty(device=...) and then reset_parameters() or load_state_dict(...)"
+            f"{label_of(module)}: the parameters are on the meta device, without values, and the input is on "
+            f"{x.device}; use to_empty(device=...) and then reset_parameters() or load_state_dict(...)"
         )
 
 
-def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, label: str) -> GroupLayout:
+def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, layer: object) -> GroupLayout:
     """The layout of the rows of ``x`` [..., width] in so many groups; ``m_splits``: as of ``GroupedLinear.forward``."""
     rows = x.numel() // width if width else x.shape[:-1].numel()
     layout = m_splits
     if not isinstance(layout, GroupLayout):
-        layout = GroupLayout.of(m_splits, rows, x.device, label, wait=finite.active and checks_finite())
-    check_groups(layout, groups, label)
+        layout = GroupLayout.of(m_splits, rows, x.device, layer, wait=finite.active and checks_finite())
+    check_groups(layout, groups, layer)
     if layout.rows != rows:
-        raise ValueError(f"{label}: the layout is for {layout.rows} rows, and the input has {rows}")
+        raise ValueError(f"{label_of(layer)}: the layout is for {layout.rows} rows, and the input has {rows}")
     return layout
 
 
-def check_groups(layout: GroupLayout, groups: int, label: str) -> None:
+def check_groups(layout: GroupLayout, groups: int, layer: object) -> None:
     """Raises if the layout is of another number of groups."""
     if layout.offsets.shape[0] != groups + 1:
         raise ValueError(
-            f"{label}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the {groups} "
-            "experts"
+            f"{label_of(layer)}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the "
+            f"{groups} experts"
         )
 
 
@@ -67,22 +68,18 @@ def _check_unusual(x: Any, module: nn.Module, name: str) -> None:
     if not isinstance(x, Tensor):
         kind = type(x).__name__
         way_out = f", as {_CONVERTED[kind]} makes it" if kind in _CONVERTED else ""
-        raise TypeError(f"{_label(module)}: {name} is {'None' if x is None else kind}; a tensor is needed{way_out}")
+        raise TypeError(f"{label_of(module)}: {name} is {'None' if x is None else kind}; a tensor is needed{way_out}")
     if x.is_nested:
         raise ValueError(
-            f"{_label(module)}: {name} is a nested tensor; use a padded one (to_padded_tensor), or all tokens one "
+            f"{label_of(module)}: {name} is a nested tensor; use a padded one (to_padded_tensor), or all tokens one "
             "after the other, with qkv_format='thd' and cu_seqlens for attention"
         )
     if x.layout != _STRIDED:
-        raise ValueError(f"{_label(module)}: {name} is a tensor of layout {x.layout}; use a dense one: to_dense()")
+        raise ValueError(f"{label_of(module)}: {name} is a tensor of layout {x.layout}; use a dense one: to_dense()")
     in_force = getattr(module, "_recipe_in_force", None)  # a linear without a recipe is PyTorch's own
     if hasattr(x, "to_local") and (in_force is None or in_force() is not None):
         raise ValueError(
-            f"{_label(module)}: {name} is a DTensor, as parallelize_module of PyTorch makes it, and minifloat's layers "
-            "split their work over ranks themselves; use parallel_mode='column' or 'row' with tp_group, or "
+            f"{label_of(module)}: {name} is a DTensor, as parallelize_module of PyTorch makes it, and minifloat's "
+            "layers split their work over ranks themselves; use parallel_mode='column' or 'row' with tp_group, or "
             "minifloat.distributed.parallelize, or give the layer to_local()"
         )
-
-
-def _label(module: nn.Module) -> str:
-    return str(getattr(module, "_label", type(module).__name__))

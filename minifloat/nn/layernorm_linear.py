@@ -156,7 +156,7 @@ class LayerNormLinear(parts.LayerOfParts):
             x, residual = parts.prepare_residual(x, residual, linear)
             exchange = linear._parallel
             if exchange.mode is not None or rows_per_rank is not None:
-                exchange = parallel_of(linear).of_call(x.shape, rows_per_rank, linear._label, x.dtype)
+                exchange = parallel_of(linear).of_call(x.shape, rows_per_rank, linear, x.dtype)
             linear._check_input(x, is_first_microbatch)
             check_meta(x, self, norm._parameters.get("weight"))
             dtype = linear._compute_dtype(x)
@@ -169,7 +169,7 @@ class LayerNormLinear(parts.LayerOfParts):
             y, *extra = apply(LayerNormLinearFunction, of_norm, call, x.to(dtype), residual, gamma, beta, weight, b)
             delayed = call.given.delayed
             if fp8_output and not call.spec.eager:
-                y = as_quantized_tensor(y, call.spec.config.output, "output", delayed, linear._label)
+                y = as_quantized_tensor(y, call.spec.config.output, "output", delayed, type(self).__name__)
             if delayed is not None:
                 delayed.forward_finished()
             n, found = of_norm.extra_outputs(extra)

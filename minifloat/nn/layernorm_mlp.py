@@ -188,12 +188,12 @@ class LayerNormMLP(parts.LayerOfParts):
             column, row = fc1._parallel, fc2._parallel
             split = rows is not None or column.mode is not None or row.mode is not None
             if split:
-                column = parallel_of(fc1).of_call(x.shape, rows, fc1._label, x.dtype)
+                column = parallel_of(fc1).of_call(x.shape, rows, fc1, x.dtype)
             fc1._check_input(x, is_first_microbatch)
             for part in (own_norm, fc2):
                 check_meta(x, self, part._parameters.get("weight"))
             if split:
-                row = parallel_of(fc2).of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2._label)
+                row = parallel_of(fc2).of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2)
             dtype = fc1._compute_dtype(x)
             gamma, beta = own_norm.weight, own_norm.bias
             needs_x = parts.needs_gradient(x, residual, gamma, beta)

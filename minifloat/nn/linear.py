@@ -161,7 +161,7 @@ class Linear(LinearCalls, nn.Linear):
         parallel = self._parallel
         if parallel.mode is not None or rows_per_rank is not None:
             check_tensor(x, self)
-            parallel = parallel_of(self).of_call(x.shape, rows_per_rank, self._label, x.dtype)
+            parallel = parallel_of(self).of_call(x.shape, rows_per_rank, self, x.dtype)
         self._check_input(x, is_first_microbatch)
         recipe = self._recipe_in_force()
         if recipe is None:
@@ -189,7 +189,7 @@ class Linear(LinearCalls, nn.Linear):
         run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
         y = run(*linear, x, weight, bias)
         if fp8_output and not spec.eager:
-            y = as_quantized_tensor(y, spec.config.output, "output", given.delayed, self._label)
+            y = as_quantized_tensor(y, spec.config.output, "output", given.delayed, type(self).__name__)
         if shares:
             keep_operands(source, cast, given.x, self)
         if given.delayed is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minifloat import finite, recompute
 from minifloat.arguments import check_value, checked
 from minifloat.autocast import autocast, checks_finite, current, is_batch_invariant
-from minifloat.comm.checks import check_options, check_recipe, check_recipe_in_trace
+from minifloat.comm.checks import check_options, other_recipes, other_recipes_in_trace
 from minifloat.comm.ddp import check_reduced
 from minifloat.comm.group import Group
 from minifloat.delayed import check_same_scale
@@ -138,17 +138,20 @@ class LinearCalls(LinearState):
 
     def _check_same_recipe(self, recipe: str, group: Group, weight: Tensor) -> None:
         """Raises on every rank if ``recipe`` is another on some rank of ``group``, which is asked once for each."""
-        asked = self._label, recipe, group.name, weight.device.type
+        where, others = (group.name, weight.device.type), ""
         if torch.compiler.is_compiling():
-            check_recipe_in_trace(*asked)
-        elif asked not in self._agreed:
-            check_recipe(*asked)
-            self._agreed = {asked} if len(self._agreed) >= _MOST_SPECS else self._agreed | {asked}
+            others = other_recipes_in_trace(recipe, *where)
+        elif (asked := (recipe, *where)) not in self._agreed:
+            others = other_recipes(f"{self._label}: {recipe}", *where)
+            if not others:
+                self._agreed = {asked} if len(self._agreed) >= _MOST_SPECS else self._agreed | {asked}
+        if others:
+            raise ValueError(f"{self._label}: {others}")
 
     def _new_spec(self, config: LinearConfig, options: Options) -> Spec:
         self._check_weight_dtype(options.weight_dtype)
         if options.batch_invariant:
-            check_rows_alone(self._label, config, options)
+            check_rows_alone(self, config, options)
         return self._make_spec(config, options)
 
     def _check_weight_dtype(self, dtype: torch.dtype) -> None:
@@ -180,7 +183,7 @@ class LinearCalls(LinearState):
         for own in parameters:
             if not own.requires_grad:
                 continue
-            check_reduced(self._label, own)
+            check_reduced(self, own)
             if not main_grad:
                 continue
             buffer = getattr(own, "main_grad", None)
@@ -235,7 +238,7 @@ class LinearCalls(LinearState):
         if not compiling:
             return recompute.replayed_scale(self, None if recipe is UNQUANTIZED else recipe, scale)
         if scale is not None or (recipe is None and self._recipe is None and "forward_scaling" in self._modules):
-            recompute.refuse_compiled(self._label, scale is not None)
+            recompute.refuse_compiled(self, scale is not None)
         return None
 
     def _check_on_meta(self) -> None:
@@ -256,10 +259,9 @@ class LinearCalls(LinearState):
         records = torch.is_grad_enabled() and first
         call = DelayedCall(states, recipe, records, backward and first, current(), replayed)
         if exchange.sequence_parallel:
-            why = f"{self._label}: sequence_parallel=True gathers tensors"
-            check_same_scale(why, exchange.group, recipe, call.group)
+            check_same_scale(self, "sequence_parallel=True gathers tensors", exchange.group, recipe, call.group)
         if self._etp is not None:
-            check_same_scale(f"{self._label}: the weight is sharded", self._etp.group, recipe, call.group)
+            check_same_scale(self, "the weight is sharded", self._etp.group, recipe, call.group)
         return call
 
     def _high_precision(self, x: Tensor) -> Any:

@@ -31,6 +31,7 @@ from minifloat.nn.weight_cache import CachedWeight
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, OwnRecipe, Recipe, RecipeLike, own_recipe
+from minifloat.recipes.custom import equal_in_graph
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps, stop_counting
@@ -149,19 +150,20 @@ class LinearState(EtpRows):
         """The same in traced code: an equal recipe is the same one, or a loop that makes its recipe would recompile.
 
         To keep what is found changes the layer, for which the graph is compiled once more. So it is kept where it is
-        asked for later: a factory is called once, and checkpoints ask how histories are reduced.
+        asked for later: a factory is called once, and checkpoints ask how histories are reduced. Of factories that are
+        made anew the first is kept, and the others are traced: their code and what it reads are guarded.
         """
         latest = self._latest_config
-        if latest is not None and latest[0] == recipe:
+        if latest is not None and equal_in_graph(latest[0], recipe):
             return latest[1]
         custom = isinstance(recipe, CustomRecipe)
         for known, config in self._custom_configs if custom else ():
-            if known == recipe:
+            if equal_in_graph(known, recipe):
                 return config
         config = self._new_config(recipe)
-        if custom:
-            self._custom_configs = [*self._custom_configs[1 - _CONFIGS_KEPT :], (recipe, config)]
-        if custom or config.delayed is not None:
+        if custom and not self._custom_configs:
+            self._custom_configs = [(recipe, config)]
+        if config.delayed is not None:
             self._latest_config = recipe, config, {}
         return config
 
@@ -282,7 +284,7 @@ class LinearState(EtpRows):
         if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
             weight = weight if (whole := self._gathered_weight()) is None else whole
         if isinstance(weight, QuantizedTensor):
-            check_synchronized(self._label)
+            check_synchronized(self)
             if weight.gatherer is not None and not torch.compiler.is_compiling():
                 weight.gatherer.fetch_for(quantizer, self._label)
             ready = fitting(weight, spec)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from minifloat import finite
-from minifloat.arguments import Accepts, check_value, checked
+from minifloat.arguments import Accepts, check_value, checked, label_of
 from minifloat.autocast import checks_finite
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype
@@ -174,9 +174,9 @@ def add_residual(x: Tensor, residual: Tensor | None, module: nn.Module) -> Tenso
     if residual is None:
         return x
     if residual.shape != x.shape:
-        label = getattr(module, "_label", type(module).__name__)
         raise ValueError(
-            f"{label}: residual has shape {tuple(residual.shape)} but the input {tuple(x.shape)}; they are added"
+            f"{label_of(module)}: residual has shape {tuple(residual.shape)} but the input {tuple(x.shape)}; they are "
+            "added"
         )
     return x + residual
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat.arguments import shown
+from minifloat.arguments import label_of, shown
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
@@ -331,7 +331,7 @@ class QuantizedTensor(CodedTensor):
             ValueError: always.
         """
         raise ValueError(
-            f"{getattr(module, '_label', type(module).__name__)}: PyTorch's own fully_shard does not keep quantized "
+            f"{label_of(module)}: PyTorch's own fully_shard does not keep quantized "
             "parameters; give its module to minifloat.distributed.fully_shard"
         )
 

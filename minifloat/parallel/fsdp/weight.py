@@ -282,5 +282,5 @@ def _check_scales(weight: ShardedWeight, recipe: DelayedScaling, checked: set[tu
     if weight.group.size > 1 and (recipe, weight.group) not in checked:
         context = current()
         group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
-        delayed.check_same_scale(f"{weight.layer._label}: the weight is sharded", weight.group, recipe, group)
+        delayed.check_same_scale(weight.layer, "the weight is sharded", weight.group, recipe, group)
         checked.add((recipe, weight.group))
