@@ -86,11 +86,11 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         self.region = Region()
 
     def __enter__(self) -> autocast:
+        if self.check_finite:
+            finite.add(1)
         # The outermost context owns the region, so that nested ones do not update what is still in use.
         self.region = _stack.contexts[0].region if _stack.contexts else Region()
         _stack.contexts.append(self)
-        if self.check_finite:
-            finite.add(1)
         return self
 
     def __exit__(

@@ -15,9 +15,18 @@ _contexts = 0
 _lock = threading.Lock()
 
 
+_COMPILED = "autocast(check_finite=True) looks at values, which compiled code cannot; run eager"
+
+
 def add(contexts: int) -> None:
-    """Counts contexts that are entered, or left if negative."""
+    """Counts contexts that are entered, or left if negative.
+
+    Raises:
+        RuntimeError: in code that is being compiled.
+    """
     global active, _contexts
+    if torch.compiler.is_compiling():
+        raise RuntimeError(_COMPILED)
     with _lock:
         _contexts += contexts
         active = _contexts > 0
@@ -26,9 +35,7 @@ def add(contexts: int) -> None:
 def check_can_wait(label: str) -> None:
     """Raises RuntimeError where nothing waits for the device: while the layer is compiled, or a CUDA graph captured."""
     if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{label}: autocast(check_finite=True) looks at values, which compiled code cannot; run eager"
-        )
+        raise RuntimeError(f"{label}: {_COMPILED}")
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{label}: autocast(check_finite=True) looks at values, which the capture of a CUDA graph cannot; capture "

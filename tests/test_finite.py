@@ -180,6 +180,27 @@ def test_compiled_code_is_refused() -> None:
         compiled(torch.randn(M, K))
 
 
+def test_context_in_compiled_code() -> None:
+    """Refused in one graph, with what to do; else it runs uncompiled, and finds the layer."""
+    torch._dynamo.reset()
+    layer = Linear(K, N, recipe="current", name="fc1")
+
+    def run(x: Tensor) -> Tensor:
+        with autocast(check_finite=True):
+            y: Tensor = layer(x)
+        return y
+
+    x = torch.randn(M, K)
+    with pytest.raises(RuntimeError, match=r"autocast\(check_finite=True\) looks at values.* run eager"):
+        torch.compile(run, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="eager")
+    assert torch.equal(compiled(x), layer(x)) and not finite.active
+    with pytest.raises(FloatingPointError, match="'fc1': input"):
+        compiled(x.fill_(torch.nan))
+    assert not finite.active
+
+
 def test_contexts_of_other_threads_are_not_counted_by_compiled_code() -> None:
     """Each number of them would compile all layers anew."""
     torch._dynamo.reset()

@@ -50,7 +50,8 @@ class GroupLayout(NamedTuple):
 
         Raises:
             TypeError: counts that are no integers.
-            ValueError: negative ones, or more than there are rows, where the host knows them.
+            ValueError: negative ones, or more than there are rows, where the host knows them; of compiled code that has
+                them, when it runs, and with the class of the layer alone, since it serves layers of other names.
             RuntimeError: ``wait`` in compiled code or the capture of a CUDA graph.
         """
         if not isinstance(counts, Tensor):
@@ -63,16 +64,13 @@ class GroupLayout(NamedTuple):
             raise ValueError(
                 f"{label_of(layer)}: m_splits has shape {tuple(counts.shape)}; one number for each group is needed"
             )
-        known = counts.device.type == "cpu" and not torch.compiler.is_compiling() and type(counts) is Tensor
-        if wait and not known:
+        on_host, compiling = counts.device.type == "cpu" and type(counts) is Tensor, torch.compiler.is_compiling()
+        if wait and (compiling or not on_host):
             finite.check_can_wait(label_of(layer))
-        if wait or known:
-            found = counts.tolist()
-            if min(found, default=0) < 0 or sum(found) > rows:
-                raise ValueError(
-                    f"{label_of(layer)}: m_splits {found} must not be negative and adds up to {sum(found)}, with "
-                    f"{rows} rows of input; give the rows of each expert"
-                )
+        if on_host and compiling:
+            counts = grouped.checked_counts(counts, rows, type(layer).__name__)
+        elif wait or on_host:
+            grouped.check_counts(counts, rows, label_of(layer))
         if counts.dtype not in (torch.int32, torch.int64):
             counts = counts.long()  # an int8 cannot be compared with all numbers of rows
         # Each count is bounded, too: the sum of wrong ones could overflow and be negative.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -13,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import minifloat
 from minifloat.autocast import autocast
 from minifloat.functional.grouped import GroupLayout
-from minifloat.nn import GroupedLinear, Linear, prepare
+from minifloat.nn import GroupedLinear, GroupedMLP, Linear, prepare
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -457,13 +459,26 @@ def test_wrong_counts(counts: Any, error: type[Exception], message: str) -> None
     assert "experts" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", [GroupedLinear, GroupedMLP])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_wrong_counts_in_compiled_code(backend: str, kind: Any) -> None:
+    """What the host has is looked at when the graph runs, and no graph is made for a value of a tensor."""
+    torch._dynamo.reset()
+    grouped, x = kind(2, K, N), torch.randn(30, K)
+    for counts, error in (([4, 9], ""), ([-3, 4], "negative"), ([20, 11], "adds up to 31, with 30 rows")):
+        for splits in (counts, torch.tensor(counts)):
+            compiled = torch.compile(grouped, backend=backend, fullgraph=True)
+            with pytest.raises(ValueError, match=rf"{kind.__name__}: m_splits.*{error}") if error else nullcontext():
+                assert torch.equal(compiled(x, splits), grouped(x, counts))
+
+
 def test_counts_that_nobody_waits_for_stay_inside() -> None:
     """As on a GPU: what adds up to more rows than there are ends with the last row, and negative ones are 0."""
 
     def offsets(counts: Tensor) -> Tensor:
         return GroupLayout.of(counts, 30, counts.device, "here", False).offsets
 
-    traced = torch.compile(offsets, backend="eager", fullgraph=True)  # which knows no values
+    traced = make_fx(offsets, tracing_mode="fake")(torch.tensor([1, 2, 3]))  # which knows no values
     for counts, expected in (
         ([7, -5, 100], [0, 7, 7, 30]),
         ([-1, -1, -1], [0, 0, 0, 0]),

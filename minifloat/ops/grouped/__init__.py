@@ -27,6 +27,28 @@ def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
         yield group, first, end - first
 
 
+def check_counts(counts: Tensor, rows: int, label: str) -> None:
+    """Raises a ValueError unless ``counts`` [G] may be the rows of groups, of so many in all; waits for the device."""
+    found = counts.tolist()
+    if min(found, default=0) < 0 or sum(found) > rows:
+        raise ValueError(
+            f"{label}: m_splits {found} must not be negative and adds up to {sum(found)}, with {rows} rows of input; "
+            "give the rows of each expert"
+        )
+
+
+@operation()
+def checked_counts(counts: Tensor, rows: SymInt, label: str) -> Tensor:
+    """A copy of ``counts`` that :func:`check_counts` has looked at, in code that was compiled without their values."""
+    check_counts(counts, rows, label)
+    return counts.clone()
+
+
+@checked_counts.fake
+def _(counts: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(counts)
+
+
 @operation("grouped.casts:amax")
 def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     """Of each group of rows of ``x`` [M, K] what ``reference.amax`` gives, for each format along its dim.
