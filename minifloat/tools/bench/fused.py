@@ -71,15 +71,23 @@ class TorchLayer(nn.Module):
         self.qkv, self.proj = linear(sizes.hidden, sizes.qkv), linear(sizes.hidden, sizes.hidden)
         self.mlp = TorchMLP(sizes, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary_pos_emb: tuple[Tensor, Tensor] | None = None) -> Tensor:
         qkv = self.qkv(F.rms_norm(x, x.shape[-1:], self.gamma, EPS)).unflatten(-1, (self.heads + 2 * self.groups, -1))
         q, k, v = qkv.transpose(1, 2).split((self.heads, self.groups, self.groups), 1)
+        if rotary_pos_emb is not None:
+            q, k = (_rotated(each, *rotary_pos_emb) for each in (q, k))
         if x.dtype == torch.float32:  # SDPA shares heads in 16 bits only; in fp32 it would make whole score matrices
             k, v = (each.repeat_interleave(self.heads // self.groups, 1) for each in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         result: Tensor = x + self.mlp(x)
         return result
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves of each head's channels turned by angles [T, D] of its position."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
 
 
 def torch_mlp(sizes: Sizes, weights: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> Made:

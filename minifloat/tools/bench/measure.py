@@ -28,6 +28,7 @@ BUFFER = 2**30  # bytes read, and written, by one copy; far more than any cache
 TINY_BUFFER = 2**16
 SUSTAINED = 0.008  # seconds that calls of one contender take in a round, about; at least one call
 MOST_CALLS = 50
+LEAST_STEPS = 4
 HOST_CALLS = 50
 TINY_HOST_CALLS = 5
 PAUSE = 0.004  # seconds, before each burst
@@ -65,21 +66,26 @@ class Timer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def run(self, calls: Mapping[str, Call], rounds: int, *, burst: bool = True, host: bool = False) -> Rounds:
+    def run(
+        self, calls: Mapping[str, Call], rounds: int, *, burst: bool = True, host: bool = False, step: bool = False
+    ) -> Rounds:
         """Times each call in each of ``rounds`` rounds, one after the other within the round.
 
         Args:
             host: seconds that the host spends on a call, the device's queue short; sustained only.
+            step: seconds by the host's clock, from an idle device to an idle device, so that none gets ahead while
+                another one's work is done.
         """
         found = Rounds()
         if not host:
             calls = {COPY: self.copy, **calls}  # first in each round: the host gets ahead
-        counts = {name: self.host_calls if host else self._count(call) for name, call in calls.items()}
+        least = LEAST_STEPS if step else 1
+        counts = {name: self.host_calls if host else max(self._count(call), least) for name, call in calls.items()}
         for mode in MODES[: 1 if host or not burst else 2]:
             times: dict[str, list[float]] = {name: [] for name in calls}
             clocks: list[int | None] = []
             for _ in range(rounds):
-                begun = {name: self._start(call, counts[name], mode, host) for name, call in calls.items()}
+                begun = {name: self._start(call, counts[name], mode, host, step) for name, call in calls.items()}
                 clocks.append(self.clock())  # the device is at work still, where it is a GPU
                 self.synchronize()
                 for name, seconds in begun.items():
@@ -87,13 +93,13 @@ class Timer:
             found.seconds[mode], found.clocks[mode] = times, clocks
         return found
 
-    def _start(self, call: Call, count: int, mode: Mode, host: bool) -> Callable[[], float]:
+    def _start(self, call: Call, count: int, mode: Mode, host: bool, step: bool) -> Callable[[], float]:
         """Launches one contender's part of a round; the result gives seconds a call, after synchronizing."""
         if mode == "burst":
             self._cool()
             count = 1
-        if host or self.device.type != "cuda":
-            return self._by_clock(call, count)
+        if host or step or self.device.type != "cuda":
+            return self._by_clock(call, count, step)
         return self._by_events(call, count)
 
     def _cool(self) -> None:
@@ -103,13 +109,15 @@ class Timer:
         for _ in range(FLUSHES):
             self.target.fill_(1)
 
-    def _by_clock(self, call: Call, count: int) -> Callable[[], float]:
+    def _by_clock(self, call: Call, count: int, wait: bool) -> Callable[[], float]:
         self.synchronize()
         collecting = gc.isenabled()
         gc.disable()  # as timeit does: a collection would be billed to whoever runs when it is due
         begin = time.perf_counter()
         for _ in range(count):
             call()
+        if wait:
+            self.synchronize()
         taken = (time.perf_counter() - begin) / count
         if collecting:
             gc.enable()

@@ -45,18 +45,18 @@ def fsdp_scales(model: nn.Module) -> None:
     importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def transformer_engine(kind: str, recipe: str | None, device: str, *sizes: int, **options: Any) -> nn.Module:
+def transformer_engine(kind: str, recipe: str | None, device: str, *sizes: int, **options: Any) -> UnderRecipe:
     """Transformer Engine's module of that name in FP8, or in bf16 without a recipe; its ``inner`` holds the parameters.
 
     Raises:
         UnavailableError: it is not installed, or there is no GPU.
     """
     te = _import("transformer_engine.pytorch", device)
-    return _UnderRecipe(te, getattr(te, kind)(*sizes, **options), recipe)
+    return UnderRecipe(te, getattr(te, kind)(*sizes, **options), recipe)
 
 
-class _UnderRecipe(nn.Module):
-    """A module that runs under Transformer Engine's autocast."""
+class UnderRecipe(nn.Module):
+    """A module that runs under Transformer Engine's autocast, which ``autocast()`` gives anew."""
 
     def __init__(self, te: Any, inner: nn.Module, recipe: str | None) -> None:
         super().__init__()

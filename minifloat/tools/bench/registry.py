@@ -70,6 +70,7 @@ class Case:
         memory_baseline: whose peak memory others are compared with.
         shared_bytes: of the inputs, which belong to each contender's peak memory.
         host: the time of one call is what the host spends on it, not the device.
+        step: the time of one call is the host's clock, which waits for the device before and after a few of them.
         burst: also measured cool: one call at a time, with pauses.
     """
 
@@ -80,6 +81,7 @@ class Case:
     memory_baseline: str | None = None
     shared_bytes: int = 0
     host: bool = False
+    step: bool = False
     burst: bool = True
 
 
@@ -94,7 +96,7 @@ class Row:
 
 SUITES = {
     "linear": "linear", "tokens": "linear", "fused": "fused", "casts": "casts", "grouped": "grouped",
-    "experts": "experts", "host": "host",
+    "experts": "experts", "model": "model", "host": "host",
 }  # fmt: skip
 """The module in which a suite's rows are, in the order of the report."""
 

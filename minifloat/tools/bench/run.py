@@ -14,7 +14,7 @@ from minifloat.tools.bench.measure import Rounds, Timer
 from minifloat.tools.bench.registry import Call, Case, Contender, Measure, Roofline, Row, UnavailableError
 
 Status = Literal["ok", "wrong", "failed", "unavailable", "skipped"]
-WARM_UP = 3  # calls before the gate: delayed scaling needs some to find its scales, and compilers to compile
+WARM_UP = 5  # calls before the gate: delayed scaling needs some to find its scales, and compilers to compile
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def run_row(row: Row, timer: Timer, options: Options) -> Result:
         if entry.peak is not None:
             entry.peak += case.shared_bytes
     if calls:
-        result.rounds = timer.run(calls, options.rounds, burst=case.burst and not options.quick, host=case.host)
+        result.rounds = timer.run(
+            calls, options.rounds, burst=case.burst and not options.quick, host=case.host, step=case.step
+        )
     return result
 
 
@@ -110,10 +112,9 @@ def prepare(contender: Contender, entry: Entry, device: torch.device, options: O
     before = _allocated(device)
     try:
         call = contender.setup()
-        for _ in range(WARM_UP):
-            call()
+        call()
+        peak = peak_memory(lambda: [call() for _ in range(WARM_UP - 1)], device)
         entry.error = contender.error([output.detach() for output in call()])
-        peak = peak_memory(call, device)
     except UnavailableError as lacking:
         entry.status, entry.message = "unavailable", str(lacking)
         return None
@@ -127,9 +128,13 @@ def prepare(contender: Contender, entry: Entry, device: torch.device, options: O
     return call
 
 
-def peak_memory(call: Call, device: torch.device) -> int | None:
-    """Bytes allocated on the device at the peak of one call, all tensors that are there counted; None off GPUs."""
+def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes allocated on the device at the peak of a call, all tensors that are there counted; None off GPUs.
+
+    A CUDA graph allocates where it is captured, and nothing in replays.
+    """
     if device.type != "cuda":
+        call()
         return None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -109,7 +109,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "flops": case.flops,
         "axis": case.axis,
         "baseline": result.baseline,
-        "times_are": "of the host" if case.host else "of the device",
+        "times_are": "of the host" if case.host else "of whole steps" if case.step else "of the device",
         "copy_bytes": result.copy_bytes,
         "copy_gb_per_s": {mode: copy_rate(result, mode) for mode in timed.seconds},
         "sm_clock_mhz": timed.clocks,

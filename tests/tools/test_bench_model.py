@@ -1,0 +1,149 @@
+"""Suite ``model`` of the benchmark: what contenders share, what they are checked for, and how a step is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minifloat.graphs import graph
+from minifloat.tools.bench import model, registry, run
+from minifloat.tools.bench.measure import LEAST_STEPS, Timer
+from minifloat.tools.bench.model import COMPILED, MODELS, RECIPES, STEPS, Made, Step, Training
+from tests.helpers.graph_on_cpu import GraphOnCpu
+
+CPU = torch.device("cpu")
+NAMES = list(MODELS)
+
+
+class Captured(GraphOnCpu):
+    ran = True  # what is captured here has trained a step
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def training(request: pytest.FixtureRequest) -> Training:
+    return Training(MODELS[request.param].tiny(), CPU)
+
+
+def checked(training: Training, made: Made, wrong: Callable[[nn.Module], None] = lambda module: None) -> float:
+    """The error of that model, after ``wrong`` has changed it."""
+    training.reset()
+    step = Step(training, made)
+    wrong(made.module)
+    return training.error([step() for _ in range(STEPS)][-1])
+
+
+def test_ways_and_recipes_are_rows_of_one_table() -> None:
+    case = model.build(MODELS[NAMES[0]], RECIPES, CPU, tiny=True)
+    names = [each.name for each in case.contenders]
+    assert case.baselines == ("torch bf16", "torch bf16, compiled", "torch bf16, compiled reduce-overhead")
+    for recipe in RECIPES:
+        ours = [f"minifloat {recipe}{way}" for way in ("", ", compiled", ", compiled reduce-overhead", ", captured")]
+        assert [name for name in names if name.startswith(f"minifloat {recipe}")] == ours
+    assert [name for name in names if name.startswith(("torchao", "TE"))] == [
+        "torchao tensorwise, compiled", "torchao rowwise, compiled", "TE current", "TE delayed", "TE block"
+    ]  # fmt: skip
+    goals = {each.name: each.goals["ratio"] for each in case.contenders if each.goals}
+    assert goals["minifloat delayed"] == 1.33 and goals["minifloat block, captured"] == 1.22 and len(goals) == 11
+
+
+def test_all_train_the_same_parameters_from_the_same_start(training: Training) -> None:
+    for made in (training.torch_model(), training.our_model("current", "eager")):
+        training.reset()
+        step = Step(training, made)
+        places = [each.data_ptr() for each in made.module.parameters()]
+        assert places == [each.data_ptr() for each in training.weights]
+        assert float(step()[0]) == pytest.approx(training.first, rel=1e-3)
+    assert training.first > training.last + 0.01  # something is learned that an error can be of
+
+
+def test_it_is_timed_with_weights_that_stay(training: Training) -> None:
+    assert checked(training, training.torch_model()) == pytest.approx(0, abs=1e-6)
+    before = [weight.clone() for weight in training.weights]
+    Step(training, training.torch_model())()
+    assert all(torch.equal(*pair) for pair in zip(before, training.weights, strict=True))
+
+
+def spoil(factor: float, which: Callable[[str], bool]) -> Callable[[nn.Module], None]:
+    """Makes gradients of parameters wrong."""
+
+    def apply(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if which(name):
+                parameter.register_hook(lambda gradient: gradient * factor)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        spoil(2.0, lambda name: True),  # which AdamW does not notice, nor the loss
+        spoil(0.0, lambda name: "embedding" not in name),
+        spoil(-1.0, lambda name: "fc1" in name or "qkv" in name),
+        spoil(float("nan"), lambda name: name.endswith("proj.weight")),
+    ],
+)
+def test_a_wrong_step_has_no_speed(wrong: Callable[[nn.Module], None]) -> None:
+    training = Training(MODELS[NAMES[0]].tiny(), CPU)
+    assert checked(training, training.our_model("block", "eager")) < model.BOUNDS["block"] / 4
+    assert not checked(training, training.our_model("block", "eager"), wrong) <= model.BOUNDS["block"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_captured_step_is_the_eager_one(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    monkeypatch.setattr(graph, "Graph", Captured)
+    (row,) = registry.choose(["model"], "model: gpt-2")
+    case = row.build(CPU, True)
+    errors = []
+    for way in ("", ", captured"):
+        (one,) = (each for each in case.contenders if each.name == f"minifloat {recipe}{way}")
+        entry = run.Entry(one.name, "ok")
+        call = run.prepare(one, entry, CPU, run.Options(tiny=True))
+        assert call is not None and entry.status == "ok", entry.message
+        errors.append(entry.error)
+    assert errors[0] == errors[1]
+    assert [len(call()) for _ in range(3)] == [2] * 3  # replayed
+
+
+def test_a_step_is_timed_from_idle_to_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def call() -> list[Tensor]:
+        seen.append("call")
+        return []
+
+    timer = Timer(CPU, tiny=True)
+    monkeypatch.setattr(timer, "_count", lambda call: 1)
+    monkeypatch.setattr(timer, "synchronize", lambda: seen.append("idle"))
+    found = timer.run({"a": call}, rounds=2, step=True, burst=False)
+    assert list(found.seconds) == ["sustained"] and len(found.seconds["sustained"]["a"]) == 2
+    part = ["idle", *["call"] * LEAST_STEPS, "idle"]
+    first = seen.index("call") - 1
+    assert seen[first : first + len(part)] == part and seen.count("call") == 2 * LEAST_STEPS
+
+
+@pytest.mark.slow
+def test_compiled_steps() -> None:
+    (row,) = registry.choose(["model"], "model: gpt-2")
+    result = run.run_row(row, Timer(CPU, tiny=True), run.Options(rounds=1, tiny=True))
+    compiled = [entry for entry in result.entries if "compiled" in entry.name and "torchao" not in entry.name]
+    assert len(compiled) == len(COMPILED) * (1 + len(RECIPES))
+    assert all(entry.status == "ok" for entry in compiled), result.problems
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_on_a_gpu(name: str) -> None:
+    """Captured ones too, whose peak is that of their capture."""
+    (row,) = registry.choose(["model"], f"model: {name}")
+    device = torch.device("cuda", 0)
+    result = run.run_row(row, Timer(device, tiny=True), run.Options(rounds=1, tiny=True, quick=True))
+    assert result.problems == []
+    peaks: dict[str, Any] = {entry.name: entry.peak for entry in result.entries if entry.status == "ok"}
+    for recipe in RECIPES:
+        eager, captured = (peaks[f"minifloat {recipe}{way}"] for way in ("", ", captured"))
+        assert captured > 0.8 * eager > 0
