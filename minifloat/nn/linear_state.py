@@ -220,7 +220,9 @@ class LinearState(EtpRows):
         scale = None if fmt is None else self._weight_scale(name)
         if scale is not None and fmt is not None:
             set_scale(scale, [values], fmt, self._weight_margin)
-        return quantized_parameter(values, quantizer, scale, preserve)
+        parameter = quantized_parameter(values, quantizer, scale, preserve)
+        parameter.owner = self._label  # type: ignore[attr-defined]
+        return parameter
 
     def _weight_scale(self, name: str) -> Tensor:
         """What delayed scaling casts the weight ``name`` with, fp32 [1]: a view of the history's scales."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -43,6 +44,7 @@ class CodedTensor(torch.Tensor):
     scale: Tensor | None
     source_version: int | None
     gatherer: Gatherer | None
+    owner = ""  # what errors call the layer whose weight it is
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -121,6 +123,18 @@ class CodedTensor(torch.Tensor):
         """0, by which PyTorch's Python code knows a tensor without memory of its own; to C++ code it raises."""
         return 0
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """PyTorch's, whose address, for which safetensors asks, is an error that names the way out."""
+        storage = super().untyped_storage()
+        storage.data_ptr = partial(_refuse_to_save, self._whose)  # type: ignore[method-assign]
+        return storage
+
+    @property
+    def _whose(self) -> str:
+        """What errors call it."""
+        what = f"{self.owner}: its weight" if self.owner else "a QuantizedTensor"
+        return f"{what} of shape {tuple(self.shape)} in {self._operands.any.format.spec}"
+
     def share_memory_(self) -> Self:
         """Moves codes and scales to shared memory, as ``Tensor.share_memory_`` does."""
         for buffer in self._buffers().values():
@@ -175,6 +189,14 @@ class CodedTensor(torch.Tensor):
             with torch.inference_mode(False), torch.no_grad():  # a view of an ordinary tensor must be an ordinary one
                 return _dispatch(func, args, kwargs or {})
         return _dispatch(func, args, kwargs or {})
+
+
+def _refuse_to_save(whose: str) -> int:
+    raise ValueError(
+        f"{whose} has codes and scales, and in no memory the values that safetensors and save_pretrained write: give "
+        "them t.dequantize(), after convert call minifloat.convert.revert(model) first, or save the codes with "
+        "torch.save(model.state_dict(), file)"
+    )
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

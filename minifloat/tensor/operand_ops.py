@@ -45,7 +45,7 @@ def map_buffers(operand: Operand, function: Callable[[Tensor], Tensor]) -> Opera
     return operand._replace(codes=function(operand.codes), scale_inv=scale_inv, amax=amax)
 
 
-_SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # of PyTorch 2.14
+_SET_ERROR = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # of some builds of PyTorch
 _NO_MEMORY = (
     "a QuantizedTensor has codes and scales, but no memory of its values; read t.dequantize(), write with "
     "t.copy_(values), and split layers over ranks with minifloat.distributed.parallelize or parallel_mode="
@@ -57,7 +57,7 @@ def refuse_data_pointer(t: Tensor, message: str = _NO_MEMORY) -> None:
     if _SET_ERROR is None:
         torch._C._set_throw_on_mutable_data_ptr(t)  # with PyTorch's message
     else:
-        _SET_ERROR(t.untyped_storage()._cdata, message)
+        _SET_ERROR(Tensor.untyped_storage(t)._cdata, message)
 
 
 # ---- rows ----

@@ -29,8 +29,8 @@ from minifloat.tensor.writing import cast, quantize_all_
 _INNER = tuple(f"{slot}_{name}" for slot in operand_ops.SLOTS for name in operand_ops.BUFFERS)
 _SHARED = ("quantizer", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
-    {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer", "made_by"}
-    | {*_SHARED, "source", "first", "whole", "_loaded_amaxes"}  # of subclasses
+    {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer", "owner"}
+    | {*_SHARED, "made_by", "source", "first", "whole", "_loaded_amaxes"}  # of graphs and of subclasses
 )
 
 
@@ -216,7 +216,7 @@ class QuantizedTensor(CodedTensor):
         shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
         out = QuantizedTensor(operands, self.quantizer, shape, operands.any.dtype, stride)
         out.scale, out._group, out.source_version = self.scale, self._group, self.source_version
-        out.gatherer = self.gatherer
+        out.gatherer, out.owner = self.gatherer, self.owner
         if self.made_by:
             out.made_by = self.made_by
         return out

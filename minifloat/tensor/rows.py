@@ -183,6 +183,7 @@ class QuantizedRows(QuantizedTensor):
             return super()._like(operands, shape, stride)
         out = QuantizedRows.of(operands, self.quantizer, operands.any.dtype, self.cover)
         out.scale, out._group, out.source_version = self.scale, self._group, self.source_version
+        out.owner = self.owner
         return out
 
     def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
@@ -263,4 +264,6 @@ def rows_of(whole: QuantizedTensor, shards: ShardMap, group: Group) -> Quantized
     cover = Cover(row_unit(whole.quantizer), shards, group.rank, group)
     covered = cut_rows(whole.operands, cover.begin, cover.end)
     own = operand_ops.each(covered, lambda operand: operand_ops.map_buffers(operand, copied))
-    return QuantizedRows.of(own, whole.quantizer, whole.dtype, cover)
+    rows = QuantizedRows.of(own, whole.quantizer, whole.dtype, cover)
+    rows.owner = whole.owner
+    return rows

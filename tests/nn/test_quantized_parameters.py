@@ -7,14 +7,25 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from minifloat import CustomRecipe, DelayedScaling, Linear, Quantizer, Recipe, autocast, quantized_model_init
+from minifloat import (
+    CustomRecipe,
+    DelayedScaling,
+    GroupedLinear,
+    Linear,
+    Quantizer,
+    Recipe,
+    autocast,
+    quantized_model_init,
+)
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
@@ -826,6 +837,20 @@ def test_assigning_data(name: str) -> None:
         with pytest.raises(ValueError, match=match):
             weight.data = wrong
     assert torch.equal(values(weight.data), rounded(new)) and not weight.data.requires_grad
+
+
+def test_safetensors_name_the_way_out(tmp_path: Path) -> None:
+    with quantized_model_init(recipe="nvfp4"):
+        layers = [Linear(64, 32, name="up"), GroupedLinear(2, 64, 32)]
+    for layer, name in zip(layers, ("Linear 'up'", r"GroupedLinear\(2, 64, 32\)"), strict=True):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: its weight of shape \(32, 64\) in e2m1/.*t.dequantize\(\).*torch.save"
+        ):
+            save_file(layer.state_dict(), tmp_path / "refused")
+        values = {k: t.dequantize() if isinstance(t, QuantizedTensor) else t for k, t in layer.state_dict().items()}
+        save_file(values, tmp_path / "values")
+        layer.load_state_dict(load_file(tmp_path / "values"))
+        assert all(torch.equal(t.dequantize(), values[k]) for k, t in layer.state_dict().items() if "weight" in k)
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
