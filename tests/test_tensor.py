@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -528,6 +530,33 @@ def test_quantize_in_place_with_agreed_amaxes() -> None:
     assert same_buffers(t, quantize(x, t.quantizer, amaxes=amaxes))
     with pytest.raises(ValueError, match=r"\(130, 70\) cannot take values of shape \(70,\)"):
         t.quantize_(x[0])
+
+
+def test_data_that_is_rounded_warns() -> None:
+    """Assigned values, and sums that were written through ``data``; codes that are copied are not rounded."""
+    p = nn.Parameter(make("mxfp8"))
+    message = r"^a QuantizedTensor of shape \(130, 70\) in e4m3/1x32/e8m0 rounds what is assigned to its data, .*revert"
+    with pytest.warns(UserWarning, match=message) as warned:
+        p.data = torch.ones(130, 70).bfloat16()
+    assert warned[0].filename == __file__
+    for p.owner, way in product(("", "Linear 'up'"), ("plain", "copy", "other format")):
+        with pytest.warns(UserWarning, match="Linear 'up': its weight of shape" if p.owner else message):
+            if way == "plain":
+                p.data += 0.01
+            elif way == "copy":
+                values = p.data.clone()
+                values += 0.01
+                p.data = values
+            else:
+                p.data = quantize(torch.ones(130, 70).bfloat16(), QUANTIZERS["current"])
+    assert p.detach().clone().owner == "Linear 'up'" and copy.deepcopy(p).owner == p.owner
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p.data = p.data
+        p.data = p.data.contiguous()
+        p.data = quantize(torch.ones(130, 70).bfloat16(), p.quantizer)
+        p.data.mul_(2)
+        nn.Parameter(make("identity")).data = torch.ones(130, 70).bfloat16()
 
 
 def test_delayed_scale_is_the_one_of_now() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -178,6 +179,9 @@ class QuantizedTensor(CodedTensor):
     def data(self) -> Tensor:
         """This tensor without its graph. Values that are assigned are quantized into its memory, not shared with it.
 
+        Warns:
+            UserWarning: that rounds them, as where ``data += update`` merges an adapter.
+
         Raises:
             TypeError: they are no floating-point tensor.
             ValueError: they have another shape, or are on another device.
@@ -194,7 +198,14 @@ class QuantizedTensor(CodedTensor):
                 f"a QuantizedTensor on {self.device} cannot take data from {values.device}; move it as in "
                 "module.to(device), which moves codes and scales"
             )
+        exact = isinstance(values, QuantizedTensor) and self._same_form(values) and not version_of(values)
         self.quantize_(values)
+        if self._operands.any.format.quantized and not exact:
+            warnings.warn(
+                f"{self._whose} rounds what is assigned to its data, and of what a merged adapter adds all below half "
+                "a step is lost; call minifloat.convert.revert(model) before merge_and_unload() to merge in full",
+                stacklevel=2,
+            )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         values = self.dequantize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -154,13 +155,57 @@ def test_lora_over_a_quantized_base(recipe: str) -> None:
     histories = nbytes(models[1].get_base_model().model.layers.buffers())
     assert nbytes(models[0].get_base_model().model.layers.buffers()) == histories
 
-    if recipe != "delayed":  # merging writes the sums into the codes
-        layer = models[0].get_base_model().model.layers[0].mlp.up_proj
-        values = layer.base_layer.weight.dequantize()
-        values += layer.get_delta_weight("default").detach()
+    layer = models[0].get_base_model().model.layers[0].mlp.up_proj
+    values = layer.base_layer.weight.dequantize()
+    values += layer.get_delta_weight("default").detach()
+    with pytest.warns(UserWarning, match=ROUNDED) as warned:  # merging writes the sums into the codes
         models[0].merge_and_unload(safe_merge=recipe == "block")
-        merged = models[0].get_base_model().model.layers[0].mlp.up_proj.weight
+    assert names_in(warned) == PROJECTIONS
+    merged = models[0].get_base_model().model.layers[0].mlp.up_proj.weight
+    if recipe != "delayed":
         assert torch.equal(merged.dequantize(), quantize(values, merged.quantizer).dequantize())
+
+
+ROUNDED = r"Linear '.*_proj': its weight of shape .* in .* rounds what .*revert\(model\) before merge_and_unload"
+PROJECTIONS = {f"model.layers.0.self_attn.{each}_proj" for each in "qkvo"}
+PROJECTIONS |= {f"model.layers.0.mlp.{each}_proj" for each in ("gate", "up", "down")}
+
+
+def names_in(warned: Any) -> set[str]:
+    """The layers that warnings of rounding name; those of others are no matter."""
+    return {name for each in warned if (name := str(each.message).partition("'")[2].partition("'")[0]) in PROJECTIONS}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_merge_that_rounds_warns(safe: bool, options: dict[str, Any]) -> None:
+    """Of each layer; after ``revert`` nothing is rounded, and nobody is warned."""
+
+    def adapted() -> Any:
+        base = llama()
+        convert_blocks(base, "nvfp4", quantize_weights=True)
+        model = add_lora(base, **options)
+        train(model, 1)
+        return model
+
+    model = adapted()
+    with pytest.warns(UserWarning, match=ROUNDED) as warned:
+        model.merge_adapter(safe_merge=safe)
+    assert names_in(warned) == PROJECTIONS
+    with pytest.warns(UserWarning, match=ROUNDED) as warned:
+        model.unmerge_adapter()
+    assert names_in(warned) == PROJECTIONS
+    model = adapted()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        revert(model)
+        y = logits(model)
+        torch.testing.assert_close(logits(model.merge_and_unload(safe_merge=safe)), y)
+
+
+def training_arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
+    quiet = {"report_to": [], "disable_tqdm": True, "log_level": "error", "dataloader_pin_memory": False}
+    return transformers.TrainingArguments(str(folder), use_cpu=True, **quiet, **options)
 
 
 def test_trainer_trains_and_resumes_adapters(tmp_path: Path) -> None:
@@ -170,10 +215,9 @@ def test_trainer_trains_and_resumes_adapters(tmp_path: Path) -> None:
         base = llama()
         convert_blocks(base, "mxfp8", quantize_weights=True)
         model = add_lora(base)
-        options = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=3, save_steps=2,
-            learning_rate=2e-2, gradient_checkpointing=True, use_cpu=True, report_to=[], logging_steps=1,
-            disable_tqdm=True, log_level="error", dataloader_pin_memory=False,
+        options = training_arguments(
+            tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=3, save_steps=2,
+            learning_rate=2e-2, gradient_checkpointing=True, logging_steps=1,
         )  # fmt: skip
         data = [{"input_ids": ids, "labels": ids} for ids in IDS]
         return model, transformers.Trainer(model, options, train_dataset=data)
@@ -204,6 +248,9 @@ def test_saving_and_reloading_a_quantized_model(tmp_path: Path) -> None:
     twin.load_state_dict(torch.load(tmp_path / "codes.pt", weights_only=True))
     assert torch.equal(logits(twin), y)
 
+    for save in (model.save_pretrained, transformers.Trainer(model, training_arguments(tmp_path)).save_model):
+        with pytest.raises(ValueError, match=r"Linear '.*q_proj': its weight .*revert\(model\) first"):
+            save(tmp_path / "refused")
     revert(model)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
