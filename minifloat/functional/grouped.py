@@ -55,7 +55,7 @@ class GroupLayout(NamedTuple):
             RuntimeError: ``wait`` in compiled code or the capture of a CUDA graph.
         """
         if not isinstance(counts, Tensor):
-            counts = torch.tensor(list(counts))
+            counts = torch.tensor(list(counts), device="cpu")
         if counts.numel() and (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool):
             raise TypeError(
                 f"{label_of(layer)}: m_splits is {counts.dtype}; integers are needed, the rows of each group"

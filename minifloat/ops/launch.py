@@ -112,7 +112,7 @@ def _table(
     ]
     rows += [list(each) for each in integers if isinstance(each, tuple)]
     rows = [row + [0] * (len(row) % 2) for row in rows]
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 

@@ -147,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             made = _new_moments(p, kind)
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state.update(made)
         return state
 
