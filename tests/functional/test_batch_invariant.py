@@ -132,7 +132,7 @@ def test_numbers(recipe: str, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_values(dtype: torch.dtype, device: torch.device) -> None:
     """Products of values: within the bound of fp32 sums, zeros in rows that are no group's, gradients of fp32."""
-    x, w, bias = torch.randn(40, K).to(dtype), torch.randn(2 * N, K).to(dtype), torch.randn(2, N).to(dtype)
+    x, w, bias = torch.randn(40, K).to(dtype), torch.randn(2 * N, K).to(dtype), torch.randn(2, N)
     offsets, weights = torch.tensor([0, 9, 37], dtype=torch.int32), torch.tensor([0, N, 2 * N], dtype=torch.int32)
     own = [each.to(device) for each in (x, offsets, w, weights, bias)]
     y = grouped.rowwise_mm(*own, dtype).cpu()
@@ -140,7 +140,12 @@ def test_values(dtype: torch.dtype, device: torch.device) -> None:
     for rows, (weight, added) in zip((slice(9), slice(9, 37)), zip(w.split(N), bias, strict=True), strict=True):
         left, right = x[rows].double(), weight.double()
         bound = (left.abs() @ right.t().abs() + added.double().abs()) * U * (K + 2)
-        assert_within(y[rows], left @ right.t() + added.double(), bound, dtype)
+        assert_within(y[rows], left @ right.t() + added.to(dtype).double(), bound, dtype)
+    x, w = torch.randint(-3, 4, x.shape).to(x), torch.randint(-3, 4, w.shape).to(w)  # exact but for the bias
+    y = grouped.rowwise_mm(*[each.to(device) for each in (x, offsets, w, weights, bias)], dtype).cpu()
+    for rows, group in ((slice(9), 0), (slice(9, 37), 1)):
+        product = x[rows].float() @ w.split(N)[group].float().t()
+        assert_same_bits(y[rows], (product + bias[group].to(dtype).float()).to(dtype))
     a, b = (each[:N].to(device).requires_grad_() for each in (x, w))
     logits = batch_invariant.multiply_values(a, b, torch.float32)
     dy = torch.randn(logits.shape).to(device)

@@ -196,7 +196,7 @@ def test_main_grads_of_experts_are_written_together(shared: bool, monkeypatch: p
         weight.main_grad = torch.full((N, K), 3.0, dtype=torch.float32 if weight is weights[4] else BF16)
     if shared:
         weights[2].main_grad = weights[1].main_grad
-    weights[1].overwrite_main_grad = weights[4].zero_out_wgrad = True
+    weights[1].overwrite_main_grad = weights[0].zero_out_wgrad = True
     weights[3].requires_grad_(False)
     calls: list[int] = []
     for name in ("_foreach_add_", "_foreach_copy_"):
@@ -212,6 +212,7 @@ def test_main_grads_of_experts_are_written_together(shared: bool, monkeypatch: p
         added = 0.0 if i == 3 else linear.weight.grad.to(weight.main_grad.dtype)
         assert torch.equal(weight.main_grad, torch.full_like(weight.main_grad, 1.0) * before + added)
         assert getattr(weight, "grad_added_to_main_grad", False) == (i != 3)
+        assert weight.grad is None if i == 3 else weight.grad.eq(0).all()  # of one gradient for autograd all are
     assert calls == ([] if shared else [3, 1])
 
 
@@ -244,6 +245,18 @@ def test_weights_that_are_no_neighbours_any_more() -> None:
     first, second = parameters(grouped, "weight")
     assert second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()
     assert_step_alike(grouped, linears, counts)
+    file = bytearray(2 * first.nbytes)  # neighbours, of which each is a storage, as loaders of checkpoints make them
+    for i, (parameter, linear) in enumerate(zip((first, second), linears, strict=True)):
+        own = torch.frombuffer(file, dtype=BF16, count=N * K, offset=i * first.nbytes).view(N, K)
+        parameter.data = own.copy_(linear.weight.detach())
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    assert_step_alike(grouped, linears, counts)
+    first.data, second.data = torch.stack([first.detach(), second.detach()]).unbind()
+    second.data = second.data.view(torch.float16).copy_(linears[1].weight)  # of another dtype, as wide
+    x = torch.randn(sum(counts), K).to(BF16)
+    y = grouped(x, counts)
+    second.data = second.data.clone()
+    assert torch.equal(grouped(x, counts), y)
 
 
 @pytest.mark.parametrize("replaced", [0, 1, 2])

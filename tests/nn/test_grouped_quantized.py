@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import minifloat
 from minifloat import GroupedLinear, Linear, MoE, QuantizedTensor, TransformerLayer, autocast, quantized_model_init
 from minifloat.convert import convert, revert
-from minifloat.formats import COLUMNWISE
+from minifloat.formats import COLUMNWISE, parse
 from minifloat.functional.grouped import GroupedCasts
 from minifloat.functional.grouped_weight import with_rows_consecutive
 from minifloat.optim import MasterWeights
+from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from minifloat.tensor import quantize
 
@@ -295,16 +296,17 @@ def test_weights_that_are_apart(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("replaced", [0, 1, 2])
-@pytest.mark.parametrize("high_precision", [False, True])
+@pytest.mark.parametrize("by", ["codes", "values", "other codes"])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
-def test_a_weight_that_is_replaced(recipe: str, high_precision: bool, replaced: int) -> None:
+def test_a_weight_that_is_replaced(recipe: str, by: str, replaced: int) -> None:
     """Of any expert, after the codes of all lay in one piece of memory, which has the old ones."""
     grouped, linears = layers(recipe)
     assert grouped._joined is not None and grouped._joined.holds(weights(grouped))
     with torch.no_grad():
         new = weights(grouped)[replaced].dequantize() * -3
-        if not high_precision:
-            new = quantize(new, weights(grouped)[replaced].quantizer)
+        if by != "values":
+            other = Quantizer(parse("e4m3/128x128/fp32"))
+            new = quantize(new, weights(grouped)[replaced].quantizer if by == "codes" else other)
     own: Any = grouped.get_submodule(str(replaced))
     own.weight, linears[replaced].weight = nn.Parameter(new), nn.Parameter(new.clone())
     assert not grouped._joined.holds(weights(grouped))

@@ -373,7 +373,7 @@ def fp32_wgrad(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, seed: int =
 @pytest.mark.parametrize("first", [True, None], ids=["overwrite", "add"])
 def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
     """Microbatches add up in fp32 in ``main_grad``, which the first may overwrite; autograd gets no gradient."""
-    layer = Linear(37, 53, fuse_wgrad_accumulation=True)
+    layer = Linear(37, 53, fuse_wgrad_accumulation=True, dtype=BF16 if first else FP32)
     weight: Any = layer.weight
     weight.main_grad = torch.full((53, 37), float("nan") if first else 2.0)
     total = torch.zeros(53, 37) if first else torch.full((53, 37), 2.0)

@@ -1,0 +1,102 @@
+"""Products of groups in memory that is given, and gradients of experts' activations in blocks, by kernels too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from minifloat.formats import parse
+from minifloat.functional import grouped, grouped_activation
+from minifloat.functional.activation import Activation
+from minifloat.functional.grouped import GroupedCasts, GroupLayout
+from minifloat.ops import matmul
+from minifloat.ops.grouped import activation_kernels, products
+from minifloat.quantizer import Quantizer
+from tests.helpers import triton_interpreter  # noqa: F401
+from tests.helpers.compare import assert_same_bits
+
+COUNTS, N, K = (5, 0, 18), 20, 36
+IMPLEMENTATIONS = pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+
+
+def offsets_of(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def memories(like: Tensor) -> dict[str, Tensor]:
+    """Of small integers, in the shape of ``like``: what a product may be written to, or added to."""
+    values = torch.randint(-9, 9, like.shape, device=like.device).float()
+    apart = torch.zeros(like.numel() + 1, device=like.device)
+    return {
+        "of the product's dtype": values,
+        "of another dtype": values.bfloat16(),
+        "with strides": values.transpose(0, -1).contiguous().transpose(0, -1),
+        "at any address": apart[1:].view(like.shape).copy_(values),
+    }
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("spec", ["identity", "e4m3/tensor/fp32", "e4m3/1x128/pow2"])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_where_products_go(
+    gemm: str, spec: str, kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very memory has what it had plus the product, or the product alone; 0 is added of groups without rows."""
+    if kernels:
+        monkeypatch.setattr(grouped.grouped, "grouped_mm", products.multiply)
+        monkeypatch.setattr(grouped.grouped, "grouped_mm_into", products.multiply_into)
+    layout, weights = GroupLayout(offsets_of(COUNTS, device), 25), GroupLayout.uniform(3, N, device)
+    x, dy, w = (torch.randint(-3, 4, shape, device=device).bfloat16() for shape in ((25, K), (25, N), (3 * N, K)))
+    pair = {
+        "fprop": ((x, layout), (w, weights)),
+        "dgrad": ((dy, layout), (w, weights)),
+        "wgrad": ((dy, layout), (x, layout)),
+    }
+    quantizer = Quantizer(parse(spec))
+    a, b = (
+        grouped.quantize(*each, quantizer, gemm_ready=True).along(dim)
+        for each, dim in zip(pair[gemm], matmul.CONTRACTED[gemm], strict=True)
+    )
+    bias = torch.randint(-1000, 1000, (3, N), device=device) / 128 if gemm == "fprop" else None  # no bf16
+    arguments: Any = gemm, a, b, torch.float32, bias
+    product = grouped.multiply(*arguments)
+    assert product.shape == {"fprop": (25, N), "dgrad": (25, K), "wgrad": (3, N, K)}[gemm]
+    for kind, out in memories(product).items():
+        for accumulate in (False, True):
+            held = out.clone()
+            wanted = held.clone().add_(product) if accumulate else held.clone().copy_(product)
+            found = grouped.multiply(*arguments, out=held, accumulate=accumulate)
+            assert found is held, kind
+            assert_same_bits(held, wanted)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("activation", [Activation.of("swiglu"), Activation.of("srelu")], ids=["swiglu", "srelu"])
+@pytest.mark.parametrize("spec", ["e4m3/1x32/e8m0", "e4m3/1x128/pow2", "e5m2/128x128/fp32"])
+def test_gradient_blocks_of_an_activation(
+    spec: str, activation: Activation, kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of a cast of the gradient, where blocks straddle the halves of a gated activation's input, too."""
+    if kernels:
+        for name in ("", "_cast"):
+            own = getattr(activation_kernels, f"backward{name}")
+            monkeypatch.setattr(grouped_activation, f"grouped_activation_backward{name}", own)
+    casts, block = GroupedCasts(Quantizer(parse(spec)), "grad_output", ""), parse(spec).block
+    assert casts.in_kernel
+    offsets, rows = offsets_of(COUNTS, device), sum(COUNTS)
+    for columns in (block, block // 2, 3 * block // 2):
+        h = torch.randn(rows, columns * (2 if activation.gated else 1), device=device).bfloat16()
+        da, p = torch.randn(rows, columns, device=device).bfloat16(), torch.rand(rows, device=device)
+        arguments: Any = casts, activation, da, h, p, offsets, None
+        operands, dp, none = grouped_activation.dact_operands(*arguments, False)
+        again, same, value = grouped_activation.dact_operands(*arguments, True)
+        assert none is None and value is not None
+        torch.testing.assert_close(dp, same)
+        for found, other, wanted in zip(operands, again, casts(value, offsets), strict=True):
+            for each in (found, other):
+                assert_same_bits(each.dequantize(torch.float32), wanted.dequantize(torch.float32))
