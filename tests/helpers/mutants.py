@@ -1,9 +1,9 @@
 """Mutants: small wrong changes of the package, each with tests one of which notices it.
 
 ``make mutants`` runs them, ``tests/test_mutants.py`` checks that they still fit the code. ``tests/mutants/*.txt`` has
-them: a file and its tests, then for each mutant its name, the text that it takes the place of, and its own::
+them: a file and what pytest is given for it, then for each mutant a name, some text of the file, and what replaces it::
 
-    == functional/permutation.py: functional/test_permutation.py
+    == functional/permutation.py: functional/test_permutation.py nn/test_moe.py -k "order or loop"
 
     a negative index is kept
     - (flat < 0) | (flat >= num_experts)
@@ -14,6 +14,7 @@ What no test could notice, since results are the same, is no mutant; nor is what
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Mutant(NamedTuple):
-    """``old`` becomes ``new`` in the file ``path``; ``tests``: what pytest is given. Paths are below ``ROOT``."""
+    """``old`` becomes ``new`` in the file ``path``; ``tests``: arguments of pytest. Paths are below ``ROOT``."""
 
     name: str
     path: str
@@ -48,6 +49,7 @@ def mutants() -> Iterator[Mutant]:
             name, *lines = paragraph.split("\n")
             if name.startswith("== "):
                 path, _, tests = name.removeprefix("== ").partition(": ")
+                arguments = [f"tests/{each}" if ".py" in each else each for each in shlex.split(tests)]
                 continue
             old, new = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
-            yield Mutant(name, f"minifloat/{path}", old, new, tuple([f"tests/{test}" for test in tests.split()]))
+            yield Mutant(name, f"minifloat/{path}", old, new, tuple(arguments))
