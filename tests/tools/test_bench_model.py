@@ -67,6 +67,20 @@ def test_it_is_timed_with_weights_that_stay(training: Training) -> None:
     assert all(torch.equal(*pair) for pair in zip(before, training.weights, strict=True))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_delayed_scaling_is_checked_when_it_has_its_scales(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Gradients of a mean over thousands of tokens are zero in E5M2 before, one linear behind the other."""
+    forward = model.LanguageModel.forward
+
+    def of_many(self: model.LanguageModel, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = forward(self, tokens, targets)
+        return loss.detach() + 1e-5 * (loss - loss.detach())
+
+    monkeypatch.setattr(model.LanguageModel, "forward", of_many)
+    training = Training(MODELS[name].tiny(), CPU)
+    assert checked(training, training.our_model("delayed", "eager")) < model.BOUNDS["delayed"] / 4
+
+
 def spoil(factor: float, which: Callable[[str], bool]) -> Callable[[nn.Module], None]:
     """Makes gradients of parameters wrong."""
 

@@ -28,7 +28,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 RECIPES = ("current", "delayed", "block")
 WAYS: tuple[Way, ...] = ("eager", "compiled", "reduce-overhead", "captured")
-FOUND = 2  # steps, after which delayed scaling has its scales
+FOUND = 4  # steps, in the last of which delayed scaling has its scales, of linears that follow each other too
 STEPS = WARM_UP + 1  # which are checked before any is timed
 RATE = 3e-4  # of learning, between the two
 ROTARY_BASE = 500_000.0
@@ -142,7 +142,7 @@ class Training:
         ]
         self.means = [float(each.dim() == 1 and "bias" not in name) for name, each in named]  # 1 of norms' weights
         self.rate = torch.zeros((), device=device)
-        self.pool: Any = None  # the first graph's: those of one pool and one stream take the same memory in turn
+        self.pool: Any = None  # of graphs, which take the same memory in turn, on one stream
         self.reset()
         step = Step(self, self.torch_model())
         (self.first, _), *_, (self.last, self.norm) = [[float(each) for each in step()] for _ in range(STEPS)]
@@ -256,8 +256,11 @@ class Step:
     def __call__(self) -> Outputs:
         outputs = self.run()
         self.calls += 1
-        if self.calls in (FOUND, STEPS):
-            self.training.rate.fill_(RATE if self.calls == FOUND else 0.0)
+        if self.calls == FOUND:
+            self.training.reset()  # of moments that have seen other gradients
+            self.training.rate.fill_(RATE)
+        elif self.calls == STEPS:
+            self.training.rate.zero_()
         return outputs
 
     def run(self) -> list[Tensor]:
@@ -290,7 +293,6 @@ class CapturedStep(Step):
     def __init__(self, training: Training, made: Made) -> None:
         super().__init__(training, made, "captured")
         self.graph = graph.Graph(training.stream, training.pool)
-        training.pool = self.graph.pool
         self.outputs: list[Tensor] = []
 
     def run(self) -> list[Tensor]:
@@ -298,7 +300,9 @@ class CapturedStep(Step):
             with self.training.stream.current():
                 return self.compute()
         if not self.outputs:
+            self.training.pool = None  # which a capture that fails leaves unusable
             self.outputs = self.graph.capture(self.compute)
+            self.training.pool = self.graph.pool
         self.graph.replay()
         return self.outputs
 

@@ -14,7 +14,7 @@ from minifloat.tools.bench.measure import Rounds, Timer
 from minifloat.tools.bench.registry import Call, Case, Contender, Measure, Roofline, Row, UnavailableError
 
 Status = Literal["ok", "wrong", "failed", "unavailable", "skipped"]
-WARM_UP = 5  # calls before the gate: delayed scaling needs some to find its scales, and compilers to compile
+WARM_UP = 6  # calls before the gate: delayed scaling needs some to find its scales, and compilers to compile
 
 
 @dataclass(frozen=True)
