@@ -67,6 +67,7 @@ class EtpEmbedding(EtpRows, nn.Embedding):
     def _share_rows(self, etp_group: ProcessGroup | DeviceMesh | None, reduction: Reduction) -> None:
         if (ranks := Group.of(etp_group)).size > 1:
             self._shard_rows(ranks, reduction)
+        self._mark_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
