@@ -176,5 +176,5 @@ def test_mistakes_with_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyboardInterrupt), tokens.tokenizer_errors("x"):
         raise KeyboardInterrupt
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"get it with: pip install minifloat\[tokenizers\]"):
+    with pytest.raises(ValueError, match=r"get it with: pip install tokenizers"):
         tokens.load_tokenizer(tmp_path / "broken.json")
