@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from minifloat import QuantizerRole
+from minifloat import QuantizedTensor, QuantizerRole
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.recipe import named
@@ -22,21 +23,21 @@ RECIPES = ["current", "block", "rowwise", "mxfp8", "nvfp4", "mxfp4"]
 SHARDS = [(50, 50), (33, 67), (0, 100)]
 
 
-def shards_of(recipe: str, rows: tuple[int, ...], group: str = "") -> tuple[Tensor, list[QuantizedRows]]:
-    """The values of a weight [100, 64], and what each rank has of it."""
+def shards_of(recipe: str, rows: tuple[int, ...], group: str = "") -> tuple[QuantizedTensor, list[QuantizedRows]]:
+    """A weight [100, 64], and what each rank has of it."""
     torch.manual_seed(0)
     whole = quantize(torch.randn(100, 64), named(recipe).quantizer(QuantizerRole("linear", "weight")))
     groups = [Group(group, len(rows), rank) for rank in range(len(rows))]
-    return whole.dequantize(), [rows_of(whole, ShardMap(rows), each) for each in groups]
+    return whole, [rows_of(whole, ShardMap(rows), each) for each in groups]
 
 
 @pytest.mark.parametrize("rows", SHARDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_flatten(recipe: str, rows: tuple[int, ...]) -> None:
     """Rows that begin inside of a block read its codes, of which they have those before them."""
-    values, shards = shards_of(recipe, rows, "ranks")
+    whole, shards = shards_of(recipe, rows, "ranks")
     assert shards[1].cover.exact == (recipe in ("current", "rowwise") or rows[0] == 0)
-    for shard, expected in zip(shards, values.split(rows), strict=True):
+    for shard, expected in zip(shards, whole.dequantize().split(rows), strict=True):
         shard._group = "ranks"
         names, context = shard.__tensor_flatten__()
         inner = {name: getattr(shard, name) for name in names}
@@ -48,6 +49,35 @@ def test_flatten(recipe: str, rows: tuple[int, ...]) -> None:
             shard.cover.group, shard.cover.begin, shard.cover.own,
         )  # fmt: skip
         assert_same_bits(back.dequantize(), expected)
+
+
+def storages(x: Any) -> set[int]:
+    """Of the buffers of a tensor that have elements."""
+    return {each.untyped_storage().data_ptr() for each in x._buffers().values() if each.numel()}
+
+
+@pytest.mark.parametrize("rows", SHARDS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_memory(recipe: str, rows: tuple[int, ...]) -> None:
+    """Rows, their values and what is saved of them are in memory of their own, as large as they are."""
+    whole, shards = shards_of(recipe, rows)
+    held = [storages(each) for each in (whole, *shards)]
+    assert sum(map(len, held)) == len(set().union(*held))
+    for shard in shards:
+        values = shard.dequantize()
+        assert values.untyped_storage().nbytes() == values.nbytes
+        before = values.clone()
+        values.zero_()
+        assert torch.equal(shard.dequantize(), before)
+        (item, *others) = shard.__create_write_items__("weight", whole) or [None]
+        assert not others and (item is None) == (shard.cover.owned[0] == shard.cover.owned[1])
+        if item is not None:
+            saved = shard.__get_tensor_shard__(MetadataIndex("weight", item.tensor_data.chunk.offsets))
+            assert saved.shape == item.tensor_data.chunk.sizes
+            first, end = shard.cover.owned
+            assert torch.equal(saved.dequantize(), whole.dequantize()[first:end])
+            if first > shard.cover.begin:
+                assert storages(saved).isdisjoint(storages(shard))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -64,8 +94,8 @@ def test_compiled(recipe: str, dynamic: bool) -> None:
     def run(x: Tensor, shard: Tensor) -> tuple[Tensor, ...]:
         return F.linear(x, shard), shard.dequantize().sum(0), shard * 2, shard[3:7], shard.detach()
 
-    values, shards = shards_of(recipe, SHARDS[0])
-    for shard, own in zip(shards, values.split(SHARDS[0]), strict=True):
+    whole, shards = shards_of(recipe, SHARDS[0])
+    for shard, own in zip(shards, whole.dequantize().split(SHARDS[0]), strict=True):
         x = torch.randn(5, 64)
         *found, same = run(x, shard)
         for mine, expected in zip(found, (F.linear(x, own), own.sum(0), own * 2, own[3:7]), strict=True):

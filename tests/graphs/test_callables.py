@@ -359,6 +359,15 @@ def test_torch_autocast(graph_device: torch.device) -> None:
         module(x)
 
 
+class Microbatches(nn.Sequential):
+    """All layers are told which microbatch is the first."""
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        for layer in self:
+            x = layer(x, is_first_microbatch=is_first_microbatch)
+        return x
+
+
 def test_weights_that_torch_autocast_has_cast(graph_device: torch.device) -> None:
     """Around captures and steps it keeps them, as of before an update; a replay casts them all the same."""
     module = nn.Linear(HIDDEN, HIDDEN, device=graph_device)
@@ -375,24 +384,28 @@ def test_weights_that_torch_autocast_has_cast(graph_device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("noted", [True, False])
-def test_a_capture_leaves_no_attribute(noted: bool, graph_device: torch.device) -> None:
-    """Of what a step has noted before on parameters and modules: the same objects, or none."""
-    moe = MoE(HIDDEN, 96, 4, aux_loss_coefficient=0.01, fuse_wgrad_accumulation=True, **on(graph_device))
-    module = nn.Sequential(moe, Linear(HIDDEN, HIDDEN, fuse_wgrad_accumulation=True, **on(graph_device)))
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_capture_leaves_no_trace(caches: bool, noted: bool, graph_device: torch.device) -> None:
+    """Of what a step has noted before on parameters and modules: the same objects, or none; nor in ``main_grad``."""
+    fused = {"fuse_wgrad_accumulation": True, **on(graph_device)}
+    first = LayerNormMLP(HIDDEN, 96, **fused) if caches else MoE(HIDDEN, 96, 4, aux_loss_coefficient=0.01, **fused)
+    module = Microbatches(first, Linear(HIDDEN, HIDDEN, **fused))
     for p in module.parameters():
-        p.main_grad = torch.zeros(p.shape, dtype=p.dtype if p.dim() < 2 else torch.float32, device=graph_device)  # type: ignore[attr-defined]
-    module[1].weight.requires_grad_(False)
+        p.main_grad = torch.ones(p.shape, dtype=p.dtype if p.dim() < 2 else torch.float32, device=graph_device)  # type: ignore[attr-defined]
+    if not caches:
+        module[1].weight.requires_grad_(False)
+        del module[1].weight.main_grad  # which it needs not have
     if noted:
         with autocast(recipe="current"):
-            module[1](module[0](inputs(graph_device)[0], True), True).sum().backward()
-    kept = "router_loss", "expert_counts", "_weight_cache"
+            module(inputs(graph_device)[0], True).sum().backward()
+    kept = "router_loss", "expert_counts", "_weight_cache", "_skip_weight_cast"
 
     def attributes() -> dict[Any, Any]:
         noted = {(part, name): vars(part)[name] for part in module.modules() for name in kept if name in vars(part)}
         return noted | {(p, name): each for p in module.parameters() for name, each in vars(p).items()}
 
     before, values = attributes(), state_of(module)
-    make_graphed_callables(module, sample_of(graph_device), recipe="current")
+    make_graphed_callables(module, sample_of(graph_device), recipe="current", cache_quantized_params=caches)
     assert attributes().keys() == before.keys()
     assert [key for key, each in attributes().items() if each is not before[key]] == []
     assert_same(state_of(module), values, "a capture leaves a trace")

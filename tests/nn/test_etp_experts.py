@@ -43,6 +43,18 @@ SINGLE = {"single_grouped_weight": True}
 BF16 = torch.bfloat16
 
 
+def groups_of_parts(rank: int, size: int) -> None:
+    alone, everyone = [dist.new_group([each]) for each in range(size)][rank], dist.group.WORLD
+    for shared, experts in ((alone, everyone), (everyone, alone)):
+        moe: Any = minifloat.MoE(32, 48, 4, 2, shared_ffn_hidden_size=16, etp_group=shared, expert_etp_group=experts)
+        for layer, group in ((moe.shared_fc1, shared), (moe.shared_fc2, shared), (moe.experts.fc1, experts)):
+            assert (layer._etp is not None) == (group is everyone)
+
+
+def test_experts_have_other_ranks_than_the_shared_mlp(worker_pool: Pools) -> None:
+    worker_pool(2).run(groups_of_parts)
+
+
 NUMBERS = [
     # three ranks differ from two in the rows that they have: of every recipe for one layer, of two for those made of it
     pytest.param(kind, size, recipe, marks=[pytest.mark.slow] * (size == 3 and kind != "linear" and recipe not in few))

@@ -593,6 +593,20 @@ def test_delayed_weight_gradients_of_a_step_given_up(how: str, make: Any, fuse: 
         layer.backward_dw()
 
 
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_delayed_weight_gradients_of_a_backward_that_raises(recipe: str | None) -> None:
+    """They are dropped with it, and none of the next backward."""
+    layer = Linear(16, 16, recipe=recipe, delay_wgrad_compute=True)
+    layer(torch.randn(20, 16)).sum().backward()
+    x = torch.randn(20, 16, requires_grad=True) * 1
+    x.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layer(x).sum().backward()
+    layer.backward_dw()
+    with pytest.raises(ValueError, match="no weight gradient is waiting"):
+        layer.backward_dw()
+
+
 def test_a_recomputation_is_no_first_microbatch() -> None:
     """The weight gradients that wait belong to its own step."""
     layer = Linear(16, 8, recipe="current", delay_wgrad_compute=True)
