@@ -2,7 +2,7 @@
 
 Inside of :func:`checkpoint`, or of PyTorch's checkpoint with :func:`checkpoint_context_fn`, every linear records on a
 :class:`Tape` under which recipe it runs (:func:`replayed_scale`), and every sharded module how it communicates
-(:func:`parallel_of`). A recomputation runs under the ``autocast`` of the forward and reads the tape: delayed scales
+(:func:`exchange_of`). A recomputation runs under the ``autocast`` of the forward and reads the tape: delayed scales
 that have moved on since are the old ones, and amaxes are recorded once.
 
 Without a tape a forward with gradients inside of a backward is taken for a recomputation. It is exact for a layer with
@@ -56,7 +56,7 @@ class Sharded(Protocol[P_co]):
     """A module that is split over ranks."""
 
     @property
-    def _parallel(self) -> P_co: ...
+    def _exchange(self) -> P_co: ...
 
 
 class Step(NamedTuple):
@@ -69,13 +69,13 @@ class Step(NamedTuple):
 class Tape:
     """The steps of one checkpointed region in their order, and what surrounds it.
 
-    ``parallel``: how its sharded modules communicate. ``untaped``: it is inside of a checkpoint of PyTorch that has no
+    ``exchanges``: how its sharded modules communicate. ``untaped``: it is inside of a checkpoint of PyTorch that has no
     tape, whose recomputation would make another one.
     """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.parallel: dict[Any, Any] = {}
+        self.exchanges: dict[Any, Any] = {}
         self.contexts: list[autocast] = surrounding_contexts()
         self.untaped = _in_untaped_checkpoint()
 
@@ -215,13 +215,13 @@ def recomputes() -> bool:
     return not torch.compiler.is_compiling() and (_graph_task() != -1 or _surroundings()[0] is not None)
 
 
-def parallel_of(module: Sharded[P_co]) -> P_co:
+def exchange_of(module: Sharded[P_co]) -> P_co:
     """How a sharded module communicates in this forward: in a recomputation, as it did in the forward.
 
     Raises:
         RuntimeError: a recomputation without a tape, of a module that ``set_tensor_parallel_group`` has been called of.
     """
-    own = module._parallel
+    own = module._exchange
     if torch.compiler.is_compiling() or (not _inside and _graph_task() == -1):
         return own
     replay, tapes = _surroundings()
@@ -230,9 +230,9 @@ def parallel_of(module: Sharded[P_co]) -> P_co:
             f"{label_of(module)}: set_tensor_parallel_group was called, and a "
             f"torch.utils.checkpoint without a tape does not know the group of its forward; {_USE}"
         )
-    found: P_co = own if replay is None else replay.tape.parallel.get(module, own)
+    found: P_co = own if replay is None else replay.tape.exchanges.get(module, own)
     for tape in tapes:
-        tape.parallel.setdefault(module, found)
+        tape.exchanges.setdefault(module, found)
     return found
 
 

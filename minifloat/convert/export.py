@@ -95,9 +95,9 @@ def _check(model: nn.Module) -> None:
         named = layers[0]._label if layers else type(model).__name__
         raise ValueError(f"export: {named} is in training mode, and programs are for inference; call model.eval()")
     for layer in layers:
-        if layer._parallel.mode is not None:
+        if layer._exchange.mode is not None:
             raise ValueError(
-                f"export: {layer._label} is split over {layer._parallel.group.size} ranks; export a model that is "
+                f"export: {layer._label} is split over {layer._exchange.group.size} ranks; export a model that is "
                 "built without parallel_mode and has loaded the whole state dict"
             )
         for weight in [layer._weight(name) for name in layer._weight_names]:

@@ -16,7 +16,7 @@ from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatt
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.functional.autograd import apply, autocast_to, first_order, guarded
-from minifloat.functional.exchange import Local, exchange
+from minifloat.functional.exchange import Local, make_exchange
 from minifloat.ops import cross_entropy as kernels
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -212,16 +212,16 @@ def linear_cross_entropy(
             "head.whole_weight(), or 'replicated' for the head in the plan of parallelize"
         )
     group = Group.of(tp_group)
-    parallel = exchange("column", sequence_parallel, group, check=check)
-    parallel = parallel.of_call(hidden.shape, rows_per_rank, "linear_cross_entropy")
-    shape = parallel.output_shape(hidden.shape, hidden.shape[-1])
+    exchange = make_exchange("column", sequence_parallel, group, check=check)
+    exchange = exchange.of_call(hidden.shape, rows_per_rank, "linear_cross_entropy")
+    shape = exchange.output_shape(hidden.shape, hidden.shape[-1])
     check_arguments(hidden, shape, target)
     options = label_smoothing, ignore_index, chunk_rows or 0, *place(len(weight), group, classes)
     hidden = autocast_to(hidden)
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
-    return apply(LinearCrossEntropyFunction, rows, weight, bias, targets, parallel, needs, reduction, *options)
+    return apply(LinearCrossEntropyFunction, rows, weight, bias, targets, exchange, needs, reduction, *options)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -234,16 +234,16 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        parallel: Local,
+        exchange: Local,
         needs: list[bool],
         reduction: str,
         *options: Any,
     ) -> Tensor:
         w, b = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        if parallel.group.size == 1:
+        if exchange.group.size == 1:
             total, *gradients = kernels.linear_cross_entropy(hidden, w, b, target, *options[:3], needs)
         else:
-            total, *gradients = _of_shared_head(parallel, needs, hidden, w, b, target, *options)
+            total, *gradients = _of_shared_head(exchange, needs, hidden, w, b, target, *options)
         count = (target != options[1]).sum() if reduction == "mean" else torch.ones_like(total)
         ctx.save_for_backward(count, *gradients)
         ctx.needs = needs
@@ -264,7 +264,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _of_shared_head(
-    parallel: Local,
+    exchange: Local,
     needs: list[bool],
     hidden: Tensor,
     weight: Tensor,
@@ -273,7 +273,7 @@ def _of_shared_head(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``kernels.linear_cross_entropy`` gives, of a head that ranks share."""
-    group, shards, check = parallel.group, parallel.shards, parallel.check
+    group, shards, check = exchange.group, exchange.shards, exchange.check
     if shards is not None:
         hidden = all_gather_rows(hidden, shards, group, check=check)
     label_smoothing, ignore_index, chunk_rows, first, classes = options

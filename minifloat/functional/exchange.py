@@ -308,7 +308,7 @@ _EXCHANGES: dict[tuple[Mode, bool], type[_Split]] = {
 }
 
 
-def exchange(
+def make_exchange(
     mode: Mode, sequence_parallel: bool, group: Group, overlap: Overlap = "handles", check: Check = False
 ) -> Local:
     """Makes the exchange of a linear that ``group`` shares."""
@@ -317,4 +317,4 @@ def exchange(
 
 def in_mode(own: Local, mode: Mode) -> Local:
     """The exchange of the same ranks in another mode."""
-    return exchange(mode, own.sequence_parallel, own.group, own.overlap, own.check)
+    return make_exchange(mode, own.sequence_parallel, own.group, own.overlap, own.check)

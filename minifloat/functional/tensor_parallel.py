@@ -204,9 +204,9 @@ def set_overlap(model: nn.Module, overlap: Overlap) -> None:
         ValueError: ``overlap`` is neither.
     """
     for module in model.modules():
-        parallel = getattr(module, "_parallel", None)
-        if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
-            module._parallel = replace(parallel, overlap=overlap)  # type: ignore[assignment]
+        exchange = getattr(module, "_exchange", None)
+        if isinstance(exchange, TensorParallel) and exchange.group.size > 1:
+            module._exchange = replace(exchange, overlap=overlap)  # type: ignore[assignment]
 
 
 @checked
@@ -220,20 +220,20 @@ def set_check(model: nn.Module, check: bool = True) -> None:
     """
     for module in model.modules():
         for holder in (module, *module._forward_pre_hooks.values()):
-            parallel = getattr(holder, "_parallel", None)
-            if isinstance(parallel, TensorParallel) and parallel.group.size > 1:
-                setattr(holder, "_parallel", replace(parallel, check=check))  # noqa: B010 - hooks have any type
+            exchange = getattr(holder, "_exchange", None)
+            if isinstance(exchange, TensorParallel) and exchange.group.size > 1:
+                setattr(holder, "_exchange", replace(exchange, check=check))  # noqa: B010 - hooks have any type
 
 
 class _Replicated(torch.autograd.Function):
     """The identity; the gradient is summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, parallel: TensorParallel) -> Tensor:
-        ctx.parallel = parallel
+    def forward(ctx: Any, parameter: Tensor, exchange: TensorParallel) -> Tensor:
+        ctx.exchange = exchange
         return parameter.view_as(parameter)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.parallel.start_sum_of_rows(gradient.clone()).wait(), None
+        return ctx.exchange.start_sum_of_rows(gradient.clone()).wait(), None

@@ -22,7 +22,7 @@ from minifloat.nn.etp_embedding import EtpEmbedding
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import Partition, mark, tensor_parallel
 from minifloat.nn.uncompiled import run_eager
-from minifloat.recompute import parallel_of
+from minifloat.recompute import exchange_of
 
 
 class VocabParallelEmbedding(EtpEmbedding):
@@ -61,7 +61,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         ValueError: the vocabulary is too small for so many ranks; arguments that contradict each other.
     """
 
-    _parallel: Local
+    _exchange: Local
 
     @checked
     def __init__(
@@ -81,31 +81,31 @@ class VocabParallelEmbedding(EtpEmbedding):
         etp_reduction: Reduction = "mean",
     ) -> None:
         self.__dict__.update(vocabulary=num_embeddings, embedding_dim=embedding_dim)  # which errors name
-        parallel = tensor_parallel(self._label, "row", sequence_parallel, tp_group, tp_size, tp_mesh)
-        rows = self._init_state(num_embeddings, parallel, init_method)  # first: nn.Embedding.__init__ fills the weight
+        exchange = tensor_parallel(self._label, "row", sequence_parallel, tp_group, tp_size, tp_mesh)
+        rows = self._init_state(num_embeddings, exchange, init_method)  # first: nn.Embedding.__init__ fills the weight
         dtype = one_dtype(self._label, dtype, params_dtype)
         nn.Embedding.__init__(self, rows, embedding_dim, device=device, dtype=dtype)
         self._share_rows(etp_group, etp_reduction)
 
     @classmethod
-    def _adopt(cls, module: nn.Embedding, parallel: Local) -> None:
+    def _adopt(cls, module: nn.Embedding, exchange: Local) -> None:
         """Makes ``module``, an embedding of all tokens whose table is this rank's rows already, one of these, in place.
 
         Args:
-            parallel: the ranks, and whether they share dim 0 of the result out.
+            exchange: the ranks, and whether they share dim 0 of the result out.
         """
         module.__class__ = cls
         assert isinstance(module, cls)
-        parallel = in_mode(parallel, "row")
-        module.num_embeddings = module._init_state(module.num_embeddings, parallel, None)
+        exchange = in_mode(exchange, "row")
+        module.num_embeddings = module._init_state(module.num_embeddings, exchange, None)
         assert len(module.weight) == module.num_embeddings, (module.weight.shape, module.num_embeddings)
         module._mark_parameters()
 
-    def _init_state(self, vocabulary: int, parallel: Local, init_method: InitMethod | None) -> int:
+    def _init_state(self, vocabulary: int, exchange: Local, init_method: InitMethod | None) -> int:
         """Everything that an ``nn.Embedding`` lacks, and how many rows it has."""
-        shards, rank = vocabulary_shards(vocabulary, parallel.group.size), parallel.group.rank
+        shards, rank = vocabulary_shards(vocabulary, exchange.group.size), exchange.group.rank
         self.__dict__.update(
-            vocabulary=vocabulary, _parallel=parallel, init_method=init_method, first=shards.first(rank)
+            vocabulary=vocabulary, _exchange=exchange, init_method=init_method, first=shards.first(rank)
         )  # nn.Module.__init__ may not have run yet
         return shards.rows[rank]
 
@@ -120,8 +120,8 @@ class VocabParallelEmbedding(EtpEmbedding):
             ValueError: ``rows_per_rank`` does not add up to S, or is missing where S does not divide.
         """
         shape = (*tokens.shape, self.embedding_dim)
-        call = parallel_of(self).of_call(shape, rows_per_rank, self)
-        if self._parallel.group.size == 1:
+        call = exchange_of(self).of_call(shape, rows_per_rank, self)
+        if self._exchange.group.size == 1:
             return super().forward(tokens)
         if self._etp is not None and torch.compiler.is_compiling():
             compiled: Tensor = run_eager(VocabParallelEmbedding.forward, self, tokens, rows_per_rank)
@@ -139,20 +139,20 @@ class VocabParallelEmbedding(EtpEmbedding):
         Raises:
             ValueError: the table is sharded over another number of ranks.
         """
-        group, old = Group.of(tp_group), self._parallel.group
+        group, old = Group.of(tp_group), self._exchange.group
         if group.size != old.size:
             raise ValueError(f"{self._label}: its table is cut for {old.size} ranks, not for a group of {group.size}")
-        self._parallel = self._parallel.over(group)
+        self._exchange = self._exchange.over(group)
 
     def extra_repr(self) -> str:
-        group = self._parallel.group
+        group = self._exchange.group
         part = f", rows {self.first} to {self.first + self.num_embeddings - 1} on rank {group.rank} of {group.size}"
         shared = "" if self._etp is None else f", etp_size={self._etp.group.size}"
         return f"{self.vocabulary}, {self.embedding_dim}" + part * (group.size > 1) + shared
 
     def _mark_parameters(self) -> None:
         super()._mark_parameters()
-        group = self._parallel.group
+        group = self._exchange.group
         if group.size > 1:
             mark(self.weight, Partition(0, (self.vocabulary,), group.size, group.rank))
 

@@ -50,7 +50,7 @@ class EtpRows(nn.Module):
     init_method: InitMethod | None
     parallel_mode: Mode | None
     sequence_parallel: bool
-    _parallel: Local
+    _exchange: Local
     _partitions: dict[str, Partition]
     _etp: Sharding | None = None
     _etp_lengths: tuple[int, ...] = ()  # rows of each parameter of the whole

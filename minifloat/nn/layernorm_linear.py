@@ -22,7 +22,7 @@ from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recipe import RecipeLike
-from minifloat.recompute import parallel_of
+from minifloat.recompute import exchange_of
 
 
 class LayerNormLinear(parts.LayerOfParts):
@@ -149,14 +149,14 @@ class LayerNormLinear(parts.LayerOfParts):
         bias: Tensor | None
         if recipe is None:
             stream = parts.add_residual(x, residual, linear)
-            n = parts.call_norm(norm, stream, parallel_of(linear) if isinstance(linear, Linear) else None)
+            n = parts.call_norm(norm, stream, exchange_of(linear) if isinstance(linear, Linear) else None)
             options = {"fp8_output": fp8_output or None, "rows_per_rank": rows_per_rank}  # a replaced part knows less
             y, bias = parts.call_unfused(linear, n, is_first_microbatch=is_first_microbatch, **options)
         else:
             x, residual = parts.prepare_residual(x, residual, linear)
-            exchange = linear._parallel
+            exchange = linear._exchange
             if exchange.mode is not None or rows_per_rank is not None:
-                exchange = parallel_of(linear).of_call(x.shape, rows_per_rank, linear, x.dtype)
+                exchange = exchange_of(linear).of_call(x.shape, rows_per_rank, linear, x.dtype)
             linear._check_input(x, is_first_microbatch)
             check_meta(x, self, norm._parameters.get("weight"))
             dtype = linear._compute_dtype(x)

@@ -23,7 +23,7 @@ from minifloat.nn.linear import Linear
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recipe import RecipeLike
-from minifloat.recompute import checkpoint_without_dropout, parallel_of
+from minifloat.recompute import checkpoint_without_dropout, exchange_of
 
 
 class LayerNormMLP(parts.LayerOfParts):
@@ -179,21 +179,21 @@ class LayerNormMLP(parts.LayerOfParts):
         bias: Tensor | None
         if first is None or second is None:
             stream = parts.add_residual(x, residual, fc1)
-            n = parts.call_norm(own_norm, stream, parallel_of(fc1) if isinstance(fc1, Linear) else None)
+            n = parts.call_norm(own_norm, stream, exchange_of(fc1) if isinstance(fc1, Linear) else None)
             options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows}
             h, _ = parts.call_unfused(fc1, n, **options)
             y, bias = parts.call_unfused(fc2, activate(h, self.activation), **options)
         else:
             x, residual = parts.prepare_residual(x, residual, fc1)
-            column, row = fc1._parallel, fc2._parallel
+            column, row = fc1._exchange, fc2._exchange
             split = rows is not None or column.mode is not None or row.mode is not None
             if split:
-                column = parallel_of(fc1).of_call(x.shape, rows, fc1, x.dtype)
+                column = exchange_of(fc1).of_call(x.shape, rows, fc1, x.dtype)
             fc1._check_input(x, is_first_microbatch)
             for part in (own_norm, fc2):
                 check_meta(x, self, part._parameters.get("weight"))
             if split:
-                row = parallel_of(fc2).of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2)
+                row = exchange_of(fc2).of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2)
             dtype = fc1._compute_dtype(x)
             gamma, beta = own_norm.weight, own_norm.bias
             needs_x = parts.needs_gradient(x, residual, gamma, beta)

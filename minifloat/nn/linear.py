@@ -28,7 +28,7 @@ from minifloat.nn.quantized_parameters import parameter_init
 from minifloat.nn.tensor_parallel import mark, partitions, tensor_parallel
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recipe import Recipe, RecipeLike
-from minifloat.recompute import parallel_of
+from minifloat.recompute import exchange_of
 from minifloat.tensor import QuantizedTensor, traced
 
 
@@ -119,7 +119,7 @@ class Linear(LinearCalls, nn.Linear):
         self.return_bias = return_bias
         self.init_method = init_method
         self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel
-        self._parallel = tensor_parallel(self._label, parallel_mode, sequence_parallel, tp_group, tp_size, tp_mesh)
+        self._exchange = tensor_parallel(self._label, parallel_mode, sequence_parallel, tp_group, tp_size, tp_mesh)
         split = self._named_split(parameters_split)
         self._share_out(split, fused_parts)
         super().__init__(self.in_features, self.out_features, bias, device=device, dtype=dtype)
@@ -158,24 +158,24 @@ class Linear(LinearCalls, nn.Linear):
         compiling = torch.compiler.is_compiling()
         if compiling and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad):
             return run_eager(Linear.forward, self, x, is_first_microbatch, fp8_output, fp8_grad, rows_per_rank)
-        parallel = self._parallel
-        if parallel.mode is not None or rows_per_rank is not None:
+        exchange = self._exchange
+        if exchange.mode is not None or rows_per_rank is not None:
             check_tensor(x, self)
-            parallel = parallel_of(self).of_call(x.shape, rows_per_rank, self, x.dtype)
+            exchange = exchange_of(self).of_call(x.shape, rows_per_rank, self, x.dtype)
         self._check_input(x, is_first_microbatch)
         recipe = self._recipe_in_force()
         if recipe is None:
             if (calibration := self._calibration()) is not None:
                 calibrate([x.detach(), self._own_values()], ["input", "weight"], calibration)
             rows_alone = autocast.batch_invariant_used and is_batch_invariant()
-            if parallel.mode is not None or self._etp is not None or rows_alone:
+            if exchange.mode is not None or self._etp is not None or rows_alone:
                 self._check_dtype(x)
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.wgrad_in_weight_dtype):
                 return self._high_precision(x)
             recipe = UNQUANTIZED  # PyTorch's own linear cannot do what is asked
         dtype = self._compute_dtype(x)
         linear, weight, bias = self._prepare(
-            recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, parallel,
+            recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange,
             input_is_quantized=isinstance(x, QuantizedTensor), compiling=compiling,
         )  # fmt: skip
         (spec, exchange, _, given), source, x = linear, x, x.to(dtype)
@@ -196,7 +196,7 @@ class Linear(LinearCalls, nn.Linear):
             given.delayed.forward_finished()
         if finite.active:
             self._check_finite(x, y)
-        return (y, self._returned_bias(parallel)) if self.return_bias else y
+        return (y, self._returned_bias(exchange)) if self.return_bias else y
 
     # ---- the parameters: one or several, whole or this rank's share ----
 
@@ -276,7 +276,7 @@ class Linear(LinearCalls, nn.Linear):
     def reset_parameters(self) -> None:
         """Initial values, quantized weights included, and delayed scaling's state as new."""
         self._reset_histories()
-        fan_in = self.in_features * (self._parallel.group.size if self._parallel.mode == "row" else 1)
+        fan_in = self.in_features * (self._exchange.group.size if self._exchange.mode == "row" else 1)
         bound = 0.0 if self.init_method is not None or not fan_in else fan_in**-0.5
         self._fill("weight", self._weight_names, lambda weight: parameters.initialize(weight, self.init_method))
         self._fill("bias", self._bias_names, lambda bias: nn.init.uniform_(bias, -bound, bound))
@@ -332,16 +332,16 @@ class Linear(LinearCalls, nn.Linear):
         if sum(parts.values()) != self.out_features or any(rows < 0 for rows in parts.values()):
             option = "parameters_split" if split is not None else "fused_parts"
             raise ValueError(f"{self._label}: {option} {dict(parts)} must add up to out_features={self.out_features}")
-        self._partitions = partitions(self._label, self._parallel, self.in_features, parts)
-        if self._parallel.mode == "column":
-            self.out_features //= self._parallel.group.size
-        elif self._parallel.mode == "row":
-            self.in_features //= self._parallel.group.size
+        self._partitions = partitions(self._label, self._exchange, self.in_features, parts)
+        if self._exchange.mode == "column":
+            self.out_features //= self._exchange.group.size
+        elif self._exchange.mode == "row":
+            self.in_features //= self._exchange.group.size
 
     def _mark_parameters(self) -> None:
         """Notes on the parameters of a sharded layer how they are."""
         super()._mark_parameters()
-        for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)) if self._parallel.mode else ():
+        for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)) if self._exchange.mode else ():
             whole, split = self._partitions.get(kind), self.parameters_split or {}
             one_of_parts = whole is not None and whole.dim == 0 and len(names) > 1
             for name in names:
@@ -355,7 +355,7 @@ class Linear(LinearCalls, nn.Linear):
                 f"{self._label}: parameters_split with fuse_wgrad_accumulation or delay_wgrad_compute is not "
                 "supported: they need the weight as one parameter"
             )
-        shares = self._parallel.group.size if self._parallel.mode == "column" else 1
+        shares = self._exchange.group.size if self._exchange.mode == "column" else 1
         sizes = self.parameters_split = {name: rows // shares for name, rows in sizes.items()}
         for kind in ("weight", "bias"):
             whole = self._parameters.pop(kind)
@@ -372,19 +372,19 @@ class Linear(LinearCalls, nn.Linear):
             ValueError: the layer is not sharded, or over another number of ranks.
         """
         group = Group.of(tp_group)
-        if self._parallel.mode is None or group.size != self._parallel.group.size:
+        if self._exchange.mode is None or group.size != self._exchange.group.size:
             raise ValueError(
-                f"{self._label}: its parameters are for tp_size={self._parallel.group.size}, not for a group of "
+                f"{self._label}: its parameters are for tp_size={self._exchange.group.size}, not for a group of "
                 f"{group.size} ranks; make a new layer with tp_group"
             )
-        self._parallel = self._parallel.over(group)
+        self._exchange = self._exchange.over(group)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}"
         split = "" if self.parameters_split is None else f", parameters_split={self.parameters_split}"
-        if self._parallel.mode is not None:
-            split += f", parallel_mode={self._parallel.mode!r}, tp_size={self._parallel.group.size}"
-            split += ", sequence_parallel=True" * self._parallel.sequence_parallel
+        if self._exchange.mode is not None:
+            split += f", parallel_mode={self._exchange.mode!r}, tp_size={self._exchange.group.size}"
+            split += ", sequence_parallel=True" * self._exchange.sequence_parallel
         if self._etp is not None:
             split += f", etp_size={self._etp.group.size}"
         recipe, from_autocast = self._recipe_in_force(), self.recipe is None

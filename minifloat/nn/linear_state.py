@@ -113,7 +113,7 @@ class LinearState(EtpRows):
             "parameters_split": None,
             "parallel_mode": None,
             "sequence_parallel": False,
-            "_parallel": LOCAL,
+            "_exchange": LOCAL,
             "_partitions": {},
             "_etp": None,
             "_etp_weight": None,

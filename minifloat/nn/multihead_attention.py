@@ -34,7 +34,7 @@ from minifloat.nn.multihead_parts import (
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recipe import RecipeLike
-from minifloat.recompute import checkpoint, checkpoint_without_dropout, parallel_of
+from minifloat.recompute import checkpoint, checkpoint_without_dropout, exchange_of
 
 
 class MultiheadAttention(parts.LayerOfLinears):
@@ -147,7 +147,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         check_options(input_layernorm, of_norm, fuse_qkv_params, fuse_wgrad_accumulation)
         column: Mode | None = "column" if set_parallel_mode else None
         ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh}
-        parallel = tensor_parallel("MultiheadAttention", column, sequence_parallel, **ranks)
+        exchange = tensor_parallel("MultiheadAttention", column, sequence_parallel, **ranks)
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.heads, self.groups, self.channels = num_attention_heads, groups, channels
         self.qkv_format = qkv_format
@@ -209,17 +209,17 @@ class MultiheadAttention(parts.LayerOfLinears):
             save_original_input=save_original_input,
             **linears,
         )
-        self._share_heads(parallel)
+        self._share_heads(exchange)
 
-    def _share_heads(self, parallel: Local) -> None:
+    def _share_heads(self, exchange: Local) -> None:
         """Attends with this rank's part of the heads from now on: what the linears give, which are sharded already.
 
         Raises:
             ValueError: heads that do not divide by the number of ranks, ``bshd`` with sequence parallelism.
         """
-        size = parallel.group.size
-        check_parallel(self.heads, self.groups, self.qkv_format, parallel)
-        self._parallel = parallel
+        size = exchange.group.size
+        check_parallel(self.heads, self.groups, self.qkv_format, exchange)
+        self._exchange = exchange
         self.heads, self.groups = self.heads // size, self.groups // size
         self.core_attention.num_attention_heads = self.heads
         self.core_attention.num_gqa_groups = self.groups
@@ -270,27 +270,27 @@ class MultiheadAttention(parts.LayerOfLinears):
             check_tensor(encoder_output, self, "encoder_output")
         check_encoder_output(self.attention_type, encoder_output)
         options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows_per_rank}
-        parallel = parallel_of(self)
+        exchange = exchange_of(self)
         of_q, of_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         starts = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv)
         (q, k, v), n, stream = self._query_key_value(
-            hidden_states, residual, encoder_output, encoder_rows_per_rank, (of_q, of_k), starts, parallel, options
+            hidden_states, residual, encoder_output, encoder_rows_per_rank, (of_q, of_k), starts, exchange, options
         )
-        bias = None if core_attention_bias is None else summing(parallel).replicated(core_attention_bias)
+        bias = None if core_attention_bias is None else summing(exchange).replicated(core_attention_bias)
         attend = partial(
             self.core_attention,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
-            core_attention_bias=own_heads(bias, self.heads, parallel),
+            core_attention_bias=own_heads(bias, self.heads, exchange),
         )
         drops = self.training and self.core_attention.attention_dropout > 0
         run = attend
         if checkpoint_core_attention:
             run = partial(checkpoint if drops else checkpoint_without_dropout, attend)
-        if parallel.mode is not None and drops:
-            run = partial(draw_apart, parallel.group, run)
-        attended = run(q, k, v, own_heads(attention_mask, self.heads, parallel), cu_seqlens_q, cu_seqlens_kv)
+        if exchange.mode is not None and drops:
+            run = partial(draw_apart, exchange.group, run)
+        attended = run(q, k, v, own_heads(attention_mask, self.heads, exchange), cu_seqlens_q, cu_seqlens_kv)
         y, bias = parts.call_unfused(self.proj, attended, **options)
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
@@ -302,7 +302,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         encoder_rows: Sequence[int] | None,
         angles: tuple[Tensor | None, Tensor | None],
         starts: tuple[Tensor | None, Tensor | None],
-        parallel: Local,
+        exchange: Local,
         options: dict[str, Any],
     ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
         """Each [..., heads, channels], normed and turned; the norm's result, if it is wanted; the stream.
@@ -327,22 +327,22 @@ class MultiheadAttention(parts.LayerOfLinears):
                 self.rotary_pos_interleaved, starts,
             )  # fmt: skip
             of_q = of_k = None
-        q = self._place(q, self.query_norm, of_q, starts[0], parallel)
-        k = self._place(k, self.key_norm, of_k, starts[1], parallel)
+        q = self._place(q, self.query_norm, of_q, starts[0], exchange)
+        k = self._place(k, self.key_norm, of_k, starts[1], exchange)
         return (q, k, v), n, stream
 
     def extra_repr(self) -> str:
         rotated = ", rotary_pos_interleaved=True" if self.rotary_pos_interleaved else ""
-        shared = f", tp_size={self._parallel.group.size}" if self._parallel.mode is not None else ""
+        shared = f", tp_size={self._exchange.group.size}" if self._exchange.mode is not None else ""
         return f"attention_type={self.attention_type}" + rotated + shared
 
     def _place(
-        self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, starts: Tensor | None, parallel: Local
+        self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, starts: Tensor | None, exchange: Local
     ) -> Tensor:
         """Norm and rotation of queries or keys, in the order that was asked for."""
         if norm is not None and self.qk_norm_before_rope:
-            x = parts.call_norm(norm, x, summing(parallel))
+            x = parts.call_norm(norm, x, summing(exchange))
         if angles is not None:
             interleaved = self.rotary_pos_interleaved
             x = apply_rotary_pos_emb(autocast_to(x), angles, self.qkv_format, None, interleaved, cu_seqlens=starts)
-        return x if norm is None or self.qk_norm_before_rope else parts.call_norm(norm, x, summing(parallel))
+        return x if norm is None or self.qk_norm_before_rope else parts.call_norm(norm, x, summing(exchange))

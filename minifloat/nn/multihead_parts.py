@@ -30,16 +30,16 @@ def make_projection(
     return LayerNormLinear(hidden_size, sum(rows.values()), **norm, **options)
 
 
-def summing(parallel: Local) -> Local:
+def summing(exchange: Local) -> Local:
     """For parameters that serve the heads of all ranks: gradients are summed as under sequence parallelism."""
-    return parallel if parallel.mode is None else ColumnSequence(parallel.group)
+    return exchange if exchange.mode is None else ColumnSequence(exchange.group)
 
 
-def own_heads(t: Any, heads: int, parallel: Local) -> Any:
+def own_heads(t: Any, heads: int, exchange: Local) -> Any:
     """This rank's ``heads`` of a mask or bias with a dim for those of all, [b, h, s, t]; anything else as it is."""
-    if parallel.mode is None or not isinstance(t, Tensor) or t.dim() < 3:
+    if exchange.mode is None or not isinstance(t, Tensor) or t.dim() < 3:
         return t
-    return t.narrow(-3, parallel.group.rank * heads, heads) if t.shape[-3] == heads * parallel.group.size else t
+    return t.narrow(-3, exchange.group.rank * heads, heads) if t.shape[-3] == heads * exchange.group.size else t
 
 
 def check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | None) -> None:
@@ -74,20 +74,20 @@ def check_encoder_output(attention_type: str, encoder_output: Tensor | None) -> 
         )
 
 
-def check_parallel(heads: int, groups: int, qkv_format: str, parallel: Local) -> None:
+def check_parallel(heads: int, groups: int, qkv_format: str, exchange: Local) -> None:
     """Raises where a rank would have a part of a head, or not one piece of each sequence.
 
     Raises:
         ValueError: query heads, or key and value heads, do not divide by the number of ranks; sequence parallelism with
             batches first.
     """
-    size = parallel.group.size
+    size = exchange.group.size
     for count, what in ((heads, "query heads (num_attention_heads)"), (groups, "key and value heads (num_gqa_groups)")):
         if count % size:
             raise ValueError(
                 f"MultiheadAttention: {count} {what} do not divide by tp_size={size}; each rank computes whole heads"
             )
-    if parallel.sequence_parallel and qkv_format == "bshd":
+    if exchange.sequence_parallel and qkv_format == "bshd":
         raise ValueError(
             "MultiheadAttention: sequence_parallel=True splits dim 0 over the ranks, which is the batch in "
             "qkv_format='bshd' (attn_input_format of TransformerLayer); use 'sbhd' or 'thd', where it is the sequence"

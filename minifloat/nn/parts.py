@@ -68,8 +68,8 @@ class LayerOfLinears(nn.Module):
             set_group: Any = getattr(part, "set_tensor_parallel_group", None)
             if set_group is not None:
                 set_group(tp_group)
-        if isinstance(getattr(self, "_parallel", None), Local):
-            self._parallel: Local = self._parallel.over(Group.of(tp_group))
+        if isinstance(getattr(self, "_exchange", None), Local):
+            self._exchange: Local = self._exchange.over(Group.of(tp_group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; weight gradients that wait for ``backward_dw`` are dropped."""
@@ -140,11 +140,11 @@ def call_unfused(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tupl
     return outputs if isinstance(outputs, tuple) else (outputs, None)
 
 
-def call_norm(norm: nn.Module, x: Tensor, parallel: Local | None) -> Any:
+def call_norm(norm: nn.Module, x: Tensor, exchange: Local | None) -> Any:
     """``norm(x)``; under sequence parallelism its parameters get the gradients of the rows of all ranks."""
-    if parallel is None or not parallel.sequence_parallel:
+    if exchange is None or not exchange.sequence_parallel:
         return norm(x)
-    replicated = {name: parallel.replicated(parameter) for name, parameter in norm.named_parameters()}
+    replicated = {name: exchange.replicated(parameter) for name, parameter in norm.named_parameters()}
     return functional_call(norm, replicated, (x,))
 
 

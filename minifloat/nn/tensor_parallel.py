@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.comm.group import Group
-from minifloat.functional.exchange import LOCAL, Local, exchange
+from minifloat.functional.exchange import LOCAL, Local, make_exchange
 from minifloat.functional.linear_config import Mode
 
 
@@ -64,10 +64,10 @@ def tensor_parallel(
     if tp_size not in (1, group.size):
         how = "and no tp_group or tp_mesh" if group.size == 1 else f"and a group of {group.size} ranks"
         raise ValueError(f"{label}: tp_size={tp_size} {how}; the group says what the size is")
-    return LOCAL if mode is None or group.size == 1 else exchange(mode, sequence_parallel, group)
+    return LOCAL if mode is None or group.size == 1 else make_exchange(mode, sequence_parallel, group)
 
 
-def partitions(label: str, parallel: Local, in_features: int, parts: Mapping[str, int]) -> dict[str, Partition]:
+def partitions(label: str, exchange: Local, in_features: int, parts: Mapping[str, int]) -> dict[str, Partition]:
     """How ``weight`` and ``bias`` of a linear are cut; what every rank has in full is left out.
 
     Args:
@@ -77,15 +77,15 @@ def partitions(label: str, parallel: Local, in_features: int, parts: Mapping[str
     Raises:
         ValueError: a length does not divide by the number of ranks.
     """
-    size, rank = parallel.group.size, parallel.group.rank
-    lengths = {"in_features": in_features} if parallel.mode == "row" else dict(parts)
-    for name, length in lengths.items() if parallel.mode else ():
+    size, rank = exchange.group.size, exchange.group.rank
+    lengths = {"in_features": in_features} if exchange.mode == "row" else dict(parts)
+    for name, length in lengths.items() if exchange.mode else ():
         if length % size:
             raise ValueError(f"{label}: {name}={length} does not divide by tp_size={size}")
-    if parallel.mode == "column":
+    if exchange.mode == "column":
         rows = Partition(0, tuple(lengths.values()), size, rank)
         return {"weight": rows, "bias": rows}
-    return {"weight": Partition(1, (in_features,), size, rank)} if parallel.mode == "row" else {}
+    return {"weight": Partition(1, (in_features,), size, rank)} if exchange.mode == "row" else {}
 
 
 def mark(parameter: Any, partition: Partition | None) -> None:

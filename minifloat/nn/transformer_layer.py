@@ -31,7 +31,7 @@ from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.parts import LayerOfLinears, Normalization, call_on_stream, part_name
 from minifloat.recipe import RecipeLike
-from minifloat.recompute import parallel_of
+from minifloat.recompute import exchange_of
 
 _OF_TP = ("set_parallel_mode", "sequence_parallel", "tp_group", "tp_size", "tp_mesh")
 _OF_DENSE = ("recompute_norm", *_OF_TP, "etp_group", "etp_reduction")
@@ -215,7 +215,7 @@ class TransformerLayer(LayerOfLinears):
                 **{"recompute_activation": save_memory, **of_mlp, **of_experts, **moe},
             )
         self.dropout = nn.Dropout(hidden_dropout)
-        self._parallel = self.self_attention._parallel
+        self._exchange = self.self_attention._exchange
 
     def forward(
         self,
@@ -291,8 +291,8 @@ class TransformerLayer(LayerOfLinears):
 
     def _drop(self, y: Tensor) -> Tensor:
         """Dropout; of rows that no other rank has, if that is how the residual stream is split."""
-        apart = self._parallel.sequence_parallel and self.training and self.dropout.p > 0
-        dropped: Tensor = draw_apart(parallel_of(self).group, self.dropout, y) if apart else self.dropout(y)
+        apart = self._exchange.sequence_parallel and self.training and self.dropout.p > 0
+        dropped: Tensor = draw_apart(exchange_of(self).group, self.dropout, y) if apart else self.dropout(y)
         return dropped
 
     def extra_repr(self) -> str:

@@ -154,9 +154,9 @@ def _tensor_parallel_group(model: nn.Module) -> Group:
     """The one that the model's layers are sharded over; of one rank if they are not."""
     found: dict[Group, str] = {}
     for name, module in model.named_modules():
-        parallel = getattr(module, "_parallel", None)
-        if isinstance(parallel, Local) and parallel.group.size > 1:
-            found.setdefault(parallel.group, name)
+        exchange = getattr(module, "_exchange", None)
+        if isinstance(exchange, Local) and exchange.group.size > 1:
+            found.setdefault(exchange.group, name)
     if len(found) > 1:
         raise ValueError(f"sharded_state_dict: {' and '.join(found.values())} are sharded over different groups")
     return next(iter(found), Group())

@@ -17,7 +17,7 @@ from minifloat.arguments import Count, checked
 from minifloat.comm.group import Group
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.exchange import Local, exchange, in_mode
+from minifloat.functional.exchange import Local, in_mode, make_exchange
 from minifloat.functional.linear_config import Mode, Overlap
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
@@ -130,8 +130,8 @@ def parallelize(
             weight gradient. Nothing was changed then.
     """
     ranks, plan = Ranks.of(mesh), plan or {}
-    parallel = exchange("column", sequence_parallel, ranks.tp, overlap, check)
-    shards = _plan_modules(model, parallel, plan) if ranks.tp.size > 1 else []
+    exchange = make_exchange("column", sequence_parallel, ranks.tp, overlap, check)
+    shards = _plan_modules(model, exchange, plan) if ranks.tp.size > 1 else []
     if shards or ranks.data:
         check_once(model)
     layers = plan_rows(model, ranks, plan, {shard.module for shard in shards if shard.summed})
@@ -203,19 +203,19 @@ def _check_parameters(
 # ---- what is done to which module ----
 
 
-def _plan_modules(model: nn.Module, parallel: Local, plan: Mapping[str, Style]) -> list[Sharding]:
+def _plan_modules(model: nn.Module, exchange: Local, plan: Mapping[str, Style]) -> list[Sharding]:
     shards: list[Sharding] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, _LAYERS):
-            shards += _plan_layer(name, module, parallel)
+            shards += _plan_layer(name, module, exchange)
             inside |= set(module.modules())
     unused = {pattern: style for pattern, style in plan.items() if style != "replicated"}
     for name, module in model.named_modules():
         pattern = next((each for each in plan if fnmatchcase(name, each)), None)
         if pattern is not None and module not in inside and isinstance(module, _TYPES.get(plan[pattern], ())):
             unused.pop(pattern, None)
-            shards += _plan_by_style(name, module, plan[pattern], parallel)
+            shards += _plan_by_style(name, module, plan[pattern], exchange)
             inside |= set(module.modules()) if isinstance(module, LayerNormLinear) else set()
     if unused:
         raise ValueError(
@@ -226,85 +226,85 @@ def _plan_modules(model: nn.Module, parallel: Local, plan: Mapping[str, Style]) 
     return shards
 
 
-def _plan_layer(name: str, module: nn.Module, parallel: Local) -> list[Sharding]:
+def _plan_layer(name: str, module: nn.Module, exchange: Local) -> list[Sharding]:
     if isinstance(module, MultiheadAttention):
-        return _plan_attention(name, module, parallel)
+        return _plan_attention(name, module, exchange)
     if isinstance(module, LayerNormMLP):
         halves = 2 if module.activation.gated else 1
         parts = (module.fc1.out_features // halves,) * halves
-        first = _plan_linear(f"{name}.fc1", module.fc1, "column", parallel, parts)
-        return [first, _plan_linear(f"{name}.fc2", module.fc2, "row", parallel)]
+        first = _plan_linear(f"{name}.fc1", module.fc1, "column", exchange, parts)
+        return [first, _plan_linear(f"{name}.fc2", module.fc2, "row", exchange)]
     if isinstance(getattr(module, "layernorm_mlp", None), LayerNormMoE):
         raise ValueError(f"parallelize: {name} has a mixture of experts, which is not tensor-parallel; use fully_shard")
-    return [Sharding(module, {}, partial(setattr, module, "_parallel", parallel))]
+    return [Sharding(module, {}, partial(setattr, module, "_exchange", exchange))]
 
 
-def _plan_attention(name: str, module: MultiheadAttention, parallel: Local) -> list[Sharding]:
-    check_parallel(module.heads, module.groups, module.qkv_format, parallel)
+def _plan_attention(name: str, module: MultiheadAttention, exchange: Local) -> list[Sharding]:
+    check_parallel(module.heads, module.groups, module.qkv_format, exchange)
     parts: dict[str, tuple[int, ...]] = {"qkv": (module.heads, module.groups, module.groups)}
     if module.attention_type == "cross":
         parts = {"query": (module.heads,), "key_value": (module.groups, module.groups)}
     shards = []
     for part, heads in parts.items():
         rows = tuple([count * module.channels for count in heads])
-        shards.append(_plan_linear(f"{name}.{part}", getattr(module, part), "column", parallel, rows))
-    shards.append(_plan_linear(f"{name}.proj", module.proj, "row", parallel))
-    return [*shards, Sharding(module, {}, partial(module._share_heads, parallel))]
+        shards.append(_plan_linear(f"{name}.{part}", getattr(module, part), "column", exchange, rows))
+    shards.append(_plan_linear(f"{name}.proj", module.proj, "row", exchange))
+    return [*shards, Sharding(module, {}, partial(module._share_heads, exchange))]
 
 
-def _plan_by_style(name: str, module: nn.Module, style: Style, parallel: Local) -> list[Sharding]:
+def _plan_by_style(name: str, module: nn.Module, style: Style, exchange: Local) -> list[Sharding]:
     if style == "vocabulary":
         assert isinstance(module, nn.Embedding)
-        return [_plan_embedding(name, module, parallel)]
+        return [_plan_embedding(name, module, exchange)]
     if style == "sequence":
-        reduced = ReducedGradients(partial(_sum_of_rows, parallel), recurse=False)
+        reduced = ReducedGradients(partial(_sum_of_rows, exchange), recurse=False)
         watch = partial(_watch, module, reduced)
-        own = parallel.sequence_parallel and any(True for _ in module.parameters(recurse=False))
+        own = exchange.sequence_parallel and any(True for _ in module.parameters(recurse=False))
         return [Sharding(module, {}, watch, summed=True)] if own else []
     assert style in ("column", "row"), style
-    return [_plan_linear(name, module, style, parallel)]
+    return [_plan_linear(name, module, style, exchange)]
 
 
 def _plan_linear(
-    name: str, module: nn.Module, mode: Mode, parallel: Local, parts: tuple[int, ...] | None = None
+    name: str, module: nn.Module, mode: Mode, exchange: Local, parts: tuple[int, ...] | None = None
 ) -> Sharding:
     """``parts``: rows of what a column-parallel weight is made of, each of which is cut by itself."""
     linear = module.linear if isinstance(module, LayerNormLinear) else module
     if type(linear) is not Linear:
         raise ValueError(f"parallelize: {name} is a {type(linear).__name__}; only a minifloat.Linear can be sharded")
-    if linear._parallel.mode is not None:
-        raise ValueError(f"parallelize: {name} is sharded already, over {linear._parallel.group.size} ranks")
-    parallel = in_mode(parallel, mode)
+    if linear._exchange.mode is not None:
+        raise ValueError(f"parallelize: {name} is sharded already, over {linear._exchange.group.size} ranks")
+    exchange = in_mode(exchange, mode)
     rows = linear.parameters_split or {f"rows {i}": count for i, count in enumerate(parts or (linear.out_features,))}
-    found = partitions(f"parallelize: {name}", parallel, linear.in_features, rows)
+    found = partitions(f"parallelize: {name}", exchange, linear.in_features, rows)
     cuts: dict[str, Partition] = {}
     for kind, names in (("weight", linear._weight_names), ("bias", linear._bias_names)):
         for each in names if kind in found else ():
             one_of_parts = len(names) > 1 and mode == "column"
             cuts[each] = found[kind]._replace(parts=(len(getattr(linear, each)),)) if one_of_parts else found[kind]
-    return Sharding(linear, cuts, partial(_finish_linear, linear, parallel, parts))
+    return Sharding(linear, cuts, partial(_finish_linear, linear, exchange, parts))
 
 
-def _finish_linear(linear: Linear, parallel: Local, parts: tuple[int, ...] | None) -> None:
-    linear.parallel_mode, linear.sequence_parallel = parallel.mode, parallel.sequence_parallel
-    linear._parallel = parallel
+def _finish_linear(linear: Linear, exchange: Local, parts: tuple[int, ...] | None) -> None:
+    linear.parallel_mode, linear.sequence_parallel = exchange.mode, exchange.sequence_parallel
+    linear._exchange = exchange
     linear._share_out(linear.parameters_split, parts)
-    if linear.parameters_split is not None and parallel.mode == "column":
+    if linear.parameters_split is not None and exchange.mode == "column":
         linear.parameters_split = {each: getattr(linear, f"{each}_weight").shape[0] for each in linear.parameters_split}
     linear._mark_parameters()
     linear.invalidate()
 
 
-def _plan_embedding(name: str, module: nn.Embedding, parallel: Local) -> Sharding:
+def _plan_embedding(name: str, module: nn.Embedding, exchange: Local) -> Sharding:
     if type(module) is not nn.Embedding or module.padding_idx is not None or module.max_norm is not None:
         raise ValueError(
             f"parallelize: {name} is a {type(module).__name__} with padding_idx={module.padding_idx} and "
             f"max_norm={module.max_norm}; 'vocabulary' takes an nn.Embedding without either"
         )
-    group, vocabulary = parallel.group, module.num_embeddings
+    group, vocabulary = exchange.group, module.num_embeddings
     vocabulary_shards(vocabulary, group.size)  # which raises now, before anything is changed
     cuts = {"weight": Partition(0, (vocabulary,), group.size, group.rank)}
-    return Sharding(module, cuts, partial(VocabParallelEmbedding._adopt, module, parallel))
+    return Sharding(module, cuts, partial(VocabParallelEmbedding._adopt, module, exchange))
 
 
 def _watch(module: nn.Module, reduced: ReducedGradients) -> None:
@@ -312,8 +312,8 @@ def _watch(module: nn.Module, reduced: ReducedGradients) -> None:
     reduced(module, ())  # before what reduces over ranks with other data sees the gradients
 
 
-def _sum_of_rows(parallel: Local, gradient: Tensor) -> Tensor:
+def _sum_of_rows(exchange: Local, gradient: Tensor) -> Tensor:
     """The gradient of a parameter of a module that sees this rank's rows."""
-    total = parallel.start_sum_of_rows(gradient.clone()).wait()
+    total = exchange.start_sum_of_rows(gradient.clone()).wait()
     assert total is not None
     return total

@@ -120,7 +120,7 @@ def checked(rank: int, size: int) -> list[list[Tensor]]:
         y.square().sum().backward()
         results.append([y.detach(), *[p.grad for p in model.parameters() if p.grad is not None]])
         set_check(model, False)
-        assert not model["mlp"].fc1._parallel.check
+        assert not model["mlp"].fc1._exchange.check
     return results
 
 

@@ -292,11 +292,11 @@ def test_compiled_graphs_have_functional_collectives() -> None:
 def test_set_overlap() -> None:
     group = Group("g", 2, 0)
     model = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity()])
-    model[0]._parallel, model[1]._parallel = RowSequence(group), "something else"  # type: ignore[assignment]
+    model[0]._exchange, model[1]._exchange = RowSequence(group), "something else"  # type: ignore[assignment]
     set_overlap(model, "symmetric_memory")
-    assert model[0]._parallel == RowSequence(group, "symmetric_memory")
-    assert model[1]._parallel == "something else" and not hasattr(model[2], "_parallel")
-    call = model[0]._parallel.of_call((8, 3), None, "layer")  # type: ignore[union-attr, operator]
+    assert model[0]._exchange == RowSequence(group, "symmetric_memory")
+    assert model[1]._exchange == "something else" and not hasattr(model[2], "_exchange")
+    call = model[0]._exchange.of_call((8, 3), None, "layer")  # type: ignore[union-attr, operator]
     assert (call.overlap, call.lengths, call.shards) == ("symmetric_memory", (4, 4), ShardMap((4, 4)))
     for set_so in (set_overlap, partial(parallelize, mesh=Group())):
         with pytest.raises(ValueError, match="overlap is 'userbuffers'; 'handles' or 'symmetric_memory'"):

@@ -235,7 +235,7 @@ def _call(rank: int, size: int, case: Case) -> None:
 
 def test_one_rank_is_unsharded() -> None:
     layer = TransformerLayer(HIDDEN, FFN, HEADS, set_parallel_mode=True, sequence_parallel=True)
-    assert layer.self_attention._parallel == LOCAL and layer.self_attention.heads == HEADS
+    assert layer.self_attention._exchange == LOCAL and layer.self_attention.heads == HEADS
     assert layer(torch.randn(3, BATCH, HIDDEN)).shape == (3, BATCH, HIDDEN)
 
 

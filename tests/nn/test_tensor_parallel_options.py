@@ -165,7 +165,7 @@ def returned_bias(case: Case, module: nn.Module, ordinary: Any) -> None:
     y = (y + bias).to(y.dtype)
     y.backward(dys[dist.get_rank()])
     plain = ordinary()
-    if last._parallel.mode == "row":  # else the ordinary module adds before it rounds
+    if last._exchange.mode == "row":  # else the ordinary module adds before it rounds
         assert torch.equal(y, plain["y"])
     found = {"x": x.grad} | {name: p.grad for name, p in module.named_parameters()}
     assert_same(found, {name: plain[name] for name in found})  # type: ignore[arg-type]
