@@ -55,7 +55,7 @@ def check_reduced(layer: object, weight: Tensor) -> None:
         raise unreduced(label_of(layer))
 
 
-def check_same_rows(label: str, parameters: Iterable[Tensor]) -> None:
+def check_same_rows(layer: object, parameters: Iterable[Tensor]) -> None:
     """To be called for a layer of whose weight each rank of ``etp_group`` has other rows.
 
     Raises:
@@ -63,9 +63,9 @@ def check_same_rows(label: str, parameters: Iterable[Tensor]) -> None:
     """
     if not all(getattr(each, "_ddp_ignored", False) for each in parameters):
         raise ValueError(
-            f"{label}: DistributedDataParallel broadcasts and all-reduces parameters that all ranks have, and each "
-            "rank of etp_group has other rows of this weight; give minifloat.distributed.parallelize a mesh with a "
-            "'dp' dim, which reduces the gradients of all parameters"
+            f"{label_of(layer)}: DistributedDataParallel broadcasts and all-reduces parameters that all ranks have, "
+            "and each rank of etp_group has other rows of this weight; give minifloat.distributed.parallelize a mesh "
+            "with a 'dp' dim, which reduces the gradients of all parameters"
         )
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from minifloat.nn.etp import EtpRows
+from minifloat.nn.etp import etp_weights
 
 
 class SharedWeights:
@@ -19,8 +19,7 @@ class SharedWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        layers = [each for each in module.modules() if isinstance(each, EtpRows) and each._etp is not None]
-        self.weights = [layer._etp_source() for layer in layers]
+        self.weights = list(etp_weights(module))
         self.lanes = list(dict.fromkeys(weight.lane for weight in self.weights))
 
     def settle(self) -> None:

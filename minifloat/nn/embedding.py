@@ -129,7 +129,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         row = tokens - self.first
         elsewhere = ((row < 0) | (row >= self.num_embeddings)) & (tokens >= 0) & (tokens < self.vocabulary)
         row, result_shape = row.masked_fill(elsewhere, 0), call.output_shape(shape, self.embedding_dim)
-        table = self.weight if self._etp is None else self._etp_whole()
+        table = self.weight if self._etp is None else self._etp.whole()
         return apply(_LookUp, table, row, elsewhere, call, result_shape)
 
     @checked
@@ -147,7 +147,7 @@ class VocabParallelEmbedding(EtpEmbedding):
     def extra_repr(self) -> str:
         group = self._exchange.group
         part = f", rows {self.first} to {self.first + self.num_embeddings - 1} on rank {group.rank} of {group.size}"
-        shared = "" if self._etp is None else f", etp_size={self._etp.group.size}"
+        shared = "" if self._etp is None else f", etp_size={self._etp.sharding.group.size}"
         return f"{self.vocabulary}, {self.embedding_dim}" + part * (group.size > 1) + shared
 
     def _mark_parameters(self) -> None:

@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, Int, Size, checked
 from minifloat.comm.group import Group
-from minifloat.functional.etp.rows import Reduction
-from minifloat.nn.etp import EtpRows
+from minifloat.functional.etp.rows import EtpRows, Reduction
+from minifloat.functional.etp.weight import EtpWeight
+from minifloat.nn.etp import mark_rows, shard_rows
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.uncompiled import run_eager
 
 
-class EtpEmbedding(EtpRows, nn.Embedding):
+class EtpEmbedding(nn.Embedding):
     """``weight[tokens]`` where each rank of ``etp_group``, which has tokens of its own, has some rows of the table.
 
     The table [V, D] is gathered in its own dtype before the lookup, and freed after it: backward needs none of it. Its
@@ -33,6 +34,8 @@ class EtpEmbedding(EtpRows, nn.Embedding):
         params_dtype: another name of ``dtype``.
     """
 
+    _weight_names, _rows_kind = ("weight",), EtpRows
+    _etp: EtpWeight | None = None
     init_method: InitMethod | None
     first: int  # of the rows that this rank computes with, counted in all
     vocabulary: int
@@ -66,7 +69,7 @@ class EtpEmbedding(EtpRows, nn.Embedding):
 
     def _share_rows(self, etp_group: ProcessGroup | DeviceMesh | None, reduction: Reduction) -> None:
         if (ranks := Group.of(etp_group)).size > 1:
-            self._shard_rows(ranks, reduction)
+            shard_rows(self, ranks, reduction)
         self._mark_parameters()
 
     @torch.no_grad()
@@ -77,7 +80,7 @@ class EtpEmbedding(EtpRows, nn.Embedding):
         if self.padding_idx is not None:
             whole[self.padding_idx].zero_()
         rows = whole[self.first : self.first + self.num_embeddings]
-        self.weight.copy_(rows if self._etp is None else rows[self._etp_range(0)])
+        self.weight.copy_(rows if self._etp is None else rows[self._etp.rows.range(0)])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [...], this rank's own, to their rows [..., D]."""
@@ -86,7 +89,7 @@ class EtpEmbedding(EtpRows, nn.Embedding):
         if torch.compiler.is_compiling():
             result: Tensor = run_eager(EtpEmbedding.forward, self, tokens)
             return result
-        return F.embedding(tokens, self._etp_whole(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return F.embedding(tokens, self._etp.whole(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
     @property
     def _label(self) -> str:
@@ -94,9 +97,23 @@ class EtpEmbedding(EtpRows, nn.Embedding):
         return f"{type(self).__name__}({self.vocabulary}, {self.embedding_dim})"
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self._etp is None else f", etp_size={self._etp.group.size}")
+        return super().extra_repr() + ("" if self._etp is None else f", etp_size={self._etp.sharding.group.size}")
+
+    def invalidate(self) -> None:
+        """Forgets what was cast: call it after writing to the parameter in a way that PyTorch does not see."""
+        if self._etp is not None:
+            self._etp.forget()
 
     # A parameter that is copied or replaced has lost its attributes.
+
+    def _mark_parameters(self) -> None:
+        mark_rows(self)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        replaced = self._parameters.get(name)
+        super().register_parameter(name, param)
+        if replaced is not None and param is not None:
+            self._mark_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -110,6 +127,7 @@ class EtpEmbedding(EtpRows, nn.Embedding):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self.invalidate()
-        self._cut_wholes(state_dict, prefix)
+        if self._etp is not None:
+            self._etp.rows.cut_wholes(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._mark_parameters()

@@ -26,6 +26,7 @@ from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.functional.quantize import as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec, make_spec
 from minifloat.functional.weight_source import LocalWeight
+from minifloat.nn.etp import shard_rows
 from minifloat.nn.grouped_parameters import Expert, GroupedParameters
 from minifloat.nn.inputs import layout_of
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
@@ -123,7 +124,7 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         self.reset_parameters()
         self._quantize_weights(parameter_init())
         if (ranks := Group.of(etp_group)).size > 1:
-            self._shard_rows(ranks, etp_reduction)
+            shard_rows(self, ranks, etp_reduction)
         if isinstance(self.recipe, Recipe):
             self._check_weight_dtype(self._weight(self._weight_names[0]).dtype)
         if self.recipe is not None:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from minifloat.comm.dtensor import is_dtensor
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap, cached
-from minifloat.functional.etp.rows import Reduction, Sharding
-from minifloat.functional.grouped_weight import (
-    JoinedWeights,
-    SeparateOperands,
-    join,
-    join_weights,
-    of_all,
-    stack_weights,
-)
-from minifloat.functional.linear_config import FORWARD_SLOTS
+from minifloat.comm.shard_map import cached
+from minifloat.functional.etp.rows import ExpertRows
+from minifloat.functional.grouped_weight import JoinedWeights, join_weights, stack_weights
 from minifloat.nn import parameters
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import ParameterInit
-from minifloat.operand import Quantized
 from minifloat.tensor import QuantizedTensor
 
 
@@ -48,6 +38,8 @@ def _numbers(count: int, ending: str = "") -> tuple[str, ...]:
 
 class GroupedParameters(LinearState):
     """The weights and biases of a :class:`~minifloat.GroupedLinear`: how they are kept, joined and shared out."""
+
+    _rows_kind = ExpertRows
 
     num_gemms: int
     single_grouped_weight: bool
@@ -93,7 +85,7 @@ class GroupedParameters(LinearState):
     def _weight_matrix(self) -> Tensor:
         """W [G, N, K]."""
         if self._etp is not None:
-            return self._etp_stand_in((self.num_gemms, self.out_features, self.in_features))
+            return self._etp.stand_in((self.num_gemms, self.out_features, self.in_features))
         if self.single_grouped_weight:
             return self._weight("weight")
         return stack_weights(self._each("weight"), self._joined)
@@ -139,39 +131,10 @@ class GroupedParameters(LinearState):
         shape = (*parameter.shape[:-2], self.out_features, self.in_features) if rows else parameter.shape
         return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
 
-    def _sharding(self, group: Group, reduction: Reduction) -> Sharding:
-        self._joined = None
-        return Sharding(group, ShardMap.chunks(self.out_features, group.size), reduction, self.num_gemms)
-
-    def _etp_range(self, place: int, rank: int | None = None) -> slice:
-        assert self._etp is not None
-        shards, rank = self._etp.shards, self._etp.group.rank if rank is None else rank
-        return slice(shards.first(rank), shards.end(rank))
-
-    # ---- what functional/etp asks, of rows ----
-
-    def _etp_parameters(self) -> list[Any]:
-        return [self._weight("weight")] if self.single_grouped_weight else self._each("weight")
-
-    def _etp_rows(self) -> list[Tensor]:
-        own = self._etp_values()
-        return list(own[0].unbind()) if self.single_grouped_weight else own
-
-    def _etp_scales(self) -> list[Tensor | None]:
-        if "forward_scaling" not in self._modules:
-            return [None] * self.num_gemms
-        first = FORWARD_SLOTS.index("weight") * self.num_gemms
-        return list(self.forward_scaling.scale[first : first + self.num_gemms].split(1))
-
-    def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
-        return of_all(matrices, join)
-
-    def _etp_part(self, matrices: Sequence[Quantized]) -> Quantized:
-        return of_all(matrices, SeparateOperands.of)
-
-    def _etp_gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
-        own = self._etp_parameters()
-        return [(own[0], gradients.contiguous())] if self.single_grouped_weight else zip(own, gradients, strict=True)
+    def _mark_parameters(self) -> None:
+        super()._mark_parameters()
+        if self._etp is not None:
+            self._joined = None  # which are rows now
 
     def _quantize_weights(self, init: ParameterInit | None) -> None:
         quantizes = init is not None and self.recipe != "none" and self._config(init.recipe).weight.quantized

@@ -21,6 +21,7 @@ from minifloat.functional.linear import LinearFunction, apply_eagerly, find_oper
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import as_quantized_tensor, calibrate, reuse
 from minifloat.nn import parameters
+from minifloat.nn.etp import shard_rows
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
 from minifloat.nn.parameters import InitMethod, one_dtype
@@ -127,7 +128,7 @@ class Linear(LinearCalls, nn.Linear):
             self._split(split)
         self._quantize_weights(parameter_init())
         if (ranks := Group.of(etp_group)).size > 1:
-            self._shard_rows(ranks, etp_reduction)
+            shard_rows(self, ranks, etp_reduction)
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
             self._check_weight_dtype(self._weight(self._weight_names[0]).dtype)
@@ -210,7 +211,7 @@ class Linear(LinearCalls, nn.Linear):
     def _weight_matrix(self) -> Tensor:
         """W [out_features, in_features], this rank's: the parameter, or all of ``parameters_split`` as one."""
         if self._etp is not None:
-            return self._etp_stand_in((self.out_features, self.in_features))
+            return self._etp.stand_in((self.out_features, self.in_features))
         if self.parameters_split is None:
             return self.weight
         own: Any = self._parameters
@@ -224,7 +225,7 @@ class Linear(LinearCalls, nn.Linear):
         For functions that read the weight, as :func:`~minifloat.functional.linear_cross_entropy`: its gradient is
         reduced, and added to that of this rank's rows. Tensor-parallel parts stay as they are.
         """
-        return self._weight_matrix() if self._etp is None else self._etp_whole()
+        return self._weight_matrix() if self._etp is None else self._etp.whole()
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """W, and b where forward adds it. Straight from the parameters: nn.Module's ``__getattr__`` takes longer."""
@@ -293,7 +294,7 @@ class Linear(LinearCalls, nn.Linear):
         if len(parts) == 1 and plain and partition is None and not sharded:
             init(parts[0])
         elif parts:
-            rows = self._etp_lengths if sharded else [part.shape[0] for part in parts]
+            rows = self._etp.rows.lengths if self._etp is not None and sharded else [part.shape[0] for part in parts]
             shape = (sum(rows), *parts[0].shape[1:])
             shape = shape if partition is None else partition.whole_shape(shape)
             whole = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
@@ -386,7 +387,7 @@ class Linear(LinearCalls, nn.Linear):
             split += f", parallel_mode={self._exchange.mode!r}, tp_size={self._exchange.group.size}"
             split += ", sequence_parallel=True" * self._exchange.sequence_parallel
         if self._etp is not None:
-            split += f", etp_size={self._etp.group.size}"
+            split += f", etp_size={self._etp.sharding.group.size}"
         recipe, from_autocast = self._recipe_in_force(), self.recipe is None
         name = type(recipe).__name__ if recipe is not None else "autocast" if from_autocast else "none"
         return sizes + split + f", recipe={name}" + (" (autocast)" if recipe is not None and from_autocast else "")

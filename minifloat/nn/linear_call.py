@@ -131,10 +131,7 @@ class LinearCalls(LinearState):
     def _weight_source(self, weight: Tensor) -> LocalWeight:
         """Where operands of ``weight`` come from in this call, and where its gradient goes, if that is special."""
         tasks = self._wgrad_tasks if self.delay_wgrad_compute else None
-        if self._etp is not None:
-            assert self._etp_weight is not None  # which ``weight`` stands in for
-            return GatheredWeight(self._etp_weight, self._etp_parameters(), tasks)
-        return LocalWeight((weight,), tasks)
+        return LocalWeight((weight,), tasks) if self._etp is None else GatheredWeight(self._etp, tasks)
 
     def _check_same_recipe(self, recipe: str, group: Group, weight: Tensor) -> None:
         """Raises on every rank if ``recipe`` is another on some rank of ``group``, which is asked once for each."""
@@ -261,7 +258,7 @@ class LinearCalls(LinearState):
         if exchange.sequence_parallel:
             check_same_scale(self, "sequence_parallel=True gathers tensors", exchange.group, recipe, call.group)
         if self._etp is not None:
-            check_same_scale(self, "the weight is sharded", self._etp.group, recipe, call.group)
+            check_same_scale(self, "the weight is sharded", self._etp.sharding.group, recipe, call.group)
         return call
 
     def _high_precision(self, x: Tensor) -> Any:
@@ -301,7 +298,7 @@ class LinearCalls(LinearState):
 
     def _own_values(self) -> Tensor:
         """What this rank has of W."""
-        return self._weight_matrix().detach() if self._etp is None else torch.cat(self._etp_rows())
+        return self._weight_matrix().detach() if self._etp is None else torch.cat(self._etp.rows.matrices())
 
     def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
         """Raises if X or W is not finite, or later, in backward, if the gradient of Y is not."""

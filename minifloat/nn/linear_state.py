@@ -11,15 +11,24 @@ from torch import Tensor, nn
 
 from minifloat.arguments import check_value
 from minifloat.comm.ddp import check_synchronized
-from minifloat.comm.dtensor import own_rows
+from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.delayed import AmaxHistory, history_length
 from minifloat.delayed_call import DelayedCall
-from minifloat.functional.exchange import LOCAL
-from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, Options, linear_config
+from minifloat.functional.etp.rows import EtpRows
+from minifloat.functional.etp.weight import EtpWeight
+from minifloat.functional.exchange import LOCAL, Local
+from minifloat.functional.linear_config import (
+    BACKWARD_SLOTS,
+    FORWARD_SLOTS,
+    LinearConfig,
+    Mode,
+    Options,
+    linear_config,
+)
 from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, record, reuse
 from minifloat.functional.spec import Spec
-from minifloat.nn.etp import EtpRows
-from minifloat.nn.parameters import replace
+from minifloat.nn.etp import mark_rows
+from minifloat.nn.parameters import InitMethod, replace
 from minifloat.nn.quantized_parameters import (
     ParameterInit,
     given_format,
@@ -27,6 +36,7 @@ from minifloat.nn.quantized_parameters import (
     quantized_parameter,
     set_scale,
 )
+from minifloat.nn.tensor_parallel import Partition
 from minifloat.nn.weight_cache import CachedWeight
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
@@ -42,7 +52,7 @@ Configured = tuple[Recipe, LinearConfig, dict[Options, Spec]]
 _CONFIGS_KEPT = 8  # of custom recipes: a program that makes one for each step must not fill the memory
 
 
-class LinearState(EtpRows):
+class LinearState(nn.Module):
     """The state of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it.
 
     ``wgrad_in_weight_dtype`` may be set: dW is computed in the dtype of the weight, as fp32. Else it is rounded to that
@@ -50,12 +60,25 @@ class LinearState(EtpRows):
     """
 
     _groups = 1
+    _rows_kind = EtpRows
     wgrad_in_weight_dtype: bool = False
 
+    in_features: int
+    out_features: int
+    name: str
+    fuse_wgrad_accumulation: bool
+    delay_wgrad_compute: bool
+    parameters_split: dict[str, int] | None
+    init_method: InitMethod | None
+    parallel_mode: Mode | None
+    sequence_parallel: bool
     forward_scaling: AmaxHistory
     backward_scaling: AmaxHistory
     save_original_input: bool
     return_bias: bool
+    _exchange: Local
+    _partitions: dict[str, Partition]
+    _etp: EtpWeight | None  # where ranks with other data share its rows
     _recipe: OwnRecipe
     _keeps_weight: bool  # between microbatches; what is gathered for each is not worth it, nor known to have changed
     _wgrad_tasks: list[Callable[[], None]]
@@ -68,6 +91,48 @@ class LinearState(EtpRows):
     _ran_under: tuple[Recipe | None, ...]
     _weight_margin: int
     _preserves_initial: bool  # quantized weights keep the values that they start with
+
+    # ---- what each kind of layer says of its parameters ----
+
+    @property
+    def _label(self) -> str:
+        """What errors call the layer."""
+        raise NotImplementedError
+
+    @property
+    def _weight_names(self) -> tuple[str, ...]:
+        """The names of the parameters that make up the weight."""
+        raise NotImplementedError
+
+    @property
+    def _matrices(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the parameters of each matrix [N, K] that is quantized by itself; none if parameters are no rows."""
+        raise NotImplementedError
+
+    def _weight(self, name: str) -> nn.Parameter:
+        return getattr(self, name)
+
+    def _weight_matrix(self) -> Tensor:
+        """W, this rank's, in the shape that the autograd function takes."""
+        raise NotImplementedError
+
+    def _bias_vector(self) -> Tensor | None:
+        """b, likewise."""
+        raise NotImplementedError
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """W, and b where forward adds it."""
+        raise NotImplementedError
+
+    def _gathered_weight(self) -> QuantizedTensor | None:
+        """W where FSDP2 has gathered it as one, of several parameters."""
+        return None
+
+    def reset_parameters(self) -> None:
+        """Initial values."""
+        raise NotImplementedError
+
+    # ---- recipes ----
 
     @property
     def recipe(self) -> OwnRecipe:
@@ -116,7 +181,6 @@ class LinearState(EtpRows):
             "_exchange": LOCAL,
             "_partitions": {},
             "_etp": None,
-            "_etp_weight": None,
             "_keeps_weight": True,
             "_wgrad_tasks": [],
             "_wgrad_hooks": [],
@@ -130,8 +194,6 @@ class LinearState(EtpRows):
             "_preserves_initial": False,
         }
         self.__dict__.update(state)  # nn.Module.__init__ may not have run yet
-
-    # ---- recipes ----
 
     def _config(self, recipe: Recipe) -> LinearConfig:
         """How ``recipe`` quantizes the layer's tensors: asked at its first use, and kept."""
@@ -199,7 +261,23 @@ class LinearState(EtpRows):
             if self._preserves_initial and not own.is_meta:
                 rows.set_high_precision_init_val(own)
         else:
-            super()._write(name, parameter, values)
+            rows.copy_(own)
+
+    def _own_part(self, name: str, values: Tensor) -> Tensor:
+        """Of ``values`` in the whole shape of the parameter ``name`` what this rank has."""
+        extent = None if self._etp is None else self._etp.rows.extents().get(name)
+        return own_part(values, self._weight(name)) if extent is None else values[..., extent[1], :]
+
+    def _mark_parameters(self) -> None:
+        """Notes on the parameters which ranks share them."""
+        mark_rows(self)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of ``nn.Module``; what takes the place of a parameter that ranks share says so too."""
+        replaced = self._parameters.get(name)
+        super().register_parameter(name, param)
+        if replaced is not None and param is not None:
+            self._mark_parameters()
 
     def _quantize_weights(self, init: ParameterInit | None) -> None:
         """Replaces the weights by quantized parameters as ``init`` says; None: keeps them in high precision."""
@@ -274,14 +352,14 @@ class LinearState(EtpRows):
         """
         quantizer = spec.w
         if self._etp is not None:
-            for rows in self._etp_parameters():
+            for rows in self._etp.rows.parameters():
                 if isinstance(rows, QuantizedTensor) and pairs_with(rows._operands, spec.config, spec.options.needs_x):
                     quantizer = rows.quantizer  # as it is kept, whatever the recipe would make of it
             if delayed_call is not None:
                 self._bind_scales()
             scales = self._replayed_scales(delayed_call)
-            parts = self._etp_source().cast(quantizer, spec.options.dtype, first=is_first_microbatch, scales=scales)
-            self._record_weight(delayed_call, self._etp_part(parts))
+            parts = self._etp.cast(quantizer, spec.options.dtype, first=is_first_microbatch, scales=scales)
+            self._record_weight(delayed_call, self._etp.rows.part(parts))
             return None
         if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
             weight = weight if (whole := self._gathered_weight()) is None else whole
@@ -330,11 +408,6 @@ class LinearState(EtpRows):
         scales = delayed_scale(delayed_call, "weight")
         return None if scales is None else list(scales.split(1))
 
-    def _etp_scales(self) -> list[Tensor | None]:
-        if "forward_scaling" not in self._modules:
-            return super()._etp_scales()
-        return [self._weight_scale(names[0]) for names in self._matrices]
-
     # ---- delayed scaling ----
 
     def _make_histories(self, recipe: DelayedScaling) -> None:
@@ -354,13 +427,14 @@ class LinearState(EtpRows):
     def invalidate(self) -> None:
         """Forgets the quantized weight: call it after writing to the parameter in a way that PyTorch does not see."""
         self._weight_cache = None
-        super().invalidate()
+        if self._etp is not None:
+            self._etp.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
         latest = self._latest_config and (*self._latest_config[:2], {})
         own: dict[str, Any] = {"_latest_config": latest, "_weight_cache": None, "_wgrad_tasks": [], "_agreed": set()}
-        return super().__getstate__() | own
+        return self.__dict__ | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -385,7 +459,8 @@ class LinearState(EtpRows):
         self.invalidate()
         stop_counting(self._weight(name) for name in self._weight_names)
         assign = local_metadata.get("assign_to_params_buffers", False)
-        self._cut_wholes(state_dict, prefix)
+        if self._etp is not None:
+            self._etp.rows.cut_wholes(state_dict, prefix)
         self._load_histories(state_dict, prefix, assign)
         self._load_scale(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)

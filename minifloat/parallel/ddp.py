@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import checked
-from minifloat.comm.ddp import MARK, check_same_rows, history_names, unreduced
-from minifloat.nn.etp import EtpRows
+from minifloat.comm.ddp import MARK, history_names, unreduced
+from minifloat.nn.etp import check_not_replicated
 from minifloat.nn.linear_state import LinearState
 from minifloat.tensor import QuantizedTensor
 
@@ -38,14 +38,13 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
         ValueError: a linear has ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, and DDP does not ignore its
             weight; or a weight is sharded over ``etp_group``.
     """
+    check_not_replicated(module)
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, linear in module.named_modules():
-        if not isinstance(linear, EtpRows) or (linear._etp is None and not _writes_gradients(linear)):
+        if not isinstance(linear, LinearState) or not (linear.fuse_wgrad_accumulation or linear.delay_wgrad_compute):
             continue
-        if linear._etp is not None:
-            check_same_rows(linear._label, linear._etp_parameters())
         # As PyTorch asks it, with a dot also where a module has no name.
-        elif not ignored.issuperset(f"{name}.{weight}" for weight in linear._weight_names):
+        if linear._etp is None and not ignored.issuperset(f"{name}.{weight}" for weight in linear._weight_names):
             raise unreduced(linear._label)
     histories = history_names(module)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored | histories)
@@ -59,10 +58,6 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
     if options.get("init_sync", True):
         _synchronize(quantized, [b for n, b in module.named_buffers() if n in histories], wrapped.process_group)
     return wrapped
-
-
-def _writes_gradients(layer: EtpRows) -> bool:
-    return isinstance(layer, LinearState) and (layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute)
 
 
 @torch.no_grad()

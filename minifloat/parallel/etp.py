@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Reduction
+from minifloat.nn import etp
 from minifloat.nn.embedding import VocabParallelEmbedding
-from minifloat.nn.etp import EtpRows
 from minifloat.nn.etp_embedding import EtpEmbedding
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
@@ -79,9 +79,9 @@ class Ranks(NamedTuple):
 def check_once(model: nn.Module) -> None:
     """Raises where something in ``model`` is sharded, or has its gradients reduced, over ranks with other data."""
     for name, module in model.named_modules():
-        if isinstance(module, EtpRows) and module._etp is not None:
+        if (held := module.__dict__.get("_etp")) is not None:
             raise ValueError(
-                f"parallelize: {name} is sharded already, over {module._etp.group.size} ranks of etp_group"
+                f"parallelize: {name} is sharded already, over {held.sharding.group.size} ranks of etp_group"
             )
         if any(isinstance(hook, ReducedGradients) and hook.recurse for hook in module._forward_pre_hooks.values()):
             raise ValueError(
@@ -134,7 +134,7 @@ def weight_rows(layers: Mapping[str, nn.Module]) -> dict[tuple[nn.Module, str], 
     """By module and name the parameters that are sharded: rows of the matrix, and the first of the parameter."""
     found: dict[tuple[nn.Module, str], tuple[int, int]] = {}
     for module in layers.values():
-        names = module._weight_names if isinstance(module, EtpRows) else ("weight",)
+        names = module._weight_names if isinstance(module, LinearState) else ("weight",)
         lengths = [module.get_parameter(name).shape[-2] for name in names]
         for place, name in enumerate(names):
             found[module, name] = sum(lengths), sum(lengths[:place])
@@ -154,11 +154,10 @@ def shard_rows(
     shared: dict[Tensor, nn.Parameter] = {}
     for module in layers.values():
         layer = EtpEmbedding._adopt_whole(module) if type(module) is nn.Embedding else module
-        assert isinstance(layer, EtpRows)
+        assert isinstance(layer, LinearState | EtpEmbedding)
         group = ranks.rows(module)
-        layer._shard_rows(group, reduction, tuple(each for each in ranks.data if each != group), shared)
-        assert layer._etp is not None
-        layer._etp = layer._etp._replace(recasts=recast, prefetch=(prefetch, prefetch_bytes))
+        rows = etp.shard_rows(layer, group, reduction, tuple(each for each in ranks.data if each != group), shared)
+        rows.sharding = rows.sharding._replace(recasts=recast, prefetch=(prefetch, prefetch_bytes))
         layer.invalidate()
     if ranks.data:
         reduce_replicated(model, ranks.data, reduction)

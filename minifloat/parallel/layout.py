@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from minifloat.comm.dtensor import placed
 from minifloat.comm.group import Group
 from minifloat.functional.exchange import Local
-from minifloat.nn.etp import EtpRows
+from minifloat.nn.etp import etp_weights
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
@@ -142,12 +142,10 @@ def _fused_entry(key: str, part: slice, dim: int | None, extent: int, etp: tuple
 
 def _etp_extents(model: nn.Module) -> dict[Tensor, tuple[int, slice]]:
     """Of weights with ``etp_group``: the rows of the tensor-parallel piece, and which of them this rank has."""
-    return {
-        module._weight(name): extent
-        for module in model.modules()
-        if isinstance(module, EtpRows)
-        for name, extent in module._etp_extents().items()
-    }
+    found: dict[Tensor, tuple[int, slice]] = {}
+    for weight in etp_weights(model):
+        found |= zip(weight.rows.parameters(), weight.rows.extents().values(), strict=True)
+    return found
 
 
 def _tensor_parallel_group(model: nn.Module) -> Group:

@@ -39,7 +39,7 @@ def gathered(rank: int, size: int, recipe: Any) -> None:
         whole = Linear(20, n, recipe=recipe)
         torch.manual_seed(n)
         layer = Linear(20, n, recipe=recipe, etp_group=dist.group.WORLD)
-        source, quantizer = layer._etp_source(), layer._config(recipe).weight
+        source, quantizer = layer._etp, layer._config(recipe).weight
         source.cast(quantizer, torch.float32)
         parts = source.parts(ROWWISE)
         assert parts is not None

@@ -124,7 +124,7 @@ def split(rank: int, size: int) -> None:
         data = Data(rank, width=8)
         for _ in range(2):
             each(data.draw()).sum().backward()
-    for name, (_, rows) in layer._etp_extents().items():
+    for name, (_, rows) in layer._etp.rows.extents().items():
         want, got = (getattr(each, name).grad for each in layers)
         assert (got is None) == (name == "key_weight")
         if want is not None:
@@ -147,7 +147,7 @@ def replicated(rank: int, size: int, reduction: str) -> None:
         if replicas:
             other = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
             for layer in layers:
-                layer._etp = layer._etp._replace(replicas=(Group.of(other),))
+                layer._etp.rows.sharding = layer._etp.sharding._replace(replicas=(Group.of(other),))
         data = Data(rank, width=8)
         for _ in range(2):
             x = data.draw()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import minifloat
 from minifloat import autocast, quantized_model_init
-from minifloat.nn.etp import EtpRows
+from minifloat.nn.etp import etp_weights
 from minifloat.parallel.parallelize import parallelize
 from minifloat.recipe import Recipe
 from tests.helpers.tensor_parallel_oracle import in_rank_order, order_bound
@@ -96,8 +96,8 @@ def own_rows(model: nn.Module) -> dict[str, slice]:
     """By name the parameters of which this rank has some rows, counted in the whole."""
     found = {}
     for prefix, layer in model.named_modules():
-        if isinstance(layer, EtpRows) and layer._etp is not None:
-            for name, (_, rows) in layer._etp_extents().items():
+        for weight in () if (held := layer.__dict__.get("_etp")) is None else (held,):
+            for name, (_, rows) in weight.rows.extents().items():
                 found[f"{prefix}.{name}".lstrip(".")] = rows
     return found
 
@@ -130,7 +130,7 @@ def compare(rank: int, size: int, case: Case) -> list[str]:
     parallelize(model, mesh, **arguments)
     rows, count = own_rows(model), size // case.dims.get("tp", 1)
     assert bool(rows) == (len({"etp", "eetp"} & case.dims.keys()) > 0)
-    shardings = [layer._etp for layer in model.modules() if isinstance(layer, EtpRows) and layer._etp]
+    shardings = [weight.sharding for weight in etp_weights(model)]
     wanted = case.arguments.get("prefetch", 1), case.arguments.get("prefetch_bytes")
     assert all(sharding.prefetch == wanted for sharding in shardings)
     assert len({sharding.group for sharding in shardings}) == len({"etp", "eetp"} & case.dims.keys())

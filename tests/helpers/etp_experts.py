@@ -124,7 +124,7 @@ def own_rows(model: nn.Module, name: str, whole: Tensor) -> Tensor:
         parent, _, last = path.rpartition(".")
         layer = model.get_submodule(parent) if last.isdigit() else layer
     sharded = getattr(layer, "_etp", None) is not None and kind == "weight"
-    return whole[..., layer._etp_range(0), :] if sharded else whole  # type: ignore[operator]
+    return whole[..., layer._etp.rows.range(0), :] if sharded else whole  # type: ignore[union-attr]
 
 
 def gradient(parameter: Any) -> Tensor | None:

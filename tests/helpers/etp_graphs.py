@@ -17,7 +17,7 @@ from minifloat import make_graphed_callables
 from minifloat.distributed import parallelize
 from minifloat.formats import ROWWISE
 from minifloat.graphs import graph
-from minifloat.nn.etp import EtpRows
+from minifloat.nn.etp import etp_weights
 from minifloat.recipe import DelayedScaling, named
 from tests.helpers.graph_on_cpu import GraphOnCpu
 
@@ -68,8 +68,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def lanes_of(model: nn.Module) -> list[Any]:
-    layers = [each for each in model.modules() if isinstance(each, EtpRows) and each._etp is not None]
-    return list(dict.fromkeys(layer._etp_source().lane for layer in layers))
+    return list(dict.fromkeys(weight.lane for weight in etp_weights(model)))
 
 
 def step(model: nn.Module, rank: int, seed: int) -> dict[Any, Tensor]:
@@ -107,7 +106,7 @@ def compare(
         sample = torch.randn(8, 2, HIDDEN, dtype=dtype, device=device).requires_grad_()
         make_graphed_callables(captured, [(sample,) for _ in captured])
         wrong += [f"{name} after the capture" for name in different(state_of(model), before)]
-        sources = [each._etp_source() for part in captured for each in part.modules() if isinstance(each, EtpRows)]
+        sources = [weight for part in captured for weight in etp_weights(part)]
         wrong += ["casts in the memory of a graph"] * any(each.parts(ROWWISE) is not None for each in sources)
         runs: Counter[str] = Counter()
         for name, p in model.named_parameters():

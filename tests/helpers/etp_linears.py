@@ -20,7 +20,7 @@ from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
 from minifloat.functional.etp.lane import Lane, lane_of
 from minifloat.functional.etp.weight import EtpWeight
-from minifloat.nn.etp import EtpRows
+from minifloat.nn.etp import etp_weights
 from minifloat.recipe import Recipe
 
 WIDTH = 23  # of each layer: odd, so that ranks have different numbers of rows, and blocks straddle them
@@ -58,16 +58,14 @@ def make(
 
 def set_prefetch(model: nn.Module, depth: int, most: int | None = None) -> None:
     """As ``parallelize(prefetch=depth, prefetch_bytes=most)``, before the first forward."""
-    for layer in model.modules():
-        if isinstance(layer, EtpRows) and layer._etp is not None:
-            layer._etp, layer._etp_weight = layer._etp._replace(prefetch=(depth, most)), None
+    for weight in etp_weights(model):
+        weight.rows.sharding = weight.sharding._replace(prefetch=(depth, most))
 
 
 def set_recast(model: nn.Module) -> None:
     """As ``parallelize(recast=True)``, likewise."""
-    for layer in model.modules():
-        if isinstance(layer, EtpRows) and layer._etp is not None:
-            layer._etp, layer._etp_weight = layer._etp._replace(recasts=True), None
+    for weight in etp_weights(model):
+        weight.rows.sharding = weight.sharding._replace(recasts=True)
 
 
 def lane(net: nn.Module) -> Lane:
@@ -78,13 +76,13 @@ def lane(net: nn.Module) -> Lane:
 
 
 def sources(net: nn.Module) -> list[EtpWeight]:
-    return [layer._etp_source() for layer in net.modules() if isinstance(layer, Linear)]
+    return list(etp_weights(net))
 
 
 def own(layer: Linear, whole: Tensor | None) -> Tensor | None:
     """This rank's rows of the weight's gradient."""
     assert layer._etp is not None
-    return None if whole is None else whole[layer._etp_range(0)]
+    return None if whole is None else whole[layer._etp.rows.range(0)]
 
 
 class Data:

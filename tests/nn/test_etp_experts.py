@@ -18,7 +18,9 @@ import minifloat
 from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
+from minifloat.functional.etp.rows import ExpertRows
 from minifloat.functional.linear_config import linear_config
+from minifloat.nn.etp import shard_rows
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools, process_group
 from tests.helpers.etp_experts import (
@@ -229,7 +231,7 @@ def volume(rank: int, size: int, recipe: str | None, single: bool) -> None:
     weight = None if recipe is None else linear_config(NAMED[recipe]).weight
     formats = [IDENTITY] * 2 if weight is None else [weight.format(ROWWISE), weight.format(COLUMNWISE)]
     dims = [ROWWISE, ROWWISE if formats[1].symmetric else COLUMNWISE]
-    shards = model.layer._etp.shards
+    shards = model.layer._etp.sharding.shards
     wanted = [len(COUNTS) * shards.gather_bytes(fmt, dim, HIDDEN, 4) for fmt, dim in zip(formats, dims, strict=True)]
     assert sent == wanted
 
@@ -251,7 +253,7 @@ def other_sizes(rank: int, size: int, dense: int, recipe: str | None) -> None:
     for layer in linears:
         experts = isinstance(layer, minifloat.GroupedLinear)
         group, replicas = (across, beside_me) if experts else (beside_me, across) if dense == 2 else (None, None)
-        layer._shard_rows(Group.of(group or process_group()), "mean", () if replicas is None else (Group.of(replicas),))
+        shard_rows(layer, Group.of(group or process_group()), "mean", () if replicas is None else (Group.of(replicas),))
         layer._mark_parameters()
     reduce_replicated(model, process_group())
     case = Case("moe", 48, error=3e-6)
@@ -274,7 +276,7 @@ def test_experts_over_other_ranks_than_dense_layers(worker_pool: Pools, recipe: 
 def lifetimes(rank: int, size: int) -> None:
     """No gathered weight is alive any more when the next one is put together."""
     wholes: list[Any] = []
-    join = minifloat.GroupedLinear._etp_join
+    join = ExpertRows.join
 
     def joined(self: Any, matrices: Any) -> Any:
         assert not [each for each in wholes if each() is not None]
@@ -282,7 +284,7 @@ def lifetimes(rank: int, size: int) -> None:
         wholes.append(ref(operands.any.codes))
         return operands
 
-    with mock.patch.object(minifloat.GroupedLinear, "_etp_join", joined):
+    with mock.patch.object(ExpertRows, "join", joined):
         for depth, kind, recipe in ((0, "mlp", "mxfp8"), (1, "mlp", None), (1, "moe", "mxfp8"), (0, "moe", None)):
             beside(rank, size, Case(kind, 72, recipe, {"bias": True}, depth=depth), 2)
     assert len(wholes) > 30
@@ -330,7 +332,7 @@ def checks(rank: int, size: int) -> None:
         minifloat.GroupedLinear(3, HIDDEN, 8, single_grouped_weight=True, etp_group=group)
     whole = minifloat.GroupedLinear(3, HIDDEN, 9)
     layer = copy.deepcopy(whole)
-    layer._shard_rows(Group.of(group), "mean")
+    shard_rows(layer, Group.of(group), "mean")
     for each in (layer, whole):
         with minifloat.autocast(False, recipe=NAMED["delayed"], calibrating=True, amax_reduction_group=group):
             each(x, COUNTS)

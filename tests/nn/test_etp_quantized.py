@@ -36,7 +36,7 @@ def _models(recipe: str, later: str | None, **options: Any) -> tuple[nn.Sequenti
 
 
 def _own(layer: Any, whole: Tensor) -> Tensor:
-    return whole[layer._etp_range(0)]
+    return whole[layer._etp.rows.range(0)]
 
 
 def _seeded(run: Any, *args: Any) -> Any:

@@ -354,7 +354,7 @@ def _step_rows(rank: int, size: int, name: str) -> None:
 
 
 def _rows_of(layer: Linear) -> dict[Tensor, tuple[int, slice]]:
-    return {layer._weight(name): extent for name, extent in layer._etp_extents().items()}
+    return {layer._weight(name): extent for name, extent in layer._etp.rows.extents().items()}
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from minifloat.arguments import label_of
+from minifloat.comm.ddp import check_same_rows, running
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.comm.sharded_cast import Repeat, quantize_shards
+from minifloat.functional.grouped_weight import SeparateOperands, join, of_all
+from minifloat.functional.linear_config import FORWARD_SLOTS
+from minifloat.functional.quantize import holds
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
+from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.base import versions
-from minifloat.tensor.rows import row_unit
+from minifloat.tensor.rows import QuantizedRows, row_unit, rows_of
 
 Reduction = Literal["mean", "sum"]
 """Of the gradients of ranks that have different data."""
@@ -44,33 +50,183 @@ class Sharding(NamedTuple):
     prefetch: tuple[int, int | None] = (1, None)
 
 
-class Owner(Protocol):
-    """The layer of a weight: what it keeps of it on this rank."""
+class EtpRows:
+    """This rank's rows of the weight of a layer: one matrix [N, K], of one parameter or of several below each other.
 
-    @property
-    def _label(self) -> str:
-        """What errors call it."""
+    Ranks share out the rows of the matrix: of a parameter among several one may have all, and another none.
 
-    def _etp_rows(self) -> list[Tensor]:
-        """This rank's rows [n, K] of each matrix."""
+    Attributes:
+        layer, names: whose they are, and its names of the parameters.
+        lengths: rows of each parameter of the whole.
+        sharding: how they are shared out.
+    """
 
-    def _etp_parameters(self) -> list[Any]:
-        """The parameters that have these rows."""
+    def __init__(
+        self, layer: nn.Module, names: tuple[str, ...], group: Group, reduction: Reduction, replicas: tuple[Group, ...]
+    ) -> None:
+        self.layer, self.names = layer, names
+        self.lengths = tuple([each.shape[-2] for each in self.parameters()])
+        rows, count = self._sizes()
+        self.sharding = Sharding(group, ShardMap.chunks(rows, group.size), reduction, count, replicas)
 
-    def _etp_ready(self, quantizer: Quantizer) -> list[Quantized] | None:
-        """This rank's part of each matrix where parameters are kept as ``quantizer`` gives them; else None."""
+    def _sizes(self) -> tuple[int, int]:
+        """The rows of a matrix, and how many there are."""
+        return sum(self.lengths), 1
 
-    def _etp_scales(self) -> list[Tensor | None]:
+    # ---- as they are cast, and as products read them ----
+
+    def parameters(self) -> list[Any]:
+        """The parameters that have these rows, or what is computed in their place."""
+        return [_parameter(self.layer, name) for name in self.names]
+
+    def matrices(self) -> list[Tensor]:
+        """The values [n, K] of each matrix."""
+        values = self._values()
+        return values if len(values) == 1 else [torch.cat(values)]
+
+    def _values(self) -> list[Tensor]:
+        return [
+            each.dequantize().detach() if isinstance(each, QuantizedTensor) else each.detach()
+            for each in self.parameters()
+        ]
+
+    def ready(self, quantizer: Quantizer) -> list[Quantized] | None:
+        """The part of each matrix where parameters are kept as ``quantizer`` gives them; else None."""
+        own = self.parameters()
+        kept = all(isinstance(each, QuantizedRows) and holds(each._operands, quantizer) for each in own)
+        return [each.part for each in own] if kept and len(own) == self.sharding.matrices else None
+
+    def scales(self) -> list[Tensor | None]:
         """What delayed scaling casts each matrix with now, fp32 [1]; None under other recipes."""
+        history: Any = self.layer._modules.get("forward_scaling")
+        count = self.sharding.matrices
+        first = FORWARD_SLOTS.index("weight") * count
+        return [None] * count if history is None else list(history.scale[first : first + count].split(1))
 
-    def _etp_join(self, matrices: Sequence[Quantized]) -> Quantized:
+    def join(self, matrices: Sequence[Quantized]) -> Quantized:
         """The operands of the weight from those of its matrices, as products read them."""
+        return matrices[0]
 
-    def _etp_part(self, matrices: Sequence[Quantized]) -> Quantized:
-        """The same of this rank's rows, which are saved: in the memory of the matrices."""
+    def part(self, matrices: Sequence[Quantized]) -> Quantized:
+        """The same of these rows, which are saved: in the memory of the matrices."""
+        return matrices[0]
 
-    def _etp_gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
-        """The parameters with their gradients, from those of :meth:`_etp_rows`, [matrices, n, K]."""
+    def gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
+        """The parameters with their gradients, from those of :meth:`matrices`, [matrices, n, K]."""
+        parameters = self.parameters()
+        return zip(parameters, gradients[0].split([each.shape[0] for each in parameters]), strict=True)
+
+    # ---- as a layer keeps them ----
+
+    def range(self, place: int, rank: int | None = None) -> slice:
+        """A rank's rows, by default this one's, of the parameter number ``place``, counted in the whole of it."""
+        shards, rank = self.sharding.shards, self.sharding.group.rank if rank is None else rank
+        before, length = self._before(place), self.lengths[place]
+        begin, end = (min(max(row - before, 0), length) for row in (shards.first(rank), shards.end(rank)))
+        return slice(begin, end)
+
+    def _before(self, place: int) -> int:
+        """Rows of the matrix before those of a parameter."""
+        return sum(self.lengths[:place])
+
+    def extents(self) -> dict[str, tuple[int, slice]]:
+        """Of each parameter by name the rows of the whole, its dim -2, and which of them this rank has."""
+        named = enumerate(zip(self.names, self.lengths, strict=True))
+        return {name: (length, self.range(place)) for place, (name, length) in named}
+
+    def cut(self, place: int, whole: Tensor) -> Tensor:
+        """These rows of the parameter number ``place``, in memory of their own; quantized as the whole is."""
+        own, group = self.range(place), self.sharding.group
+        if not isinstance(whole, QuantizedTensor):
+            return whole[..., own, :].clone()
+        ranges = [self.range(place, rank) for rank in range(group.size)]
+        rows = rows_of(whole, ShardMap(tuple([each.stop - each.start for each in ranges])), group)
+        rows.scale, rows.amax_group = whole.scale, group.process_group
+        return rows
+
+    def parameter(self, place: int, whole: nn.Parameter) -> nn.Parameter:
+        """That of these rows, with the attributes of the whole but the gradient of all rows."""
+        parameter = nn.Parameter(self.cut(place, whole.detach()), requires_grad=whole.requires_grad)
+        if isinstance(whole, QuantizedTensor) and isinstance(parameter, QuantizedTensor):
+            initial = whole.get_high_precision_init_val()
+            if initial is not None:
+                parameter.set_high_precision_init_val(initial[self.range(place)])
+        else:
+            parameter.__dict__.update({name: noted for name, noted in vars(whole).items() if name != "main_grad"})
+        return parameter
+
+    def cut_wholes(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Puts these rows in the place of weights that a state dict has whole."""
+        for place, (name, weight) in enumerate(zip(self.names, self.parameters(), strict=True)):
+            saved, whole = state_dict.get(prefix + name), (*weight.shape[:-2], self.lengths[place], weight.shape[-1])
+            if isinstance(saved, Tensor) and saved.shape == whole != weight.shape:
+                state_dict[prefix + name] = self.cut(place, saved)
+
+    def mark(self) -> None:
+        """Notes on the parameters which ranks share them, ``etp_group``, and how many rows and which, ``etp_rows``."""
+        for parameter, extent in zip(self.parameters(), self.extents().values(), strict=True):
+            parameter.etp_group, parameter.etp_rows = self.sharding.group, extent
+            if isinstance(parameter, QuantizedRows):
+                parameter.join(self.sharding.group)
+
+    def check(self) -> None:
+        """Raises where gradients would not come to these rows; to be asked in each forward.
+
+        Raises:
+            ValueError: a parameter is computed, and would get no gradient, which goes past autograd.
+                ``DistributedDataParallel``, or PyTorch's ``fully_shard``, which has put a parameter of its own in the
+                place of one, takes the rows of all ranks for the same ones.
+        """
+        own = self.parameters()
+        if running() is not None:  # wrapped before the rows were shared out
+            check_same_rows(self.layer, own)
+        for name, parameter in zip(self.names, own, strict=True):
+            if not parameter.is_leaf:
+                raise ValueError(
+                    f"{label_of(self.layer)}: {name} is computed from other tensors, as by a parametrization or "
+                    "functional_call, and a weight that etp_group shares gives its gradient to a parameter; do "
+                    "without one of them"
+                )
+            if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "etp_group"):
+                raise ValueError(
+                    f"{label_of(self.layer)}: {name} is not the parameter that has this rank's rows for etp_group, as "
+                    "after PyTorch's fully_shard, which shards them once more; make the model anew and pass "
+                    "ignored_params=minifloat.distributed.etp_parameters(model)"
+                )
+
+
+class ExpertRows(EtpRows):
+    """The same of the weights of experts, [N, K] each, of a parameter for each or of one [G, N, K]: of all alike."""
+
+    def _sizes(self) -> tuple[int, int]:
+        first = self.parameters()[0]
+        return self.lengths[0], first.shape[0] if first.dim() == 3 else len(self.names)
+
+    def _before(self, place: int) -> int:
+        return 0  # all matrices are shared out alike
+
+    def matrices(self) -> list[Tensor]:
+        values = self._values()
+        return values if values[0].dim() == 2 else list(values[0].unbind())
+
+    def join(self, matrices: Sequence[Quantized]) -> Quantized:
+        return of_all(matrices, join)
+
+    def part(self, matrices: Sequence[Quantized]) -> Quantized:
+        return of_all(matrices, SeparateOperands.of)
+
+    def gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
+        own = self.parameters()
+        return zip(own, gradients, strict=True) if own[0].dim() == 2 else [(own[0], gradients.contiguous())]
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    """What has the dotted ``name``: a parameter, past ``nn.Module.__getattr__``, which is slow, or what replaced it."""
+    *path, own = name.split(".")
+    for each in path:
+        module = module._modules[each]  # type: ignore[assignment]
+    found = module._parameters.get(own)
+    return getattr(module, own) if found is None else found
 
 
 class Parts(NamedTuple):
@@ -105,14 +261,15 @@ class Cast(NamedTuple):
     scale_versions: tuple[float, ...] | None
 
     @torch.inference_mode(False)
-    def repeat(self, owner: Owner, shards: ShardMap, *dims: int) -> Parts:
+    def repeat(self, rows: EtpRows, *dims: int) -> Parts:
         """The parts with operands for ``dims``, cast anew; no collective."""
-        rows = owner._etp_rows()
-        rows = rows if self.quantizer.quantized else [each.to(self.dtype) for each in rows]
-        return Parts([each.recast(own, dims) for each, own in zip(self.repeats, rows, strict=True)], shards)
+        values = rows.matrices()
+        values = values if self.quantizer.quantized else [each.to(self.dtype) for each in values]
+        parts = [each.recast(own, dims) for each, own in zip(self.repeats, values, strict=True)]
+        return Parts(parts, rows.sharding.shards)
 
 
-Wanted = tuple[Owner, Sharding, Quantizer, torch.dtype]
+Wanted = tuple[EtpRows, Quantizer, torch.dtype]
 """Rows to cast."""
 
 
@@ -124,22 +281,23 @@ def cast_together(wanted: Sequence[Wanted], replayed: Sequence[Tensor | None] | 
     quantizers: list[Quantizer] = []
     maps: list[ShardMap] = []
     scales: list[Tensor | None] = []
-    ready = [owner._etp_ready(quantizer) for owner, _, quantizer, _ in wanted]
-    for (owner, sharding, quantizer, dtype), own in zip(wanted, ready, strict=True):
+    ready = [rows.ready(quantizer) for rows, quantizer, _ in wanted]
+    for (rows, quantizer, dtype), own in zip(wanted, ready, strict=True):
         if own is None:
-            rows = owner._etp_rows()
-            xs += rows if quantizer.quantized else [each.to(dtype) for each in rows]
-            quantizers += [quantizer] * len(rows)
-            maps += [sharding.shards] * len(rows)
-            scales += owner._etp_scales() if replayed is None else replayed
-    made = iter(quantize_shards(xs, quantizers, maps, wanted[0][1].group, scales))
+            values = rows.matrices()
+            xs += values if quantizer.quantized else [each.to(dtype) for each in values]
+            quantizers += [quantizer] * len(values)
+            maps += [rows.sharding.shards] * len(values)
+            scales += rows.scales() if replayed is None else replayed
+    made = iter(quantize_shards(xs, quantizers, maps, wanted[0][0].sharding.group, scales))
     casts = []
-    for (owner, sharding, quantizer, dtype), own in zip(wanted, ready, strict=True):
+    for (rows, quantizer, dtype), own in zip(wanted, ready, strict=True):
+        sharding = rows.sharding
         shards = sharding.shards if own is None else sharding.shards.whole_units(row_unit(quantizer))
         found = [next(made) for _ in range(sharding.matrices)] if own is None else [(each, None) for each in own]
         parts = Parts([part for part, _ in found], shards)
-        parameters = owner._etp_parameters()
-        scale_versions = None if replayed is not None else versions([s for s in owner._etp_scales() if s is not None])
+        parameters = rows.parameters()
+        scale_versions = None if replayed is not None else versions([s for s in rows.scales() if s is not None])
         repeats = [_at_this_time(each) for _, each in found if each is not None] if sharding.recasts else []
         if len(repeats) < len(found) or (not quantizer.quantized and parameters[0].dtype == dtype):
             repeats = []  # or no copies

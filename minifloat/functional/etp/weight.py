@@ -9,16 +9,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from minifloat.arguments import label_of
 from minifloat.comm.collectives import Pending, averages, start_all_reduce, start_reduce_scatter_rows
 from minifloat.comm.gather import start_gather, start_gather_alike
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
-from minifloat.functional.autograd import apply
+from minifloat.functional.autograd import apply, first_order
 from minifloat.functional.etp.lane import Key, Step, lane_of
-from minifloat.functional.etp.rows import Cast, Owner, Parts, Sharding, Wanted, cast_together
+from minifloat.functional.etp.rows import Cast, EtpRows, Parts, Sharding, Wanted, cast_together
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, accumulated, computed, into_grad, into_main_grad
@@ -28,6 +29,7 @@ from minifloat.recompute import capturing
 from minifloat.tensor.base import versions
 from minifloat.tensor.steps import count_steps
 
+_VALUES = Quantizer.identity().with_usage(columnwise=False)
 _numbers = itertools.count()
 
 
@@ -55,9 +57,9 @@ class EtpWeight:
         leaf: what stood in for W in the latest forward.
     """
 
-    def __init__(self, owner: Owner, sharding: Sharding) -> None:
-        self.owner, self.sharding = owner, sharding
-        self.lane = lane_of(sharding.group)
+    def __init__(self, rows: EtpRows) -> None:
+        self.rows = rows
+        self.lane = lane_of(rows.sharding.group)
         self.number = next(_numbers)
         self.casts = 0
         self.sums_after = 0
@@ -66,6 +68,15 @@ class EtpWeight:
         self.leaf: Tensor | None = None
         self._cast: Cast | None = None
         self._keeps_cast = False
+
+    def __reduce__(self) -> tuple[type[EtpWeight], tuple[EtpRows]]:
+        """A copy, or a file, has the rows alone."""
+        return EtpWeight, (self.rows,)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How rows are shared out."""
+        return self.rows.sharding
 
     # ---- the cast ----
 
@@ -98,12 +109,12 @@ class EtpWeight:
             )
             if quantizer == known.quantizer and not anew and self._is_current(known, scales=first is not False):
                 return self._parts.matrices
-        casts: dict[EtpWeight, Wanted] = {self: (self.owner, self.sharding, quantizer, dtype)}
+        casts: dict[EtpWeight, Wanted] = {self: (self.rows, quantizer, dtype)}
         for each in () if scales is not None else self._used_after() if lane.in_graph is None else lane.in_graph:
             theirs, seen = each._cast, each in lane.cast and not first
             too = lane.in_graph is not None or (unseen and not seen)
             if theirs is not None and (too or not each._is_current(theirs)):
-                casts.setdefault(each, (each.owner, each.sharding, *theirs[:2]))
+                casts.setdefault(each, (each.rows, *theirs[:2]))
         for each, made in zip(casts, cast_together(list(casts.values()), scales), strict=True):
             count_steps(made.parameters)
             each._cast, each.casts = made, each.casts + 1
@@ -133,7 +144,7 @@ class EtpWeight:
         cast = self._cast
         assert cast is not None and (cast.parts or cast.repeats), "the rows are cast before they are gathered"
         if cast.parts is None:
-            parts = cast.repeat(self.owner, self.sharding.shards, ROWWISE, COLUMNWISE)
+            parts = cast.repeat(self.rows, ROWWISE, COLUMNWISE)
             self._cast = cast = cast._replace(parts=parts)
         assert cast.parts is not None
         return cast.parts
@@ -146,7 +157,7 @@ class EtpWeight:
         cast = self._cast
         if cast is None or not self._is_current(cast, scales=not self._keeps_cast):
             return None
-        return self._values() if values else cast.parts or cast.repeat(self.owner, self.sharding.shards, dim)
+        return self._values() if values else cast.parts or cast.repeat(self.rows, dim)
 
     def forget(self) -> None:
         """Rows may have changed in a way that PyTorch does not see."""
@@ -156,11 +167,11 @@ class EtpWeight:
         """It is what casting the rows now would give; ``scales``: delayed scaling's have to be the same."""
         if not (cast.parts or cast.repeats) or not self._is_same(cast) or cast.scale_versions is None:
             return False
-        return not scales or cast.scale_versions == versions([s for s in self.owner._etp_scales() if s is not None])
+        return not scales or cast.scale_versions == versions([s for s in self.rows.scales() if s is not None])
 
     def _is_same(self, cast: Cast) -> bool:
         """The parameters are those that were cast, and PyTorch has seen no write to them."""
-        parameters = self.owner._etp_parameters()
+        parameters = self.rows.parameters()
         same = all(mine is theirs for mine, theirs in zip(cast.parameters, parameters, strict=True))
         return same and cast.versions == versions(parameters)
 
@@ -183,7 +194,7 @@ class EtpWeight:
 
     def forward(self) -> Quantized:
         """The weight for fprop, gathered from what :meth:`cast` gave last."""
-        return self.owner._etp_join(self.lane.take(self, ROWWISE, lambda: self._parts, self.casts))
+        return self.rows.join(self.lane.take(self, ROWWISE, lambda: self._parts, self.casts))
 
     def saved(self, dim: int, *, values: bool = False) -> tuple[Any, Saved]:
         """This rank's part of the operand for ``dim``, or of the weight in high precision, and what it is of.
@@ -192,16 +203,16 @@ class EtpWeight:
         """
         parts, cast = self._values() if values else self._parts, self._cast
         if values or cast is None or not cast.repeats or self._keeps_cast:
-            return self.owner._etp_part(parts.matrices).along(dim), Saved(self.casts, parts.shards, None)
+            return self.rows.part(parts.matrices).along(dim), Saved(self.casts, parts.shards, None)
         self._cast = cast = cast._replace(parts=None)
         part = parts.matrices[0].along(dim)
         empty = Operand(part.codes.new_empty(0), None, None, part.format, dim, part.shape, part.dtype)
         return empty, Saved(self.casts, parts.shards, cast)
 
     def _values(self) -> Parts:
-        rows = self.owner._etp_rows()
-        shape = rows[0].shape[0], rows[0].shape[1]
-        own = [Quantized(Operand(each, None, None, IDENTITY, ROWWISE, shape, each.dtype), None) for each in rows]
+        values = self.rows.matrices()
+        shape = values[0].shape[0], values[0].shape[1]
+        own = [Quantized(Operand(each, None, None, IDENTITY, ROWWISE, shape, each.dtype), None) for each in values]
         return Parts(own, self.sharding.shards)
 
     def backward(self, dim: int, part: Any, of: Saved, *, values: bool = False) -> Any:
@@ -213,27 +224,36 @@ class EtpWeight:
 
         def own() -> Parts:
             if of.cast is not None:
-                return of.cast.repeat(self.owner, of.shards, dim)
+                return of.cast.repeat(self.rows, dim)
             each = part.split() if isinstance(part, SeparateOperands) else [part]
             return Parts([_quantized(operand, operand.dim) for operand in each], of.shards)
 
         if of.cast is not None and not self._is_same(of.cast):
             raise ValueError(
-                f"{self.owner._label}: the weight was written between a forward and its backward, which casts it "
-                "again; write it after backward, or do without parallelize(recast=True)"
+                f"{label_of(self.rows.layer)}: the weight was written between a forward and its backward, which casts "
+                "it again; write it after backward, or do without parallelize(recast=True)"
             )
-        return self.owner._etp_join(self.lane.take(self, dim, own, of.number, values=values)).along(dim)
+        return self.rows.join(self.lane.take(self, dim, own, of.number, values=values)).along(dim)
+
+    def whole(self) -> Tensor:
+        """The matrix [N, K] of all ranks, in the dtype of the parameter, whose gradient is that of its rows."""
+        like = self.rows.parameters()[0]
+        stand_in = self.stand_in((self.sharding.shards.total, like.shape[-1]))
+        self.cast(_VALUES, like.dtype)
+        whole: Tensor = self.forward().along(ROWWISE).codes
+        return apply(_Whole, self, stand_in, whole)
 
     # ---- the gradient ----
 
-    def stand_in(self, shape: Sequence[int], like: Tensor) -> Tensor:
+    def stand_in(self, shape: Sequence[int]) -> Tensor:
         """What an autograd function gets for W: a tensor of its shape, dtype and device that has no memory of its own.
 
         The gradient of the parameters goes past autograd, which would call their hooks without one. Autograd comes to
         the leaf in each backward after all nodes that use W. Nothing reads its values, NaN.
         """
-        parameters, leaf = self.owner._etp_parameters(), self.leaf
-        trained = any(each.requires_grad for each in parameters)
+        self.rows.check()
+        parameters, leaf = self.rows.parameters(), self.leaf
+        like, trained = parameters[0], any(each.requires_grad for each in parameters)
         kind = torch.Size(shape), like.dtype, like.device, trained
         if leaf is None or (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) != kind:
             with torch.inference_mode(False):
@@ -243,7 +263,7 @@ class EtpWeight:
             self.leaf = leaf
         # Those with hooks are left out: autograd would call them, without a gradient.
         seen = [each for each in parameters if not (each._backward_hooks or each._post_accumulate_grad_hooks)]
-        return apply(_StandIn, self.owner._label, leaf, *seen)
+        return apply(_StandIn, self.rows.layer, leaf, *seen)
 
     def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool, delayed: bool) -> None:
         """Gives this rank's rows of the reduced gradient to ``sink``, once later work has been started.
@@ -258,7 +278,7 @@ class EtpWeight:
             delayed: it is computed after the backward, and added for each use.
         """
         group, shards = self.sharding.group, self.sharding.shards
-        wanted = next((each for each in self.owner._etp_parameters() if each.requires_grad), None)
+        wanted = next((each for each in self.rows.parameters() if each.requires_grad), None)
         if wanted is None:  # all were frozen after the forward: they get no gradient, as from autograd
             return
         dtype = wanted.main_grad.dtype if main_grad else wanted.dtype
@@ -299,7 +319,7 @@ class EtpWeight:
         if divisor > 1:
             total.div_(divisor)
         each = total.view(self.sharding.matrices, shards.largest, total.shape[1])[:, : shards.rows[group.rank]]
-        for parameter, own in self.owner._etp_gradients(each):
+        for parameter, own in self.rows.gradients(each):
             if parameter.requires_grad:
                 sink(parameter, partial(computed, own))
                 if self.lane.collected is None:
@@ -313,15 +333,13 @@ class GatheredWeight(LocalWeight):
 
     Args:
         etp: the weight.
-        parameters, tasks: as of :class:`LocalWeight`.
+        tasks: as of :class:`LocalWeight`.
     """
 
     gathers = True
 
-    def __init__(
-        self, etp: EtpWeight, parameters: Sequence[Any], tasks: list[Callable[[], None]] | None = None
-    ) -> None:
-        super().__init__(parameters, tasks)
+    def __init__(self, etp: EtpWeight, tasks: list[Callable[[], None]] | None = None) -> None:
+        super().__init__(etp.rows.parameters(), tasks)
         self.etp = etp
 
     def gather(self) -> Quantized:
@@ -344,12 +362,27 @@ class GatheredWeight(LocalWeight):
         self.etp.reduce(product, sink, main_grad, spec.options.delays_wgrad)
 
 
+class _Whole(torch.autograd.Function):
+    """A gathered weight as what the rows of all ranks make up; ``stand_in``: what autograd sees of it."""
+
+    @staticmethod
+    def forward(ctx: Any, source: EtpWeight, stand_in: Tensor, whole: Tensor) -> Tensor:
+        ctx.source = source
+        return whole.view_as(whole)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.source.reduce(partial(computed, gradient), into_grad, main_grad=False, delayed=False)
+        return None, None, None
+
+
 class _StandIn(torch.autograd.Function):
     """A view of ``leaf`` that stands in for ``parameters``; what asks for the gradient of these alone is refused."""
 
     @staticmethod
-    def forward(ctx: Any, label: str, leaf: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.label, ctx.inputs = label, 2 + len(parameters)
+    def forward(ctx: Any, layer: nn.Module, leaf: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.layer, ctx.inputs = layer, 2 + len(parameters)
         ctx.set_materialize_grads(False)
         return leaf.view_as(leaf)
 
@@ -361,8 +394,9 @@ class _StandIn(torch.autograd.Function):
             complete = True
         if not complete:
             raise ValueError(
-                f"{ctx.label}: backward(inputs=...) and torch.autograd.grad give no gradient to a weight that "
-                "etp_group shares, which goes past autograd; call backward() without inputs, or do not ask for this one"
+                f"{label_of(ctx.layer)}: backward(inputs=...) and torch.autograd.grad give no gradient to a weight "
+                "that etp_group shares, which goes past autograd; call backward() without inputs, or do not ask for "
+                "this one"
             )
         return (None,) * ctx.inputs
 
