@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Mapping
 from enum import Enum
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,11 @@ FloatDtype = Annotated[
 def checked(target: F) -> F:
     """A function, method or dataclass whose arguments are checked at each call, against the annotations.
 
-    Annotations are read at the first call. Compiled code is not checked: a graph must not break for it.
+    Annotations are read at the first call. Compiled code is not checked: a graph must not break for it. Keyword
+    arguments that an ``Unpack`` of a ``TypedDict`` stands for are checked and shown as if they were written out.
 
     Raises:
-        TypeError: an argument has another type.
+        TypeError: an argument has another type, or is none of those unpacked.
         ValueError: its type is right and its value is not.
     """
     if not isinstance(target, type):
@@ -96,7 +97,18 @@ def _checked(function: Callable[..., Any], annotated: Any) -> Callable[..., Any]
             _check(function, annotated, args, kwargs)
         return function(*args, **kwargs)
 
+    if "Unpack" in str(function.__annotations__.values()):
+        *own, last = inspect.signature(function).parameters.values()
+        unpacked = _unpacked(get_type_hints(function, include_extras=True)[last.name])
+        only = inspect.Parameter.KEYWORD_ONLY
+        others = [inspect.Parameter(name, only, default=..., annotation=hint) for name, hint in unpacked.items()]
+        call.__signature__ = inspect.Signature([*own, *others])  # type: ignore[attr-defined]
     return call
+
+
+def _unpacked(hint: Any) -> dict[str, Any]:
+    """The annotations that ``Unpack`` of a ``TypedDict`` stands for; none where a hint is another."""
+    return get_type_hints(get_args(hint)[0], include_extras=True) if get_origin(hint) is Unpack else {}
 
 
 def _check(function: Callable[..., Any], annotated: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,10 +116,13 @@ def _check(function: Callable[..., Any], annotated: Any, args: tuple[Any, ...], 
     if known is None:
         parameters = inspect.signature(function).parameters.values()
         names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
-        known = _known[function] = names, _specs(annotated)
-    names, specs = known
+        unpacks = "Unpack" in str(function.__annotations__.values())
+        known = _known[function] = names, _specs(annotated), unpacks
+    names, specs, unpacks = known
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         spec = specs.get(name)
+        if spec is None and unpacks and name not in names:
+            raise TypeError(f"{_owner(function, args, kwargs)} got an unexpected keyword argument {name!r}")
         if spec is not None and not (spec.fits(value) and spec.holds(value)):
             raise _refusal(_owner(function, args, kwargs), name, value, spec)
 
@@ -172,7 +187,7 @@ class _Spec(NamedTuple):
 
 
 # Of what is decorated, so that it does not grow. Not in the closures, which Dynamo looks into.
-_known: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, _Spec]]] = {}
+_known: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, _Spec], bool]] = {}
 
 
 def _specs(target: Any) -> dict[str, _Spec]:
@@ -181,7 +196,9 @@ def _specs(target: Any) -> dict[str, _Spec]:
     hints.pop("return", None)
     kinds = {} if isinstance(target, type) else inspect.signature(target).parameters
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {name: _spec(hint) for name, hint in hints.items() if name not in kinds or kinds[name].kind not in several}
+    for name in [name for name in hints if name in kinds and kinds[name].kind in several]:
+        hints |= _unpacked(hints.pop(name))
+    return {name: _spec(hint) for name, hint in hints.items()}
 
 
 def _spec(annotation: Any) -> _Spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction as Rational
 from typing import Annotated, Any, Literal
@@ -142,6 +143,16 @@ def test_unknown_arguments_are_pythons_errors() -> None:
     """Which names them."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'biass'"):
         minifloat.Linear(4, 4, biass=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [minifloat.LayerNormLinear, minifloat.LayerNormMLP, minifloat.MultiheadAttention])
+def test_arguments_that_layers_share_are_as_if_written_out(kind: Any) -> None:
+    """What is unpacked from a ``TypedDict`` is in the signature, is checked, and a misspelt one names the layer."""
+    assert {"device", "params_dtype", "recipe", "tp_mesh", "etp_reduction"} <= set(inspect.signature(kind).parameters)
+    with pytest.raises(ValueError, match=rf"{kind.__name__} 'a': etp_reduction is 'max'; 'mean' or 'sum' is needed"):
+        kind(16, 16, name="a", etp_reduction="max")
+    with pytest.raises(TypeError, match=rf"{kind.__name__} 'a' got an unexpected keyword argument 'tp_grup'"):
+        kind(16, 16, name="a", tp_grup=None)
 
 
 def test_a_value_is_shown_in_one_short_line() -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import finite, recompute
-from minifloat.arguments import Device, FloatDtype, Size, checked, label_of, shown
+from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply, as_output
-from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.experts import Experts
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
@@ -25,8 +22,9 @@ from minifloat.functional.permutation import Routing, permute, permute_probabili
 from minifloat.nn import parts
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.inputs import check_groups, check_meta, check_tensor, layout_of
-from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.recipe import Recipe, RecipeLike
+from minifloat.nn.options import LinearOptions, place
+from minifloat.nn.parameters import InitMethod
+from minifloat.recipe import Recipe
 
 
 class GroupedMLP(parts.LayerOfParts):
@@ -65,20 +63,15 @@ class GroupedMLP(parts.LayerOfParts):
         activation: str = "swiglu",
         activation_params: Mapping[str, float] | None = None,
         single_grouped_weight: bool = False,
-        fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         recompute_activation: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
-        params_dtype: FloatDtype | None = None,
-        dtype: FloatDtype | None = None,
-        device: Device | None = None,
-        recipe: RecipeLike | None = None,
         name: str | None = None,
-        etp_group: ProcessGroup | DeviceMesh | None = None,
-        etp_reduction: Reduction = "mean",
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
+        place(type(self).__name__, options)
         self.activation = Activation.of(activation, activation_params)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.recompute_activation = recompute_activation
@@ -86,15 +79,10 @@ class GroupedMLP(parts.LayerOfParts):
             GroupedLinear,
             num_experts,
             bias=bias,
-            device=device,
-            dtype=one_dtype(type(self).__name__, dtype, params_dtype),
-            recipe=recipe,
             single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_weight,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
-            etp_group=etp_group,
-            etp_reduction=etp_reduction,
+            **options,
         )
         width = ffn_hidden_size * (2 if self.activation.gated else 1)
         self.fc1 = linear(

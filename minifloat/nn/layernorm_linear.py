@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, Size, checked
+from minifloat.arguments import Count, NonNegativeFloat, Size, checked
 from minifloat.functional.autograd import apply
-from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import as_quantized_tensor
 from minifloat.nn import parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.options import DenseOptions, place
+from minifloat.nn.parameters import InitMethod
 from minifloat.nn.uncompiled import needs_eager, run_eager
-from minifloat.recipe import RecipeLike
 from minifloat.recompute import exchange_of
 
 
@@ -64,24 +61,14 @@ class LayerNormLinear(parts.LayerOfParts):
         recompute_norm: bool = False,
         init_method: InitMethod | None = None,
         parameters_split: Mapping[str, Count] | Sequence[str] | None = None,
-        fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
-        params_dtype: FloatDtype | None = None,
-        dtype: FloatDtype | None = None,
-        device: Device | None = None,
-        recipe: RecipeLike | None = None,
         name: str | None = None,
         parallel_mode: Mode | None = None,
-        sequence_parallel: bool = False,
-        tp_group: ProcessGroup | None = None,
-        tp_size: Size = 1,
-        tp_mesh: DeviceMesh | None = None,
         fused_parts: Sequence[Count] | None = None,
-        etp_group: ProcessGroup | DeviceMesh | None = None,
-        etp_reduction: Reduction = "mean",
+        **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
-        params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
+        placement = place(type(self).__name__, options)
         if parallel_mode == "row":
             raise ValueError(
                 f"LayerNormLinear {name or ''!r}: parallel_mode='row' would split the rows that the norm is over; use "
@@ -90,30 +77,19 @@ class LayerNormLinear(parts.LayerOfParts):
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.recompute_norm = recompute_norm
-        self.norm = parts.NORMS[normalization](
-            in_features, eps, zero_centered_gamma=zero_centered_gamma, dtype=params_dtype, device=device
-        )
+        self.norm = parts.NORMS[normalization](in_features, eps, zero_centered_gamma=zero_centered_gamma, **placement)
         self.linear = Linear(
             in_features,
             out_features,
             bias,
-            device,
-            recipe=recipe,
             name=name,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
             return_bias=return_bias,
             parameters_split=parameters_split,
             init_method=init_method,
-            params_dtype=params_dtype,
             parallel_mode=parallel_mode,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            tp_mesh=tp_mesh,
             fused_parts=fused_parts,
-            etp_group=etp_group,
-            etp_reduction=etp_reduction,
+            **options,
         )
 
     def forward(

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
+from minifloat.arguments import NonNegativeFloat, Size, checked
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply
-from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
 from minifloat.nn import parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.options import DenseOptions, place
+from minifloat.nn.parameters import InitMethod
 from minifloat.nn.uncompiled import needs_eager, run_eager
-from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint_without_dropout, exchange_of
 
 
@@ -78,47 +75,21 @@ class LayerNormMLP(parts.LayerOfParts):
         recompute_activation: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
-        fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
-        params_dtype: FloatDtype | None = None,
-        dtype: FloatDtype | None = None,
-        device: Device | None = None,
-        recipe: RecipeLike | None = None,
         name: str | None = None,
         set_parallel_mode: bool = False,
-        sequence_parallel: bool = False,
-        tp_group: ProcessGroup | None = None,
-        tp_size: Size = 1,
-        tp_mesh: DeviceMesh | None = None,
-        etp_group: ProcessGroup | DeviceMesh | None = None,
-        etp_reduction: Reduction = "mean",
+        **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
-        params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
+        placement = place(type(self).__name__, options)
         self.activation = Activation.of(activation, activation_params)
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.checkpoint = checkpoint
         self.recompute_norm = recompute_norm
         self.recompute_activation = recompute_activation
-        self.norm = parts.NORMS[normalization](
-            hidden_size, eps, zero_centered_gamma=zero_centered_gamma, dtype=params_dtype, device=device
-        )
-        linear = partial(
-            Linear,
-            bias=bias,
-            device=device,
-            recipe=recipe,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-            params_dtype=params_dtype,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            tp_mesh=tp_mesh,
-            etp_group=etp_group,
-            etp_reduction=etp_reduction,
-        )
+        self.norm = parts.NORMS[normalization](hidden_size, eps, zero_centered_gamma=zero_centered_gamma, **placement)
+        linear = partial(Linear, bias=bias, delay_wgrad_compute=delay_wgrad_compute, **options)
         halves = [ffn_hidden_size] * (2 if self.activation.gated else 1)
         self.fc1 = linear(
             hidden_size,

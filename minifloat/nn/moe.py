@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
+from minifloat.arguments import NonNegativeFloat, Size, checked
 from minifloat.functional.activation import activate
 from minifloat.functional.autograd import as_output, exporting
-from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.permutation import route
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear import Linear
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.options import LinearOptions, Placement, place
+from minifloat.nn.parameters import InitMethod
 from minifloat.nn.router import TopKRouter
-from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint_without_dropout, recomputes
 
 
@@ -72,31 +72,16 @@ class MoE(parts.LayerOfParts):
         router: nn.Module | None = None,
         aux_loss_coefficient: NonNegativeFloat = 0.0,
         single_grouped_weight: bool = False,
-        fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         recompute_activation: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
-        params_dtype: FloatDtype | None = None,
-        dtype: FloatDtype | None = None,
-        device: Device | None = None,
-        recipe: RecipeLike | None = None,
         name: str | None = None,
-        etp_group: ProcessGroup | DeviceMesh | None = None,
         expert_etp_group: ProcessGroup | DeviceMesh | None = None,
-        etp_reduction: Reduction = "mean",
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        dtype = one_dtype(type(self).__name__, dtype, params_dtype)
-        of_all: dict[str, Any] = {
-            "bias": bias,
-            "dtype": dtype,
-            "device": device,
-            "recipe": recipe,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "delay_wgrad_compute": delay_wgrad_compute,
-            "etp_reduction": etp_reduction,
-        }
+        placement = place(type(self).__name__, options)
         self.hidden_size, self.num_experts = hidden_size, num_experts
         if router is None:
             router = TopKRouter(
@@ -105,37 +90,37 @@ class MoE(parts.LayerOfParts):
                 top_k,
                 normalize_top_k=True,
                 aux_loss_coefficient=aux_loss_coefficient,
-                dtype=dtype,
-                device=device,
+                **placement,
             )
         self.router = router
+        of_experts: LinearOptions = {**options, "etp_group": expert_etp_group}
         self.experts = GroupedMLP(
             num_experts,
             hidden_size,
             ffn_hidden_size,
             activation=activation,
             activation_params=activation_params,
+            bias=bias,
+            delay_wgrad_compute=delay_wgrad_compute,
             single_grouped_weight=single_grouped_weight,
             recompute_activation=recompute_activation,
             init_method=init_method,
             output_layer_init_method=output_layer_init_method,
             name=parts.part_name(name, "experts"),
-            etp_group=expert_etp_group,
-            **of_all,
+            **of_experts,
         )
         self.shared_fc1 = self.shared_fc2 = None
         if shared_ffn_hidden_size is not None:
-            of_all["etp_group"] = etp_group
             width = shared_ffn_hidden_size * (2 if self.experts.activation.gated else 1)
-            self.shared_fc1 = Linear(
-                hidden_size, width, init_method=init_method, name=parts.part_name(name, "shared_fc1"), **of_all
+            linear = partial(Linear, bias=bias, delay_wgrad_compute=delay_wgrad_compute, **options)
+            self.shared_fc1 = linear(
+                hidden_size, width, init_method=init_method, name=parts.part_name(name, "shared_fc1")
             )
-            self.shared_fc2 = Linear(
+            self.shared_fc2 = linear(
                 shared_ffn_hidden_size,
                 hidden_size,
                 init_method=output_layer_init_method or init_method,
                 name=parts.part_name(name, "shared_fc2"),
-                **of_all,
             )
         self.router_loss: Tensor | None = None
         self.expert_counts: Tensor | None = None
@@ -192,21 +177,13 @@ class LayerNormMoE(parts.LayerOfParts):
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
         checkpoint: bool = False,
-        params_dtype: FloatDtype | None = None,
-        dtype: FloatDtype | None = None,
-        device: Device | None = None,
-        name: str | None = None,
         **of_experts: Any,
     ) -> None:
         super().__init__()
-        dtype = one_dtype(type(self).__name__, dtype, params_dtype)
+        placement = place(type(self).__name__, cast(Placement, of_experts))
         self.return_layernorm_output, self.checkpoint = return_layernorm_output, checkpoint
-        self.norm = parts.NORMS[normalization](
-            hidden_size, eps, zero_centered_gamma=zero_centered_gamma, dtype=dtype, device=device
-        )
-        self.moe = MoE(
-            hidden_size, ffn_hidden_size, num_experts, top_k, dtype=dtype, device=device, name=name, **of_experts
-        )
+        self.norm = parts.NORMS[normalization](hidden_size, eps, zero_centered_gamma=zero_centered_gamma, **placement)
+        self.moe = MoE(hidden_size, ffn_hidden_size, num_experts, top_k, **of_experts)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """X [..., hidden_size] to Y of the same shape, with ``return_layernorm_output`` to Y and the norm's result."""

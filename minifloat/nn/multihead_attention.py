@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.arguments import Count, Device, FloatDtype, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
+from minifloat.arguments import Count, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
 from minifloat.comm.random_state import draw_apart
 from minifloat.functional.autograd import autocast_to
-from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.exchange import Local
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
@@ -31,9 +28,9 @@ from minifloat.nn.multihead_parts import (
     own_heads,
     summing,
 )
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.options import DenseOptions, TensorParallelOptions, chosen, place
+from minifloat.nn.parameters import InitMethod
 from minifloat.nn.tensor_parallel import tensor_parallel
-from minifloat.recipe import RecipeLike
 from minifloat.recompute import checkpoint, checkpoint_without_dropout, exchange_of
 
 
@@ -125,29 +122,18 @@ class MultiheadAttention(parts.LayerOfLinears):
         return_layernorm_output: bool = False,
         recompute_norm: bool = False,
         save_original_input: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        params_dtype: FloatDtype | None = None,
-        dtype: FloatDtype | None = None,
-        device: Device | None = None,
-        recipe: RecipeLike | None = None,
         name: str | None = None,
         set_parallel_mode: bool = False,
-        sequence_parallel: bool = False,
-        tp_group: ProcessGroup | None = None,
-        tp_size: Size = 1,
-        tp_mesh: DeviceMesh | None = None,
-        etp_group: ProcessGroup | DeviceMesh | None = None,
-        etp_reduction: Reduction = "mean",
+        **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
-        params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
+        placement = place(type(self).__name__, options)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
         of_norm = {"return_layernorm_output": return_layernorm_output, "recompute_norm": recompute_norm}
-        check_options(input_layernorm, of_norm, fuse_qkv_params, fuse_wgrad_accumulation)
+        check_options(input_layernorm, of_norm, fuse_qkv_params, options.get("fuse_wgrad_accumulation", False))
         column: Mode | None = "column" if set_parallel_mode else None
-        ranks: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh}
-        exchange = tensor_parallel("MultiheadAttention", column, sequence_parallel, **ranks)
+        exchange = tensor_parallel("MultiheadAttention", column, **chosen(options, TensorParallelOptions))
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.heads, self.groups, self.channels = num_attention_heads, groups, channels
         self.qkv_format = qkv_format
@@ -156,25 +142,14 @@ class MultiheadAttention(parts.LayerOfLinears):
         self.return_layernorm_output = return_layernorm_output
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
-        linears: dict[str, Any] = {
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            "recipe": recipe,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "sequence_parallel": sequence_parallel,
-            "etp_group": etp_group,
-            "etp_reduction": etp_reduction,
-            **ranks,
-        }
         input_norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             **of_norm,
         }
-        options = linears | {"init_method": init_method, "parallel_mode": column}
-        projection = partial(make_projection, hidden_size, channels, fuse_qkv_params, options)
+        of_columns = {**options, "bias": bias, "init_method": init_method, "parallel_mode": column}
+        projection = partial(make_projection, hidden_size, channels, fuse_qkv_params, of_columns)
         norm = input_norm if input_layernorm else None
         if attention_type == "self":
             heads = {"query": num_attention_heads, "key": groups, "value": groups}
@@ -184,7 +159,7 @@ class MultiheadAttention(parts.LayerOfLinears):
             self.key_value = projection({"key": groups, "value": groups}, None, parts.part_name(name, "key_value"))
         self.query_norm = self.key_norm = None
         if qk_norm_type is not None:
-            head_norm = partial(parts.NORMS[qk_norm_type], channels, qk_norm_eps, dtype=params_dtype, device=device)
+            head_norm = partial(parts.NORMS[qk_norm_type], channels, qk_norm_eps, **placement)
             self.query_norm, self.key_norm = head_norm(), head_norm()
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -202,12 +177,13 @@ class MultiheadAttention(parts.LayerOfLinears):
         self.proj = Linear(
             num_attention_heads * channels,
             hidden_size,
+            bias,
             return_bias=return_bias,
             init_method=output_layer_init_method or init_method,
             name=parts.part_name(name, "proj"),
             parallel_mode="row" if set_parallel_mode else None,
             save_original_input=save_original_input,
-            **linears,
+            **options,
         )
         self._share_heads(exchange)
 

@@ -46,10 +46,10 @@ class Partition(NamedTuple):
 def tensor_parallel(
     label: str,
     mode: Mode | None,
-    sequence_parallel: bool,
-    tp_group: dist.ProcessGroup | None,
-    tp_size: int,
-    tp_mesh: DeviceMesh | None,
+    sequence_parallel: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+    tp_size: int = 1,
+    tp_mesh: DeviceMesh | None = None,
 ) -> Local:
     """What the constructor arguments of a parallel layer say; :data:`LOCAL` where that is a single rank.
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import (
     Count,
-    Device,
-    FloatDtype,
     Fraction,
     NonNegativeFloat,
     PositiveFloat,
@@ -22,20 +18,18 @@ from minifloat.arguments import (
     checked,
 )
 from minifloat.comm.random_state import draw_apart
-from minifloat.functional.etp.rows import Reduction
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import MultiheadAttention
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.options import DenseOptions, place
+from minifloat.nn.parameters import InitMethod
 from minifloat.nn.parts import LayerOfLinears, Normalization, call_on_stream, part_name
-from minifloat.recipe import RecipeLike
 from minifloat.recompute import exchange_of
 
-_OF_TP = ("set_parallel_mode", "sequence_parallel", "tp_group", "tp_size", "tp_mesh")
-_OF_DENSE = ("recompute_norm", *_OF_TP, "etp_group", "etp_reduction")
-"""What parts are given that experts do not take."""
+_OF_EXPERTS = ("device", "dtype", "recipe", "fuse_wgrad_accumulation")
+"""Options of the layer that its experts are given; they have ranks of their own."""
 
 
 class TransformerLayer(LayerOfLinears):
@@ -114,23 +108,13 @@ class TransformerLayer(LayerOfLinears):
         bias: bool = True,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        params_dtype: FloatDtype | None = None,
-        dtype: FloatDtype | None = None,
-        device: Device | None = None,
-        recipe: RecipeLike | None = None,
         layer_number: Count | None = None,
         name: str | None = None,
         set_parallel_mode: bool = False,
-        sequence_parallel: bool = False,
-        tp_group: ProcessGroup | None = None,
-        tp_size: Size = 1,
-        tp_mesh: DeviceMesh | None = None,
-        etp_group: ProcessGroup | DeviceMesh | None = None,
-        etp_reduction: Reduction = "mean",
+        **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
-        params_dtype = one_dtype(type(self).__name__, dtype, params_dtype)
+        place(type(self).__name__, options)
         if parallel_attention_mlp and layer_type == "decoder":
             raise ValueError("TransformerLayer: parallel_attention_mlp=True is for layer_type='encoder' only")
         if not name and layer_number is not None:
@@ -144,19 +128,8 @@ class TransformerLayer(LayerOfLinears):
             "bias": bias,
             "init_method": init_method,
             "output_layer_init_method": output_layer_init_method,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "params_dtype": params_dtype,
-            "device": device,
-            "recipe": recipe,
-            "recompute_norm": save_memory,
-            "set_parallel_mode": set_parallel_mode,
-            "sequence_parallel": sequence_parallel,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "tp_mesh": tp_mesh,
-            "etp_group": etp_group,
-            "etp_reduction": etp_reduction,
         }
+        of_dense: dict[str, Any] = {"recompute_norm": save_memory, "set_parallel_mode": set_parallel_mode, **options}
         attention = partial(
             MultiheadAttention,
             hidden_size,
@@ -177,6 +150,7 @@ class TransformerLayer(LayerOfLinears):
             qk_norm_eps=qk_norm_eps,
             qk_norm_before_rope=qk_norm_before_rope,
             **of_all,
+            **of_dense,
         )
         self.self_attention = attention(
             attn_mask_type=self_attn_mask_type,
@@ -197,22 +171,22 @@ class TransformerLayer(LayerOfLinears):
             "activation": activation,
             "activation_params": activation_params,
             "checkpoint": checkpoint_mlp,
+            "recompute_activation": save_memory,
             "name": part_name(name, "layernorm_mlp"),
         }
         self.layernorm_mlp: LayerNormMLP | LayerNormMoE
         if moe is None:
             self.layernorm_mlp = LayerNormMLP(
-                hidden_size, ffn_hidden_size, layernorm_epsilon, recompute_activation=save_memory, **of_mlp, **of_all
+                hidden_size, ffn_hidden_size, layernorm_epsilon, **of_mlp, **of_all, **of_dense
             )
-        elif set_parallel_mode or tp_group is not None or tp_size > 1 or tp_mesh is not None:
+        elif set_parallel_mode or any(
+            options.get(ranks) not in (None, 1) for ranks in ("tp_group", "tp_size", "tp_mesh")
+        ):
             raise ValueError("TransformerLayer: experts are not tensor-parallel; use moe without tp_group and tp_mesh")
         else:
-            of_experts = {name: option for name, option in of_all.items() if name not in _OF_DENSE}
+            of_experts = {name: option for name, option in options.items() if name in _OF_EXPERTS}
             self.layernorm_mlp = LayerNormMoE(
-                hidden_size,
-                ffn_hidden_size,
-                eps=layernorm_epsilon,
-                **{"recompute_activation": save_memory, **of_mlp, **of_experts, **moe},
+                hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **{**of_mlp, **of_all, **of_experts, **moe}
             )
         self.dropout = nn.Dropout(hidden_dropout)
         self._exchange = self.self_attention._exchange
