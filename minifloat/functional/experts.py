@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,7 @@ from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradien
 from minifloat.functional.grouped_weight import SeparateOperands, multiply_weight
 from minifloat.functional.linear_config import Options
 from minifloat.functional.spec import LinearCasts, Quantizers, Spec
-from minifloat.functional.weight_source import LocalWeight
+from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
 from minifloat.operand import Quantized
 from minifloat.ops import new
 from minifloat.quantizer import Amaxes
@@ -103,7 +105,7 @@ class Experts(Local):
 
 
 class ExpertWeights(LocalWeight):
-    """The weights of experts, W [G, N, K], which this rank has whole."""
+    """The weights of experts, W [G, N, K], which this rank has whole: one parameter, or one [N, K] for each."""
 
     def save(self, spec: Spec, weight: Tensor, w: Any) -> Any:
         if spec.override != "high_precision":
@@ -111,6 +113,38 @@ class ExpertWeights(LocalWeight):
         layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
         weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
         return values(weight.flatten(0, 1), layout.offsets)
+
+    def _parts(self, dw: Tensor) -> Iterable[tuple[Any, Tensor]]:
+        return zip(self.parameters, (dw,) if self.parameters[0].dim() == 3 else dw.unbind(), strict=True)
+
+    def _add(self, spec: Spec, product: Product) -> Tensor | None:
+        """Separate ``main_grad``, those of weights that want a gradient, are added to in one launch."""
+        if not self.main_grad or self.parameters[0].dim() == 3:
+            return super()._add(spec, product)
+        parameters, first = self.parameters, self.parameters[0]
+        dtype = next(own.main_grad.dtype for own in parameters if own.requires_grad)
+        parts = [(own, part) for own, part in self._parts(product(dtype)) if own.requires_grad]
+        if not spec.eager:
+            for own, part in parts:
+                own.main_grad.add_(part)
+            return None
+        asked = False
+        if len({id(own.main_grad) for own, _ in parts}) < len(parts):  # some share one: in turn
+            for own, part in parts:
+                asked |= into_main_grad(self.overwrite, own, partial(computed, part)) is not None
+        else:
+            new: tuple[list[Tensor], list[Tensor]] = [], []
+            held: tuple[list[Tensor], list[Tensor]] = [], []
+            for own, part in parts:
+                old = is_old(self.overwrite, own)
+                held[old].append(own.main_grad)
+                new[old].append(part.to(own.main_grad.dtype))
+                asked |= written(own, old)
+            if held[False]:
+                torch._foreach_add_(held[False], new[False])
+            if held[True]:
+                torch._foreach_copy_(held[True], new[True])
+        return torch.zeros((len(parameters), *first.shape), dtype=first.dtype, device=first.device) if asked else None
 
 
 EXPERT_WEIGHTS = ExpertWeights()

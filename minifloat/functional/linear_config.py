@@ -116,12 +116,8 @@ class Options(NamedTuple):
             computed X saves. Only where dX is needed, backward is quantized, and no rank gathers X.
         quantize_output, quantize_grad_input: return those as :class:`QuantizedTensor`.
         batch_invariant: a row of fprop's result depends on no other row.
-        main_grad: dW is added to ``weight.main_grad``; no gradient is returned for it.
-        overwrite_main_grad: in the first microbatch of a step it replaces what is there, once after each time that
-            ``weight.main_grad_is_old`` was set.
         gathers_weight: its rows are sharded over ranks with other data (``functional/etp``): gathered for each product,
             and their gradient reduced.
-        wgrad_in_weight_dtype: so is the dW that autograd gets, not in ``dtype``.
         delays_wgrad: backward leaves the computation of dW for later.
     """
 
@@ -137,8 +133,5 @@ class Options(NamedTuple):
     quantize_output: bool = False
     quantize_grad_input: bool = False
     batch_invariant: bool = False
-    main_grad: bool = False
-    overwrite_main_grad: bool = False
     gathers_weight: bool = False
-    wgrad_in_weight_dtype: bool = False
     delays_wgrad: bool = False

@@ -29,15 +29,24 @@ class LocalWeight:
     Args:
         parameters: that backward writes to by itself: the weight, or those of experts.
         tasks: what computes dW is appended to, where that is left for later.
-        separate: W is [G, N, K], of as many parameters.
+        dtype: of the dW that autograd gets; default: that of the activations.
+        main_grad: dW is added to ``main_grad``; autograd gets none.
+        overwrite: in the first microbatch of a step it replaces what is there, once after each time that
+            ``main_grad_is_old`` was set.
     """
 
     gathers = False  # operands are gathered in each call
 
     def __init__(
-        self, parameters: Sequence[Any] = (), tasks: list[Callable[[], None]] | None = None, separate: bool = False
+        self,
+        parameters: Sequence[Any] = (),
+        tasks: list[Callable[[], None]] | None = None,
+        dtype: torch.dtype | None = None,
+        main_grad: bool = False,
+        overwrite: bool = False,
     ) -> None:
-        self.parameters, self.tasks, self.separate = parameters, tasks, separate
+        self.parameters, self.tasks, self.dtype = parameters, tasks, dtype
+        self.main_grad, self.overwrite = main_grad, overwrite
 
     def gather(self) -> Quantized:
         """W for fprop, if it is gathered."""
@@ -59,20 +68,37 @@ class LocalWeight:
             return self._add(spec, product)
         computed_later = copy(self)
         computed_later.tasks = None  # a task that holds its list would live, with what it multiplies, after the layer
-        left_for_later(self.tasks, partial(computed_later._add, spec), self.parameters, product)
+        computed_later._leave(self.tasks, partial(computed_later._add, spec, product))
         return None
 
     def _add(self, spec: Spec, product: Product) -> Tensor | None:
-        """Computes dW for autograd, or adds it to ``main_grad``."""
-        options = spec.options
-        if not options.main_grad:
-            return product(options.weight_dtype if options.wgrad_in_weight_dtype else options.dtype)
-        if not spec.eager:
-            into_main_grad_in_graph(self.parameters, product, self.separate)
-            return None
-        if self.separate:
-            return _into_each(options.overwrite_main_grad, self.parameters, product)
-        return into_main_grad(options.overwrite_main_grad, self.parameters[0], product)
+        """Computes dW for autograd, or adds it to ``main_grad``; in a graph the forward has said that."""
+        if not self.main_grad:
+            return product(self.dtype or spec.options.dtype)
+        if spec.eager:
+            return into_main_grad(self.overwrite, self.parameters[0], product)
+        product(self.parameters[0].main_grad.dtype, self.parameters[0].main_grad, True)
+        return None
+
+    def _parts(self, dw: Tensor) -> Iterable[tuple[Any, Tensor]]:
+        """Each parameter with its part of dW."""
+        return zip(self.parameters, (dw,), strict=True)
+
+    def _leave(self, tasks: list[Callable[[], None]], compute: Callable[[], Tensor | None]) -> None:
+        """Appends to ``tasks`` what computes dW, and adds to the parameters' gradients what autograd would get."""
+
+        @torch.no_grad()  # as a backward runs: what it saved may have a graph
+        def later() -> None:
+            dw = compute()
+            for parameter, own in () if dw is None else self._parts(dw):
+                if parameter.requires_grad:
+                    own = own.to(parameter.dtype)
+                    parameter.grad = own if parameter.grad is None else parameter.grad + own
+
+        tasks.append(later)
+        backward = None if torch.compiler.is_compiling() else running()
+        if backward is not None:  # nothing is computed of a step that fails
+            backward.on_failure.append(lambda: tasks.remove(later) if later in tasks else None)
 
 
 LOCAL_WEIGHT = LocalWeight()
@@ -85,44 +111,19 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
         The gradient to hand to autograd: None, or zeros where ``weight.zero_out_wgrad`` asks for one so that hooks on
         the parameter run.
     """
-    old = _is_old(overwrite, weight)
+    old = is_old(overwrite, weight)
     product(weight.main_grad.dtype, weight.main_grad, not old)
-    return torch.zeros_like(weight) if _written(weight, old) else None
+    return torch.zeros_like(weight) if written(weight, old) else None
 
 
-def _into_each(overwrite: bool, parameters: Sequence[Any], product: Product) -> Tensor | None:
-    """The same of experts' weights, those that want a gradient, in one launch."""
-    dtype = next(own.main_grad.dtype for own in parameters if own.requires_grad)
-    parts = [(own, part) for own, part in _parts_of(product(dtype), parameters) if own.requires_grad]
-    asked = False
-    if len({id(own.main_grad) for own, _ in parts}) < len(parts):  # some share one: in turn
-        for own, part in parts:
-            asked |= into_main_grad(overwrite, own, partial(computed, part)) is not None
-    else:
-        new: tuple[list[Tensor], list[Tensor]] = [], []
-        held: tuple[list[Tensor], list[Tensor]] = [], []
-        for own, part in parts:
-            old = _is_old(overwrite, own)
-            held[old].append(own.main_grad)
-            new[old].append(part.to(own.main_grad.dtype))
-            asked |= _written(own, old)
-        if held[False]:
-            torch._foreach_add_(held[False], new[False])
-        if held[True]:
-            torch._foreach_copy_(held[True], new[True])
-    first = parameters[0]
-    shape = (len(parameters), *first.shape)
-    return torch.zeros(shape, dtype=first.dtype, device=first.device) if asked else None
-
-
-def _is_old(overwrite: bool, weight: Any) -> bool:
+def is_old(overwrite: bool, weight: Any) -> bool:
     """What is in ``main_grad`` is of the previous step."""
     # A weight may be used several times in a microbatch: only the first dW replaces what the previous step left.
     old = overwrite and getattr(weight, "main_grad_is_old", True)
     return bool(old or getattr(weight, "overwrite_main_grad", False))
 
 
-def _written(weight: Any, old: bool) -> bool:
+def written(weight: Any, old: bool) -> bool:
     """Says on the weight that dW is in ``main_grad``; returns whether hooks on the weight are to run."""
     if old:
         weight.main_grad_is_old = False
@@ -151,45 +152,6 @@ def computed(dw: Tensor, dtype: torch.dtype, out: Tensor | None = None, accumula
     return matmul.written(dw.to(dtype), out, accumulate)
 
 
-def _parts_of(dw: Tensor, parameters: Sequence[Any]) -> Iterable[tuple[Any, Tensor]]:
-    """Each of a weight's parameters with its part of dW."""
-    return zip(parameters, dw.unbind() if parameters[0].dim() < dw.dim() else (dw,), strict=True)
-
-
-def into_main_grad_in_graph(parameters: Sequence[Any], product: Product, separate: bool) -> None:
-    """The same in traced code, which sets no attribute in backward: the forward has set it."""
-    if not separate:
-        product(parameters[0].main_grad.dtype, parameters[0].main_grad, True)
-        return
-    dtype = next(own.main_grad.dtype for own in parameters if own.requires_grad)
-    for own, part in _parts_of(product(dtype), parameters):
-        if own.requires_grad:
-            own.main_grad.add_(part)
-
-
 def asks_in_backward(weight: Tensor, overwrite: bool) -> bool:
     """What :func:`into_main_grad` does depends on attributes that the weight has in backward."""
     return overwrite or getattr(weight, "overwrite_main_grad", False) or getattr(weight, "zero_out_wgrad", False)
-
-
-def left_for_later(
-    tasks: list[Callable[[], None]],
-    sink: Callable[[Product], Tensor | None],
-    parameters: Sequence[Any],
-    product: Product,
-) -> None:
-    """Appends to ``tasks`` what computes dW and gives it to ``sink``; autograd gets nothing."""
-
-    @torch.no_grad()  # as a backward runs: what it saved may have a graph
-    def later() -> None:
-        dw = sink(product)
-        if dw is not None:
-            for parameter, own in _parts_of(dw, parameters):
-                if parameter.requires_grad:
-                    own = own.to(parameter.dtype)
-                    parameter.grad = own if parameter.grad is None else parameter.grad + own
-
-    tasks.append(later)
-    backward = None if torch.compiler.is_compiling() else running()
-    if backward is not None:  # nothing is computed of a step that fails
-        backward.on_failure.append(lambda: tasks.remove(later) if later in tasks else None)

@@ -18,14 +18,13 @@ from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, ExpertWeights, grouped_casts, quantize_weight
+from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, grouped_casts, quantize_weight
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.grouped_weight import are_alike, join_all
 from minifloat.functional.linear import LinearFunction, apply_eagerly
 from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.functional.quantize import as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec, make_spec
-from minifloat.functional.weight_source import LocalWeight
 from minifloat.nn.etp import shard_rows
 from minifloat.nn.grouped_parameters import Expert, GroupedParameters
 from minifloat.nn.inputs import layout_of
@@ -210,11 +209,8 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             )
         return (given.detach().view(-1, shape[-1]),)
 
-    def _weight_source(self, weight: Tensor) -> LocalWeight:
-        if self._etp is not None:
-            return super()._weight_source(weight)
-        tasks, separate = self._wgrad_tasks if self.delay_wgrad_compute else None, not self.single_grouped_weight
-        return ExpertWeights(self._each("weight") if separate else (weight,), tasks, separate)
+    def _own_parameters(self, weight: Tensor) -> Sequence[Any]:
+        return (weight,) if self.single_grouped_weight else self._each("weight")
 
     def _make_spec(self, config: LinearConfig, options: Options) -> Spec:
         return make_spec(config, options, grouped_casts)

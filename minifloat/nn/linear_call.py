@@ -97,9 +97,10 @@ class LinearCalls(LinearState):
         needs_b = grad and bias is not None and bias.requires_grad
         if exchange.check:
             check_options(self._label, _in_words(config, needs_x, needs_w, needs_b), exchange.group)
-        main_grad, source = needs_w and self.fuse_wgrad_accumulation, self._weight_as_it_is
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self._etp is not None:
-            source = self._weight_source(weight)
+        source, past_autograd = self._weight_as_it_is, self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        if past_autograd or self._etp is not None or self.wgrad_in_weight_dtype:
+            source = self._weight_source(weight, is_first_microbatch)
+        if past_autograd or self._etp is not None:
             self._begin_own_gradients(source, needs_w, is_first_microbatch, compiling)
         options = Options(
             device=weight.device.type, dtype=dtype, weight_dtype=weight.dtype,
@@ -107,8 +108,7 @@ class LinearCalls(LinearState):
             input_is_quantized=input_is_quantized, recompute_x=recompute_x,
             quantize_output=fp8_output, quantize_grad_input=fp8_grad,
             batch_invariant=autocast.batch_invariant_used and is_batch_invariant(),
-            main_grad=main_grad, overwrite_main_grad=is_first_microbatch is True, gathers_weight=source.gathers,
-            wgrad_in_weight_dtype=self.wgrad_in_weight_dtype, delays_wgrad=self.delay_wgrad_compute,
+            gathers_weight=self._etp is not None, delays_wgrad=self.delay_wgrad_compute,
         )  # fmt: skip
         spec = None if compiling else specs.get(options)
         if spec is None:
@@ -128,10 +128,18 @@ class LinearCalls(LinearState):
         w = None if cast_now else self._weight_operands(spec, delayed_call, weight, is_first_microbatch)
         return new(LinearCall, (spec, exchange, source, Given(delayed_call, w))), weight, bias
 
-    def _weight_source(self, weight: Tensor) -> LocalWeight:
+    def _weight_source(self, weight: Tensor, is_first_microbatch: bool | None) -> LocalWeight:
         """Where operands of ``weight`` come from in this call, and where its gradient goes, if that is special."""
         tasks = self._wgrad_tasks if self.delay_wgrad_compute else None
-        return LocalWeight((weight,), tasks) if self._etp is None else GatheredWeight(self._etp, tasks)
+        dtype = weight.dtype if self.wgrad_in_weight_dtype else None
+        of_gradient = tasks, dtype, self.fuse_wgrad_accumulation, is_first_microbatch is True
+        if self._etp is not None:
+            return GatheredWeight(self._etp, *of_gradient)
+        return type(self._weight_as_it_is)(self._own_parameters(weight), *of_gradient)
+
+    def _own_parameters(self, weight: Tensor) -> Sequence[Any]:
+        """The parameters of ``weight``, if it is whole, that backward may write to by itself."""
+        return (weight,)
 
     def _check_same_recipe(self, recipe: str, group: Group, weight: Tensor) -> None:
         """Raises on every rank if ``recipe`` is another on some rank of ``group``, which is asked once for each."""

@@ -333,13 +333,13 @@ class GatheredWeight(LocalWeight):
 
     Args:
         etp: the weight.
-        tasks: as of :class:`LocalWeight`.
+        of_gradient: the other arguments of :class:`LocalWeight`.
     """
 
     gathers = True
 
-    def __init__(self, etp: EtpWeight, tasks: list[Callable[[], None]] | None = None) -> None:
-        super().__init__(etp.rows.parameters(), tasks)
+    def __init__(self, etp: EtpWeight, *of_gradient: Any) -> None:
+        super().__init__(etp.rows.parameters(), *of_gradient)
         self.etp = etp
 
     def gather(self) -> Quantized:
@@ -357,9 +357,8 @@ class GatheredWeight(LocalWeight):
 
     def _add(self, spec: Spec, product: Product) -> None:
         """Reduces dW over the ranks; autograd gets nothing."""
-        main_grad = spec.options.main_grad
-        sink = partial(into_main_grad, spec.options.overwrite_main_grad) if main_grad else into_grad
-        self.etp.reduce(product, sink, main_grad, spec.options.delays_wgrad)
+        sink = partial(into_main_grad, self.overwrite) if self.main_grad else into_grad
+        self.etp.reduce(product, sink, self.main_grad, spec.options.delays_wgrad)
 
 
 class _Whole(torch.autograd.Function):
