@@ -87,7 +87,7 @@ class Local(TensorParallel):
 
         ``x``: None if its operands exist.
         """
-        x_operands, w = given.x, source.gather() if source.gathers else given.w
+        x_operands, w = given.x, source.operands(given.w)
         if w is None and (isinstance(weight, QuantizedTensor) or not spec.casts_w):
             weight = high_precision(spec, weight)
         if x_operands is None:
@@ -246,7 +246,7 @@ class ColumnSequence(Column):
         self, spec: Spec, source: LocalWeight, given: Given, x: Tensor | None, weight: Tensor, known: KnownOfX = UNKNOWN
     ) -> Inputs:
         """X is gathered while the weight is cast."""
-        part, w = given.x, source.gather() if source.gathers else given.w
+        part, w = given.x, source.operands(given.w)
         if part is None:
             assert x is not None
             part = self._quantize_part(x, spec.x, "input", given.delayed, known.scale, known.amaxes)

@@ -61,7 +61,7 @@ class Experts(Local):
         self, spec: Spec, source: LocalWeight, given: Given, x: Tensor | None, weight: Tensor, known: KnownOfX = UNKNOWN
     ) -> Inputs:
         x_operands: Any = given.x
-        w = source.gather() if source.gathers else given.w
+        w = source.operands(given.w)
         if x_operands is None:
             assert x is not None
             x_operands = spec.casts.x(x, self.layout.offsets, given.delayed, known.scale)

@@ -42,12 +42,10 @@ class Given:
         shares_x: forward leaves the operands of X here, for siblings to come.
     """
 
-    __slots__ = ("delayed", "shares_x", "w", "x")
-
-    def __init__(self, delayed: DelayedCall | None, w: Quantized | None) -> None:
-        self.delayed, self.w = delayed, w
-        self.x: Quantized | None = None
-        self.shares_x = False
+    delayed: DelayedCall | None = None
+    x: Quantized | None = None
+    w: Quantized | None = None
+    shares_x = False
 
 
 class LinearCall(NamedTuple):

@@ -35,8 +35,6 @@ class LocalWeight:
             ``main_grad_is_old`` was set.
     """
 
-    gathers = False  # operands are gathered in each call
-
     def __init__(
         self,
         parameters: Sequence[Any] = (),
@@ -48,9 +46,9 @@ class LocalWeight:
         self.parameters, self.tasks, self.dtype = parameters, tasks, dtype
         self.main_grad, self.overwrite = main_grad, overwrite
 
-    def gather(self) -> Quantized:
-        """W for fprop, if it is gathered."""
-        raise NotImplementedError
+    def operands(self, existing: Quantized | None) -> Quantized | None:
+        """W for fprop, unless it is still to be cast; ``existing``: what there is of it before the call."""
+        return existing
 
     def save(self, spec: Spec, weight: Tensor, w: Quantized) -> Any:
         """Chooses what dgrad needs of W."""

@@ -119,14 +119,14 @@ class LinearCalls(LinearState):
                 if len(specs) >= _MOST_SPECS:
                     specs.clear()
                 specs[options] = spec
-        delayed_call = None
+        given = Given()
         if config.delayed is not None:
             backward = needs_x or needs_w or needs_b
-            delayed_call = self._delayed_call(config.delayed, replayed, backward, exchange)
+            given.delayed = self._delayed_call(config.delayed, replayed, backward, exchange)
         nothing_kept = compiling or self._weight_cache is None
-        cast_now = type(weight) is nn.Parameter and is_first_microbatch is None and nothing_kept
-        w = None if cast_now else self._weight_operands(spec, delayed_call, weight, is_first_microbatch)
-        return new(LinearCall, (spec, exchange, source, Given(delayed_call, w))), weight, bias
+        if not (type(weight) is nn.Parameter and is_first_microbatch is None and nothing_kept):  # else it is cast now
+            given.w = self._weight_operands(spec, given.delayed, weight, is_first_microbatch)
+        return new(LinearCall, (spec, exchange, source, given)), weight, bias
 
     def _weight_source(self, weight: Tensor, is_first_microbatch: bool | None) -> LocalWeight:
         """Where operands of ``weight`` come from in this call, and where its gradient goes, if that is special."""

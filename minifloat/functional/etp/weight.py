@@ -336,13 +336,11 @@ class GatheredWeight(LocalWeight):
         of_gradient: the other arguments of :class:`LocalWeight`.
     """
 
-    gathers = True
-
     def __init__(self, etp: EtpWeight, *of_gradient: Any) -> None:
         super().__init__(etp.rows.parameters(), *of_gradient)
         self.etp = etp
 
-    def gather(self) -> Quantized:
+    def operands(self, existing: Quantized | None) -> Quantized:
         return self.etp.forward()
 
     def save(self, spec: Spec, weight: Tensor, w: Quantized) -> Any:
