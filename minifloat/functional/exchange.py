@@ -96,7 +96,7 @@ class Local(TensorParallel):
             scale, amaxes, label = known
             if w is None:  # whose amaxes are found
                 cast, both = spec.casts.both, None if amaxes is None else (amaxes, None)
-                if given.delayed is None and spec.eager:
+                if given.delayed is None and cast.casts is not None:
                     x_operands, w = cast.casts((x, weight), both)
                 else:
                     x_operands, w = cast((x, weight), given.delayed, scale, both)
@@ -129,10 +129,10 @@ class Local(TensorParallel):
             if existing is not None:
                 return existing
             dy = dy.dequantize()
-        given = None if amaxes is None else (amaxes,)
-        if delayed_call is None and spec.eager:
-            return spec.casts.dy.casts((dy,), given)[0]
-        return spec.casts.dy((dy,), delayed_call, None, given)[0]
+        cast, given = spec.casts.dy, None if amaxes is None else (amaxes,)
+        if delayed_call is None and cast.casts is not None:
+            return cast.casts((dy,), given)[0]
+        return cast((dy,), delayed_call, None, given)[0]
 
     def load_x(self, spec: Spec, x: Operand, scale: Tensor | None) -> Any:
         """Makes wgrad's operand of the saved X; a value is cast with delayed scaling's ``scale``, and not recorded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional import batch_invariant
 from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
-from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradient, multiply, values
+from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradient, grouped_casts, multiply, values
 from minifloat.functional.grouped_weight import SeparateOperands, multiply_weight
-from minifloat.functional.linear_config import Options
-from minifloat.functional.spec import LinearCasts, Quantizers, Spec
+from minifloat.functional.permutation import Routing
+from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
 from minifloat.operand import Quantized
 from minifloat.ops import new
+from minifloat.ops.permute import unpermute_rows
 from minifloat.quantizer import Amaxes
 from minifloat.tensor import QuantizedTensor
 
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from minifloat.functional.linear import Given
 
 
-def grouped_casts(
-    quantizers: Quantizers, options: Options, passing: tuple[int, ...], dy_passing: tuple[int, ...]
-) -> LinearCasts:
-    """Prepares the casts of groups of rows, each tensor by itself."""
-    (x, w, dy), device = quantizers, options.device
-    kinds = ((x, "input"), (w, "weight"), (dy, "grad_output"))
-    return LinearCasts(None, *[GroupedCasts(quantizer, kind, device) for quantizer, kind in kinds])
+class Tokens(NamedTuple):
+    """Says that X or Y has tokens [T, K]: each goes to k rows, read where these are cast, and gets the sum of k.
+
+    ``rows``: int32 [T k], the token of each row.
+    """
+
+    routing: Routing
+    rows: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,11 +46,14 @@ class Experts(Local):
     Args:
         layout: which rows are of which expert.
         out, dgrad_out: memory for Y and for dX, if given.
+        x_tokens, y_tokens: of X and dX, or of Y and dY.
     """
 
     layout: GroupLayout
     out: tuple[Tensor, ...] = ()
     dgrad_out: tuple[Tensor, ...] = ()
+    x_tokens: Tokens | None = None
+    y_tokens: Tokens | None = None
 
     def values(self, x: Any) -> Any:
         return values(x, self.layout.offsets)
@@ -64,15 +69,21 @@ class Experts(Local):
         w = source.operands(given.w)
         if x_operands is None:
             assert x is not None
-            x_operands = spec.casts.x(x, self.layout.offsets, given.delayed, known.scale)
+            casts = grouped_casts(spec.x, "input", spec.options.device)
+            x_operands = self._cast(casts, x, self.x_tokens, given.delayed, known.scale)
         if w is None:
-            w = quantize_weight(spec.casts.w, high_precision(spec, weight), given.delayed)
+            casts = grouped_casts(spec.w, "weight", spec.options.device)
+            w = quantize_weight(casts, high_precision(spec, weight), given.delayed)
         return x_operands, w, x_operands
+
+    def _cast(self, casts: GroupedCasts, x: Tensor, tokens: Tokens | None, *options: Any) -> Quantized:
+        return casts(x, self.layout.offsets, *options) if tokens is None else casts.of_tokens(x, *tokens, options[0])
 
     def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None) -> Tensor:
         gemm = batch_invariant.multiply_weight if spec.options.batch_invariant else multiply_weight
         x_rows, w_rows = x.rowwise or x.along(-1), w.rowwise or w.along(-1)
-        return gemm("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *self.out)
+        y = gemm("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *self.out)
+        return _summed(y, self.y_tokens)
 
     def bias_gradient(self, spec: Spec, dy: Tensor) -> Tensor:
         """db [G, N]."""
@@ -83,18 +94,18 @@ class Experts(Local):
     ) -> Quantized:
         if spec.override is not None:
             return new(Quantized, (self.values(dy), None))
-        made: Quantized = spec.casts.dy(dy, self.layout.offsets, delayed_call)
-        return made
+        return self._cast(grouped_casts(spec.dy, "grad_output", spec.options.device), dy, self.y_tokens, delayed_call)
 
     def load_x(self, spec: Spec, x: Any, scale: Tensor | None) -> Any:
         if spec.again is None:
             return x
-        casts = GroupedCasts(spec.again, "input", spec.options.device)
+        casts = grouped_casts(spec.again, "input", spec.options.device)
         return casts(x.codes, x.offsets, None, scale).along(COLUMNWISE)
 
     def dgrad(self, spec: Spec, dy: Any, w: Any) -> Tensor:
         dy_rows = dy.rowwise or dy.along(-1)
-        return multiply_weight("dgrad", dy_rows, w, spec.options.dtype, None, spec.config.fast_dgrad, *self.dgrad_out)
+        dx = multiply_weight("dgrad", dy_rows, w, spec.options.dtype, None, spec.config.fast_dgrad, *self.dgrad_out)
+        return _summed(dx, self.x_tokens)
 
     def wgrad(
         self, spec: Spec, dy: Any, x: Any, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False
@@ -102,6 +113,13 @@ class Experts(Local):
         """dW [G, N, K]."""
         x = self.dequantized(x) if spec.override == "dequantized" else x
         return multiply("wgrad", dy, x, dtype, None, spec.config.fast_wgrad, out, accumulate)
+
+
+def _summed(rows: Tensor, tokens: Tokens | None) -> Tensor:
+    """The rows, or for each token the sum of its own."""
+    if tokens is None:
+        return rows
+    return unpermute_rows(rows, None, tokens.routing.inverse, tokens.routing.offsets)
 
 
 class ExpertWeights(LocalWeight):

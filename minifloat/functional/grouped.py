@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minifloat import finite
 from minifloat.arguments import label_of
+from minifloat.comm.shard_map import cached
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.fused_cast import measures_amax
@@ -244,6 +245,12 @@ class GroupedCasts:
         return GroupedOperand(codes, scale_inv, amax, offsets, fmt, dim, (x.shape[0], x.shape[1]), x.dtype)
 
 
+@cached
+def grouped_casts(quantizer: Quantizer, kind: str, gemm_ready_on: str) -> GroupedCasts:
+    """:class:`GroupedCasts`, which a program makes once."""
+    return GroupedCasts(quantizer, kind, gemm_ready_on)
+
+
 def quantize(x: Tensor, layout: GroupLayout, quantizer: Quantizer, *, gemm_ready: bool = False) -> Quantized:
     """Each group of rows of ``x`` [M, K] as ``quantizer`` casts it alone.
 
@@ -253,7 +260,7 @@ def quantize(x: Tensor, layout: GroupLayout, quantizer: Quantizer, *, gemm_ready
     Returns:
         A :class:`Quantized` of :class:`GroupedOperand`.
     """
-    return GroupedCasts(quantizer, "input", x.device.type if gemm_ready else "")(x, layout.offsets)
+    return grouped_casts(quantizer, "input", x.device.type if gemm_ready else "")(x, layout.offsets)
 
 
 def multiply(

@@ -7,41 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.activation import Activation
 from minifloat.functional.autograd import first_order, guarded
-from minifloat.functional.grouped import GroupedCasts, GroupLayout
+from minifloat.functional.grouped import GroupLayout, grouped_casts
 from minifloat.functional.grouped_activation import act_operands, dact_operands
 from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
-from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale
 from minifloat.functional.spec import Spec
-from minifloat.operand import Operand, Quantized
-from minifloat.ops.permute import unpermute_rows
+from minifloat.operand import Operand
 
 
 class GroupedMLPCall(NamedTuple):
-    """The activation, both linears' calls, and where rows come from if X and Y are tokens: ``tokens``, int32 [T k]."""
+    """The activation, both linears' calls, and the rows of each expert."""
 
     activation: Activation
     fc1: LinearCall
     fc2: LinearCall
     layout: GroupLayout
-    routing: Routing | None
-    tokens: Tensor | None
-
-    def cast(self, casts: GroupedCasts, x: Tensor, delayed_call: DelayedCall | None) -> Quantized:
-        """The operands of the rows of ``x``, or of those that its tokens go to."""
-        if self.routing is not None and self.tokens is not None:
-            return casts.of_tokens(x, self.routing, self.tokens, delayed_call)
-        return casts(x, self.layout.offsets, delayed_call)
-
-    def collect(self, rows: Tensor) -> Tensor:
-        """The rows, or for each token the sum of its own."""
-        if self.routing is None:
-            return rows
-        return unpermute_rows(rows, None, self.routing.inverse, self.routing.offsets)
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -80,18 +63,18 @@ class GroupedMLPFunction(torch.autograd.Function):
     ) -> Tensor:
         (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
         activation, offsets = mlp.activation, mlp.layout.offsets
-        given1.x = mlp.cast(spec1.casts.x, x, given1.delayed)
-        x_operands, w_operands, own = exchange1.quantize_inputs(spec1, source1, given1, None, w1)
-        given1.x = given1.w = None  # what is not saved must not take memory during what follows
+        x_operands, w_operands, own = exchange1.quantize_inputs(spec1, source1, given1, x, w1)
+        given1.w = None  # what is not saved must not take memory during what follows
         h = exchange1.fprop(spec1, x_operands, w_operands, b1)
         saved_w = source1.save(spec1, w1, w_operands) if spec1.options.needs_x else None
         saved1 = save_x(spec1, exchange1, None, own), saved_w
         del x_operands, w_operands, own
         scales = delayed_scale(given2.delayed, "input", keep=True) if spec2.recompute_x else None
-        given2.x = act_operands(spec2.casts.x, activation, h, probabilities, offsets, given2.delayed, scales)
+        casts = grouped_casts(spec2.x, "input", spec2.options.device)
+        given2.x = act_operands(casts, activation, h, probabilities, offsets, given2.delayed, scales)
         a_operands, w_operands, own = exchange2.quantize_inputs(spec2, source2, given2, None, w2)
         given2.x = given2.w = None
-        y = mlp.collect(exchange2.fprop(spec2, a_operands, w_operands, b2))
+        y = exchange2.fprop(spec2, a_operands, w_operands, b2)
         saved_w = source2.save(spec2, w2, w_operands) if spec2.options.needs_x else None
         tensors, ctx.layouts = pack(*saved1, save_x(spec2, exchange2, None, own), saved_w)
         ctx.mlp, ctx.x_shape = mlp, x.shape
@@ -112,14 +95,15 @@ class GroupedMLPFunction(torch.autograd.Function):
         db2 = exchange2.bias_gradient(spec2, dy) if spec2.options.needs_b else None
         if spec2.recompute_x:
             a = _recompute(spec2, activation, h, probabilities, layout, scales)
-        da, dw2 = gradients(spec2, exchange2, source2, mlp.cast(spec2.casts.dy, dy, given2.delayed), a, w2)
+        da, dw2 = gradients(spec2, exchange2, source2, exchange2.quantize_dy(spec2, dy, given2.delayed), a, w2)
         del a, w2
         if given2.delayed is not None:
             given2.delayed.backward_finished()
         dx = dw1 = db1 = dp = None
         if da is not None:
+            casts = grouped_casts(spec1.dy, "grad_output", spec1.options.device)
             operands, dp, value = dact_operands(
-                spec1.casts.dy, activation, da, h, probabilities, layout.offsets, given1.delayed, spec1.options.needs_b
+                casts, activation, da, h, probabilities, layout.offsets, given1.delayed, spec1.options.needs_b
             )
             del da, h
             db1 = None if value is None else exchange1.bias_gradient(spec1, value)
@@ -127,7 +111,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             if given1.delayed is not None:
                 given1.delayed.backward_finished()
         if dx is not None:
-            dx = grad_input(spec1, mlp.collect(dx), ctx.x_shape, given1.delayed)
+            dx = grad_input(spec1, dx, ctx.x_shape, given1.delayed)
         dp = dp if probabilities is not None and ctx.needs_input_grad[2] else None
         return None, dx, dp, dw1, db1, dw2, db2
 
@@ -141,5 +125,5 @@ def _recompute(
     scales: Tensor | None,
 ) -> Operand:
     """What wgrad reads of A, from H again; nothing is recorded a second time."""
-    casts = GroupedCasts(spec.config.input.with_usage(rowwise=False), "input", spec.options.device)
+    casts = grouped_casts(spec.config.input.with_usage(rowwise=False), "input", spec.options.device)
     return act_operands(casts, activation, h, probabilities, layout.offsets, None, scales, True).along(COLUMNWISE)

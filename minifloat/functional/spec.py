@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,26 +21,12 @@ Saved = Literal["nothing", "values", "operand"]
 
 
 class LinearCasts(NamedTuple):
-    """The casts of a kind of call: of X and W in one launch a phase, of each where the other exists already, of dY.
+    """The casts of a kind of call: of X and W in one launch a phase, of each where the other exists already, of dY."""
 
-    ``both`` is None and the others are ``GroupedCasts`` where rows are of groups.
-    """
-
-    both: Any
-    x: Any
-    w: Any
-    dy: Any
-
-
-MakeCasts = Callable[["Quantizers", Options, tuple[int, ...], tuple[int, ...]], LinearCasts]
-
-
-class Quantizers(NamedTuple):
-    """Of X, W and dY, in the orientations that the GEMMs read and backward saves."""
-
-    x: Quantizer
-    w: Quantizer
-    dy: Quantizer
+    both: RoleCasts
+    x: RoleCasts
+    w: RoleCasts
+    dy: RoleCasts
 
 
 @dataclass(frozen=True)
@@ -85,20 +71,7 @@ class Spec:
     multiply_rows: Callable[..., Tensor]
 
 
-def dense_casts(
-    quantizers: Quantizers, options: Options, passing: tuple[int, ...], dy_passing: tuple[int, ...]
-) -> LinearCasts:
-    """Prepares the casts of matrices."""
-    (x, w, dy), device = quantizers, options.device
-    return LinearCasts(
-        RoleCasts((x, w), ("input", "weight"), device, passing),
-        RoleCasts((x,), ("input",), device, passing),
-        RoleCasts((w,), ("weight",), device, passing),
-        RoleCasts((dy,), ("grad_output",), device, dy_passing),
-    )
-
-
-def make_spec(config: LinearConfig, options: Options, make_casts: MakeCasts = dense_casts) -> Spec:
+def make_spec(config: LinearConfig, options: Options) -> Spec:
     """Decides everything that depends on recipe and options alone."""
     override, ranks = config.backward_override, options.ranks
     needs_x, needs_w = options.needs_x, options.needs_w
@@ -107,36 +80,40 @@ def make_spec(config: LinearConfig, options: Options, make_casts: MakeCasts = de
         needs_w and (config.save_original_input or override == "high_precision") and not options.input_is_quantized
     )
     recompute_x = options.recompute_x and needs_x and needs_w and override is None and not gathers_x
-    quantizers = Quantizers(
-        config.input.with_usage(columnwise=needs_w and override is None and not saves_value and not recompute_x),
-        config.weight.with_usage(columnwise=needs_x and override is None),
-        Quantizer.identity()
-        if override is not None
-        else config.grad_output.with_usage(rowwise=needs_x, columnwise=needs_w),
-    )
+    x = config.input.with_usage(columnwise=needs_w and override is None and not saves_value and not recompute_x)
+    w = config.weight.with_usage(columnwise=needs_x and override is None)
+    dy = config.grad_output.with_usage(rowwise=needs_x, columnwise=needs_w)
+    dy = dy if override is None else Quantizer.identity()
     saves_x: Saved = "operand"
     if not needs_w or recompute_x:
         saves_x = "nothing"
     elif override == "high_precision" or (saves_value and override is None):
         saves_x = "values"
     recasts = saves_value and override is None and config.input.format(COLUMNWISE).quantized
-    passing, dy_passing = _passing(config, options)
+    device, (passing, dy_passing) = options.device, _passing(config, options)
     eager = not torch.compiler.is_compiling()
     multiply = gemm.multiply_eager if eager else gemm.multiply
     return Spec(
         config,
         options,
-        *quantizers,
-        casts_w=quantizers.w.quantized,
+        x,
+        w,
+        dy,
+        casts_w=w.quantized,
         override=override,
         along=ROWWISE if override == "dequantized" else COLUMNWISE,
         saves_x=saves_x,
         saves_value=saves_value,
         again=config.input.with_usage(rowwise=False) if recasts else None,
-        shares_x=not saves_value and is_shared(quantizers.x),
+        shares_x=not saves_value and is_shared(x),
         recompute_x=recompute_x,
         passing=passing,
-        casts=make_casts(quantizers, options, passing, dy_passing),
+        casts=LinearCasts(
+            RoleCasts((x, w), ("input", "weight"), device, passing),
+            RoleCasts((x,), ("input",), device, passing),
+            RoleCasts((w,), ("weight",), device, passing),
+            RoleCasts((dy,), ("grad_output",), device, dy_passing),
+        ),
         eager=eager,
         multiply=multiply,
         multiply_rows=batch_invariant.multiply if options.batch_invariant else multiply,

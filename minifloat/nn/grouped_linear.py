@@ -18,13 +18,12 @@ from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, grouped_casts, quantize_weight
-from minifloat.functional.grouped import GroupedCasts, GroupLayout
+from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, quantize_weight
+from minifloat.functional.grouped import GroupLayout, grouped_casts
 from minifloat.functional.grouped_weight import are_alike, join_all
 from minifloat.functional.linear import LinearFunction, apply_eagerly
-from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.functional.quantize import as_quantized_tensor, record_groups
-from minifloat.functional.spec import Spec, make_spec
+from minifloat.functional.spec import Spec
 from minifloat.nn.etp import shard_rows
 from minifloat.nn.grouped_parameters import Expert, GroupedParameters
 from minifloat.nn.inputs import layout_of
@@ -212,11 +211,8 @@ class GroupedLinear(GroupedParameters, LinearCalls):
     def _own_parameters(self, weight: Tensor) -> Sequence[Any]:
         return (weight,) if self.single_grouped_weight else self._each("weight")
 
-    def _make_spec(self, config: LinearConfig, options: Options) -> Spec:
-        return make_spec(config, options, grouped_casts)
-
     def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
-        return quantize_weight(GroupedCasts(quantizer, "weight", weight.device.type), weight, delayed_call)
+        return quantize_weight(grouped_casts(quantizer, "weight", weight.device.type), weight, delayed_call)
 
     def _weight_operands(
         self, spec: Spec, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None

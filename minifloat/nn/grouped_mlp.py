@@ -14,7 +14,7 @@ from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply, as_output
-from minifloat.functional.experts import Experts
+from minifloat.functional.experts import Experts, Tokens
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
@@ -188,14 +188,14 @@ class GroupedMLP(parts.LayerOfParts):
         fc1._check_input(x, is_first_microbatch)
         check_meta(x, fc2, fc2._weight(fc2._weight_names[0]))
         dtype = fc1._compute_dtype(x)
-        own = Experts(layout=layout)
-        call1, w1, b1 = fc1._prepare(first, dtype, x.requires_grad, is_first_microbatch, exchange=own)
+        tokens = None if routing is None else Tokens(routing, routing.order // routing.inverse.shape[1])
+        of_fc1, of_fc2 = Experts(layout=layout, x_tokens=tokens), Experts(layout=layout, y_tokens=tokens)
+        call1, w1, b1 = fc1._prepare(first, dtype, x.requires_grad, is_first_microbatch, exchange=of_fc1)
         needs_hidden = parts.needs_gradient(x, w1, b1, probabilities)
         call2, w2, b2 = fc2._prepare(
-            second, dtype, needs_hidden, is_first_microbatch, exchange=own, recompute_x=self.recompute_activation
+            second, dtype, needs_hidden, is_first_microbatch, exchange=of_fc2, recompute_x=self.recompute_activation
         )
-        tokens = None if routing is None else routing.order // routing.inverse.shape[1]
-        mlp = GroupedMLPCall(self.activation, call1, call2, layout, routing, tokens)
+        mlp = GroupedMLPCall(self.activation, call1, call2, layout)
         y = apply(GroupedMLPFunction, mlp, x.to(dtype), probabilities, w1, b1, w2, b2)
         for call in (call1, call2):
             if call.given.delayed is not None:

@@ -157,14 +157,11 @@ class LinearCalls(LinearState):
         self._check_weight_dtype(options.weight_dtype)
         if options.batch_invariant:
             check_rows_alone(self, config, options)
-        return self._make_spec(config, options)
+        return make_spec(config, options)
 
     def _check_weight_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"{self._label}: cannot quantize a {dtype} weight; use bf16, fp16 or fp32")
-
-    def _make_spec(self, config: LinearConfig, options: Options) -> Spec:
-        return make_spec(config, options)
 
     def _begin_own_gradients(self, source: LocalWeight, needs_w: bool, first: bool | None, compiling: bool) -> None:
         """A call whose backward is to write gradients of the weight by itself."""
