@@ -336,10 +336,7 @@ def _restore(module: nn.Module) -> None:
 
 
 def _report(
-    modules: list[Named],
-    decisions: list[tuple[Named, _Decision]],
-    others: list[tuple[Named, str]],
-    warnings: list[str],
+    modules: list[Named], decisions: list[tuple[Named, _Decision]], others: list[tuple[Named, str]], warnings: list[str]
 ) -> ConversionReport:
     converted, left_alone = [], []
     for (names, module), (recipe, reason) in decisions:

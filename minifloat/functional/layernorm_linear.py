@@ -104,11 +104,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
 
 def multiply_output(
-    linear: LinearCall,
-    compute: Callable[..., FusedOutput],
-    weight: Tensor,
-    bias: Tensor | None,
-    returned: bool = False,
+    linear: LinearCall, compute: Callable[..., FusedOutput], weight: Tensor, bias: Tensor | None, returned: bool = False
 ) -> tuple[Tensor, FusedOutput, tuple[Operand | None, Operand | None], Tensor | None]:
     """A linear whose X is the output of a norm or an activation, which may be cast by the kernel that computes it.
 

@@ -26,11 +26,7 @@ class RoleCasts:
     """
 
     def __init__(
-        self,
-        quantizers: Sequence[Quantizer],
-        kinds: Sequence[str],
-        gemm_ready_on: str,
-        passing: tuple[int, ...] = (),
+        self, quantizers: Sequence[Quantizer], kinds: Sequence[str], gemm_ready_on: str, passing: tuple[int, ...] = ()
     ) -> None:
         self.quantizers, self.kinds, self.gemm_ready = quantizers, kinds, gemm_ready_on != ""
         self.casts = None if torch.compiler.is_compiling() else casts(quantizers, gemm_ready_on, passing)

@@ -24,13 +24,7 @@ from minifloat.nn.inputs import check_tensor
 
 QKVFormat = Literal["sbhd", "bshd", "thd"]
 MaskType = Literal[
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
+    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary"
 ]
 _TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 

@@ -17,14 +17,7 @@ from minifloat.delayed_call import DelayedCall
 from minifloat.functional.etp.rows import EtpRows
 from minifloat.functional.etp.weight import EtpWeight
 from minifloat.functional.exchange import LOCAL, Local
-from minifloat.functional.linear_config import (
-    BACKWARD_SLOTS,
-    FORWARD_SLOTS,
-    LinearConfig,
-    Mode,
-    Options,
-    linear_config,
-)
+from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, Mode, Options, linear_config
 from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, record, reuse
 from minifloat.functional.spec import Spec
 from minifloat.nn.etp import mark_rows

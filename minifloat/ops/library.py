@@ -183,11 +183,7 @@ class Operation(Generic[R]):
 
 
 def operation(
-    gpu: str = "",
-    *,
-    mutates: Sequence[str] = (),
-    random: bool = False,
-    prepares: bool = False,
+    gpu: str = "", *, mutates: Sequence[str] = (), random: bool = False, prepares: bool = False
 ) -> Callable[[Callable[..., R]], Operation[R]]:
     """Declares the operation whose reference is decorated, under its name; the arguments are those of Operation."""
     return lambda reference: Operation(reference.__name__, reference, gpu, mutates, random, prepares)

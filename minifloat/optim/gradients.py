@@ -68,9 +68,7 @@ def gradient_norm(
 
 @checked
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: MaxNorm,
-    tp_group: Group | ProcessGroup | DeviceMesh | None = None,
+    parameters: Tensor | Iterable[Tensor], max_norm: MaxNorm, tp_group: Group | ProcessGroup | DeviceMesh | None = None
 ) -> Tensor:
     """Scales all gradients in place so that their :func:`gradient_norm` is at most ``max_norm``; returns what it was.
 

@@ -8,15 +8,7 @@ from typing import Literal
 from minifloat.arguments import checked
 from minifloat.formats import Format, Rounding
 from minifloat.quantizer import Quantizer
-from minifloat.recipes.base import (
-    GRADIENTS,
-    BackwardOverride,
-    ElementPair,
-    QParams,
-    QuantizerRole,
-    Recipe,
-    Selection,
-)
+from minifloat.recipes.base import GRADIENTS, BackwardOverride, ElementPair, QParams, QuantizerRole, Recipe, Selection
 
 
 @checked

@@ -85,11 +85,7 @@ def as_quantized_tensor(
 
 
 def quantize_traced(
-    x: Tensor,
-    quantizer: Quantizer,
-    scale: Tensor | None,
-    amax_group: dist.ProcessGroup | None,
-    amaxes: Amaxes | None,
+    x: Tensor, quantizer: Quantizer, scale: Tensor | None, amax_group: dist.ProcessGroup | None, amaxes: Amaxes | None
 ) -> Any:
     """``minifloat.tensor.quantize`` in traced code; no gradient flows back to ``x``."""
     values = (x.dequantize() if isinstance(x, QuantizedTensor) else x).detach()

@@ -97,13 +97,7 @@ def _(x: Tensor, name: str, _parameters: Any, _scale: Any, format: str, *wanted:
 
 @operation("activation.kernels:backward")
 def activation_backward(
-    dy: Tensor,
-    x: Tensor,
-    name: str,
-    parameters: Sequence[float],
-    dtype: torch.dtype,
-    with_amax: bool,
-    with_bias: bool,
+    dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype, with_amax: bool, with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient with respect to ``x`` [M, K], in ``dtype``; its amax; and dbias.
 

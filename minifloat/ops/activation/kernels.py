@@ -202,14 +202,7 @@ def backward(
     amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
     choice = choice or tile("activation_backward_bias" if with_bias else "activation_backward", x.device)
     partial = partial_sums(x, with_bias, choice)
-    how = (
-        *formula(name, parameters),
-        *VALUE,
-        False,
-        with_amax,
-        with_bias,
-        *tile_constants(dy.shape, choice),
-    )
+    how = (*formula(name, parameters), *VALUE, False, with_amax, with_bias, *tile_constants(dy.shape, choice))
     tensors = dy, x, x, dx, dx, x, x, amax, partial
     BACKWARD(choice.count(dy.shape), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
     return dx, amax, partial.sum(0) if with_bias else partial

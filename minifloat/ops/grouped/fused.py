@@ -20,14 +20,7 @@ from minifloat.ops.grouped import table
 from minifloat.ops.grouped.table import Place, number, of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.blocks import block_tile, store_block_cast
-from minifloat.ops.quantize.device import (
-    FLT_MAX,
-    pick,
-    pick_wide,
-    places,
-    record_max,
-    store_scaled,
-)
+from minifloat.ops.quantize.device import FLT_MAX, pick, pick_wide, places, record_max, store_scaled
 from minifloat.ops.quantize.fused import VALUE, cast_constants
 from minifloat.ops.quantize.job import Aligned, aligned
 from minifloat.ops.quantize.layouts import Layouts, layouts, through_shared

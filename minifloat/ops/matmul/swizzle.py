@@ -75,13 +75,7 @@ def swizzle(scale: Tensor, outer: int, outer_block: int, repeat: int) -> Tensor:
     across = triton.cdiv(blocks * repeat, COLS)
     tiles = triton.cdiv(outer, ROWS) * across
     target = allocate((1, tiles * ROWS * COLS), torch.uint8, source.device).view(-1)
-    _swizzle(
-        tiles,
-        (source, target),
-        (outer, blocks, *source.stride(), across),
-        (outer_block, repeat, ROWS, COLS),
-        4,
-    )
+    _swizzle(tiles, (source, target), (outer, blocks, *source.stride(), across), (outer_block, repeat, ROWS, COLS), 4)
     return target
 
 
