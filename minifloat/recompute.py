@@ -174,8 +174,15 @@ def capturing() -> bool:
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)``: makes it exact, too."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # AOTAutograd asks
+        return torch_checkpoint.create_selective_checkpoint_contexts(_recompute_each)
     tape = Tape()
     return _Forward(tape), _Recomputation(tape)
+
+
+def _recompute_each(context: Any, operation: Any, *args: Any, **kwargs: Any) -> torch_checkpoint.CheckpointPolicy:
+    """What a checkpoint of PyTorch without a policy does."""
+    return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # ---- what modules ask in forward ----
@@ -360,18 +367,32 @@ def _traces_recomputation() -> bool:
 
 
 def _traces_checkpoint() -> bool:
-    """A compiler traces the inside of a checkpoint, or a checkpoint runs what it traces.
+    """A compiler traces the inside of a checkpoint, or a checkpoint runs what it traces."""
+    return _traces_recomputation() or _traces_inside() or bool(_local.regions) or _in_checkpoint()
+
+
+def _traces_inside() -> bool:
+    """A compiler traces the inside of a checkpoint.
 
     What the compiler traces as a subgraph of its own is in ``parent`` tracers, each of which says which higher-order
     operator it is for.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import; loaded by now
 
-    if _traces_recomputation():
-        return True
     tracer: Any = InstructionTranslator.current_tx().output.current_tracer
     while tracer is not None:
         if "checkpoint" in str(tracer.source_target):
             return True
         tracer = tracer.parent
-    return bool(_local.regions) or _in_checkpoint()
+    return False
+
+
+def drops_side_effects() -> bool:
+    """A compiler traces the inside of a checkpoint, where no attribute may be set; it calls this without tracing it.
+
+    PyTorch's option lets them be set, by the forward alone.
+    """
+    return _traces_inside() and not torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint
+
+
+drops_side_effects._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 from minifloat import (
     Float8CurrentScaling,
     GroupedLinear,
+    GroupedMLP,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
@@ -389,6 +393,24 @@ def test_main_gradients_of_experts_in_one_graph(weights: str, name: str) -> None
         assert torch.equal(mine, other) and own.grad is None
         assert getattr(own, "grad_added_to_main_grad", False) == own.requires_grad
     assert bool((mine != 1).any()) and graphs() == 1
+
+
+def splits(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model(x, torch.tensor([4, 2])) if isinstance(model, GroupedMLP) else model(x)
+    return y
+
+
+@pytest.mark.parametrize("make", [Linear, LayerNormLinear, partial(GroupedMLP, 2)])
+def test_delayed_scaling_under_compiled_autograd(make: Callable[..., nn.Module]) -> None:
+    """Of a graph's backward it knows what forward saved: no histories. Layers run uncompiled, whatever ran before."""
+    pair = Pair(make(IN, OUT, recipe="delayed"), splits, fullgraph=False)
+    x = torch.randn(6, IN)
+    for on in (False, True, False, True):
+        with compiled_autograd._enable(torch.compile(backend="eager")) if on else contextlib.nullcontext():
+            pair.step(x)
+    error = pytest.raises(RuntimeError, match=r"compiled autograd does not know the histories.*another recipe")
+    with compiled_autograd._enable(torch.compile(backend="eager")), error:
+        compiled(lambda x: splits(pair.model, x))(x)
 
 
 def test_delayed_gradients_of_experts_run_uncompiled() -> None:

@@ -516,6 +516,19 @@ def test_compiled(name: str, own: bool, inside: bool) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_checkpoint_of_pytorch_with_our_contexts() -> None:
+    """Exact without state, as a checkpoint of ours is."""
+    first, second = twins(RECIPES["current"], own=True)
+    compiled = torch.compile(lambda x: with_contexts(second[0], x), fullgraph=True, backend="aot_eager")
+    x, same = batch(0), batch(0)
+    first[0](x).square().sum().backward()
+    compiled(same).square().sum().backward()
+    for a, b in zip([x, *first[0].parameters()], [same, *second[0].parameters()], strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5 * float(a.grad.abs().max()))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     ("form", "way"),
     [

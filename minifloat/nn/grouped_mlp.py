@@ -24,6 +24,7 @@ from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.inputs import check_groups, check_meta, check_tensor, layout_of
 from minifloat.nn.options import LinearOptions, place
 from minifloat.nn.parameters import InitMethod
+from minifloat.nn.uncompiled import compiles_backward
 from minifloat.recipe import Recipe
 
 
@@ -165,7 +166,9 @@ class GroupedMLP(parts.LayerOfParts):
             return None
         special = is_first_microbatch is False or recompute._inside
         if torch.compiler.is_compiling() and (
-            special or any(fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation or fc._etp is not None for fc in both)
+            special
+            or compiles_backward()
+            or any(fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation or fc._etp is not None for fc in both)
         ):
             return None  # they know what of it can be traced
         first, second = (fc._recipe_in_force() for fc in both)

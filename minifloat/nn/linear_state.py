@@ -368,7 +368,7 @@ class LinearState(nn.Module):
         if not self._keeps_weight or (unnamed and torch.compiler.is_compiling()):
             return None
         cached = self._weight_cache
-        if unnamed and (cached is None or cached.in_capture is None):
+        if (unnamed and (cached is None or cached.in_capture is None)) or not quantizer.quantized:
             return None
         sources = tuple(self._weight(name) for name in self._weight_names)
         if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.arguments import NonNegativeFloat, Size, checked
+from minifloat.arguments import NonNegativeFloat, Size, checked, label_of
 from minifloat.functional.activation import activate
 from minifloat.functional.autograd import as_output, exporting
 from minifloat.functional.permutation import route
@@ -22,7 +22,7 @@ from minifloat.nn.linear import Linear
 from minifloat.nn.options import LinearOptions, Placement, place
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.router import TopKRouter
-from minifloat.recompute import checkpoint_without_dropout, recomputes
+from minifloat.recompute import checkpoint_without_dropout, drops_side_effects, recomputes
 
 
 class MoE(parts.LayerOfParts):
@@ -132,6 +132,23 @@ class MoE(parts.LayerOfParts):
             is_first_microbatch: as of :class:`~minifloat.Linear`.
             token_mask: bool [...]; tokens where it is False go to no expert.
         """
+        y, loss, counts = self._run(x, is_first_microbatch, token_mask)
+        # Not in the backward of this forward, or of one before the latest, nor in a program, which has no attributes.
+        if not recomputes() and not exporting():
+            if not (torch.compiler.is_dynamo_compiling() and drops_side_effects()):
+                self.router_loss, self.expert_counts = loss, counts
+            elif loss.requires_grad:
+                raise RuntimeError(
+                    f"{label_of(self.experts)}: a compiled checkpoint drops the loss of the router, which is an "
+                    "attribute; set torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True, which "
+                    "keeps it, or use TransformerLayer(checkpoint_mlp=True), or fullgraph=False"
+                )
+        return y
+
+    def _run(
+        self, x: Tensor, is_first_microbatch: bool | None, token_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Y, the loss of the router and the counts of the experts."""
         check_tensor(x, self)
         tokens = x.reshape(-1, x.shape[-1])
         options = {} if token_mask is None else {"token_mask": token_mask}
@@ -141,14 +158,11 @@ class MoE(parts.LayerOfParts):
         if self.shared_fc1 is not None and self.shared_fc2 is not None:
             h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
             y = y + self.shared_fc2(h, is_first_microbatch)
-        # Not in the backward of this forward, or of one before the latest, nor in a program, which has no attributes.
-        if not recomputes() and not exporting():
-            self.router_loss, self.expert_counts = loss, routing.counts
-        if y.shape == x.shape:
-            return y
-        if self.shared_fc1 is None and not parts.is_own(self.experts, GroupedMLP):
-            return y.reshape(x.shape).clone()  # no view, and nothing that others may have saved
-        return as_output(y, x.shape)
+        if y.shape != x.shape and self.shared_fc1 is None and not parts.is_own(self.experts, GroupedMLP):
+            y = y.reshape(x.shape).clone()  # no view, and nothing that others may have saved
+        elif y.shape != x.shape:
+            y = as_output(y, x.shape)
+        return y, loss, routing.counts
 
     def __getstate__(self) -> dict[str, Any]:
         # Those of the original's graph, which neither copies nor files can have.
@@ -188,13 +202,24 @@ class LayerNormMoE(parts.LayerOfParts):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """X [..., hidden_size] to Y of the same shape, with ``return_layernorm_output`` to Y and the norm's result."""
         check_tensor(x, self)
-        if self.checkpoint and torch.is_grad_enabled():
-            return checkpoint_without_dropout(self._run, x, is_first_microbatch)
-        return self._run(x, is_first_microbatch)
+        if not (self.checkpoint and torch.is_grad_enabled()):
+            y, n = self._run(x, is_first_microbatch)
+        elif torch.compiler.is_compiling() and parts.is_own(self.moe, MoE):  # a graph's checkpoint sets no attribute
+            y, n, *found = checkpoint_without_dropout(self._run_apart, x, is_first_microbatch)
+            self.moe.router_loss, self.moe.expert_counts = found
+        else:
+            y, n = checkpoint_without_dropout(self._run, x, is_first_microbatch)
+        return parts.outputs(y, (self.return_layernorm_output, n))
 
-    def _run(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
+    def _run(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
         n = self.norm(x)
-        return parts.outputs(self.moe(n, is_first_microbatch), (self.return_layernorm_output, n))
+        return self.moe(n, is_first_microbatch), n
+
+    def _run_apart(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, ...]:
+        """With what the mixture would keep."""
+        n = self.norm(x)
+        y, loss, counts = self.moe._run(n, is_first_microbatch)
+        return y, n, loss, counts
 
 
 @checked

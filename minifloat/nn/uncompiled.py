@@ -30,6 +30,7 @@ def needs_eager(
         RuntimeError: so it is, and the compiler was told ``fullgraph=True``; ``fp8_output`` in an export.
     """
     special = fp8_output or fp8_grad or checkpointed or writes or is_first_microbatch is False or recompute._inside
+    special = special or compiles_backward()
     if not (special or linear.delay_wgrad_compute or linear.fuse_wgrad_accumulation or linear._etp is not None):
         return False
     if fp8_output and exporting():
@@ -40,17 +41,22 @@ def needs_eager(
     whole = not torch.compiler.is_dynamo_compiling() or _in_one_graph()  # an export without Dynamo has one graph
     own_gradient, why = grad and any(weight.requires_grad for weight in weights), ""
     reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weights[0], QuantizedTensor)
-    if (checkpointed or recompute._inside) and not whole:
-        recipe = linear._recipe_in_force()
-        if recipe is not None and linear._config(recipe).delayed is not None:  # ``_prepare`` would raise
-            return recompute.warns_of_compiled(True)
-    if own_gradient and linear.delay_wgrad_compute:
+    recipe = linear._recipe_in_force()
+    delayed = recipe is not None and linear._config(recipe).delayed is not None
+    if (checkpointed or recompute._inside) and not whole and delayed:  # ``_prepare`` would raise
+        return recompute.warns_of_compiled(True)
+    if compiles_backward() and grad and (delayed or (own_gradient and linear.fuse_wgrad_accumulation)):
+        why = (
+            "compiled autograd does not know the histories of delayed scaling and main_grad, which backward writes to; "
+            "use another recipe and fuse_wgrad_accumulation=False"
+        )
+    elif own_gradient and linear.delay_wgrad_compute:
         why = "delay_wgrad_compute=True leaves work for after backward, which no graph does; use False"
     elif linear._etp is not None:
         why = "etp_group gathers weights by a prediction that no graph makes; use None"
     elif writes:
         why = "out and dgrad_out are written to, which no graph does; use None"
-    elif reads_cache and linear._recipe_in_force() is not None:
+    elif reads_cache and recipe is not None:
         why = "is_first_microbatch=False reads a cached weight, whose version no graph knows; use None"
     elif grad and fp8_grad:
         why = "fp8_grad=True returns a quantized gradient, which no graph does; use False"
@@ -69,6 +75,11 @@ def needs_eager(
         )
     # A quantized output has a gradient if what reads it is in the same graph, which another one may not be.
     return why != "" or (grad and fp8_output and not whole)
+
+
+def compiles_backward() -> bool:
+    """Compiled autograd is on, which knows of a graph's backward only what forward saved; compiled code guards this."""
+    return torch._dynamo.compiled_autograd.compiled_autograd_enabled
 
 
 def run_eager(forward: Callable[..., Any], *args: Any) -> Any:

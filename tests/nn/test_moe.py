@@ -217,6 +217,47 @@ def test_compiled(recipe: str) -> None:
         assert (got - want).abs().max() <= 2**-7 * want.abs().max()
 
 
+@pytest.mark.parametrize("form", ["own", "no loss", "option", "refused"])
+def test_compiled_inside_of_a_checkpoint(form: str) -> None:
+    """A graph's checkpoint sets no attribute: the layer's own hands them out, else PyTorch's option keeps them."""
+    torch._dynamo.reset()
+    coefficient = 0.0 if form == "no loss" else 0.1
+    model = LayerNormMoE(H, F, E, aux_loss_coefficient=coefficient, recipe="current", checkpoint=form == "own")
+    twin, x = copy.deepcopy(model), torch.randn(9, H)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = model(x) if form == "own" else minifloat.checkpoint(model, x)
+        return y
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    if form == "refused":
+        with pytest.raises(RuntimeError, match=r"GroupedLinear.*drops the loss.*skip_fwd_side_effects_in_bwd"):
+            compiled(x)
+        compiled = torch.compile(run, backend="aot_eager")
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=form == "option"):
+        for each, call in ((model, compiled), (twin, twin)):
+            (call(x).square().sum() + router_losses(each)).backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+    if form != "no loss":
+        assert model.moe.expert_counts is not None and torch.equal(model.moe.expert_counts, twin.moe.expert_counts)
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_microbatches_in_one_graph(recipe: str | None) -> None:
+    """Without a recipe nothing is cast that could be kept; a cast that is kept is refused, by its name."""
+    torch._dynamo.reset()
+    moe, x = MoE(H, F, E, recipe=recipe), torch.randn(9, H)
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, True), moe(x))
+    if recipe is not None:
+        with pytest.raises(RuntimeError, match=r"GroupedLinear.*is_first_microbatch=False reads a cached weight"):
+            compiled(x, False)
+        return
+    for first in (False, True, False):
+        assert torch.equal(compiled(x, first), moe(x))
+
+
 def test_traced() -> None:
     with FakeTensorMode():
         moe = make("current")
