@@ -14,8 +14,7 @@ from minifloat.arguments import shown
 from minifloat.formats import Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, new, quantize
-from minifloat.ops.quantize.reference import Work
-from minifloat.ops.quantize.work import Output, Request, as_matrix
+from minifloat.ops.quantize.reference import Output, Request, Work, as_matrix
 
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :attr:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""

@@ -21,8 +21,8 @@ from minifloat.casts import Arrangement, Casts, Wanted, check_scale
 from minifloat.casts import Layouts as Layouts
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
-from minifloat.ops.quantize.work import DTYPES as DTYPES
-from minifloat.ops.quantize.work import as_matrix as as_matrix
+from minifloat.ops.quantize.reference import DTYPES as DTYPES
+from minifloat.ops.quantize.reference import as_matrix as as_matrix
 
 
 @checked

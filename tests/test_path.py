@@ -18,28 +18,28 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "path.py"
 COLUMNS = ("files", "functions", "calls")
 MOST = {
     "linear current, forward": (12, 32, 45),
-    "linear current, backward": (13, 33, 65),
+    "linear current, backward": (12, 33, 65),
     "linear delayed, forward": (18, 52, 83),
-    "linear delayed, backward": (18, 55, 98),
+    "linear delayed, backward": (17, 55, 98),
     "linear block, forward": (13, 46, 88),
-    "linear block, backward": (14, 46, 123),
+    "linear block, backward": (13, 46, 123),
     "linear mxfp8, forward": (13, 49, 113),
-    "linear mxfp8, backward": (14, 49, 136),
+    "linear mxfp8, backward": (13, 49, 136),
     "linear nvfp4, forward": (14, 62, 157),
-    "linear nvfp4, backward": (18, 69, 208),
-    "LayerNormLinear current, forward": (25, 68, 101),
-    "LayerNormLinear current, backward": (19, 46, 86),
-    "MLP current, forward": (30, 77, 180),
-    "MLP current, backward": (28, 69, 162),
-    "layer current, forward": (40, 128, 475),
-    "layer current, backward": (29, 73, 288),
+    "linear nvfp4, backward": (17, 69, 208),
+    "LayerNormLinear current, forward": (24, 68, 101),
+    "LayerNormLinear current, backward": (18, 46, 86),
+    "MLP current, forward": (29, 77, 180),
+    "MLP current, backward": (27, 69, 162),
+    "layer current, forward": (36, 128, 469),
+    "layer current, backward": (28, 73, 288),
 }
 """Files, functions and calls, of Python 3.11; later ones have fewer frames. They only fall.
 
 The goals: 9 files and 45 calls of a linear's forward under current scaling, 12 and 160 under others, 28 and 350 of a
 layer's.
 """
-MOST_LINES = 36_404
+MOST_LINES = 36_368
 """Of the library without its tools, which only fall, too."""
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minifloat.arguments import checked
-from minifloat.functional import attention_mask
+from minifloat.functional import attention
 from minifloat.functional.autograd import apply, first_order
 from minifloat.ops.rope import rotate_into, rotated
 
@@ -155,8 +155,8 @@ def _angles(
 ) -> Tensor:
     """[positions, r] laid out so as to broadcast over ``t``."""
     if cu_seqlens is not None:
-        position = attention_mask.positions(cu_seqlens, t.shape[0])
-        sequence = attention_mask.sequence_ids(cu_seqlens, t.shape[0])
+        position = attention.positions(cu_seqlens, t.shape[0])
+        sequence = attention.sequence_ids(cu_seqlens, t.shape[0])
         last = cu_seqlens.numel() - 2
         if start_positions is not None and last >= 0:
             position = position + start_positions[sequence.clamp(max=last)]
@@ -181,7 +181,7 @@ def _check(
             f"{t.shape[-1]} channels of t"
         )
     if tensor_format == "thd":
-        attention_mask.check_cu_seqlens(name, "cu_seqlens", cu_seqlens)
+        attention.check_cu_seqlens(name, "cu_seqlens", cu_seqlens)
         sequences = -1 if cu_seqlens is None else cu_seqlens.numel() - 1
     elif cu_seqlens is not None:
         raise ValueError(f"{name}: cu_seqlens is for tensor_format='thd', not {tensor_format!r}; leave it out")

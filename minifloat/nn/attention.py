@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import Count, Fraction, PositiveFloat, Size, checked
-from minifloat.functional.attention import Backend, attention, choose_backend
-from minifloat.functional.attention_mask import (
+from minifloat.functional.attention import (
+    Backend,
     Band,
     Mask,
     Places,
+    attention,
     check_cu_seqlens,
+    choose_backend,
     packed_places,
     padded_places,
     simplified,
@@ -26,6 +28,7 @@ QKVFormat = Literal["sbhd", "bshd", "thd"]
 MaskType = Literal[
     "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary"
 ]
+_MASK_TYPES = get_args(MaskType)
 _TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 
 
@@ -266,8 +269,8 @@ class DotProductAttention(nn.Module):
         return "DotProductAttention" + ("" if self.layer_number is None else f" of layer {self.layer_number}")
 
     def _check_mask_type(self, mask_type: str) -> None:
-        if mask_type not in get_args(MaskType):
-            raise ValueError(f"{self._label}: attn_mask_type is {mask_type!r}; {', '.join(get_args(MaskType))}")
+        if mask_type not in _MASK_TYPES:
+            raise ValueError(f"{self._label}: attn_mask_type is {mask_type!r}; {', '.join(_MASK_TYPES)}")
         if mask_type == "arbitrary" and self.qkv_format == "thd":
             raise ValueError(f"{self._label}: packed sequences have no arbitrary mask; use qkv_format='bshd'")
 

@@ -24,8 +24,7 @@ from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.moe import LayerNormMoE
-from minifloat.nn.multihead_attention import MultiheadAttention
-from minifloat.nn.multihead_parts import check_parallel
+from minifloat.nn.multihead_attention import MultiheadAttention, check_parallel
 from minifloat.nn.tensor_parallel import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
 from minifloat.parallel.etp import Ranks, check_once, plan_rows, shard_rows, weight_rows

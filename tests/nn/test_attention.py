@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from minifloat.functional import attention as functional
-from minifloat.functional.attention_mask import Band, Mask, packed_places, simplified
+from minifloat.functional.attention import Band, Mask, packed_places, simplified
 from minifloat.nn.attention import DotProductAttention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -23,7 +23,7 @@ from minifloat.ops import launch, quantize
 from minifloat.ops.delayed import gpu as delayed_gpu
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, job, pipeline, reference
-from minifloat.ops.quantize.work import read_amaxes
+from minifloat.ops.quantize.reference import read_amaxes
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import QuantizerRole, named
 from tests.helpers import triton_interpreter  # noqa: F401

@@ -15,7 +15,7 @@ from minifloat.ops.delayed import Rule, refuse_recomputation
 from minifloat.ops.launch import Kernel, Prepared, recorded
 from minifloat.ops.quantize.device import FLT_MAX
 from minifloat.ops.quantize.pipeline import Recorded
-from minifloat.ops.quantize.work import Request
+from minifloat.ops.quantize.reference import Request
 
 _LAYERS = 32
 """Histories that one launch updates."""

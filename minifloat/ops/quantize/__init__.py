@@ -11,7 +11,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.quantize import hadamard, reference
-from minifloat.ops.quantize.work import read_amaxes
+from minifloat.ops.quantize.reference import read_amaxes
 
 
 @operation("quantize.pipeline:amax")
@@ -91,7 +91,7 @@ def amax_and_cast(
 ) -> list[Tensor]:
     """Both phases where no rank is asked between them: ``work.read_amaxes``, then codes and scales of each cast.
 
-    The lists are those of :class:`~minifloat.ops.quantize.work.Request`.
+    The lists are those of :class:`~minifloat.ops.quantize.reference.Request`.
     """
     amaxes = _amax([xs[i] for i in amax_of], amax_formats, amax_dims)
     given = [None if own < 0 else amaxes[own] for own in own_level]

@@ -20,8 +20,7 @@ from minifloat.formats import parse
 from minifloat.ops import launch
 from minifloat.ops.launch import Prepared, recorded
 from minifloat.ops.quantize import gpu
-from minifloat.ops.quantize.reference import Work
-from minifloat.ops.quantize.work import Output, Request, as_matrix, read_amaxes
+from minifloat.ops.quantize.reference import Output, Request, Work, as_matrix, read_amaxes
 
 MOST_SHAPES = 256
 """Recordings that a request keeps: a program whose token counts never repeat must not fill the memory."""
