@@ -45,12 +45,11 @@ class Experts(Local):
 
     Args:
         layout: which rows are of which expert.
-        out, dgrad_out: memory for Y and for dX, if given.
+        dgrad_out: memory for dX, if given.
         x_tokens, y_tokens: of X and dX, or of Y and dY.
     """
 
     layout: GroupLayout
-    out: tuple[Tensor, ...] = ()
     dgrad_out: tuple[Tensor, ...] = ()
     x_tokens: Tokens | None = None
     y_tokens: Tokens | None = None
@@ -79,10 +78,10 @@ class Experts(Local):
     def _cast(self, casts: GroupedCasts, x: Tensor, tokens: Tokens | None, *options: Any) -> Quantized:
         return casts(x, self.layout.offsets, *options) if tokens is None else casts.of_tokens(x, *tokens, options[0])
 
-    def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None) -> Tensor:
+    def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None, *out: Tensor) -> Tensor:
         gemm = batch_invariant.multiply_weight if spec.options.batch_invariant else multiply_weight
         x_rows, w_rows = x.rowwise or x.along(-1), w.rowwise or w.along(-1)
-        y = gemm("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *self.out)
+        y = gemm("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *out)
         return _summed(y, self.y_tokens)
 
     def bias_gradient(self, spec: Spec, dy: Tensor) -> Tensor:

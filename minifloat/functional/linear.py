@@ -39,12 +39,14 @@ class Given:
     Args:
         delayed: where delayed scaling reads its scales and records its amaxes.
         x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
+        out: memory for Y, if the caller has some.
         shares_x: forward leaves the operands of X here, for siblings to come.
     """
 
     delayed: DelayedCall | None = None
     x: Quantized | None = None
     w: Quantized | None = None
+    out: tuple[Tensor, ...] = ()
     shares_x = False
 
 
@@ -91,7 +93,7 @@ class LinearFunction(torch.autograd.Function):
         x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
         if given.shares_x:
             given.x = own_x
-        y = exchange.fprop(spec, x_operands, w_operands, bias)
+        y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
         ctx.spec, ctx.exchange, ctx.source, ctx.delayed, ctx.x_shape = spec, exchange, source, given.delayed, x.shape
         saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
         tensors, ctx.layouts = pack(save_x(spec, exchange, x, own_x), saved_w)

@@ -173,14 +173,13 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             self._calibrate_groups(x, layout)
             recipe = UNQUANTIZED
         dtype = self._compute_dtype(x)
-        x, exchange = x.to(dtype), Experts(layout=layout)
-        if writes:
-            y_memory = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
-            exchange = Experts(layout=layout, out=y_memory, dgrad_out=self._memory("dgrad_out", dgrad_out, x.shape, x))
+        x = x.to(dtype)
+        y_memory = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
+        exchange = Experts(layout=layout, dgrad_out=self._memory("dgrad_out", dgrad_out, x.shape, x))
         linear, weight, bias = self._prepare(
             recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, exchange=exchange
         )
-        spec, delayed = linear.spec, linear.given.delayed
+        linear.given.out, spec, delayed = y_memory, linear.spec, linear.given.delayed
         if fp8_output and delayed is not None:
             raise ValueError(
                 f"{self._label}: fp8_output=True makes one scale for Y, and under delayed scaling each expert has its "

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import minifloat
@@ -656,6 +657,16 @@ def test_memory_of_the_caller(recipe: str | None) -> None:
         assert x.grad is not None and torch.equal(x.grad, own_x.grad)
     for mine, wanted in zip(grouped.parameters(), other.parameters(), strict=True):
         assert mine.grad is not None and wanted.grad is not None and torch.equal(mine.grad, wanted.grad)
+
+
+def test_memory_of_the_caller_is_let_go() -> None:
+    """While the graph of Y lives, Y and what it was written to may go."""
+    out = torch.empty(5, N)
+    total = GroupedLinear(2, K, N, recipe="current")(torch.randn(5, K), [2, 3], out=out).sum()
+    memory = StorageWeakRef(out.untyped_storage())
+    del out
+    assert memory.expired()
+    total.backward()
 
 
 def test_memory_that_does_not_fit() -> None:
