@@ -38,7 +38,7 @@ def test_flatten(recipe: str, rows: tuple[int, ...]) -> None:
     whole, shards = shards_of(recipe, rows, "ranks")
     assert shards[1].cover.exact == (recipe in ("current", "rowwise") or rows[0] == 0)
     for shard, expected in zip(shards, whole.dequantize().split(rows), strict=True):
-        shard._group = "ranks"
+        shard._group, shard.scale = "ranks", torch.ones(1)
         names, context = shard.__tensor_flatten__()
         inner = {name: getattr(shard, name) for name in names}
         back: Any = type(shard).__tensor_unflatten__(inner, context, shard.shape, shard.stride())

@@ -9,13 +9,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minifloat import finite
 from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite
-from minifloat.functional.autograd import apply, first_order, guarded
-from minifloat.ops.permute import permute_rows, unpermute_rows, unpermute_rows_backward
+from minifloat.functional.autograd import apply, exporting, first_order, guarded
+from minifloat.ops.permute import (
+    check_indices,
+    checked_indices,
+    permute_rows,
+    unpermute_rows,
+    unpermute_rows_backward,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -44,24 +50,34 @@ def sort_by_expert(indices: Tensor, num_experts: Size) -> Routing:
 
     Args:
         indices: int [T, k]: the experts of each token, 0 to E - 1, or -1 for a dropped slot: it comes after all experts
-            and is not counted, :func:`permute` gives it a row of zeros, :func:`unpermute` adds none. Others on a device
-            or in compiled code, which are not waited for, are dropped too, but under ``autocast(check_finite=True)``,
-            which waits, they raise.
+            and is not counted, :func:`permute` gives it a row of zeros, :func:`unpermute` adds none. Others on a
+            device, which is not waited for, are dropped too, but under ``autocast(check_finite=True)``, which waits,
+            they raise.
         num_experts: E.
 
     Raises:
-        TypeError, ValueError: the arguments are no such, or the host knows an index that is none.
+        TypeError, ValueError: the arguments are no such, or the host has an index that is none; in compiled code when
+            it runs, and with the class of the layer alone.
         RuntimeError: ``autocast(check_finite=True)`` in compiled code or the capture of a CUDA graph.
     """
     return route(indices, num_experts)
 
 
-def route(indices: Tensor, num_experts: int, of: nn.Module | None = None) -> Routing:
-    """:func:`sort_by_expert` in the layer ``of``, which errors name."""
+def route(indices: Tensor, num_experts: int, layer: object = "sort_by_expert") -> Routing:
+    """:func:`sort_by_expert` in ``layer``, which errors name."""
     if indices.dim() != 2 or indices.shape[1] == 0 or indices.dtype not in _INTEGERS:
-        raise ValueError(f"{_name(of)}: indices is {shown(indices)}; a tensor of signed integers [T, k] is needed")
+        raise ValueError(
+            f"{label_of(layer)}: indices is {shown(indices)}; a tensor of signed integers [T, k] is needed"
+        )
     indices = indices.to(torch.promote_types(indices.dtype, torch.int32))  # no int8 can be compared with all numbers
-    _check_experts(indices, num_experts, of)
+    on_host, compiling = indices.is_cpu and type(indices) is Tensor, torch.compiler.is_compiling()
+    wait = finite.active and checks_finite() and not indices.is_meta
+    if wait and (compiling or not on_host):
+        finite.check_can_wait(label_of(layer))
+    if on_host and compiling and not exporting():
+        indices = checked_indices(indices, num_experts, layer if isinstance(layer, str) else type(layer).__name__)
+    elif wait or (on_host and not compiling):
+        check_indices(indices, num_experts, label_of(layer))
     flat = indices.reshape(-1)
     flat = flat.masked_fill((flat < 0) | (flat >= num_experts), num_experts)
     keys = flat.to(torch.int16 if num_experts < 2**15 else torch.int32)  # the fewer bits, the faster is a radix sort
@@ -71,26 +87,6 @@ def route(indices: Tensor, num_experts: int, of: nn.Module | None = None) -> Rou
     experts = torch.arange(num_experts + 1, dtype=keys.dtype, device=keys.device)
     offsets = torch.searchsorted(keys, experts, out_int32=True)
     return Routing(order.to(torch.int32), inverse.view(indices.shape), offsets.diff(), offsets)
-
-
-def _name(of: nn.Module | None) -> str:
-    return "sort_by_expert" if of is None else label_of(of)
-
-
-def _check_experts(indices: Tensor, num_experts: int, of: nn.Module | None) -> None:
-    """Raises if the host knows, or ``check_finite`` waits for, an index that is neither an expert's nor -1."""
-    known = indices.is_cpu and type(indices) is Tensor and not torch.compiler.is_compiling()
-    if not known:
-        if indices.is_meta or not (finite.active and checks_finite()):
-            return
-        finite.check_can_wait(_name(of))
-    wrong = (indices < -1) | (indices >= num_experts)
-    if bool(wrong.any()):
-        first = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{_name(of)}: {int(wrong.sum())} of the indices {tuple(indices.shape)} are no expert's, the first "
-            f"{int(indices[tuple(first)])} at {first}; give 0 to {num_experts - 1}, or -1 for none"
-        )
 
 
 @checked

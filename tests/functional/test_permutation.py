@@ -107,6 +107,18 @@ def test_indices_that_are_no_experts(wrong: int, experts: int) -> None:
         sort_by_expert(elsewhere, experts)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_indices_that_are_no_experts_in_compiled_code() -> None:
+    """The graph is compiled without their values, and finds them when it runs."""
+    compiled = torch.compile(sort_by_expert, fullgraph=True, backend="aot_eager")
+    good, wrong = torch.tensor([[1, -1]]), torch.tensor([[1, 5]])
+    assert compiled(good, 5).counts.tolist() == [0, 1, 0, 0, 0]
+    with pytest.raises(ValueError, match=r"sort_by_expert: 1 of the indices \(1, 2\) .* the first 5 at \[0, 1\]"):
+        compiled(wrong, 5)
+    with pytest.raises(RuntimeError, match="check_finite"), autocast(check_finite=True):
+        compiled(good, 5)
+
+
 @pytest.mark.gpu
 def test_indices_that_are_no_experts_on_a_gpu() -> None:
     indices = torch.tensor([[0, 9]], device="cuda")

@@ -10,12 +10,14 @@ slots, every product and every sum rounded, and rounded once to the dtype of the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from minifloat.ops.library import operation
 
-__all__ = ["permute_rows", "unpermute_rows", "unpermute_rows_backward"]
+__all__ = ["check_indices", "checked_indices", "permute_rows", "unpermute_rows", "unpermute_rows_backward"]
 
 WIDEST_DOT = 1024
 
@@ -28,6 +30,29 @@ def dot_width(columns: int) -> int:
 def precise(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def check_indices(indices: Tensor, num_experts: int, label: str) -> None:
+    """Raises a ValueError unless ``indices`` [T, k] are experts, or -1 for none; waits for the device."""
+    wrong = (indices < -1) | (indices >= num_experts)
+    if bool(wrong.any()):
+        first = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{label}: {int(wrong.sum())} of the indices {tuple(indices.shape)} are no expert's, the first "
+            f"{int(indices[tuple(first)])} at {first}; give 0 to {num_experts - 1}, or -1 for none"
+        )
+
+
+@operation()
+def checked_indices(indices: Tensor, num_experts: int, label: str) -> Tensor:
+    """A copy of ``indices`` that :func:`check_indices` has looked at, in code compiled without their values."""
+    check_indices(indices, num_experts, label)
+    return indices.clone()
+
+
+@checked_indices.fake
+def _(indices: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(indices)
 
 
 @operation("permute.kernels:permute")
