@@ -458,6 +458,28 @@ def test_compiled_layers_count_their_gemms() -> None:
     }
 
 
+@pytest.mark.parametrize("make", [Linear, LayerNormLinear])
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_a_forward_that_runs_eagerly_and_calls_compiled_code(name: str, make: type[Linear | LayerNormLinear]) -> None:
+    """Dynamo may give a forward up and compile what it calls: the layer keeps no plan that was made for a graph."""
+    layer = make(IN, OUT, recipe=RECIPES[name])
+    twin, forward = copy.deepcopy(layer), torch._dynamo.disable(make.forward, recursive=False)
+    run = torch.compile(lambda x: 2 * forward(layer, x), backend="aot_eager")
+    x = torch.randn(6, IN, requires_grad=True)
+    same = x.detach().clone().requires_grad_()
+    for each in (run, lambda x: 2 * layer(x), run):
+        y, z = each(x), 2 * twin(same)
+        y.square().sum().backward()
+        z.square().sum().backward()
+        assert torch.equal(y, z) and x.grad is not None and same.grad is not None and torch.equal(x.grad, same.grad)
+    for (key, own), (_, others) in zip(layer.state_dict().items(), twin.state_dict().items(), strict=True):
+        assert torch.equal(own, others), key
+    linear = layer if isinstance(layer, Linear) else layer.linear
+    assert linear._latest_config is not None
+    plans = list(linear._latest_config[2].values())
+    assert plans and all(plan.eager for plan in plans)
+
+
 @pytest.mark.parametrize(
     "name",
     ["block", "nvfp4", *[pytest.param(name, marks=pytest.mark.slow) for name in ("current", "mxfp8", "rowwise")]],

@@ -113,7 +113,8 @@ class LayerNormLinear(parts.LayerOfParts):
             return_residual: forward also gives S, of the shape of X (X itself where no residual is given). Whatever
                 gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
         """
-        linear, norm, compiling = self.linear, self.norm, torch.compiler.is_compiling()
+        linear, norm = self.linear, self.norm
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
         own = type(linear) is Linear  # which may have been replaced
         if own and compiling and needs_eager(linear, is_first_microbatch, fp8_output):
             return run_eager(
@@ -139,7 +140,7 @@ class LayerNormLinear(parts.LayerOfParts):
             gamma, beta = norm.weight, norm.bias
             call, weight, b = linear._prepare(
                 recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
-                exchange=exchange, recompute_x=self.recompute_norm, compiling=compiling,
+                exchange=exchange, recompute_x=self.recompute_norm,
             )  # fmt: skip
             of_norm = NormCall(norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             y, *extra = apply(LayerNormLinearFunction, of_norm, call, x.to(dtype), residual, gamma, beta, weight, b)

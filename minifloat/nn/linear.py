@@ -156,7 +156,7 @@ class Linear(LinearCalls, nn.Linear):
                 shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
                 after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
         """
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
         if compiling and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad):
             return run_eager(Linear.forward, self, x, is_first_microbatch, fp8_output, fp8_grad, rows_per_rank)
         exchange = self._exchange
@@ -177,7 +177,7 @@ class Linear(LinearCalls, nn.Linear):
         dtype = self._compute_dtype(x)
         linear, weight, bias = self._prepare(
             recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange,
-            input_is_quantized=isinstance(x, QuantizedTensor), compiling=compiling,
+            input_is_quantized=isinstance(x, QuantizedTensor),
         )  # fmt: skip
         (spec, exchange, _, given), source, x = linear, x, x.to(dtype)
         ranks = (exchange.group, exchange.shards) if exchange.gathers_x else None

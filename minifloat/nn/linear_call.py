@@ -72,13 +72,13 @@ class LinearCalls(LinearState):
         exchange: Local = LOCAL,
         recompute_x: bool = False,
         input_is_quantized: bool = False,
-        compiling: bool | None = None,
     ) -> Prepared:
         """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be.
 
         ``exchange``: the layer's, with the rows of this call; the others as of :class:`Options`.
         """
-        compiling = torch.compiler.is_compiling() if compiling is None else compiling
+        # Asked here, since Dynamo may compile this without its caller; ``is_compiling()`` itself takes two calls.
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
         latest = self._latest_config
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
@@ -115,7 +115,7 @@ class LinearCalls(LinearState):
             if exchange.mode is not None and not weight.is_meta:
                 self._check_same_recipe(f"{type(recipe).__name__}({config.describe()})", exchange.group, weight)
             spec = self._new_spec(config, options)
-            if not compiling:
+            if spec.eager:
                 if len(specs) >= _MOST_SPECS:
                     specs.clear()
                 specs[options] = spec
