@@ -115,8 +115,7 @@ class LayerNormLinear(parts.LayerOfParts):
         """
         linear, norm = self.linear, self.norm
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
-        own = type(linear) is Linear  # which may have been replaced
-        if own and compiling and needs_eager(linear, is_first_microbatch, fp8_output):
+        if compiling and type(linear) is Linear and needs_eager(linear, is_first_microbatch, fp8_output):
             return run_eager(
                 LayerNormLinear.forward, self, x, is_first_microbatch, fp8_output, rows_per_rank, residual,
                 return_residual,

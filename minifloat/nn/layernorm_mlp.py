@@ -123,8 +123,7 @@ class LayerNormMLP(parts.LayerOfParts):
         :class:`~minifloat.Linear`, ``residual`` and ``return_residual`` those of :class:`~minifloat.LayerNormLinear`.
         """
         for fc in (self.fc1, self.fc2) if torch.compiler.is_compiling() else ():
-            own = type(fc) is Linear  # which may have been replaced
-            if own and needs_eager(fc, is_first_microbatch, checkpointed=self.checkpoint):
+            if type(fc) is Linear and needs_eager(fc, is_first_microbatch, checkpointed=self.checkpoint):
                 return run_eager(
                     LayerNormMLP.forward, self, x, is_first_microbatch, rows_per_rank, residual, return_residual
                 )
