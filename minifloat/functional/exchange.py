@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.comm.checks import Check
+from minifloat.comm.checks import Check, check_sharded
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.gathered import Gathered, multiplied, offer, one_orientation, only, shared_whole
+from minifloat.functional.gathered import Gathered, multiplied, offer, one_orientation, prepare_shard, shared_whole
 from minifloat.functional.gemm import WeightGemm
 from minifloat.functional.linear_config import Mode, Overlap
 from minifloat.functional.quantize import cast_with, delayed_scale, record, reuse, values_of
@@ -171,7 +171,11 @@ class _Split(Local):
         amaxes: Amaxes | None = None,
     ) -> Quantized:
         """Casts this rank's rows for a gather; delayed scaling records their own amax: ranks agree at the update."""
-        part = self.quantize_shard(x, quantizer, delayed_scale(delayed_call, kind) if scale is None else scale, amaxes)
+        assert self.shards is not None
+        if self.check:
+            check_sharded("quantize_shard", as_matrix(x), self.shards, self.group, self.check)
+        scale = delayed_scale(delayed_call, kind) if scale is None else scale
+        part = prepare_shard(x, quantizer, self.shards, self.group, amaxes=amaxes, scale=scale)
         if delayed_call is not None:
             record(delayed_call, kind, part)
         return part
@@ -192,15 +196,15 @@ class Column(_Split):
     mode = "column"
 
     def fprop(self, spec: Spec, x: Any, w: Quantized, bias: Tensor | None) -> Tensor:
-        fast = spec.config.fast_fprop
-        return multiplied(WeightGemm("fprop", w, spec.options.dtype, fast, bias, spec.multiply_rows), x)
+        fast, w_rows = spec.config.fast_fprop, w.along(ROWWISE)
+        return multiplied(WeightGemm("fprop", w_rows, spec.options.dtype, fast, bias, spec.multiply_rows), x)
 
     def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Pending[Tensor] | Tensor:
         """The sum goes on during wgrad where that follows, else during the product."""
-        product = WeightGemm("dgrad", one_orientation(w), spec.options.dtype, spec.config.fast_dgrad)
+        product = WeightGemm("dgrad", w, spec.options.dtype, spec.config.fast_dgrad)
         if spec.options.needs_w and not spec.options.delays_wgrad:
             return self.start_sum(multiplied(product, dy))
-        return self._start_summed(product, only(dy, ROWWISE))
+        return self._start_summed(product, dy.along(ROWWISE))
 
 
 class Row(_Split):
@@ -218,12 +222,13 @@ class Row(_Split):
     mode = "row"
 
     def fprop(self, spec: Spec, x: Any, w: Quantized, bias: Tensor | None) -> Tensor:
-        product = WeightGemm("fprop", w, spec.options.dtype, spec.config.fast_fprop, None, spec.multiply_rows)
-        y = self._start_summed(product, only(x, ROWWISE)).wait()
+        fast, w_rows = spec.config.fast_fprop, w.along(ROWWISE)
+        product = WeightGemm("fprop", w_rows, spec.options.dtype, fast, None, spec.multiply_rows)
+        y = self._start_summed(product, x.along(ROWWISE)).wait()
         return y if bias is None else (y + bias).to(y.dtype)
 
     def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Pending[Tensor] | Tensor:
-        return multiplied(WeightGemm("dgrad", one_orientation(w), spec.options.dtype, spec.config.fast_dgrad), dy)
+        return multiplied(WeightGemm("dgrad", w, spec.options.dtype, spec.config.fast_dgrad), dy)
 
 
 class ColumnSequence(Column):
@@ -259,7 +264,7 @@ class ColumnSequence(Column):
     def load_x(self, spec: Spec, x: Operand, scale: Tensor | None) -> Gathered:
         """The X of all ranks, whose gather begins."""
         if spec.again is not None:
-            x = self.quantize_shard(x.codes, spec.again, scale).along(COLUMNWISE)
+            x = self._quantize_part(x.codes, spec.again, "input", None, scale).along(COLUMNWISE)
         rowwise = spec.along == ROWWISE
         return self.gather(one_orientation(x), rowwise=rowwise, columnwise=not rowwise, multiplied=False)
 

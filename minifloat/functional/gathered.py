@@ -85,7 +85,7 @@ class Gathered:
 
     def multiplied(self, product: WeightGemm) -> Tensor:
         """``product`` of the rowwise operand."""
-        return product.of(only(self, ROWWISE))
+        return product.of(self.along(ROWWISE))
 
 
 class GatheredByProduct(Gathered):
@@ -112,7 +112,7 @@ class GatheredByProduct(Gathered):
     def multiplied(self, product: WeightGemm) -> Tensor:
         part, self._part = self._part, None
         assert part is not None
-        w, bias, out_dtype = product.operand, product.bias, product.out_dtype
+        w, bias, out_dtype = product.w, product.bias, product.out_dtype
         if symmetric_memory.multiplies(part, w, bias, out_dtype):
             y, whole = symmetric_memory.gather_and_multiply(
                 product.gemm, part, w, self._group, bias=bias, out_dtype=out_dtype, fast_accum=product.fast_accum
@@ -126,12 +126,6 @@ class GatheredByProduct(Gathered):
         return super().multiplied(product)
 
 
-def only(operands: Quantized | Gathered, dim: int) -> Quantized:
-    """What a GEMM reads that contracts ``dim``, and nothing that would live as long."""
-    operand = operands.along(dim)
-    return Quantized(operand, None) if dim == ROWWISE else Quantized(None, operand)
-
-
 def one_orientation(operand: Operand) -> Quantized:
     """``operand`` alone, in its place."""
     return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
@@ -139,7 +133,7 @@ def one_orientation(operand: Operand) -> Quantized:
 
 def multiplied(product: WeightGemm, a: Quantized | Gathered) -> Tensor:
     """``product`` of the rowwise operand of ``a``."""
-    return a.multiplied(product) if isinstance(a, Gathered) else product.of(only(a, ROWWISE))
+    return a.multiplied(product) if isinstance(a, Gathered) else product.of(a.along(ROWWISE))
 
 
 # ---- one gather for siblings: linears that are given the same input one after the other (q, k, v; gate, up) ----

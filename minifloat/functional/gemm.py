@@ -147,31 +147,21 @@ class WeightGemm(NamedTuple):
 
     Args:
         gemm: which of the two.
-        w: W [N, K], of which fprop reads the rowwise operand and dgrad the columnwise one.
+        w: W [N, K], rowwise for fprop and columnwise for dgrad.
         out_dtype, fast_accum, bias: as of :func:`fprop`; dgrad has no bias.
         multiply: what computes it.
     """
 
     gemm: Literal["fprop", "dgrad"]
-    w: Quantized
+    w: Operand
     out_dtype: torch.dtype
     fast_accum: bool = False
     bias: Tensor | None = None
     multiply: Callable[..., Tensor] = multiply
 
-    @property
-    def along(self) -> int:
-        """The dim of W that is contracted."""
-        return ROWWISE if self.gemm == "fprop" else COLUMNWISE
-
-    @property
-    def operand(self) -> Operand:
-        """W as the product reads it."""
-        return self.w.along(self.along)
-
-    def of(self, a: Quantized) -> Tensor:
+    def of(self, a: Operand) -> Tensor:
         """Y [M, N] of X [M, K], or dX [M, K] of dY [M, N]."""
-        return self.multiply(self.gemm, a.along(ROWWISE), self.operand, self.out_dtype, self.bias, self.fast_accum)
+        return self.multiply(self.gemm, a, self.w, self.out_dtype, self.bias, self.fast_accum)
 
 
 def _high_precision(

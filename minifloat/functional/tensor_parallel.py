@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from minifloat.arguments import checked, label_of
 from minifloat.comm import collectives, symmetric_memory
-from minifloat.comm.checks import Check, check_call, check_sharded
+from minifloat.comm.checks import Check, check_call
 from minifloat.comm.collectives import Pending
 from minifloat.comm.gather import start_gather
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.autograd import apply, first_order
-from minifloat.functional.gathered import Gathered, GatheredByProduct, prepare_shard
+from minifloat.functional.gathered import Gathered, GatheredByProduct
 from minifloat.functional.gemm import WeightGemm
 from minifloat.functional.linear_config import Mode, Overlap, Ranks
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 
 @dataclass(frozen=True)
@@ -119,21 +118,6 @@ class TensorParallel:
 
     # ---- gathers ----
 
-    def quantize_shard(
-        self, x: Tensor, quantizer: Quantizer, scale: Tensor | None = None, amaxes: Amaxes | None = None
-    ) -> Quantized:
-        """This rank's part of the quantized whole.
-
-        Args:
-            x: its rows of the whole, [..., K], which may be quantized.
-            scale: that of delayed scaling, fp32 [1].
-            amaxes: of these rows, where they are known; ranks agree on the largest.
-        """
-        assert self.shards is not None
-        if self.check:
-            check_sharded("quantize_shard", as_matrix(x), self.shards, self.group, self.check)
-        return prepare_shard(x, quantizer, self.shards, self.group, amaxes=amaxes, scale=scale)
-
     def gather(
         self, part: Quantized, *, rowwise: bool = False, columnwise: bool = False, multiplied: bool = True
     ) -> Gathered:
@@ -162,12 +146,12 @@ class TensorParallel:
 
     # ---- sums ----
 
-    def _start_summed(self, product: WeightGemm, a: Quantized) -> Pending[Tensor]:
+    def _start_summed(self, product: WeightGemm, a: Operand) -> Pending[Tensor]:
         """The sum of the ranks' products, whose addends may be sent while the product is computed."""
-        gemm, _, out_dtype, fast_accum, bias, _ = product
-        if self._carries(a.any) and symmetric_memory.multiplies(a.any, w := product.operand, bias, out_dtype):
+        gemm, w, out_dtype, fast_accum, bias, _ = product
+        if self._carries(a) and symmetric_memory.multiplies(a, w, bias, out_dtype):
             summed = symmetric_memory.multiply_and_sum(
-                gemm, a.any, w, self.group, out_dtype=out_dtype, fast_accum=fast_accum
+                gemm, a, w, self.group, out_dtype=out_dtype, fast_accum=fast_accum
             )
             return Pending([], lambda: summed)
         return self.start_sum(product.of(a))
