@@ -127,6 +127,12 @@ def current() -> autocast | None:
     return _stack.contexts[-1] if _stack.contexts else None
 
 
+def surrounding_recipe() -> Recipe | None:
+    """What the innermost ``autocast`` gives to layers without a recipe."""
+    context = current()
+    return context.recipe if context is not None and context.enabled else None
+
+
 def surrounding_contexts() -> list[autocast]:
     """All that this thread is inside of, outermost first."""
     return list(_stack.contexts)

@@ -23,6 +23,7 @@ from minifloat import backward_pass
 from minifloat.autocast import autocast, current, get_default_recipe
 from minifloat.functional import count_gemms, gemm
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear, prepare
+from minifloat.nn.linear_call import recipe_in_force
 from minifloat.operand import Operand
 from minifloat.recipe import (
     CustomRecipe,
@@ -75,7 +76,7 @@ def test_precedence(own: str | None, contexts: list[autocast], given: str) -> No
     for context in contexts:
         context.__enter__()
     try:
-        found, recipe = ran(layer), layer._recipe_in_force()
+        found, recipe = ran(layer), recipe_in_force(layer)
     finally:
         for context in reversed(contexts):
             context.__exit__(None, None, None)
@@ -1295,10 +1296,10 @@ def test_prepare_gives_what_autocast_uses() -> None:
     with autocast(recipe=first):
         Linear(16, 8)(batch(0))
     prepare(layer, second)
-    prepared = layer._latest_config
+    prepared = layer._configs.latest
     with autocast(recipe=second):
         layer(batch(0))
-    assert prepared is not None and layer._latest_config is prepared
+    assert prepared is not None and layer._configs.latest is prepared
 
 
 def test_scales_that_data_is_assigned_to() -> None:

@@ -475,8 +475,8 @@ def test_a_forward_that_runs_eagerly_and_calls_compiled_code(name: str, make: ty
     for (key, own), (_, others) in zip(layer.state_dict().items(), twin.state_dict().items(), strict=True):
         assert torch.equal(own, others), key
     linear = layer if isinstance(layer, Linear) else layer.linear
-    assert linear._latest_config is not None
-    plans = list(linear._latest_config[2].values())
+    assert linear._configs.latest is not None
+    plans = list(linear._configs.latest.specs.values())
     assert plans and all(plan.eager for plan in plans)
 
 

@@ -30,6 +30,7 @@ from minifloat.convert.select import (
     read_rules,
 )
 from minifloat.delayed import AmaxHistory
+from minifloat.nn.configs import LinearConfigs
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
@@ -299,11 +300,11 @@ def _keep_the_rest(decisions: Iterable[tuple[nn.Module, _Decision]]) -> None:
 
 
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
-    plans = ("_recipe", "_latest_config", "_custom_configs")  # of delayed scaling they rely on histories
+    plans = ("_recipe", "_configs")  # of delayed scaling they rely on histories
     values = {key: module.__dict__[key] for key in plans}
     module.__dict__[_BEFORE] = Before(type(module), None, values, (), tuple(module._modules))
     module._modules.update(histories)
-    module.recipe = recipe
+    module.recipe, module._configs = recipe, LinearConfigs()
     if isinstance(recipe, Recipe):
         module._config(recipe)
 

@@ -19,9 +19,9 @@ from minifloat.autocast import current
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.permutation import permute, route, unpermute
 from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.linear_call import recipe_in_force, replayed_scale
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import RecipeLike
-from minifloat.tensor import QuantizedTensor
 
 _PROJECTIONS = {"gate_up_proj": "gate_up_linear", "down_proj": "down_linear"}
 """The parameters of experts, and the submodules that multiply by them."""
@@ -61,9 +61,6 @@ class ExpertLinear(GroupedLinear):
     def _weight(self, name: str) -> Any:
         return getattr(self.experts, name)
 
-    def _quantized_rows(self) -> dict[str, QuantizedTensor]:
-        return {}  # asked while a copy is made too, when the experts have no parameters yet
-
     def _weight_matrix(self) -> Tensor:
         """W [E, N, K]; the cast copies it if it is a transposed view."""
         weight: Tensor = getattr(self.experts, self.parameter)
@@ -96,7 +93,7 @@ class _GroupedExperts(nn.Module):
         linears = self.gate_up_linear, self.down_linear
         if not any(_computes(linear) for linear in linears):
             for linear in linears:  # checkpoints note under which recipe a layer runs
-                linear._replayed_scale(None, None, torch.compiler.is_compiling())
+                replayed_scale(linear, None, None, torch.compiler.is_compiling())
             before: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return before
         experts = self.gate_up_linear.num_gemms
@@ -120,7 +117,7 @@ def _computes(linear: ExpertLinear) -> bool:
     """A recipe is in force, or ``autocast`` calibrates the layer."""
     context = current()
     calibrates = context is not None and context.calibrating and linear.recipe is None
-    return calibrates or linear._recipe_in_force() is not None
+    return calibrates or recipe_in_force(linear) is not None
 
 
 MOST_CLASSES = 64  # of experts that a program defines anew for each model must not fill the memory

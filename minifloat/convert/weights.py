@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.convert.select import Named
+from minifloat.nn import quantized_parameters
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.parameters import replace
@@ -86,7 +87,9 @@ def quantize(layer: LinearState, init: ParameterInit) -> tuple[str, ...]:
     """Replaces the weights of ``layer`` by quantized parameters, and says which."""
     before = {name: layer._weight(name) for name in layer._weight_names}
     if not any(isinstance(weight, QuantizedTensor) for weight in before.values()):
-        layer._quantize_weights(init)
+        quantized_parameters.quantize_weights(layer, init)
+        if isinstance(layer, GroupedLinear):
+            layer._join_weights()
         layer._mark_parameters()
         layer.invalidate()
     return tuple(name for name, weight in before.items() if layer._weight(name) is not weight)

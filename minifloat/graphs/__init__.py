@@ -18,8 +18,7 @@ from minifloat.graphs.callables import GraphedCallable, WeightCache, takes_first
 from minifloat.graphs.order import Progress, Step, steps_of
 from minifloat.graphs.warm_up import unchanged
 from minifloat.nn.grouped_linear import GroupedLinear
-from minifloat.nn.linear_state import LinearState
-from minifloat.nn.prepare import prepare
+from minifloat.nn.linear_state import LinearState, prepare
 from minifloat.recipe import RecipeLike
 
 __all__ = ["GraphedCallable", "make_graphed_callables"]

@@ -9,10 +9,10 @@ from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
+from minifloat.nn.linear_state import prepare
 from minifloat.nn.moe import MoE, router_losses
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.norm import LayerNorm, RMSNorm
-from minifloat.nn.prepare import prepare
 from minifloat.nn.quantized_parameters import quantized_model_init
 from minifloat.nn.rope import RotaryPositionEmbedding
 from minifloat.nn.router import TopKRouter

@@ -16,9 +16,9 @@ from minifloat.delayed import History
 from minifloat.formats import ROWWISE
 from minifloat.functional.linear_config import FORWARD_SLOTS, LinearConfig
 from minifloat.nn.grouped_linear import GroupedLinear
-from minifloat.nn.linear_call import LinearCalls
+from minifloat.nn.linear_call import recipe_in_force
+from minifloat.nn.linear_state import CachedWeight, LinearState
 from minifloat.nn.quantized_parameters import given_format
-from minifloat.nn.weight_cache import CachedWeight
 from minifloat.operand import Quantized
 from minifloat.ops import delayed
 from minifloat.quantizer import DTYPES, Quantizer, cast_all
@@ -47,7 +47,7 @@ def cast_weights(model: nn.Module) -> Iterator[None]:
     """
     wanted: dict[torch.device, list[_Weight]] = defaultdict(list)
     for layer in () if torch.compiler.is_compiling() or recomputes() else model.modules():
-        if isinstance(layer, LinearCalls) and not isinstance(layer, GroupedLinear):
+        if isinstance(layer, LinearState) and not isinstance(layer, GroupedLinear):
             weight = _Weight.of(layer)
             if weight is not None:
                 wanted[weight.matrix.device].append(weight)
@@ -64,7 +64,7 @@ def cast_weights(model: nn.Module) -> Iterator[None]:
 class _Weight:
     """The weight of a layer, and how it is cast; ``history``: of delayed scaling, if that gives its scale."""
 
-    def __init__(self, layer: LinearCalls, config: LinearConfig, sources: tuple[Tensor, ...]) -> None:
+    def __init__(self, layer: LinearState, config: LinearConfig, sources: tuple[Tensor, ...]) -> None:
         self.layer, self.sources = layer, sources
         self.matrix = layer._weight_matrix().detach()
         columnwise = torch.is_grad_enabled() and config.backward_override is None
@@ -78,9 +78,9 @@ class _Weight:
         self.layer.__dict__["_weight_cache"] = cached
 
     @classmethod
-    def of(cls, layer: LinearCalls) -> _Weight | None:
+    def of(cls, layer: LinearState) -> _Weight | None:
         """None where the layer is to cast it by itself."""
-        recipe = layer._recipe_in_force()
+        recipe = recipe_in_force(layer)
         if recipe is None or layer._etp is not None or not layer._keeps_weight:
             return None
         config, sources = layer._config(recipe), tuple(layer._weight(name) for name in layer._weight_names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import checks_finite
+from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
+from minifloat.comm.shard_map import cached
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
-from minifloat.functional.etp.rows import Reduction
+from minifloat.functional.etp.rows import ExpertRows, Reduction
 from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, quantize_weight
 from minifloat.functional.grouped import GroupLayout, grouped_casts
-from minifloat.functional.grouped_weight import are_alike, join_all
+from minifloat.functional.grouped_weight import JoinedWeights, are_alike, join_all, join_weights, stack_weights
 from minifloat.functional.linear import LinearFunction, apply_eagerly
 from minifloat.functional.quantize import as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec
+from minifloat.nn import linear_call, parameters
 from minifloat.nn.etp import shard_rows
-from minifloat.nn.grouped_parameters import Expert, GroupedParameters
 from minifloat.nn.inputs import layout_of
-from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
-from minifloat.nn.linear_state import fitting
+from minifloat.nn.linear_state import LinearState, fitting
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.quantized_parameters import given_format, parameter_init
+from minifloat.nn.quantized_parameters import (
+    bind_scales,
+    given_format,
+    parameter_init,
+    quantize_weights,
+    quantized_rows,
+    write,
+)
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.operand import Quantized
 from minifloat.ops.grouped import grouped_amax
@@ -39,7 +47,25 @@ from minifloat.recipe import Recipe, RecipeLike
 from minifloat.tensor import QuantizedTensor
 
 
-class GroupedLinear(GroupedParameters, LinearCalls):
+class Expert(nn.Module):
+    """The parameters of one expert: ``weight`` [out_features, in_features] and ``bias`` [out_features], or None."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+
+@cached
+def _numbers(count: int, ending: str = "") -> tuple[str, ...]:
+    """0, 1, ..., spelled."""
+    return tuple([f"{i}{ending}" for i in range(count)])
+
+
+class GroupedLinear(LinearState):
     """Y_g = X_g W_g^T + b_g for the rows X_g of each expert g, quantized as a linear of each would, in one launch.
 
     ======  ================  ==================  ===============================
@@ -75,6 +101,13 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         TypeError, ValueError: as of ``Linear``.
         ValueError: ``single_grouped_weight`` inside of ``quantized_model_init``.
     """
+
+    _rows_kind = ExpertRows
+
+    num_gemms: int
+    single_grouped_weight: bool
+    single_grouped_bias: bool
+    _joined: JoinedWeights | None = None  # of separate quantized weights, as long as they lie in one piece of memory
 
     @checked
     def __init__(
@@ -120,13 +153,14 @@ class GroupedLinear(GroupedParameters, LinearCalls):
                 own = None if biases is None or together else biases[i]
                 self.add_module(str(i), Expert(None if single_grouped_weight else weights[i], own))
         self.reset_parameters()
-        self._quantize_weights(parameter_init())
+        quantize_weights(self, parameter_init())
+        self._join_weights()
         if (ranks := Group.of(etp_group)).size > 1:
             shard_rows(self, ranks, etp_reduction)
         if isinstance(self.recipe, Recipe):
-            self._check_weight_dtype(self._weight(self._weight_names[0]).dtype)
+            linear_call.check_weight_dtype(self, self._weight(self._weight_names[0]).dtype)
         if self.recipe is not None:
-            self._config(self.recipe if isinstance(self.recipe, Recipe) else UNQUANTIZED)
+            self._config(self.recipe if isinstance(self.recipe, Recipe) else linear_call.UNQUANTIZED)
 
     # ---- calls ----
 
@@ -165,19 +199,19 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         if torch.compiler.is_compiling() and needs_eager(self, is_first_microbatch, fp8_output, writes=writes):
             forward = partial(GroupedLinear.forward, fp8_output=fp8_output, out=out, dgrad_out=dgrad_out)
             return run_eager(forward, self, x, m_splits, is_first_microbatch)
-        self._check_input(x, is_first_microbatch)
+        linear_call.check_input(self, x, is_first_microbatch)
         layout = layout_of(x, m_splits, self.num_gemms, self.in_features, self)
-        recipe = self._recipe_in_force()
+        recipe = linear_call.recipe_in_force(self)
         if recipe is None:
-            self._check_dtype(x)
+            linear_call.check_dtype(self, x)
             self._calibrate_groups(x, layout)
-            recipe = UNQUANTIZED
-        dtype = self._compute_dtype(x)
+            recipe = linear_call.UNQUANTIZED
+        dtype = linear_call.compute_dtype(self, x)
         x = x.to(dtype)
         y_memory = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
         exchange = Experts(layout=layout, dgrad_out=self._memory("dgrad_out", dgrad_out, x.shape, x))
-        linear, weight, bias = self._prepare(
-            recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, exchange=exchange
+        linear, weight, bias = linear_call.prepare(
+            self, recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, exchange=exchange
         )
         linear.given.out, spec, delayed = y_memory, linear.spec, linear.given.delayed
         if fp8_output and delayed is not None:
@@ -230,17 +264,17 @@ class GroupedLinear(GroupedParameters, LinearCalls):
             record_groups(delayed_call, "weight", [torch.cat([each.amax for each in held.split()])])
 
     def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
-        rows = self._quantized_rows().values()
+        rows = quantized_rows(self).values()
         if delayed_call is None or given_format(weight.quantizer) is None:
             return
         amaxes = [own._operands.any.amax for own in rows]
         record_groups(delayed_call, "weight", [torch.cat([amax for amax in amaxes if amax is not None])])
         if not torch.compiler.is_compiling():
-            self._bind_scales()
+            bind_scales(self)
 
     def _calibrate_groups(self, x: Tensor, layout: GroupLayout) -> None:
         """Records the amaxes of groups where ``autocast`` calibrates delayed scaling."""
-        if (calibration := self._calibration()) is None:
+        if (calibration := linear_call.calibration_of(self)) is None:
             return
         weight = as_matrix(self._own_values())
         uniform = GroupLayout.uniform(self.num_gemms, weight.shape[0] // self.num_gemms, x.device)
@@ -259,6 +293,127 @@ class GroupedLinear(GroupedParameters, LinearCalls):
         finite.check(self._label, "input", as_matrix(x)[:total])
         finite.check(self._label, "weight", self._own_values())
         finite.watch_gradient(self._label, y, total)
+
+    # ---- the parameters: one for each expert or one of all, whole or this rank's rows of each ----
+
+    @property
+    def _label(self) -> str:
+        if self.name or torch.compiler.is_compiling():
+            return f"GroupedLinear {self.name!r}"
+        return f"GroupedLinear({self.num_gemms}, {self.in_features}, {self.out_features})"
+
+    @property
+    def _has_bias(self) -> bool:
+        first: Any = self._modules.get("0")
+        return self._parameters.get("bias") is not None or (first is not None and first.bias is not None)
+
+    @property
+    def _weight_names(self) -> tuple[str, ...]:
+        return ("weight",) if self.single_grouped_weight else _numbers(self.num_gemms, ".weight")
+
+    @property
+    def _matrices(self) -> tuple[tuple[str, ...], ...]:
+        return () if self.single_grouped_weight else tuple((name,) for name in self._weight_names)
+
+    def _weight(self, name: str) -> nn.Parameter:
+        path, _, own = name.rpartition(".")
+        weight: nn.Parameter = getattr(self.get_submodule(path), own)  # no parameter, if it is computed
+        return weight
+
+    def _group_of(self, name: str) -> int:
+        return int(name.partition(".")[0])
+
+    def _each(self, kind: str) -> list[Any]:
+        """The parameters of the experts, if each has its own."""
+        modules: Any = self._modules
+        names = _numbers(self.num_gemms)
+        try:  # past nn.Module.__getattr__, of hundreds in each step
+            return [modules[name]._parameters[kind] for name in names]
+        except KeyError:  # one that is computed, as by torch.nn.utils.parametrize
+            return [getattr(modules[name], kind) for name in names]
+
+    def _weight_matrix(self) -> Tensor:
+        """W [G, N, K]."""
+        if self._etp is not None:
+            return self._etp.stand_in((self.num_gemms, self.out_features, self.in_features))
+        if self.single_grouped_weight:
+            return self._weight("weight")
+        return stack_weights(self._each("weight"), self._joined)
+
+    def _bias_vector(self) -> Tensor | None:
+        """b [G, N]."""
+        together = self._parameters.get("bias")
+        if together is not None or self.single_grouped_bias or not self._has_bias:
+            return together
+        return torch.stack(self._each("bias"))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values: those of one ``Linear`` after the other from the same seed."""
+        self._reset_histories()
+        together = {kind: p for kind in ("weight", "bias") if (p := self._parameters.get(kind)) is not None}
+        whole = {kind: self._to_fill(kind, parameter) for kind, parameter in together.items()}
+        bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
+        for i in range(self.num_gemms):
+            for kind in ("weight", "bias"):
+                own = None if kind in whole or "0" not in self._modules else getattr(self._modules[str(i)], kind)
+                values = whole[kind][i] if kind in whole else None if own is None else self._to_fill(kind, own)
+                if values is None:
+                    continue
+                if kind == "weight":
+                    parameters.initialize(values, self.init_method)
+                else:
+                    nn.init.uniform_(values, -bound, bound)
+                if own is not None and values is not own:
+                    write(self, f"{i}.{kind}", own, values)
+        for kind, parameter in together.items():
+            if whole[kind] is not parameter:
+                write(self, kind, parameter, whole[kind])
+
+    def _to_fill(self, kind: str, parameter: Tensor) -> Tensor:
+        """Itself; of one that is sharded or quantized memory for the whole, from which it is written."""
+        rows = self._etp is not None and kind == "weight"
+        if not rows and not is_dtensor(parameter) and not isinstance(parameter, QuantizedTensor):
+            return parameter
+        shape = (*parameter.shape[:-2], self.out_features, self.in_features) if rows else parameter.shape
+        return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+
+    def _mark_parameters(self) -> None:
+        super()._mark_parameters()
+        if self._etp is not None:
+            self._joined = None  # which are rows now
+
+    def _join_weights(self) -> None:
+        """Lets separate weights lie in one piece of memory, after something has made or moved each by itself."""
+        if not self.single_grouped_weight and self._etp is None:
+            self._joined = join_weights(self._each("weight"), self._joined)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_joined": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._join_weights()  # copy.deepcopy copies each by itself
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._join_weights()
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        for kind, together in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
+            whole, each = f"{prefix}{kind}", [f"{prefix}{i}.{kind}" for i in range(self.num_gemms)]
+            if together and whole not in state_dict and all(name in state_dict for name in each):
+                state_dict[whole] = torch.stack([state_dict.pop(name) for name in each])
+            saved = state_dict.get(whole)
+            if not together and isinstance(saved, Tensor) and saved.dim() and len(saved) == self.num_gemms:
+                del state_dict[whole]
+                state_dict.update(zip(each, saved.unbind(), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._joined = None  # of weights that others replace now
 
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"

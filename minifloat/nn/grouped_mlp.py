@@ -19,7 +19,7 @@ from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_activation import GroupedActivationFunction
 from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
 from minifloat.functional.permutation import Routing, permute, permute_probabilities, unpermute
-from minifloat.nn import parts
+from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.inputs import check_groups, check_meta, check_tensor, layout_of
 from minifloat.nn.options import LinearOptions, place
@@ -171,7 +171,7 @@ class GroupedMLP(parts.LayerOfParts):
             or any(fc.delay_wgrad_compute or fc.fuse_wgrad_accumulation or fc._etp is not None for fc in both)
         ):
             return None  # they know what of it can be traced
-        first, second = (fc._recipe_in_force() for fc in both)
+        first, second = (linear_call.recipe_in_force(fc) for fc in both)
         if first is None or second is None or any(fc.return_bias or fc.save_original_input for fc in both):
             return None
         configs = self.fc1._config(first), self.fc2._config(second)
@@ -188,15 +188,21 @@ class GroupedMLP(parts.LayerOfParts):
         second: Recipe,
     ) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
-        fc1._check_input(x, is_first_microbatch)
+        linear_call.check_input(fc1, x, is_first_microbatch)
         check_meta(x, fc2, fc2._weight(fc2._weight_names[0]))
-        dtype = fc1._compute_dtype(x)
+        dtype = linear_call.compute_dtype(fc1, x)
         tokens = None if routing is None else Tokens(routing, routing.order // routing.inverse.shape[1])
         of_fc1, of_fc2 = Experts(layout=layout, x_tokens=tokens), Experts(layout=layout, y_tokens=tokens)
-        call1, w1, b1 = fc1._prepare(first, dtype, x.requires_grad, is_first_microbatch, exchange=of_fc1)
+        call1, w1, b1 = linear_call.prepare(fc1, first, dtype, x.requires_grad, is_first_microbatch, exchange=of_fc1)
         needs_hidden = parts.needs_gradient(x, w1, b1, probabilities)
-        call2, w2, b2 = fc2._prepare(
-            second, dtype, needs_hidden, is_first_microbatch, exchange=of_fc2, recompute_x=self.recompute_activation
+        call2, w2, b2 = linear_call.prepare(
+            fc2,
+            second,
+            dtype,
+            needs_hidden,
+            is_first_microbatch,
+            exchange=of_fc2,
+            recompute_x=self.recompute_activation,
         )
         mlp = GroupedMLPCall(self.activation, call1, call2, layout)
         y = apply(GroupedMLPFunction, mlp, x.to(dtype), probabilities, w1, b1, w2, b2)

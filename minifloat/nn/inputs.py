@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minifloat import finite
 from minifloat.arguments import label_of
-from minifloat.autocast import checks_finite
+from minifloat.autocast import checks_finite, surrounding_recipe
 from minifloat.functional.grouped import GroupLayout
 
 _STRIDED = torch.strided
@@ -76,8 +76,9 @@ def _check_unusual(x: Any, module: nn.Module, name: str) -> None:
         )
     if x.layout != _STRIDED:
         raise ValueError(f"{label_of(module)}: {name} is a tensor of layout {x.layout}; use a dense one: to_dense()")
-    in_force = getattr(module, "_recipe_in_force", None)  # a linear without a recipe is PyTorch's own
-    if hasattr(x, "to_local") and (in_force is None or in_force() is not None):
+    own: Any = module.__dict__.get("_recipe", module)
+    plain = own == "none" or (own is None and surrounding_recipe() is None)  # PyTorch's own linear
+    if hasattr(x, "to_local") and not plain:
         raise ValueError(
             f"{label_of(module)}: {name} is a DTensor, as parallelize_module of PyTorch makes it, and minifloat's "
             "layers split their work over ranks themselves; use parallel_mode='column' or 'row' with tp_group, or "

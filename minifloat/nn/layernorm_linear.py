@@ -13,7 +13,7 @@ from minifloat.functional.autograd import apply
 from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import as_quantized_tensor
-from minifloat.nn import parts
+from minifloat.nn import linear_call, parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.options import DenseOptions, place
@@ -121,7 +121,7 @@ class LayerNormLinear(parts.LayerOfParts):
                 return_residual,
             )  # fmt: skip
         check_tensors(x, residual, self)
-        recipe = None if parts.needs_unfused_path(norm, linear) else linear._recipe_in_force()
+        recipe = None if parts.needs_unfused_path(norm, linear) else linear_call.recipe_in_force(linear)
         bias: Tensor | None
         if recipe is None:
             stream = parts.add_residual(x, residual, linear)
@@ -133,12 +133,12 @@ class LayerNormLinear(parts.LayerOfParts):
             exchange = linear._exchange
             if exchange.mode is not None or rows_per_rank is not None:
                 exchange = exchange_of(linear).of_call(x.shape, rows_per_rank, linear, x.dtype)
-            linear._check_input(x, is_first_microbatch)
+            linear_call.check_input(linear, x, is_first_microbatch)
             check_meta(x, self, norm._parameters.get("weight"))
-            dtype = linear._compute_dtype(x)
+            dtype = linear_call.compute_dtype(linear, x)
             gamma, beta = norm.weight, norm.bias
-            call, weight, b = linear._prepare(
-                recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
+            call, weight, b = linear_call.prepare(
+            linear, recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
                 exchange=exchange, recompute_x=self.recompute_norm,
             )  # fmt: skip
             of_norm = NormCall(norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))

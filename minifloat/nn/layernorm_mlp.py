@@ -14,7 +14,7 @@ from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
-from minifloat.nn import parts
+from minifloat.nn import linear_call, parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
 from minifloat.nn.options import DenseOptions, place
@@ -145,7 +145,8 @@ class LayerNormMLP(parts.LayerOfParts):
     ) -> Any:
         fc1, fc2, own_norm = self.fc1, self.fc2, self.norm
         unfused = parts.needs_unfused_path(own_norm, fc1, fc2)
-        first, second = (None, None) if unfused else (fc1._recipe_in_force(), fc2._recipe_in_force())
+        first = None if unfused else linear_call.recipe_in_force(fc1)
+        second = None if unfused else linear_call.recipe_in_force(fc2)
         bias: Tensor | None
         if first is None or second is None:
             stream = parts.add_residual(x, residual, fc1)
@@ -159,20 +160,26 @@ class LayerNormMLP(parts.LayerOfParts):
             split = rows is not None or column.mode is not None or row.mode is not None
             if split:
                 column = exchange_of(fc1).of_call(x.shape, rows, fc1, x.dtype)
-            fc1._check_input(x, is_first_microbatch)
+            linear_call.check_input(fc1, x, is_first_microbatch)
             for part in (own_norm, fc2):
                 check_meta(x, self, part._parameters.get("weight"))
             if split:
                 row = exchange_of(fc2).of_call(column.output_shape(x.shape, 0), column.lengths or None, fc2)
-            dtype = fc1._compute_dtype(x)
+            dtype = linear_call.compute_dtype(fc1, x)
             gamma, beta = own_norm.weight, own_norm.bias
             needs_x = parts.needs_gradient(x, residual, gamma, beta)
-            call1, w1, b1 = fc1._prepare(
-                first, dtype, needs_x, is_first_microbatch, exchange=column, recompute_x=self.recompute_norm
+            call1, w1, b1 = linear_call.prepare(
+                fc1, first, dtype, needs_x, is_first_microbatch, exchange=column, recompute_x=self.recompute_norm
             )
             needs_hidden = needs_x or parts.needs_gradient(w1, b1)
-            call2, w2, b2 = fc2._prepare(
-                second, dtype, needs_hidden, is_first_microbatch, exchange=row, recompute_x=self.recompute_activation
+            call2, w2, b2 = linear_call.prepare(
+                fc2,
+                second,
+                dtype,
+                needs_hidden,
+                is_first_microbatch,
+                exchange=row,
+                recompute_x=self.recompute_activation,
             )
             norm = NormCall(own_norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             mlp = MLPCall(norm, self.activation, call1, call2)
@@ -182,7 +189,7 @@ class LayerNormMLP(parts.LayerOfParts):
                     call.given.delayed.forward_finished()
             n, found = norm.extra_outputs(extra)
             stream = x if found is None else found
-            bias = fc2._returned_bias(row) if self.return_bias else None
+            bias = linear_call.returned_bias(fc2, row) if self.return_bias else None
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     def backward_dw(self) -> None:

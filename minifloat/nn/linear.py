@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,25 +16,29 @@ from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import autocast, is_batch_invariant
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
-from minifloat.functional.autograd import apply
+from minifloat.functional.autograd import apply, as_output, exporting
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction, apply_eagerly, find_operands, keep_operands
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import as_quantized_tensor, calibrate, reuse
-from minifloat.nn import parameters
+from minifloat.nn import linear_call, parameters
 from minifloat.nn.etp import shard_rows
 from minifloat.nn.inputs import check_tensor
-from minifloat.nn.linear_call import UNQUANTIZED, LinearCalls
+from minifloat.nn.linear_state import LinearState
 from minifloat.nn.parameters import InitMethod, one_dtype
-from minifloat.nn.quantized_parameters import parameter_init
+from minifloat.nn.quantized_parameters import parameter_init, quantize_weights, write
 from minifloat.nn.tensor_parallel import mark, partitions, tensor_parallel
 from minifloat.nn.uncompiled import needs_eager, run_eager
+from minifloat.ops import matmul
+from minifloat.quantizer import Quantizer
 from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import exchange_of
 from minifloat.tensor import QuantizedTensor, traced
 
+_VALUES = Quantizer.identity().with_usage(columnwise=False)
 
-class Linear(LinearCalls, nn.Linear):
+
+class Linear(LinearState, nn.Linear):
     """Y = X W^T + b as ``nn.Linear`` computes it, through quantized operands where a recipe is in force.
 
     Args:
@@ -126,12 +131,12 @@ class Linear(LinearCalls, nn.Linear):
         super().__init__(self.in_features, self.out_features, bias, device=device, dtype=dtype)
         if split is not None:
             self._split(split)
-        self._quantize_weights(parameter_init())
+        quantize_weights(self, parameter_init())
         if (ranks := Group.of(etp_group)).size > 1:
             shard_rows(self, ranks, etp_reduction)
         self._mark_parameters()
         if isinstance(self.recipe, Recipe):
-            self._check_weight_dtype(self._weight(self._weight_names[0]).dtype)
+            linear_call.check_weight_dtype(self, self._weight(self._weight_names[0]).dtype)
             self._config(self.recipe)
 
     def forward(
@@ -163,20 +168,20 @@ class Linear(LinearCalls, nn.Linear):
         if exchange.mode is not None or rows_per_rank is not None:
             check_tensor(x, self)
             exchange = exchange_of(self).of_call(x.shape, rows_per_rank, self, x.dtype)
-        self._check_input(x, is_first_microbatch)
-        recipe = self._recipe_in_force()
+        linear_call.check_input(self, x, is_first_microbatch)
+        recipe = linear_call.recipe_in_force(self)
         if recipe is None:
-            if (calibration := self._calibration()) is not None:
+            if (calibration := linear_call.calibration_of(self)) is not None:
                 calibrate([x.detach(), self._own_values()], ["input", "weight"], calibration)
             rows_alone = autocast.batch_invariant_used and is_batch_invariant()
             if exchange.mode is not None or self._etp is not None or rows_alone:
-                self._check_dtype(x)
+                linear_call.check_dtype(self, x)
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.wgrad_in_weight_dtype):
                 return self._high_precision(x)
-            recipe = UNQUANTIZED  # PyTorch's own linear cannot do what is asked
-        dtype = self._compute_dtype(x)
-        linear, weight, bias = self._prepare(
-            recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange,
+            recipe = linear_call.UNQUANTIZED  # PyTorch's own linear cannot do what is asked
+        dtype = linear_call.compute_dtype(self, x)
+        linear, weight, bias = linear_call.prepare(
+            self, recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange,
             input_is_quantized=isinstance(x, QuantizedTensor),
         )  # fmt: skip
         (spec, exchange, _, given), source, x = linear, x, x.to(dtype)
@@ -197,7 +202,23 @@ class Linear(LinearCalls, nn.Linear):
             given.delayed.forward_finished()
         if finite.active:
             self._check_finite(x, y)
-        return (y, self._returned_bias(exchange)) if self.return_bias else y
+        return (y, linear_call.returned_bias(self, exchange)) if self.return_bias else y
+
+    def _high_precision(self, x: Tensor) -> Any:
+        linear_call.check_dtype(self, x)
+        linear_call.replayed_scale(self, None, None, torch.compiler.is_compiling())
+        weight, bias = self._weight_matrix(), self._bias_vector()
+        if isinstance(weight, QuantizedTensor) and weight.gatherer is not None and not torch.compiler.is_compiling():
+            weight.gatherer.fetch_for(_VALUES, self._label)
+        if isinstance(weight, QuantizedTensor) and exporting():
+            weight = weight.dequantize()  # a program holds plain tensors
+        matmul.record("fprop", "identity", "identity", "torch")
+        y = F.linear(x, weight, None if self.return_bias else bias)
+        if y.dim() > 2:
+            y = as_output(y, y.shape)  # PyTorch's is a view of a matrix
+        if finite.active:
+            self._check_finite(x, y)
+        return (y, bias) if self.return_bias else y
 
     # ---- the parameters: one or several, whole or this rank's share ----
 
@@ -301,7 +322,7 @@ class Linear(LinearCalls, nn.Linear):
             init(whole)
             own = whole if partition is None else partition.cut(whole)
             for name, part, values in zip(names, parts, own.split(list(rows)), strict=True):
-                self._write(name, part, values)
+                write(self, name, part, values)
 
     def _named_split(self, split: Mapping[str, int] | Sequence[str] | None) -> Mapping[str, int] | None:
         """``parameters_split`` with the rows of each; names alone share all rows out equally.
@@ -388,7 +409,7 @@ class Linear(LinearCalls, nn.Linear):
             split += ", sequence_parallel=True" * self._exchange.sequence_parallel
         if self._etp is not None:
             split += f", etp_size={self._etp.sharding.group.size}"
-        recipe, from_autocast = self._recipe_in_force(), self.recipe is None
+        recipe, from_autocast = linear_call.recipe_in_force(self), self.recipe is None
         name = type(recipe).__name__ if recipe is not None else "autocast" if from_autocast else "none"
         return sizes + split + f", recipe={name}" + (" (autocast)" if recipe is not None and from_autocast else "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
 from minifloat.comm.collectives import all_reduce_max
-from minifloat.comm.dtensor import own_rows
+from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
+from minifloat.functional.linear_config import FORWARD_SLOTS
+from minifloat.nn.parameters import replace
 from minifloat.ops.delayed import FLT_MAX
 from minifloat.quantizer import DTYPES, Quantizer, find_amaxes
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor, quantize
+
+if TYPE_CHECKING:
+    from minifloat.nn.linear_state import LinearState
 
 
 class ParameterInit(NamedTuple):
@@ -81,20 +86,128 @@ def parameter_init() -> ParameterInit | None:
     return _stack.inits[-1] if _stack.inits else None
 
 
-def quantized_parameter(
-    values: nn.Parameter, quantizer: Quantizer, scale: Tensor | None, preserve: bool
+def quantize_weights(layer: LinearState, init: ParameterInit | None) -> None:
+    """Replaces the weights of a layer by quantized parameters as ``init`` says; None: keeps them in high precision."""
+    if init is None or layer.recipe == "none":
+        return
+    config = layer._config(init.recipe)
+    if not config.weight.quantized:
+        return
+    if not layer._matrices:
+        raise ValueError(
+            f"{layer._label}: one parameter of all experts cannot be kept quantized; use single_grouped_weight=False, "
+            "or make the layer inside of quantized_model_init(enabled=False)"
+        )
+    layer._weight_margin = 0 if config.delayed is None else config.delayed.margin
+    layer._preserves_initial = init.preserve_high_precision_init_val
+    for name in layer._weight_names:
+        weight = quantized_weight(layer, name, layer._weight(name), config.weight, layer._preserves_initial)
+        replace(layer, name, weight)
+
+
+def quantized_weight(
+    layer: LinearState, name: str, values: nn.Parameter, quantizer: Quantizer, preserve: bool
 ) -> nn.Parameter:
-    """``values`` as a quantized parameter; ``scale`` as in ``minifloat.tensor.quantize``.
+    """``values`` as the weight ``name`` kept quantized, under delayed scaling with their own scale.
 
     Raises:
         ValueError: the dtype cannot be quantized.
     """
     if values.dtype not in DTYPES:
         raise ValueError(f"a weight of {values.dtype} cannot be kept quantized; use params_dtype=torch.bfloat16 or so")
+    fmt = given_format(quantizer)
+    scale = None if fmt is None else weight_scale(layer, name)
+    if scale is not None and fmt is not None:
+        set_scale(scale, [values], fmt, layer._weight_margin)
     parameter = nn.Parameter(quantize(values, quantizer, scale=scale), requires_grad=values.requires_grad)
     if preserve and isinstance(parameter, QuantizedTensor) and not values.is_meta:
         parameter.set_high_precision_init_val(values)
+    parameter.owner = layer._label  # type: ignore[attr-defined]
     return parameter
+
+
+@torch.no_grad()
+def write(layer: LinearState, name: str, parameter: Tensor, values: Tensor) -> None:
+    """Writes this rank's part of ``values``, in the whole shape of the parameter ``name``, to it."""
+    extent = None if layer._etp is None else layer._etp.rows.extents().get(name)
+    own = own_part(values, layer._weight(name)) if extent is None else values[..., extent[1], :]
+    rows = own_rows(parameter)
+    if not isinstance(rows, QuantizedTensor):
+        rows.copy_(own)
+        return
+    bind_scale(layer, name, rows, [values])
+    rows.quantize_(own)
+    if layer._preserves_initial and not own.is_meta:
+        rows.set_high_precision_init_val(own)
+
+
+def quantized_rows(layer: LinearState) -> dict[str, QuantizedTensor]:
+    """By name the weights of a layer that are kept quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
+    rows = {name: own_rows(layer._weight(name)) for names in layer._matrices for name in names}
+    return {name: own for name, own in rows.items() if isinstance(own, QuantizedTensor)}
+
+
+# ---- under delayed scaling ----
+
+
+def weight_scale(layer: LinearState, name: str) -> Tensor:
+    """What delayed scaling casts the weight ``name`` with, fp32 [1]: a view of the history's scales."""
+    slot = FORWARD_SLOTS.index("weight") * layer._groups + layer._group_of(name)
+    return layer.forward_scaling.scale[slot : slot + 1]
+
+
+def bind_scale(
+    layer: LinearState,
+    name: str,
+    weight: QuantizedTensor,
+    values: Sequence[Tensor] = (),
+    amax_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Under delayed scaling: lets the weight be cast with the layer's scale from now on, first that of ``values``.
+
+    Writes of an optimizer then use the scale that earlier amaxes gave, though no forward casts the weight.
+    ``amax_group``: the ranks that have the other rows of the values.
+    """
+    fmt = given_format(weight.quantizer)
+    if fmt is None or "forward_scaling" not in layer._modules:
+        return
+    weight.scale = weight_scale(layer, name)
+    if values:
+        set_scale(weight.scale, values, fmt, layer._weight_margin, amax_group)
+
+
+def bind_scales(layer: LinearState) -> None:
+    """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
+    for name, rows in quantized_rows(layer).items():
+        bind_scale(layer, name, rows)
+
+
+def load_scales(layer: LinearState, state_dict: dict[str, Any], prefix: str) -> None:
+    """Sets delayed scaling's scales to those of the weights which a state dict brings, where it brings none itself.
+
+    Codes that are copied as they are need it too: the next write to the weight casts with it.
+    """
+    rows = {name: own for name, own in quantized_rows(layer).items() if given_format(own.quantizer) is not None}
+    if not rows or "forward_scaling" not in layer._modules:
+        return
+    has_scale, fitting = f"{prefix}forward_scaling.scale" in state_dict, layer._fitting_weights(state_dict, prefix)
+    for names in layer._matrices:  # parameters_split share one scale
+        loaded: dict[str, Tensor] = {}
+        own_of = {name: rows[name] for name in names if name in rows}
+        amax_group = None
+        for name, own in own_of.items():
+            saved = fitting.get(name)
+            values = saved if saved is None else own_rows(saved)
+            if values is None or (has_scale and isinstance(values, QuantizedTensor) and own._same_form(values)):
+                continue
+            loaded[name] = values.dequantize() if isinstance(values, QuantizedTensor) else values
+            amax_group = None if values is saved and layer._etp is None else own.amax_group
+        if loaded:
+            device = layer.forward_scaling.scale.device  # of the weight to come, where that is assigned
+            present = [loaded.get(name, own) for name, own in own_of.items() if name in loaded or not own.is_meta]
+            all_values = [each.to(device) for each in present]
+            for name, own in own_of.items():
+                bind_scale(layer, name, own, all_values, amax_group)
 
 
 def given_format(quantizer: Quantizer) -> Format | None:

@@ -10,12 +10,13 @@ import torch
 from minifloat import recompute
 from minifloat.functional.autograd import exporting
 from minifloat.functional.weight_source import asks_in_backward
-from minifloat.nn.linear_call import LinearCalls
+from minifloat.nn.linear_call import recipe_in_force
+from minifloat.nn.linear_state import LinearState
 from minifloat.tensor import QuantizedTensor
 
 
 def needs_eager(
-    linear: LinearCalls,
+    linear: LinearState,
     is_first_microbatch: bool | None,
     fp8_output: bool = False,
     fp8_grad: bool = False,
@@ -41,9 +42,9 @@ def needs_eager(
     whole = not torch.compiler.is_dynamo_compiling() or _in_one_graph()  # an export without Dynamo has one graph
     own_gradient, why = grad and any(weight.requires_grad for weight in weights), ""
     reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weights[0], QuantizedTensor)
-    recipe = linear._recipe_in_force()
+    recipe = recipe_in_force(linear)
     delayed = recipe is not None and linear._config(recipe).delayed is not None
-    if (checkpointed or recompute._inside) and not whole and delayed:  # ``_prepare`` would raise
+    if (checkpointed or recompute._inside) and not whole and delayed:  # ``prepare`` would raise
         return recompute.warns_of_compiled(True)
     if compiles_backward() and grad and (delayed or (own_gradient and linear.fuse_wgrad_accumulation)):
         why = (

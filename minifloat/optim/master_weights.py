@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minifloat.arguments import checked
-from minifloat.nn.delayed_wgrad import waiting
+from minifloat.nn.linear_call import waiting
 from minifloat.optim.gradients import gradient
 from minifloat.optim.master import KEYS, Master, is_low_precision, write
 

@@ -25,6 +25,7 @@ from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import MultiheadAttention, check_parallel
+from minifloat.nn.quantized_parameters import quantized_weight
 from minifloat.nn.tensor_parallel import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
 from minifloat.parallel.etp import Ranks, check_once, plan_rows, shard_rows, weight_rows
@@ -166,7 +167,7 @@ def _local_parameter(module: nn.Module, name: str, whole: Tensor, partition: Par
         preserve = torch.equal(cast.dequantize(), values)  # it has not been trained since
         values = before if preserve else values
     piece = nn.Parameter(_local_piece(values, partition), requires_grad=whole.requires_grad)
-    return module._quantized_weight(name, piece, whole.quantizer, preserve)
+    return quantized_weight(module, name, piece, whole.quantizer, preserve)
 
 
 def _local_piece(whole: Tensor, partition: Partition) -> Tensor:

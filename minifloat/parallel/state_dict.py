@@ -61,8 +61,9 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def _check_histories(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        plan = module._latest_config[1] if isinstance(module, Linear) and module._latest_config is not None else None
-        if plan is None or plan.delayed is None or plan.delayed.reduce_amax or module._exchange.group.size == 1:
+        latest = module._configs.latest if isinstance(module, Linear) else None
+        delayed = None if latest is None else latest.config.delayed
+        if delayed is None or delayed.reduce_amax or module._exchange.group.size == 1:
             continue
         raise ValueError(
             f"sharded_state_dict: {name} has histories of its own on each rank (reduce_amax=False), which one "

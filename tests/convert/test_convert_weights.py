@@ -255,4 +255,4 @@ def test_recipes_that_take_turns_leave_nothing_behind() -> None:
             torch.manual_seed(1)
             assert torch.equal(y, values(x))
     assert model.base.weight is weight and list(model.state_dict()) == state
-    assert model.base._weight_cache is None and not model.base._custom_configs
+    assert model.base._weight_cache is None and not model.base._configs.custom

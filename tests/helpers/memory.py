@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minifloat.autocast import autocast
-from minifloat.nn.prepare import prepare
+from minifloat.nn.linear_state import prepare
 from minifloat.recipe import Recipe
 
 

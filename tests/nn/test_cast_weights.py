@@ -28,7 +28,7 @@ from minifloat import (
 from minifloat.casts import Casts
 from minifloat.formats import Format, parse
 from minifloat.functional.quantize import quantize
-from minifloat.nn import weight_cache
+from minifloat.nn import linear_state
 from minifloat.ops import delayed
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize.pipeline import Recorded
@@ -195,7 +195,7 @@ def test_what_a_layer_casts_by_itself(device: torch.device, monkeypatch: pytest.
         assert layer._weight_cache is held
     assert torch.equal(inside, layer(x))
     with cast_weights(layer):
-        monkeypatch.setattr(weight_cache, "capturing", lambda: True)
+        monkeypatch.setattr(linear_state, "capturing", lambda: True)
         assert layer._weight_cache is not None and not layer._weight_cache.of((layer.weight,), held.quantizer)
         assert torch.equal(inside, layer(x))
         monkeypatch.undo()

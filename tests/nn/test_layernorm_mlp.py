@@ -23,7 +23,7 @@ from minifloat.functional.activation import activate
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
-from minifloat.nn.prepare import prepare
+from minifloat.nn.linear_state import prepare
 from minifloat.nn.quantized_parameters import quantized_model_init
 from minifloat.ops.matmul import count_gemms
 from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, Recipe, named

@@ -28,6 +28,7 @@ from minifloat import (
 )
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
+from minifloat.nn.configs import LinearConfigs
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
 
@@ -679,7 +680,7 @@ def test_copies(name: str, how: str) -> None:
     layer = quantized_linear(RECIPES[name], own=name != "custom")
     if how == "pickle" and name == "custom":
         layer.recipe = None
-        layer._latest_config, layer._custom_configs = None, []
+        layer._configs = LinearConfigs()
     before = values(layer.weight).clone()
     twin = COPIES[how](layer)
     assert isinstance(twin.weight, QuantizedTensor) and isinstance(twin.weight, nn.Parameter)

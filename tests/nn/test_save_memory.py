@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from minifloat import GroupedMLP, LayerNormLinear, LayerNormMLP, TransformerLayer
-from minifloat.nn.prepare import prepare
+from minifloat.nn.linear_state import prepare
 from minifloat.ops.matmul import count_gemms
 from minifloat.recipe import Recipe
 from tests.helpers.fused_cases import LINEAR_CASES, LinearCase, MLPCase

@@ -18,11 +18,10 @@ from minifloat.formats import COLUMNWISE
 from minifloat.nn.etp import etp_parameters
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
-from minifloat.nn.linear_call import LinearCalls
-from minifloat.nn.linear_state import LinearState, owners
+from minifloat.nn.linear_state import LinearState
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
-from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards
+from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards, owners
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor
@@ -81,7 +80,7 @@ def fully_shard(
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
     layers = owners(module)
     for group in pytorch.param_groups(module):
-        by_matrix: dict[tuple[LinearCalls, tuple[str, ...]], dict[str, Any]] = {}
+        by_matrix: dict[tuple[LinearState, tuple[str, ...]], dict[str, Any]] = {}
         for param in group.fsdp_params:
             holder, own_name, shared = pytorch.holder_of(param)
             layer, names, name = layers.get((holder, own_name), (None, (), ""))
@@ -89,7 +88,7 @@ def fully_shard(
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _TP_ATTRIBUTES if mark in noted})
             if isinstance(whole, QuantizedTensor):
                 _gather_quantized(whole, initial, layer, {name: param}, group)
-            elif isinstance(layer, LinearCalls) and not shared:
+            elif isinstance(layer, LinearState) and not shared:
                 by_matrix.setdefault((layer, names), {})[name] = param
         for (layer, names), params in by_matrix.items():
             if tuple(params) == names:  # else others are ignored, or shared
@@ -153,7 +152,7 @@ def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
             layer._config(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
 
 
-def _gather_as_codes(layer: LinearCalls, params: Mapping[str, Any], group: Any) -> None:
+def _gather_as_codes(layer: LinearState, params: Mapping[str, Any], group: Any) -> None:
     """Lets a weight of a layer be gathered as codes, unless it has to be gathered in high precision.
 
     ``params``: by name its parameters, which ``group`` gathers.
@@ -183,7 +182,7 @@ def _gather_quantized(
 ) -> None:
     """Lets a quantized parameter be gathered. This rank keeps its rows of the codes, cast with what the whole was."""
     (param,) = params.values()
-    if not isinstance(layer, LinearCalls) or not pytorch.is_sharded_by_rows(param):
+    if not isinstance(layer, LinearState) or not pytorch.is_sharded_by_rows(param):
         raise ValueError(
             f"{getattr(layer, '_label', type(pytorch.holder_of(param)[0]).__name__)}: fully_shard takes quantized "
             "parameters of linears, sharded by rows; keep this one in high precision"

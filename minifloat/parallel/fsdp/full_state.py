@@ -14,8 +14,10 @@ from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.dtensor import sharded_like
 from minifloat.comm.gather import gather
-from minifloat.nn.linear_state import LinearState, owners
+from minifloat.nn.linear_state import LinearState
+from minifloat.nn.quantized_parameters import bind_scale
 from minifloat.operand import Operand
+from minifloat.parallel.fsdp.weight import owners
 from minifloat.tensor import QuantizedTensor, operand_ops
 from minifloat.tensor.rows import QuantizedRows, rows_of
 
@@ -123,7 +125,7 @@ def _resharded(layer: tuple[LinearState, Any, str] | None, whole: Tensor, target
     if not isinstance(rows, QuantizedRows):
         return distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None)
     if layer is not None:
-        layer[0]._bind_scale(layer[2], rows, [values])  # a delayed one: that of these values, unsharded, too
+        bind_scale(layer[0], layer[2], rows, [values])  # a delayed one: that of these values, unsharded, too
     shards, rank = rows.cover.shards, rows.cover.rank
     return sharded_like(target, values[shards.first(rank) : shards.end(rank)], target.shape)
 

@@ -7,14 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minifloat import delayed, recompute
 from minifloat.autocast import current
 from minifloat.comm.group import Group
 from minifloat.comm.sharded_cast import Repeat, is_plain, owned_rows, quantize_shard, reduce_amaxes
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.nn.linear_call import LinearCalls
+from minifloat.nn.linear_call import recipe_in_force
+from minifloat.nn.linear_state import LinearState
+from minifloat.nn.quantized_parameters import weight_scale
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.buffers import Buffer, GatheredWeight
@@ -55,7 +57,7 @@ class ShardedWeight:
 
     def __init__(
         self,
-        layer: LinearCalls,
+        layer: LinearState,
         quantizer: Quantizer,
         delayed: DelayedScaling | None,
         params: Mapping[str, Any],
@@ -82,7 +84,7 @@ class ShardedWeight:
     @property
     def scale(self) -> Tensor:
         """Delayed scaling's, fp32 [1]."""
-        return self.layer._weight_scale(self.parameters[0].name)
+        return weight_scale(self.layer, self.parameters[0].name)
 
     # ---- this rank's part ----
 
@@ -263,7 +265,7 @@ def _quantized_part(weight: ShardedWeight, checked: set[tuple[DelayedScaling, Gr
     rows = weight.parameters[0].rows
     assert isinstance(rows, QuantizedRows)
     if rows.scale is not None and "forward_scaling" in weight.layer._modules:
-        recipe = weight.layer._recipe_in_force()
+        recipe = recipe_in_force(weight.layer)
         if isinstance(recipe, DelayedScaling):
             _check_scales(weight, recipe, checked)
         rows.scale = weight.scale  # for optimizers: a move or a checkpoint may have replaced the buffer
@@ -284,3 +286,18 @@ def _check_scales(weight: ShardedWeight, recipe: DelayedScaling, checked: set[tu
         group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
         delayed.check_same_scale(weight.layer, "the weight is sharded", weight.group, recipe, group)
         checked.add((recipe, weight.group))
+
+
+def owners(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[LinearState, tuple[str, ...], str]]:
+    """Whose weights the parameters below ``model`` are, by the module that holds each and its name there.
+
+    Returns:
+        For each the layer, and what that calls the parameters of the matrix, and this one.
+    """
+    found: dict[tuple[nn.Module, str], tuple[LinearState, tuple[str, ...], str]] = {}
+    for layer in [each for each in model.modules() if isinstance(each, LinearState)]:
+        for names in layer._matrices:
+            for name in names:
+                path, _, own = name.rpartition(".")
+                found[layer.get_submodule(path), own] = layer, names, name
+    return found
