@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.helpers.children import children
 
@@ -196,6 +197,7 @@ def _end_groups() -> None:
     dist.barrier()  # until no rank waits for another in one of them
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # DTensor's, which has meshes of these groups and takes them for equal new ones
     gc.collect()
 
 
