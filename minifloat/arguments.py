@@ -74,8 +74,8 @@ FloatDtype = Annotated[
 def checked(target: F) -> F:
     """A function, method or dataclass whose arguments are checked at each call, against the annotations.
 
-    Annotations are read at the first call. Compiled code is not checked: a graph must not break for it. Keyword
-    arguments that an ``Unpack`` of a ``TypedDict`` stands for are checked and shown as if they were written out.
+    Annotations are read at the first call. Compiled code is not checked: a graph must not break for it. Arguments that
+    an ``Unpack`` of a ``TypedDict`` stands for are checked too, and in the signature, with ``...`` for their defaults.
 
     Raises:
         TypeError: an argument has another type, or is none of those unpacked.
