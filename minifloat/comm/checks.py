@@ -161,25 +161,6 @@ def check_summed(collective: str, x: Tensor, shards: ShardMap | None, group: Gro
         )
 
 
-def check_exchanged(
-    collective: str, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, everywhere: Check
-) -> None:
-    """Each rank brings the rows that it sends, which are those that others expect; else as :func:`check_sharded`."""
-    if everywhere:
-        table = _table(collective, x, (*send, *receive), group, everywhere)
-        counts = [call.counts or () for call in table]
-        sent, expected = [each[: group.size] for each in counts], [each[group.size :] for each in counts]
-        alike = len({(call.dtype, call.shape[1], len(each)) for call, each in zip(table, counts, strict=True)}) == 1
-        fits = [sum(each) for each in sent] == [call.shape[0] for call in table]
-        if not alike or not fits or sent != list(zip(*expected, strict=True)):
-            raise _disagreement(collective, table, everywhere)
-    if len(send) != group.size or len(receive) != group.size or sum(send) != x.shape[0]:
-        raise ValueError(
-            f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows, sends {tuple(send)} and receives "
-            f"{tuple(receive)}; one count a rank is needed, and those sent must add up to the rows"
-        )
-
-
 def _table(collective: str, x: Tensor, counts: Sequence[int], group: Group, everywhere: Check) -> list[_Call]:
     """What every rank brings."""
     shape = x.shape[0] if x.dim() else 1, math.prod(x.shape[1:])

@@ -1,4 +1,4 @@
-"""The collectives of plain tensors and of quantized rows: sums, tokens on their way, handles, and checks."""
+"""The collectives of plain tensors and of quantized rows: sums, handles, and checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from minifloat.comm import collectives
-from minifloat.comm.all_to_all import all_to_all, start_all_to_all
 from minifloat.comm.collectives import (
     all_gather_rows,
     all_reduce,
@@ -21,11 +20,8 @@ from minifloat.comm.collectives import (
     start_reduce_scatter_rows,
 )
 from minifloat.distributed import Group, ShardMap
-from minifloat.formats import parse
-from minifloat.operand import Operand
-from minifloat.quantizer import Quantizer
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.gather_cases import HADAMARD, PER_TENSOR, PLAIN, STRIPS, TILES, Wire, world
+from tests.helpers.gather_cases import Wire, world
 
 ROWS = [(3, 3), (5, 2), (0, 4), (0, 0)]
 
@@ -125,72 +121,6 @@ def test_one_rank_alone() -> None:
     assert torch.equal(all_gather_rows(x, shards, group, check=True), x)
     assert torch.equal(reduce_scatter_rows(x, shards, group, check=True), x)
     assert torch.equal(all_reduce(x, group, check=True), x)
-    operand = Quantizer(parse(STRIPS))(x).along(-1)
-    assert all_to_all(operand, [4], [4], group, check=True) is operand
-
-
-# ---- tokens ----
-
-SPLITS = [[[3, 1, 0], [0, 2, 5], [4, 4, 4]], [[0, 0, 0], [0, 0, 0], [7, 0, 0]], [[0] * 3] * 3]
-TOKENS = [STRIPS, "e5m2/1x32/e8m0", PLAIN, "e2m1/1x16/two_level/amax_per_row", PER_TENSOR, "identity"]
-
-
-def exchanged(rank: int, size: int, table: list[list[int]], spec: str, compiled: bool) -> None:
-    """Quantized tokens arrive as the bytes that were sent, in the order of their ranks."""
-    quantizer = Quantizer(parse(spec), columnwise=False)
-    generator = torch.Generator().manual_seed(1)
-    xs = [torch.randn(sum(line), 48, generator=generator).bfloat16() for line in table]
-    amax = quantizer.amax(torch.cat(xs))
-    if "amax_per_row" in spec:
-        amaxes = [quantizer.amax(x) for x in xs]
-    else:
-        amaxes = [amax] * size  # on which the ranks agree
-    operands = [quantizer.cast(x, own).along(-1) for x, own in zip(xs, amaxes, strict=True)]
-    receive = [line[rank] for line in table]
-    group = world()
-    move = maybe_compiled(lambda operand: all_to_all(operand, table[rank], receive, group), compiled)
-    found = move(operands[rank])
-    fmt, dim, _, dtype = operands[rank].layout
-    assert found.layout == (fmt, dim, (sum(receive), 48), dtype)
-    for name in ("codes", "scale_inv", "amax"):
-        sent = [getattr(operand, name) for operand in operands]
-        if sent[0] is None or (name == "scale_inv" and spec == PER_TENSOR) or (name == "amax" and spec == PLAIN):
-            assert getattr(found, name) is getattr(operands[rank], name)
-            continue
-        parts = [tensor.split(line)[rank] for tensor, line in zip(sent, table, strict=True)]
-        assert torch.equal(getattr(found, name), torch.cat(parts)), name
-    own = found.dequantize()
-    shares = [operand.dequantize().split(line)[rank] for operand, line in zip(operands, table, strict=True)]
-    assert torch.equal(own, torch.cat(shares))
-
-
-@pytest.mark.parametrize("spec", TOKENS)
-def test_all_to_all_of_quantized_tokens(worker_pool: Pools, spec: str) -> None:
-    for table in SPLITS:
-        worker_pool(3).run(exchanged, table, spec, False)
-
-
-def test_all_to_all_compiled(worker_pool: Pools) -> None:
-    worker_pool(2).run(exchanged, [[3, 1], [0, 2]], STRIPS, True)
-
-
-def tokens_on_the_wire(rank: int, size: int) -> None:
-    operand = Quantizer(parse(STRIPS), columnwise=False)(torch.randn(4, 200)).along(-1)
-    with Wire() as wire:
-        start_all_to_all(operand, [1, 3], [1, 1] if rank == 0 else [3, 3], world()).wait()
-    assert {sent.dtype for sent in wire.sent} == {torch.uint8}
-    assert sum(sent.bytes for sent in wire.sent) == 4 * (200 + 2 * 4)
-
-
-def test_tokens_travel_as_codes_and_scales(worker_pool: Pools) -> None:
-    worker_pool(2).run(tokens_on_the_wire)
-
-
-@pytest.mark.parametrize("spec", [STRIPS, TILES, PLAIN, HADAMARD])
-def test_scales_of_several_tokens_are_refused(spec: str) -> None:
-    operand: Operand = Quantizer(parse(spec), rowwise=False)(torch.randn(32, 32)).along(0)
-    with pytest.raises(ValueError, match="all_to_all sends single rows"):
-        all_to_all(operand, [32], [32], Group())
 
 
 # ---- checks ----
@@ -198,14 +128,12 @@ def test_scales_of_several_tokens_are_refused(spec: str) -> None:
 
 def refused(rank: int, size: int, case: str) -> str:
     x, group = torch.zeros(4, 3), world()
-    operand = Quantizer(parse(PER_TENSOR), columnwise=False)(x).along(-1)
     calls: dict[str, Callable[[], Any]] = {
         "rows": lambda: all_gather_rows(x[: 3 + rank], ShardMap((3, 3)), group, check=True),
         "dtype": lambda: all_gather_rows(x.half() if rank else x, ShardMap((4, 4)), group, check=True),
         "columns": lambda: all_reduce(x[:, : 2 + rank], group, check=True),
         "sum": lambda: reduce_scatter_rows(x, ShardMap((2, 3) if rank else (2, 2)), group, check=True),
         "size": lambda: reduce_scatter_rows(x, ShardMap((4,)), group, check=True),
-        "splits": lambda: all_to_all(operand, [2, 2], [2, 2 + rank], group, check=True),
     }
     with pytest.raises(ValueError) as caught:
         calls[case]()
@@ -219,7 +147,6 @@ MESSAGES = {
     "columns": "all_reduce: the ranks do not fit together: rank 0: torch.float32 [4, 2]; rank 1: torch.float32 [4, 3]",
     "sum": "rank 0: torch.float32 [4, 3] with row counts (2, 2); rank 1: torch.float32 [4, 3] with row counts (2, 3)",
     "size": "reduce_scatter_rows: the ranks do not fit together: rank 0: torch.float32 [4, 3]",
-    "splits": "all_to_all: the ranks do not fit together: rank 0: torch.uint8 [4, 3] with row counts (2, 2, 2, 2)",
 }
 
 
@@ -236,9 +163,6 @@ def refused_here(rank: int, size: int) -> None:
         all_gather_rows(x, ShardMap((3, 3)), world())
     with pytest.raises(ValueError, match=r"4 rows to sum, of which the ranks are to get \(2, 3\)"):
         reduce_scatter_rows(x, ShardMap((2, 3)), world())
-    operand = Quantizer(parse(PER_TENSOR), columnwise=False)(x).along(-1)
-    with pytest.raises(ValueError, match=r"has 4 rows, sends \(2, 1\) and receives \(2, 2\)"):
-        all_to_all(operand, [2, 1], [2, 2], world())
 
 
 def test_own_mistakes(worker_pool: Pools) -> None:
