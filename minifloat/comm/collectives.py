@@ -1,8 +1,7 @@
 """The collectives that layers use: asynchronous handles in eager mode, functional collectives under a compiler.
 
 Sums are in the dtype of what is summed, never quantized. What is only moved is sent as bytes: some backends know no
-8-bit floats, and coalesce one dtype only. With ``check=True`` ranks first compare dtype, sizes and row counts, which
-costs a small all-gather and a synchronisation with the host, and all of them raise where those differ.
+8-bit floats, and coalesce one dtype only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat.comm.checks import Check, check_sharded, check_summed
+from minifloat.comm.checks import check_sharded, check_summed
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 
@@ -191,9 +190,9 @@ def _without_padding(data: Tensor | None, x: Tensor, rows: ShardMap, target: Ten
     return target
 
 
-def all_gather_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Tensor:
+def all_gather_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
     """``x`` [rows, ...] of every rank below each other, in any dtype; raises as ``check_sharded`` does."""
-    check_sharded("all_gather_rows", x, shards, group, check)
+    check_sharded("all_gather_rows", x, shards, group)
     return start_all_gather_rows([x], [shards], group, overlapped=False).wait()[0]
 
 
@@ -221,11 +220,9 @@ def _is_nccl(group: Group, x: Tensor) -> bool:
     return group.process_group._get_backend(x.device).name() == "nccl"
 
 
-def start_reduce_scatter_rows(
-    x: Tensor, shards: ShardMap, group: Group, *, check: Check = False, mean: bool = False
-) -> Pending[Tensor]:
+def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, mean: bool = False) -> Pending[Tensor]:
     """Starts :func:`reduce_scatter_rows`; ``mean``: of that of the ranks, where the backend :func:`averages`."""
-    check_summed("reduce_scatter_rows", x, shards, group, check)
+    check_summed("reduce_scatter_rows", x, shards, group)
     if group.size == 1:
         return Pending([], lambda: x)
     own, largest = shards.rows[group.rank], shards.largest
@@ -247,18 +244,17 @@ def start_reduce_scatter_rows(
     return Pending([work], lambda: summed[:own])
 
 
-def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, check: Check = False) -> Tensor:
+def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
     """This rank's rows, as ``shards`` says, of the sum of all ranks' ``x`` [sum(rows), N], in its own dtype.
 
     Raises:
-        ValueError: ``x`` has other rows than the sum, or with ``check`` a rank differs in sizes or dtype.
+        ValueError: ``x`` has other rows than the sum.
     """
-    return start_reduce_scatter_rows(x, shards, group, check=check).wait()
+    return start_reduce_scatter_rows(x, shards, group).wait()
 
 
-def start_all_reduce(x: Tensor, group: Group, *, check: Check = False, mean: bool = False) -> Pending[Tensor]:
+def start_all_reduce(x: Tensor, group: Group, *, mean: bool = False) -> Pending[Tensor]:
     """Starts :func:`all_reduce`; ``mean``: as of :func:`start_reduce_scatter_rows`."""
-    check_summed("all_reduce", x, None, group, check)
     if group.size == 1 or x.numel() == 0:
         return Pending([], lambda: x)
     if torch.compiler.is_compiling():
@@ -270,13 +266,9 @@ def start_all_reduce(x: Tensor, group: Group, *, check: Check = False, mean: boo
     return Pending([work], lambda: addend)
 
 
-def all_reduce(x: Tensor, group: Group, *, check: Check = False) -> Tensor:
-    """The sum of all ranks' ``x``, in its own dtype, which may be in the memory of ``x``: use the result alone.
-
-    Raises:
-        ValueError: with ``check`` a rank differs in sizes or dtype.
-    """
-    return start_all_reduce(x, group, check=check).wait()
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' ``x``, in its own dtype, which may be in the memory of ``x``: use the result alone."""
+    return start_all_reduce(x, group).wait()
 
 
 def all_reduce_max(xs: Sequence[Tensor], group: Group, *, in_place: bool = False) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minifloat import capability
-from minifloat.comm.checks import Check, check_sharded
+from minifloat.comm.checks import check_sharded
 from minifloat.comm.collectives import Pending, start_all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
@@ -26,11 +26,10 @@ def gather(
     columnwise: bool,
     into: Quantized | None = None,
     gemm_ready: bool = False,
-    check: Check = False,
 ) -> Quantized:
     """The quantized whole, [sum(rows), K], from the parts of all ranks; arguments as of :func:`start_gather`."""
     dims = _dims(rowwise, columnwise)
-    return _start([part], shards, group, dims, [into], gemm_ready, check, overlapped=False).wait()[0]
+    return _start([part], shards, group, dims, [into], gemm_ready, overlapped=False).wait()[0]
 
 
 def start_gather(
@@ -42,7 +41,6 @@ def start_gather(
     columnwise: bool,
     into: Sequence[Quantized] | None = None,
     gemm_ready: bool = False,
-    check: Check = False,
 ) -> Pending[list[Quantized]]:
     """Starts to gather several quantized tensors in one call of the backend; ``wait()`` gives them.
 
@@ -56,14 +54,13 @@ def start_gather(
         into: the wholes, whose memory is filled and which are returned. Equal row counts go straight there.
         gemm_ready: lay codes out in memory as this device's GEMMs read them (see ``Quantizer.layouts``); once, after
             the wait, where they are gathered in another order.
-        check: compare sizes and row counts of all ranks first, and raise on each of them if they disagree.
 
     Raises:
         ValueError: a part lacks an orientation or has not the rows that ``shards`` says, or ``into`` has other formats,
             dtypes or shapes than the wholes.
     """
     targets = [None] * len(parts) if into is None else list(into)
-    return _start(parts, shards, group, _dims(rowwise, columnwise), targets, gemm_ready, check, overlapped=True)
+    return _start(parts, shards, group, _dims(rowwise, columnwise), targets, gemm_ready, overlapped=True)
 
 
 def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group) -> Pending[list[Operand]]:
@@ -101,7 +98,6 @@ def _start(
     dims: Sequence[int],
     targets: Sequence[Quantized | None],
     gemm_ready: bool,
-    check: Check,
     *,
     overlapped: bool,
 ) -> Pending[list[Quantized]]:
@@ -118,7 +114,7 @@ def _start(
             into = None if target is None else _checked_target(own, target.along(dim), shards)
             for field, rows in shards.gathered(own.format, own.dim):
                 x, place = getattr(own, field), getattr(into, field, None)
-                check_sharded("gather", x, rows, group, check)
+                check_sharded("gather", x, rows, group)
                 xs.append(x)
                 maps.append(rows)
                 places.append(place if place is not None and place.is_contiguous() else None)

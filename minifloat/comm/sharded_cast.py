@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.comm.checks import Check, check_sharded
+from minifloat.comm.checks import check_sharded
 from minifloat.comm.collectives import all_reduce_max, exchange_rows, wait_tensor
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap, cached, unit_rows
@@ -36,7 +36,6 @@ def quantize_shard(
     amaxes: Amaxes | None = None,
     scale: Tensor | None = None,
     rng: Tensor | None = None,
-    check: Check = False,
 ) -> Quantized:
     """This rank's part of the quantized whole; a collective. :func:`~minifloat.comm.gather.gather` joins parts.
 
@@ -49,13 +48,12 @@ def quantize_shard(
         amaxes: those of ``x`` alone, if a producer's kernel found them already (``Quantizer.amax``).
         scale: fp32 [1], what delayed scaling casts with, equal on all ranks. The measured amax is that of ``x`` alone.
         rng: int64 [2], seed and offset of stochastic rounding, equal on all ranks. None: those that the first draws.
-        check: compare dtype, sizes and row counts of all ranks first, and raise on each of them if they disagree.
 
     Raises:
         ValueError: ``x`` has not the rows that ``shards`` says, or delayed scaling was given no scale.
     """
     x = as_matrix(x)
-    check_sharded("quantize_shard", x, shards, group, check)
+    check_sharded("quantize_shard", x, shards, group)
     if group.size == 1:
         return cast_all([x], [quantizer], [amaxes], None if rng is None else [rng], scales=[scale])[0]
     x = x.contiguous()

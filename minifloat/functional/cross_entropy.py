@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Int, Probability, Size, checked
-from minifloat.comm.checks import Check
 from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
@@ -33,7 +32,6 @@ def cross_entropy(
     *,
     tp_group: Group | dist.ProcessGroup | DeviceMesh | None = None,
     classes: Size | None = None,
-    check: bool = False,
 ) -> Tensor:
     """``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
 
@@ -56,7 +54,6 @@ def cross_entropy(
         chunk_rows: rows held in fp32 at a time; None chooses about 64 MiB.
         tp_group: the ranks that share the classes out.
         classes: how many classes all ranks have together; needed with a ``tp_group`` of several.
-        check: ranks first compare how many rows each has, as layers do after ``set_check``.
 
     Returns:
         The loss in fp32 whatever the dtype of the logits (fp64 for fp64): a number, or [...] for ``"none"``, with 0
@@ -69,8 +66,8 @@ def cross_entropy(
     check_arguments(logits, logits.shape, target)
     group = Group.of(tp_group)
     options = label_smoothing, ignore_index, chunk_rows or 0, *place(logits.shape[-1], group, classes)
-    rows, label = target.reshape(-1).long(), check and "cross_entropy"
-    loss = apply(CrossEntropyFunction, logits.reshape(-1, logits.shape[-1]), rows, group, label, *options)
+    rows = target.reshape(-1).long()
+    loss = apply(CrossEntropyFunction, logits.reshape(-1, logits.shape[-1]), rows, group, *options)
     if reduction == "none":
         return loss.reshape(target.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / (rows != ignore_index).sum()
@@ -80,10 +77,10 @@ class CrossEntropyFunction(torch.autograd.Function):
     """Losses [M] of logits [M, V], those of this rank's classes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Group, check: Check, *options: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Group, *options: Any) -> Tensor:
         label_smoothing, ignore_index, _, _, classes = options
         own = kernels.cross_entropy_statistics(logits, target, *options)
-        statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group, check=check)
+        statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group)
         loss, lse = kernels.loss_of_parts(statistics, target == ignore_index, label_smoothing, classes)
         ctx.save_for_backward(guarded(logits), guarded(target), lse)
         ctx.options = options
@@ -93,7 +90,7 @@ class CrossEntropyFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dlogits = kernels.cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
-        return dlogits, *[None] * 8
+        return dlogits, *[None] * 7
 
 
 def place(here: int, group: Group, classes: int | None) -> tuple[int, int]:
@@ -273,15 +270,15 @@ def _of_shared_head(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``kernels.linear_cross_entropy`` gives, of a head that ranks share."""
-    group, shards, check = exchange.group, exchange.shards, exchange.check
+    group, shards = exchange.group, exchange.shards
     if shards is not None:
-        hidden = all_gather_rows(hidden, shards, group, check=check)
+        hidden = all_gather_rows(hidden, shards, group)
     label_smoothing, ignore_index, chunk_rows, first, classes = options
     options = label_smoothing, ignore_index, 0, first, classes
 
     def of_chunk(z: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         own = kernels.cross_entropy_statistics(z, target[rows], *options)
-        statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group, check=check)
+        statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group)
         loss, lse = kernels.loss_of_parts(statistics, target[rows] == ignore_index, label_smoothing, classes)
         if not any(needs):
             return loss, None
@@ -291,7 +288,7 @@ def _of_shared_head(
     chunks = kernels.chunks(hidden.shape[0], largest, chunk_rows)
     total, dhidden, dweight, dbias = kernels.of_head(hidden, weight, bias, chunks, needs, of_chunk)
     if needs[0] and shards is not None:
-        dhidden = reduce_scatter_rows(dhidden, shards, group, check=check)
+        dhidden = reduce_scatter_rows(dhidden, shards, group)
     elif needs[0]:
-        dhidden = all_reduce(dhidden, group, check=check)
+        dhidden = all_reduce(dhidden, group)
     return total, dhidden, dweight, dbias

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.comm.checks import Check, check_sharded
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
@@ -172,8 +171,6 @@ class _Split(Local):
     ) -> Quantized:
         """Casts this rank's rows for a gather; delayed scaling records their own amax: ranks agree at the update."""
         assert self.shards is not None
-        if self.check:
-            check_sharded("quantize_shard", as_matrix(x), self.shards, self.group, self.check)
         scale = delayed_scale(delayed_call, kind) if scale is None else scale
         part = prepare_shard(x, quantizer, self.shards, self.group, amaxes=amaxes, scale=scale)
         if delayed_call is not None:
@@ -314,7 +311,7 @@ _EXCHANGES: dict[tuple[Mode, bool], type[_Split]] = {
 
 
 def make_exchange(
-    mode: Mode, sequence_parallel: bool, group: Group, overlap: Overlap = "handles", check: Check = False
+    mode: Mode, sequence_parallel: bool, group: Group, overlap: Overlap = "handles", check: bool = False
 ) -> Local:
     """Makes the exchange of a linear that ``group`` shares."""
     return _EXCHANGES[mode, sequence_parallel](group, overlap, check=check)

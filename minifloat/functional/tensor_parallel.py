@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minifloat.arguments import checked, label_of
 from minifloat.comm import collectives, symmetric_memory
-from minifloat.comm.checks import Check, check_call
+from minifloat.comm.checks import check_call
 from minifloat.comm.collectives import Pending
 from minifloat.comm.gather import start_gather
 from minifloat.comm.group import Group
@@ -34,8 +34,8 @@ class TensorParallel:
             that :mod:`~minifloat.comm.symmetric_memory` has; others use handles.
         lengths: of a call under sequence parallelism: how much of dim 0 of X (column) or Y (row) each rank has.
         shards: the same in rows of the matrix [M, K].
-        check: before each collective of a layer, ranks compare what they bring to it, and raise on each of them if that
-            does not fit together: for debugging. Of a call it is the label of the layer.
+        check: before each call of a layer, ranks compare what they bring to it, and raise on each of them if that does
+            not fit together: for debugging.
         regrouped: it may have been over another group in an earlier forward.
     """
 
@@ -43,7 +43,7 @@ class TensorParallel:
     overlap: Overlap = "handles"
     lengths: tuple[int, ...] = ()
     shards: ShardMap | None = None
-    check: Check = False
+    check: bool = False
     regrouped: bool = False
 
     mode: ClassVar[Mode | None] = None
@@ -82,7 +82,7 @@ class TensorParallel:
             return self._with_rows(shape, lengths, layer)
         if lengths is not None and (self.mode is not None or tuple(lengths) != tuple(shape[:1])):
             raise ValueError(f"{label_of(layer)}: rows_per_rank={list(lengths)} is for sequence_parallel=True only")
-        return replace(self, check=label_of(layer)) if self.check else self
+        return self
 
     def _with_rows(self, shape: Sequence[int], lengths: Sequence[int] | None, layer: object) -> Self:
         if len(shape) < 2:
@@ -107,7 +107,7 @@ class TensorParallel:
         for extent in shape[1:-1]:
             inner *= extent
         shards = ShardMap(tuple([length * inner for length in lengths]))
-        return replace(self, lengths=tuple(lengths), shards=shards, check=label_of(layer) if self.check else False)
+        return replace(self, lengths=tuple(lengths), shards=shards)
 
     @property
     def _first_collective(self) -> str:
@@ -131,7 +131,7 @@ class TensorParallel:
             wanted = [(True, False), (False, True)]
         by_product = rowwise and multiplied and self._carries(part.along(ROWWISE))
         pending = [
-            start_gather([part], self.shards, self.group, rowwise=r, columnwise=c, gemm_ready=True, check=self.check)
+            start_gather([part], self.shards, self.group, rowwise=r, columnwise=c, gemm_ready=True)
             for r, c in (wanted[1:] if by_product else wanted)
         ]
         if by_product:
@@ -140,7 +140,7 @@ class TensorParallel:
 
     def _carries(self, a: Operand) -> bool:
         """Rows of ``a``, or of its product, are communicated through symmetric memory."""
-        if self.overlap != "symmetric_memory" or self.check or self.shards is None:
+        if self.overlap != "symmetric_memory" or self.shards is None:
             return False
         return symmetric_memory.carries(a, self.shards, self.group)
 
@@ -159,9 +159,9 @@ class TensorParallel:
     def start_sum(self, x: Tensor) -> Pending[Tensor]:
         """Begins to sum ``x`` over the ranks, of whose rows each gets its own under sequence parallelism."""
         if not self.sequence_parallel:
-            return collectives.start_all_reduce(x, self.group, check=self.check)
+            return collectives.start_all_reduce(x, self.group)
         assert self.shards is not None
-        return collectives.start_reduce_scatter_rows(x, self.shards, self.group, check=self.check)
+        return collectives.start_reduce_scatter_rows(x, self.shards, self.group)
 
     # ---- parameters that all ranks have ----
 
@@ -169,7 +169,7 @@ class TensorParallel:
         """Begins to sum the gradient, if it is needed, of a parameter that all ranks have, each for its own rows."""
         if gradient is None or not self.sequence_parallel:
             return Pending([], lambda: gradient)
-        return Pending([], collectives.start_all_reduce(gradient, self.group, check=self.check).wait)
+        return Pending([], collectives.start_all_reduce(gradient, self.group).wait)
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """``parameter``, which all ranks have and each uses for its own rows, with the gradient of all of them."""
@@ -197,16 +197,15 @@ def set_overlap(model: nn.Module, overlap: Overlap) -> None:
 def set_check(model: nn.Module, check: bool = True) -> None:
     """Says whether the tensor-parallel layers of ``model`` compare what the ranks bring, from their next forward on.
 
-    For debugging: dtype, sizes and row counts, before a call of a layer and before each collective in it, forward and
-    backward. If they do not fit together, each rank raises a ``ValueError`` that names the layer, the collective and
-    what every rank brought. It costs a few small transfers and waits of the host for each, and compiled code has to do
-    without. All ranks must say the same.
+    For debugging: dtype, sizes, row counts, recipe and needed gradients, before each call of a layer. If they do not
+    fit together, each rank raises a ``ValueError`` that names the layer, the collective and what every rank brought. It
+    costs a few small transfers and waits of the host for each, and compiled code has to do without. All ranks must say
+    the same.
     """
     for module in model.modules():
-        for holder in (module, *module._forward_pre_hooks.values()):
-            exchange = getattr(holder, "_exchange", None)
-            if isinstance(exchange, TensorParallel) and exchange.group.size > 1:
-                setattr(holder, "_exchange", replace(exchange, check=check))  # noqa: B010 - hooks have any type
+        exchange = getattr(module, "_exchange", None)
+        if isinstance(exchange, TensorParallel) and exchange.group.size > 1:
+            module._exchange = replace(exchange, check=check)  # type: ignore[assignment]
 
 
 class _Replicated(torch.autograd.Function):

@@ -176,7 +176,7 @@ class _LookUp(torch.autograd.Function):
         call: Local = ctx.call
         dy = dy.reshape(-1, dy.shape[-1])
         if call.shards is not None:
-            dy = all_gather_rows(dy, call.shards, call.group, check=call.check)
+            dy = all_gather_rows(dy, call.shards, call.group)
         dy = dy.reshape(*rows.shape, dy.shape[-1]).masked_fill(elsewhere[..., None], 0)
         dweight = torch.ops.aten.embedding_dense_backward(dy, rows, ctx.table_rows, -1, False)
         return dweight, None, None, None, None

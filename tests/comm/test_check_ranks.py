@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import minifloat
 from minifloat import LayerNormMLP, Linear, TransformerLayer
 from minifloat.distributed import parallelize, set_check
-from minifloat.functional.cross_entropy import cross_entropy
 from tests.helpers.distributed_pool import Pools, process_group
 
 SIZES = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -79,30 +78,6 @@ def test_forward(worker_pool: Pools) -> None:
     assert first == second  # which the ranks survive, in step
     for case, message in MESSAGES.items():
         assert message in first[case].replace(" of torch.float32", ""), case
-
-
-def backwards(rank: int, size: int) -> list[str]:
-    """Backwards in another order on each rank, and what the vocabulary-parallel collectives say."""
-    layers = linear("column", False, None), linear("column", True, None)
-    a, b = (layer(torch.randn(2, layer.in_features, requires_grad=True)) for layer in layers)
-    found = [raised(lambda: (a if rank else b).sum().backward())]
-    found.append(raised(lambda: a.sum().backward(retain_graph=True) if rank else layers[1](torch.ones(2, 8))))
-    embedding = minifloat.VocabParallelEmbedding(4, 2, sequence_parallel=True, tp_group=process_group())
-    set_check(embedding)
-    embedding.to(torch.bfloat16 if rank else torch.float32)
-    found.append(raised(lambda: embedding(torch.tensor([0, 3]))))
-    logits, target = torch.randn(3 + rank, 2), torch.zeros(3 + rank, dtype=torch.long)
-    return [*found, raised(lambda: cross_entropy(logits, target, tp_group=process_group(), classes=4, check=True))]
-
-
-def test_backward(worker_pool: Pools) -> None:
-    first, second = worker_pool(2).run(backwards)
-    assert [each.partition(": ranks are")[2] for each in first] == [each.partition(": ranks are")[2] for each in second]
-    order, left_out, dtype, loss = first
-    assert "ranks are in other collectives: rank 0: Linear 'it' of X (2, 8) of torch.float32; rank 1: all_" in left_out
-    assert "ranks are in other collectives: rank 0: gather of " in order and "; rank 1: all_reduce of " in order
-    assert "VocabParallelEmbedding(4, 2): reduce_scatter_rows: the ranks do not fit together" in dtype
-    assert "cross_entropy: all_gather_rows: the ranks do not fit together: rank 0: torch.float32 [1, 6]" in loss
 
 
 def checked(rank: int, size: int) -> list[list[Tensor]]:
