@@ -9,10 +9,9 @@ from minifloat.functional import gathered as _gathered
 from minifloat.functional.gathered import gathered_once
 from minifloat.functional.tensor_parallel import set_check, set_overlap
 from minifloat.nn.etp import etp_parameters
-from minifloat.parallel.ddp import data_parallel
+from minifloat.parallel.data_parallel import data_parallel, reduce_replicated
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
 from minifloat.parallel.parallelize import parallelize
-from minifloat.parallel.replicated import reduce_replicated
 from minifloat.parallel.state_dict import (
     load_sharded_optimizer_state_dict,
     load_sharded_state_dict,

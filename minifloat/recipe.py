@@ -13,12 +13,18 @@ from typing import Annotated, Any, Literal
 from minifloat import capability
 from minifloat.arguments import Accepts
 from minifloat.recipes.base import ElementPair, MMParams, QParams, QuantizerRole, Recipe
-from minifloat.recipes.block import Float8BlockScaling
-from minifloat.recipes.current import Float8CurrentScaling, Float8RowwiseScaling
 from minifloat.recipes.custom import CustomRecipe
 from minifloat.recipes.delayed import DelayedScaling, DelayedScalingRequest
-from minifloat.recipes.mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling, W4A8BlockScaling
-from minifloat.recipes.nvfp4 import NVFP4BlockScaling
+from minifloat.recipes.scaling import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    W4A8BlockScaling,
+)
 
 Format = ElementPair  # as Transformer Engine spells it
 

@@ -3,8 +3,7 @@
 from minifloat.convert.convert import convert, revert
 from minifloat.convert.export import export
 from minifloat.convert.mxfp4 import load_mxfp4, save_mxfp4
-from minifloat.convert.report import ConversionReport, Converted, LeftAlone
-from minifloat.convert.select import DefaultFilter, FilterFn, Rule
+from minifloat.convert.select import ConversionReport, Converted, DefaultFilter, FilterFn, LeftAlone, Rule
 
 __all__ = [
     "ConversionReport",

@@ -13,10 +13,12 @@ from torch.nn.parameter import is_lazy
 from minifloat.arguments import checked
 from minifloat.convert import weights
 from minifloat.convert.experts import ExpertLinear, attach, attached, grouped_class, identity
-from minifloat.convert.report import ConversionReport, Converted, LeftAlone
 from minifloat.convert.select import (
+    ConversionReport,
+    Converted,
     DefaultFilter,
     FilterFn,
+    LeftAlone,
     Named,
     Rule,
     is_conv1d,

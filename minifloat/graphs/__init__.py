@@ -15,8 +15,7 @@ from minifloat.autocast import autocast
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.graphs import graph
 from minifloat.graphs.callables import GraphedCallable, WeightCache, takes_first_microbatch
-from minifloat.graphs.order import Progress, Step, steps_of
-from minifloat.graphs.warm_up import unchanged
+from minifloat.graphs.capture import Progress, Step, steps_of, unchanged
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_state import LinearState, prepare
 from minifloat.recipe import RecipeLike

@@ -17,9 +17,7 @@ from minifloat.autocast import autocast, captured, current
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.autograd import first_order
 from minifloat.graphs import graph
-from minifloat.graphs.order import Progress
-from minifloat.graphs.shared_weights import SharedWeights
-from minifloat.graphs.warm_up import fused_weights, scratch_main_grads
+from minifloat.graphs.capture import Progress, SharedWeights, fused_weights, scratch_main_grads
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.moe import MoE
 from minifloat.tensor import QuantizedTensor

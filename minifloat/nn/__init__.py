@@ -2,8 +2,7 @@
 
 from minifloat.nn.attention import DotProductAttention
 from minifloat.nn.cast_weights import cast_weights
-from minifloat.nn.embedding import VocabParallelEmbedding
-from minifloat.nn.etp_embedding import EtpEmbedding
+from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.layernorm_linear import LayerNormLinear

@@ -24,7 +24,7 @@ from minifloat.ops import delayed
 from minifloat.quantizer import DTYPES, Quantizer, cast_all
 from minifloat.recompute import capturing, recomputes
 from minifloat.tensor.base import versions
-from minifloat.tensor.steps import count_steps
+from minifloat.tensor.writing import count_steps
 
 _SLOT = FORWARD_SLOTS.index("weight")
 _TOGETHER = 8

@@ -15,7 +15,7 @@ from minifloat.functional.etp.weight import EtpWeight
 from minifloat.nn.parameters import replace
 
 if TYPE_CHECKING:
-    from minifloat.nn.etp_embedding import EtpEmbedding
+    from minifloat.nn.embedding import EtpEmbedding
     from minifloat.nn.linear_state import LinearState
 
 

@@ -16,8 +16,7 @@ from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.experts import Experts, Tokens
 from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.grouped_activation import GroupedActivationFunction
-from minifloat.functional.grouped_mlp import GroupedMLPCall, GroupedMLPFunction
+from minifloat.functional.grouped_mlp import GroupedActivationFunction, GroupedMLPCall, GroupedMLPFunction
 from minifloat.functional.permutation import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear

@@ -32,7 +32,7 @@ from minifloat.recipe import DelayedScaling, OwnRecipe, Recipe, RecipeLike, as_r
 from minifloat.recompute import capturing
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.base import versions
-from minifloat.tensor.steps import count_steps, stop_counting
+from minifloat.tensor.writing import count_steps, stop_counting
 
 _HISTORIES = {"forward_scaling": FORWARD_SLOTS, "backward_scaling": BACKWARD_SLOTS}
 

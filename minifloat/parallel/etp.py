@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn import etp
-from minifloat.nn.embedding import VocabParallelEmbedding
-from minifloat.nn.etp_embedding import EtpEmbedding
+from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
-from minifloat.parallel.replicated import ReducedGradients, reduce_replicated
+from minifloat.parallel.data_parallel import ReducedGradients, reduce_replicated
 
 _SHARDED = (Linear, GroupedLinear, nn.Embedding, EtpEmbedding, VocabParallelEmbedding)
 _DIMS = ("dp", "etp", "eetp", "tp")

@@ -14,7 +14,7 @@ and value of ``fuse_qkv_params``; gate and up of a gated MLP), has an entry for 
 ``qkv.weight.query``, since no DTensor could say how it is cut. Unsharded models have the same keys.
 
 Nor could a DTensor say which rows of a weight a rank has under extended tensor parallelism (``etp_group``): these are
-:class:`~minifloat.parallel.saved_shard.SavedShard`.
+:class:`~minifloat.parallel.layout.SavedShard`.
 """
 
 from __future__ import annotations

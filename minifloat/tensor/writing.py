@@ -1,13 +1,17 @@
-"""Casts into many quantized tensors at once."""
+"""Casts into many quantized tensors at once, and the counting of writes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from minifloat.comm.group import Group
 from minifloat.comm.sharded_cast import reduce_amaxes
@@ -113,3 +117,37 @@ def cast(
     levels = [own.get(i, known) for i, known in enumerate(amaxes)]
     given = [scale if known is None else None for scale, known in zip(scales, amaxes, strict=True)]
     return cast_all(xs, quantizers, levels, noop_flag=noop_flag, scales=given)
+
+
+# ---- steps of optimizers, whose writes PyTorch does not always count ----
+
+
+_counted: Any = WeakTensorKeyDictionary()
+_hooks: list[Any] = []
+
+
+def count_steps(parameters: Iterable[Any]) -> None:
+    """Raise the versions of ``parameters`` at each later step of an optimizer: PyTorch's fused kernels do not.
+
+    Whoever keeps what was cast of a parameter reads its version. An optimizer that counts what it writes has a true
+    ``counts_its_writes``.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for parameter in parameters:
+        _counted[parameter] = True
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_count))
+
+
+def stop_counting(parameters: Iterable[Any]) -> None:
+    """Of ``parameters`` that are about to be replaced: PyTorch swaps no tensor that has a weak reference."""
+    for parameter in parameters:
+        _counted.pop(parameter, None)
+
+
+def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "counts_its_writes", False):
+        return
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    count_writes(parameter for parameter in held if parameter in _counted)

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import parse
-from minifloat.functional import grouped, grouped_activation
+from minifloat.functional import grouped, grouped_mlp
 from minifloat.functional.activation import Activation
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.ops import matmul
@@ -85,7 +85,7 @@ def test_gradient_blocks_of_an_activation(
     if kernels:
         for name in ("", "_cast"):
             own = getattr(activation_kernels, f"backward{name}")
-            monkeypatch.setattr(grouped_activation, f"grouped_activation_backward{name}", own)
+            monkeypatch.setattr(grouped_mlp, f"grouped_activation_backward{name}", own)
     casts, block = GroupedCasts(Quantizer(parse(spec)), "grad_output", ""), parse(spec).block
     assert casts.in_kernel
     offsets, rows = offsets_of(COUNTS, device), sum(COUNTS)
@@ -93,8 +93,8 @@ def test_gradient_blocks_of_an_activation(
         h = torch.randn(rows, columns * (2 if activation.gated else 1), device=device).bfloat16()
         da, p = torch.randn(rows, columns, device=device).bfloat16(), torch.rand(rows, device=device)
         arguments: Any = casts, activation, da, h, p, offsets, None
-        operands, dp, none = grouped_activation.dact_operands(*arguments, False)
-        again, same, value = grouped_activation.dact_operands(*arguments, True)
+        operands, dp, none = grouped_mlp.dact_operands(*arguments, False)
+        again, same, value = grouped_mlp.dact_operands(*arguments, True)
         assert none is None and value is not None
         torch.testing.assert_close(dp, same)
         for found, other, wanted in zip(operands, again, casts(value, offsets), strict=True):

@@ -21,7 +21,7 @@ from minifloat import (
     recompute,
 )
 from minifloat.graphs.callables import WeightCache
-from minifloat.graphs.order import Progress, Step, steps_of
+from minifloat.graphs.capture import Progress, Step, steps_of
 from tests.helpers.graph_on_cpu import GraphOnCpu
 
 X = torch.randn(4, 32)

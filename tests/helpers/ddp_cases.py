@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import minifloat
 from minifloat.delayed import AmaxHistory
 from minifloat.optim import MasterWeights, clip_grad_norm_
-from minifloat.parallel.ddp import data_parallel
+from minifloat.parallel.data_parallel import data_parallel
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.fsdp_cases import MODELS, width
 

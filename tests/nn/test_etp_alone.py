@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, autocast
-from minifloat.nn.etp_embedding import EtpEmbedding
+from minifloat.nn.embedding import EtpEmbedding
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_linears import recorded
 

@@ -19,7 +19,7 @@ import minifloat
 from minifloat.functional import sort_by_expert
 from minifloat.functional.router import multiply_in_fp32
 from minifloat.nn import TopKRouter
-from minifloat.parallel.ddp import data_parallel
+from minifloat.parallel.data_parallel import data_parallel
 from tests.helpers.distributed_pool import Pools, process_group
 
 H = 12

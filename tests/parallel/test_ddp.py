@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import minifloat
-from minifloat.parallel.ddp import data_parallel
+from minifloat.parallel.data_parallel import data_parallel
 from tests.helpers.ddp_cases import Case, lockstep
 from tests.helpers.distributed_pool import Pools
 

@@ -27,7 +27,7 @@ from minifloat import (
 )
 from minifloat.distributed import reduce_replicated
 from minifloat.optim import AdamW, MasterWeights, clip_grad_norm_, gradient_norm
-from minifloat.parallel.saved_shard import SavedShard
+from minifloat.parallel.layout import SavedShard
 from minifloat.parallel.state_dict import (
     load_sharded_optimizer_state_dict,
     load_sharded_state_dict,

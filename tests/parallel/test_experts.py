@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import minifloat
 from minifloat.nn import MoE
 from minifloat.optim import MasterWeights
-from minifloat.parallel.ddp import data_parallel
+from minifloat.parallel.data_parallel import data_parallel
 from minifloat.parallel.fsdp.api import fully_shard
 from minifloat.parallel.fsdp.full_state import full_state_dict
 from tests.helpers.distributed_pool import Pools

@@ -27,7 +27,7 @@ from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recompute import capturing
 from minifloat.tensor.base import versions
-from minifloat.tensor.steps import count_steps
+from minifloat.tensor.writing import count_steps
 
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
 _numbers = itertools.count()

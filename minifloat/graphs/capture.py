@@ -1,0 +1,203 @@
+"""What captures of modules need: what they leave as it was, the order of graphs in a pool, weights that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.delayed import AmaxHistory
+from minifloat.nn.etp import etp_weights
+from minifloat.nn.linear_state import LinearState
+from minifloat.nn.moe import MoE
+
+_MAIN_GRAD_FLAGS = ("main_grad_is_old", "grad_added_to_main_grad")
+
+
+def fused_weights(module: nn.Module) -> list[Any]:
+    """The weights whose gradients backward adds to ``main_grad``."""
+    layers = [each for each in module.modules() if isinstance(each, LinearState) and each.fuse_wgrad_accumulation]
+    weights = [layer._weight(name) for layer in layers for name in layer._weight_names]
+    return list({id(weight): weight for weight in weights if weight.requires_grad}.values())
+
+
+@contextmanager
+def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Afterwards buffers, amax histories, cached weights, random numbers and flags of main_grad are as before.
+
+    Gradients are not looked at: use ``torch.autograd.grad``, and :func:`scratch_main_grads`.
+    """
+    everyone = list({id(part): part for module in modules for part in module.modules()}.values())
+    buffers = [(part, {n: None if b is None else b.clone() for n, b in part._buffers.items()}) for part in everyone]
+    cached = [(part, part._weight_cache) for part in everyone if isinstance(part, LinearState)]
+    routed = [(part, part.router_loss, part.expert_counts) for part in everyone if isinstance(part, MoE)]
+    weights = [weight for module in modules for weight in fused_weights(module)]
+    flags = [{name: getattr(w, name) for name in _MAIN_GRAD_FLAGS if hasattr(w, name)} for w in weights]
+    random = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(random):
+            yield
+    finally:
+        for part, saved in buffers:
+            _restore_buffers(part, saved)
+        for layer, operands in cached:
+            layer._weight_cache = operands
+        for moe, loss, counts in routed:
+            moe.router_loss, moe.expert_counts = loss, counts
+        for weight, before in zip(weights, flags, strict=True):
+            for name in _MAIN_GRAD_FLAGS:
+                if name in before:
+                    setattr(weight, name, before[name])
+                elif hasattr(weight, name):
+                    delattr(weight, name)
+
+
+@torch.no_grad()
+def _restore_buffers(module: nn.Module, saved: dict[str, Tensor | None]) -> None:
+    """Buffers stay the same tensors; a history that a recipe has cut or made longer stays so."""
+    for name, before in saved.items():
+        buffer = module._buffers[name]
+        if buffer is None or before is None:
+            continue
+        if isinstance(module, AmaxHistory) and buffer.shape != before.shape:
+            steps = min(buffer.shape[0], before.shape[0])
+            buffer.zero_()[:steps].copy_(before[:steps])
+        else:
+            buffer.copy_(before)
+
+
+@contextmanager
+def scratch_main_grads(weights: Sequence[Any]) -> Iterator[None]:
+    """Backward adds to other memory than ``main_grad``, one for all weights."""
+    before = [weight.main_grad for weight in weights]
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for grad in before:
+        key = grad.dtype, grad.device
+        sizes[key] = max(sizes.get(key, 0), grad.numel())
+    scratch = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
+    try:
+        for weight, grad in zip(weights, before, strict=True):
+            weight.main_grad = scratch[grad.dtype, grad.device][: grad.numel()].view(grad.shape)
+        yield
+    finally:
+        for weight, grad in zip(weights, before, strict=True):
+            weight.main_grad = grad
+
+
+class Step(NamedTuple):
+    """The forward or the backward of one microbatch through one module."""
+
+    module: int
+    microbatch: int
+    forward: bool
+
+
+def steps_of(order: Sequence[int] | None, modules: int) -> list[Step]:
+    """The steps of an ``_order`` as :func:`make_graphed_callables` takes it; None: all forwards, then all backwards.
+
+    Raises:
+        ValueError: a number names no module, a backward comes before its forward, or modules differ in microbatches.
+    """
+    if order is None:
+        order = [*range(1, modules + 1), *range(-modules, 0)]
+    counts = [[0, 0] for _ in range(modules)]
+    steps = []
+    for place, number in enumerate(order):
+        if not 1 <= abs(number) <= modules:
+            raise ValueError(
+                f"_order: {number} at {place} names none of {modules} modules; forwards are 1 to {modules}, backwards "
+                f"-1 to {-modules}"
+            )
+        done = counts[abs(number) - 1]
+        if number < 0 and done[1] == done[0]:
+            raise ValueError(f"_order: {number} at {place} is a backward before its forward; give each one after it")
+        steps.append(Step(abs(number) - 1, done[number < 0], number > 0))
+        done[number < 0] += 1
+    backwards = any(number < 0 for number in order)
+    if any(done != [counts[0][0], counts[0][0] * backwards] or not done[0] for done in counts):
+        raise ValueError(
+            f"_order has {[done[0] for done in counts]} forwards and {[done[1] for done in counts]} backwards of the "
+            "modules; each needs as many of both, one for each microbatch"
+        )
+    return steps
+
+
+class Progress:
+    """Which graph of a pool ran last. Memory that one graph has freed belongs to those that were captured after it."""
+
+    def __init__(self) -> None:
+        self.latest = -1
+        self.round = 0
+
+    def forward(self, place: int) -> int:
+        """A forward runs; returns the round that it is part of: one that comes a second time begins another."""
+        if place <= self.latest:
+            self.round += 1
+        self.latest = place
+        return self.round
+
+    def backward(self, place: int, round_: int, label: str) -> None:
+        """A backward runs, of a forward of ``round_``.
+
+        Raises:
+            RuntimeError: what the forward saved has been overwritten.
+        """
+        if round_ != self.round or place <= self.latest:
+            raise RuntimeError(
+                f"{label}: another graph has run since this backward's forward, or this backward before, and what it "
+                "reads is overwritten; run forwards and backwards in the order of their capture, with an _order that "
+                "gives each microbatch in flight graphs of its own"
+            )
+        self.latest = place
+
+
+class SharedWeights:
+    """Those below ``module``.
+
+    A graph gathers and reduces by itself: nothing is in flight over its group where it begins or ends, and no gather is
+    predicted across. Gradients are results of the graph of a backward, which autograd adds to ``.grad`` after each
+    replay; those that go to ``main_grad`` are added in the graph.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weights = list(etp_weights(module))
+        self.lanes = list(dict.fromkeys(weight.lane for weight in self.weights))
+
+    def settle(self) -> None:
+        """What follows in the stream comes after all that was started over these weights' groups."""
+        for lane in self.lanes:
+            lane.settle()
+
+    @contextmanager
+    def in_graph(self, collected: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
+        """Inside, a graph is captured, or warmed up, which finishes what it starts.
+
+        That of a forward casts; ``collected``: that of a backward puts there the gradients that autograd adds.
+        """
+        self.settle()
+        for lane in self.lanes:
+            lane.in_graph = {each: None for each in self.weights if collected is None and each.lane is lane}
+            lane.collected = collected
+        try:
+            yield
+            self.settle()
+        except BaseException:
+            for lane in self.lanes:
+                lane.fail()
+            raise
+        finally:
+            for lane in self.lanes:
+                lane.in_graph = lane.collected = None
+
+    def gradients(
+        self, targets: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """The gradients of ``targets``; ``compute``: gives those that autograd sees."""
+        leaves = [each.leaf for each in self.weights if each.leaf is not None and each.leaf.requires_grad]
+        collected: dict[Tensor, Tensor] = {}
+        with self.in_graph(collected):
+            seen = compute([*targets, *leaves])
+        return [collected.get(target, grad) for target, grad in zip(targets, seen, strict=False)]
