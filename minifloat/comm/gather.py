@@ -18,18 +18,10 @@ from minifloat.ops.library import directly
 
 
 def gather(
-    part: Quantized,
-    shards: ShardMap,
-    group: Group,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    into: Quantized | None = None,
-    gemm_ready: bool = False,
+    part: Quantized, shards: ShardMap, group: Group, *, rowwise: bool, columnwise: bool, gemm_ready: bool = False
 ) -> Quantized:
     """The quantized whole, [sum(rows), K], from the parts of all ranks; arguments as of :func:`start_gather`."""
-    dims = _dims(rowwise, columnwise)
-    return _start([part], shards, group, dims, [into], gemm_ready, overlapped=False).wait()[0]
+    return _start([part], shards, group, _dims(rowwise, columnwise), gemm_ready, overlapped=False).wait()[0]
 
 
 def start_gather(
@@ -39,7 +31,6 @@ def start_gather(
     *,
     rowwise: bool,
     columnwise: bool,
-    into: Sequence[Quantized] | None = None,
     gemm_ready: bool = False,
 ) -> Pending[list[Quantized]]:
     """Starts to gather several quantized tensors in one call of the backend; ``wait()`` gives them.
@@ -51,16 +42,13 @@ def start_gather(
         parts: of each tensor what :func:`~minifloat.comm.sharded_cast.quantize_shard` gave.
         shards: the rows of every rank, the same for every tensor.
         rowwise, columnwise: the orientations wanted.
-        into: the wholes, whose memory is filled and which are returned. Equal row counts go straight there.
         gemm_ready: lay codes out in memory as this device's GEMMs read them (see ``Quantizer.layouts``); once, after
             the wait, where they are gathered in another order.
 
     Raises:
-        ValueError: a part lacks an orientation or has not the rows that ``shards`` says, or ``into`` has other formats,
-            dtypes or shapes than the wholes.
+        ValueError: a part lacks an orientation or has not the rows that ``shards`` says.
     """
-    targets = [None] * len(parts) if into is None else list(into)
-    return _start(parts, shards, group, _dims(rowwise, columnwise), targets, gemm_ready, overlapped=True)
+    return _start(parts, shards, group, _dims(rowwise, columnwise), gemm_ready, overlapped=True)
 
 
 def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group) -> Pending[list[Operand]]:
@@ -96,47 +84,27 @@ def _start(
     shards: ShardMap,
     group: Group,
     dims: Sequence[int],
-    targets: Sequence[Quantized | None],
     gemm_ready: bool,
     *,
     overlapped: bool,
 ) -> Pending[list[Quantized]]:
     wanted = [{dim: part.along(dim) for dim in dims} for part in parts]
-    owns: dict[int, Operand] = {}  # what is gathered: one operand that serves two dims once
+    owns = {id(own): own for operands in wanted for own in operands.values()}  # one that serves two dims once
     xs: list[Tensor] = []
     maps: list[ShardMap] = []
-    places: list[Tensor | None] = []
-    for operands, target in zip(wanted, targets, strict=True):
-        for dim, own in operands.items():
-            if id(own) in owns:
-                continue
-            owns[id(own)] = own
-            into = None if target is None else _checked_target(own, target.along(dim), shards)
-            for field, rows in shards.gathered(own.format, own.dim):
-                x, place = getattr(own, field), getattr(into, field, None)
-                check_sharded("gather", x, rows, group)
-                xs.append(x)
-                maps.append(rows)
-                places.append(place if place is not None and place.is_contiguous() else None)
-    transfer = start_all_gather_rows(xs, maps, group, places, overlapped=overlapped)
+    for own in owns.values():
+        for field, rows in shards.gathered(own.format, own.dim):
+            xs.append(getattr(own, field))
+            maps.append(rows)
+            check_sharded("gather", xs[-1], rows, group)
+    transfer = start_all_gather_rows(xs, maps, group, overlapped=overlapped)
 
     def finish() -> list[Quantized]:
         gathered = iter(transfer.wait())
         wholes = {key: _whole(own, gathered, shards) for key, own in owns.items()}
-        found = [{dim: wholes[id(own)] for dim, own in operands.items()} for operands in wanted]
-        return [_assemble(each, target, gemm_ready) for each, target in zip(found, targets, strict=True)]
+        return [_assemble({dim: wholes[id(own)] for dim, own in each.items()}, gemm_ready) for each in wanted]
 
     return Pending([], finish)
-
-
-def _checked_target(operand: Operand, target: Operand, shards: ShardMap) -> Operand:
-    shape = shards.total, operand.shape[1]
-    if (target.format, target.shape, target.dtype) != (operand.format, shape, operand.dtype):
-        raise ValueError(
-            f"gathering {operand.format.spec} of {operand.dtype} {shape} into {target.format.spec} of {target.dtype} "
-            f"{target.shape}: give operands of the whole, as the quantizer makes them of a tensor of that shape"
-        )
-    return target
 
 
 def _whole(own: Operand, gathered: Iterator[Tensor], shards: ShardMap) -> Operand:
@@ -152,16 +120,10 @@ def with_fields(operand: Operand, made: Mapping[str, Tensor], rows: int) -> Oper
     return Operand(made["codes"], scale_inv, amax, operand.format, operand.dim, shape, operand.dtype)
 
 
-def _assemble(found: dict[int, Operand], into: Quantized | None, gemm_ready: bool) -> Quantized:
+def _assemble(found: dict[int, Operand], gemm_ready: bool) -> Quantized:
     if gemm_ready:
         found = {dim: _gemm_layout(whole, dim) for dim, whole in found.items()}
-    if into is None:
-        return Quantized(found.get(ROWWISE), found.get(COLUMNWISE))
-    for dim, operand in found.items():
-        for old, new in zip(into.along(dim)[:3], operand[:3], strict=True):  # codes, scales, amax
-            if old is not None and new is not None and old is not new:
-                old.copy_(new)
-    return into
+    return Quantized(found.get(ROWWISE), found.get(COLUMNWISE))
 
 
 def _gemm_layout(operand: Operand, dim: int) -> Operand:

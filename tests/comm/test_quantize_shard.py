@@ -22,49 +22,41 @@ from tests.helpers.gather_cases import (
     STRIPS,
     TILES,
     Example,
-    buffers,
     difference,
     example,
-    poisoned,
     values,
     world,
 )
 
 
-def compiled(rank: int, size: int, drawn: Example, backend: str, given_memory: bool) -> str:
-    """One graph casts and gathers, into given memory or not."""
+def compiled(rank: int, size: int, drawn: Example, backend: str) -> str:
+    """One graph casts and gathers."""
     torch._dynamo.reset()
     quantizer, shards, group = drawn.quantizer(), ShardMap(drawn.rows), world()
     x, rng = values(drawn), torch.tensor([7, 8])
     whole = cast_all([x], [quantizer], rngs=[rng])[0]
-    into = poisoned(whole) if given_memory else None
-    pointers = [t.data_ptr() for t in buffers(into)] if into else []
 
     @torch.compile(fullgraph=True, backend=backend)
-    def gathered(own: Tensor, rng: Tensor, into: Quantized | None) -> Quantized:
+    def gathered(own: Tensor, rng: Tensor) -> Quantized:
         part = quantize_shard(own, quantizer, shards, group, rng=rng)
-        return gather(part, shards, group, rowwise=True, columnwise=True, into=into)
+        return gather(part, shards, group, rowwise=True, columnwise=True)
 
-    found = gathered(x[shards.first(rank) : shards.end(rank)].clone(), rng, into)
-    if into:
-        assert pointers == [t.data_ptr() for t in buffers(found)]
-        return difference(found, whole) + difference(into, whole)
-    return difference(found, whole)
+    return difference(gathered(x[shards.first(rank) : shards.end(rank)].clone(), rng), whole)
 
 
 @pytest.mark.parametrize(
-    ("drawn", "backend", "given_memory"),
+    ("drawn", "backend"),
     [
-        pytest.param(example((16, 16), PER_TENSOR), "inductor", False, marks=pytest.mark.slow),
-        (example((20, 7), STRIPS), "aot_eager", True),
-        (example((32, 32), STRIPS.replace("128", "32")), "aot_eager", True),
-        (example((20, 7), STOCHASTIC, STOCHASTIC.replace("two_level", "two_level/hadamard16")), "aot_eager", False),
-        (example((9, 30), TILES, PLAIN, chained=True), "aot_eager", False),
+        pytest.param(example((16, 16), PER_TENSOR), "inductor", marks=pytest.mark.slow),
+        (example((20, 7), STRIPS), "aot_eager"),
+        (example((32, 32), STRIPS.replace("128", "32")), "aot_eager"),
+        (example((20, 7), STOCHASTIC, STOCHASTIC.replace("two_level", "two_level/hadamard16")), "aot_eager"),
+        (example((9, 30), TILES, PLAIN, chained=True), "aot_eager"),
     ],
     ids=["tensor", "uneven", "even", "nvfp4", "chained"],
 )
-def test_compiled(worker_pool: Pools, drawn: Example, backend: str, given_memory: bool) -> None:
-    assert worker_pool(2).run(compiled, drawn, backend, given_memory) == [""] * 2
+def test_compiled(worker_pool: Pools, drawn: Example, backend: str) -> None:
+    assert worker_pool(2).run(compiled, drawn, backend) == [""] * 2
 
 
 # ---- what is agreed on ----

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from minifloat.comm.gather import gather
 from minifloat.distributed import Group, ShardMap, quantize_shard
 from minifloat.formats import parse
-from minifloat.operand import Operand, Quantized
+from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from tests.helpers.distributed_pool import process_group
 
@@ -169,19 +169,6 @@ def difference(found: Quantized, expected: Quantized, any_layout: bool = False) 
 def buffers(quantized: Quantized) -> list[Tensor]:
     """The tensors of its operands."""
     return [t for operand in quantized if operand is not None for t in operand[:3] if t is not None]
-
-
-def poisoned(quantized: Quantized) -> Quantized:
-    """Operands of the same kind with every bit set."""
-
-    def fresh(operand: Operand) -> Operand:
-        tensors = [None if t is None else torch.full_like(t.view(torch.uint8), 0xFF).view(t.dtype) for t in operand[:3]]
-        return Operand(*tensors, *operand[3:])  # type: ignore[arg-type]
-
-    first = None if quantized.rowwise is None else fresh(quantized.rowwise)
-    if quantized.columnwise is None or quantized.columnwise is quantized.rowwise:
-        return Quantized(first, first if quantized.columnwise is not None else None)
-    return Quantized(first, fresh(quantized.columnwise))
 
 
 def gather_examples(rank: int, size: int, examples: Sequence[Example], device: str = "cpu") -> list[str]:
