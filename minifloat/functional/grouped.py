@@ -18,7 +18,7 @@ from minifloat.arguments import label_of
 from minifloat.comm.shard_map import cached
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
-from minifloat.functional.fused_cast import measures_amax
+from minifloat.functional.norm_activation import measures_amax
 from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale, record_groups
 from minifloat.operand import Quantized

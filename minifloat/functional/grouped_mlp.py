@@ -9,10 +9,10 @@ from torch import Tensor
 
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.activation import Activation
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.grouped import GroupedCasts, GroupLayout, grouped_casts
 from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
+from minifloat.functional.norm_activation import Activation
 from minifloat.functional.quantize import delayed_scale
 from minifloat.functional.spec import Spec
 from minifloat.operand import Operand, Quantized

@@ -13,9 +13,8 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.exchange import KnownOfX, Local, waited
-from minifloat.functional.fused_cast import FusedOutput, reads_fp32
 from minifloat.functional.linear import LinearCall, gradients, output, pack, save_x, unpack
-from minifloat.functional.norm import Norm, norm_value
+from minifloat.functional.norm_activation import FusedOutput, Norm, norm_value, reads_fp32
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.functional.spec import Spec
 from minifloat.operand import Operand

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from minifloat.delayed_call import DelayedCall
-from minifloat.functional.activation import Activation, act_value, dact_value
 from minifloat.functional.autograd import as_output, first_order
 from minifloat.functional.exchange import waited
-from minifloat.functional.fused_cast import FusedOutput
 from minifloat.functional.layernorm_linear import (
     NormCall,
     multiply_output,
@@ -23,7 +21,7 @@ from minifloat.functional.layernorm_linear import (
     saved_of_norm,
 )
 from minifloat.functional.linear import LinearCall, gradients, pack, unpack
-from minifloat.functional.norm import norm_value
+from minifloat.functional.norm_activation import Activation, FusedOutput, act_value, dact_value, norm_value
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.operand import Quantized
 

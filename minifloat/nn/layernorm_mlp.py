@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minifloat.arguments import NonNegativeFloat, Size, checked
-from minifloat.functional.activation import Activation, activate
 from minifloat.functional.autograd import apply
 from minifloat.functional.layernorm_linear import NormCall
 from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
+from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import linear_call, parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear

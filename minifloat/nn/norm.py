@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.autograd import as_output, autocast_to
-from minifloat.functional.norm import Norm, normalize
+from minifloat.functional.norm_activation import Norm, normalize
 from minifloat.nn.inputs import check_meta, check_tensor
 from minifloat.nn.parameters import one_dtype
 

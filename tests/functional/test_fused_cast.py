@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat.formats import Format
-from minifloat.functional import fused_cast
-from minifloat.functional.activation import Activation, act_value, dact_value
-from minifloat.functional.fused_cast import FusedOutput
-from minifloat.functional.norm import Norm, norm_value
+from minifloat.functional import norm_activation
+from minifloat.functional.norm_activation import Activation, FusedOutput, Norm, act_value, dact_value, norm_value
 from minifloat.nn import LayerNormLinear, LayerNormMLP
 from minifloat.ops.activation import activation_backward_cast, activation_cast, out_columns
 from minifloat.ops.norm import norm_cast
@@ -170,7 +168,7 @@ def test_a_step_is_the_same(
         made = run(module, x, dy, None)
     fused = {name: n for name, n in seen.calls.items() if name.startswith(("norm_", "activation_"))}
     assert fused == {**expected, "norm_backward": 1}
-    monkeypatch.setattr(fused_cast, "casts_blocks", lambda fmt: False)
+    monkeypatch.setattr(norm_activation, "casts_blocks", lambda fmt: False)
     with Operations() as seen:
         apart = run(module, x, dy, None)
     assert not expected.keys() & seen.calls.keys()

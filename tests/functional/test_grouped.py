@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from minifloat.formats import parse
 from minifloat.functional import grouped, grouped_mlp
-from minifloat.functional.activation import Activation
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
+from minifloat.functional.norm_activation import Activation
 from minifloat.ops import matmul
 from minifloat.ops.grouped import activation_kernels, products
 from minifloat.quantizer import Quantizer

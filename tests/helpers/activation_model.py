@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minifloat.functional.activation import Activation
+from minifloat.functional.norm_activation import Activation
 from minifloat.ops.activation import NAMES, out_columns
 
 ACTIVATIONS = [*map(Activation.of, NAMES), Activation.of("clamped_swiglu", {"limit": 1.5, "alpha": 2.0})]

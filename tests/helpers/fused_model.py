@@ -21,9 +21,8 @@ from minifloat import delayed
 from minifloat.autocast import autocast
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import gemm
-from minifloat.functional.activation import Activation
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
-from minifloat.functional.norm import Norm
+from minifloat.functional.norm_activation import Activation, Norm
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from minifloat import recipe
-from minifloat.functional.activation import act_value, dact_value
-from minifloat.functional.fused_cast import FusedOutput, reads_fp32
-from minifloat.functional.norm import norm_value
+from minifloat.functional.norm_activation import FusedOutput, act_value, dact_value, norm_value, reads_fp32
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import QuantizerRole
 

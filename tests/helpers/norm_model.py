@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat.functional.norm import Norm
+from minifloat.functional.norm_activation import Norm
 from minifloat.ops.norm import NORMALIZATIONS
 from tests.helpers.compare import U, assert_within
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minifloat.autocast import autocast
 from minifloat.functional import layernorm_mlp as mlp_functions
-from minifloat.functional.activation import activate
+from minifloat.functional.norm_activation import activate
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifloat.functional.norm import normalize
+from minifloat.functional.norm_activation import normalize
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.ops.norm import norm_forward
 

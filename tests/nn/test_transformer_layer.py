@@ -25,7 +25,7 @@ from minifloat import (
     quantized_model_init,
 )
 from minifloat.functional import count_gemms
-from minifloat.functional.activation import activate
+from minifloat.functional.norm_activation import activate
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, as_recipe
 from tests.helpers import transformer_model as model

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.formats import Format
-from minifloat.functional.activation import Activation, act_value, dact_value
+from minifloat.functional.norm_activation import Activation, act_value, dact_value
 from minifloat.ops.activation import (
     NAMES,
     activation_backward,

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.functional.activation import Activation
+from minifloat.functional.norm_activation import Activation
 from minifloat.ops import grouped
 from minifloat.ops.grouped import activation, activation_kernels, layout
 from minifloat.ops.grouped.fused import Outputs

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.formats import Format
-from minifloat.functional.fused_cast import FusedOutput
-from minifloat.functional.norm import Norm, norm_value
+from minifloat.functional.norm_activation import FusedOutput, Norm, norm_value
 from minifloat.ops.norm import NORMALIZATIONS, norm_backward, norm_forward
 from minifloat.quantizer import Quantizer, cast_all
 from tests.helpers import oracle

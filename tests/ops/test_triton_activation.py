@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.functional.activation import Activation, activate
+from minifloat.functional.norm_activation import Activation, activate
 from minifloat.ops import activation
 from minifloat.ops.activation import gated, kernels, out_columns, reference
 from minifloat.ops.launch import count_launches

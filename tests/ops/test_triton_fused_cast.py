@@ -16,8 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import parse
-from minifloat.functional.activation import Activation
-from minifloat.functional.norm import Norm
+from minifloat.functional.norm_activation import Activation, Norm
 from minifloat.ops import activation
 from minifloat.ops.activation import kernels, out_columns
 from minifloat.ops.launch import Kernel, count_launches

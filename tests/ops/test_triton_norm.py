@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, parse
-from minifloat.functional.norm import Norm
+from minifloat.functional.norm_activation import Norm
 from minifloat.ops import norm as operations
 from minifloat.ops.launch import count_launches
 from minifloat.ops.norm import backward, cast, forward

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.activation import Activation, act_value, dact_value
-from minifloat.functional.norm import Norm, norm_value
+from minifloat.functional.norm_activation import Activation, Norm, act_value, dact_value, norm_value
 from minifloat.operand import Quantized
 from minifloat.ops.quantize import reference
 from minifloat.quantizer import Quantizer

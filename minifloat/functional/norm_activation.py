@@ -1,0 +1,367 @@
+"""Norms and activations: under autograd, and as outputs that are cast, by the kernel that computes them or afterwards.
+
+A value comes first (``norm_value``, ``act_value``), so that ranks may reduce amaxes before its cast; under current
+scaling the kernel that computes it finds them. Delayed scaling, and blocks, whose amaxes are their own, let that kernel
+cast it too, so that it is never materialized; NVFP4 needs an amax of all of it first. The codes are always those of a
+cast of the value. That is the fp32 result itself under delayed scaling; everything else rounds to the dtype of the
+input first (``docs/numerics.md`` 3.3 and 3.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat import capability
+from minifloat.comm.shard_map import cached
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.functional.autograd import apply, as_output, first_order, guarded
+from minifloat.operand import Operand, Quantized
+from minifloat.ops import activation, norm
+from minifloat.ops.quantize import casts_blocks
+from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+
+
+class _Facts(NamedTuple):
+    """How many casts a quantizer makes, what the functions below say of them, and the format if all have one."""
+
+    casts: int
+    fp32: bool
+    one_amax: bool
+    alike: Format | None
+
+
+@cached
+def _facts(quantizer: Quantizer) -> _Facts:
+    formats = [fmt for fmt, _ in quantizer.casts]
+    single = len(formats) > 0 and not quantizer.chained
+    return _Facts(
+        len(formats),
+        single and all(fmt.scale_rule == "given" for fmt in formats),
+        len(formats) > 0 and all(fmt.needs_amax and not fmt.grid for fmt in formats),
+        formats[0] if single and formats[0] == formats[-1] else None,
+    )
+
+
+def reads_fp32(quantizer: Quantizer) -> bool:
+    """The fused cast reads the fp32 result: delayed scaling in each orientation that is wanted."""
+    return _facts(quantizer).fp32
+
+
+def measures_amax(quantizer: Quantizer) -> bool:
+    """All that its casts need to know of the value is one amax, which the kernel that computes it can find."""
+    return _facts(quantizer).one_amax
+
+
+class OutputCast:
+    """How the output of a norm or an activation is cast: by the kernel that computes it (``in_kernel``), or afterwards.
+
+    Args:
+        x: [..., K], the input, or the tensor whose gradient is the output.
+        quantizer: of the operand to come; it decides whether the value is rounded.
+        scale: that of delayed scaling, fp32 [1]: with it the kernel casts too, and gives no value.
+        fused: so it does for blocks that need no amax but their own. Not where ranks that share a block reduce it.
+        return_value: the value is read too, so it is rounded to the dtype of ``x`` whatever the quantizer.
+        half: the columns of each half of an output that is rounded before its cast; blocks must not straddle them.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        *,
+        scale: Tensor | None = None,
+        fused: bool = False,
+        return_value: bool = False,
+        half: int | None = None,
+    ) -> None:
+        facts = self.facts = _facts(quantizer)
+        fp32 = facts.fp32 and not return_value
+        self.x, self.matrix, self.quantizer = x, as_matrix(x), quantizer
+        self.scale = scale if fp32 and facts.casts == 1 else None
+        fmt = facts.alike if fused and not return_value else None
+        blocks = fmt is not None and casts_blocks(fmt) and (half or 0) % fmt.block == 0
+        self.in_kernel = self.scale is not None or blocks
+        self.dtype = torch.float32 if fp32 and half is None else x.dtype
+        self.layouts = quantizer.layouts(x.device.type) if self.in_kernel else ()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the operation: scale, format, whether codes are wanted along rows and along columns, and k-major.
+
+        Of the one that gives the value: dtype, and whether to measure the amax.
+        """
+        if not self.in_kernel:
+            return self.dtype, self.facts.one_amax
+        dims = [dim for _, dim in self.layouts]
+        fmt = self.layouts[0][0]
+        k_major = self.scale is not None or (self.x.device.type == "cuda" and capability.k_major(fmt))
+        return self.scale, fmt.spec, ROWWISE in dims, COLUMNWISE in dims, k_major
+
+    def output(self, outputs: Sequence[Tensor], shape: Sequence[int], **others: Any) -> FusedOutput:
+        """The output of ``shape`` from those of the operation: ``ops.quantize.FusedCodes``, or value and amax."""
+        if not self.in_kernel:
+            value, amax = outputs
+            amaxes = (amax,) * self.facts.casts if self.facts.one_amax else None
+            return FusedOutput(as_output(value, shape), self.x.dtype, amaxes=amaxes, **others)
+        row_codes, column_codes, row_scales, column_scales, amax = outputs
+        each: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
+        for _, dim in self.layouts:
+            codes, scales = (row_codes, row_scales) if dim == ROWWISE else (column_codes, column_scales)
+            each.append((codes, scales, None, None) if self.scale is None else (codes, row_scales, amax, self.scale))
+        arrangement, matrix = self.quantizer.arrangement(self.layouts), (self.matrix.shape[0], shape[-1])
+        quantized = arrangement.operands(iter(each), matrix, self.x.dtype)
+        return FusedOutput(None, self.x.dtype, quantized=quantized, **others)
+
+
+class FusedOutput(NamedTuple):
+    """A norm's or an activation's output before its cast, or after it where one kernel does both.
+
+    Args:
+        value: [..., K], what the cast reads: fp32, or the dtype of the input. None if the cast was fused.
+        dtype: that of the input, in which its operands stand for values.
+        saved: what the backward needs besides the inputs: mean and rsigma of a norm, fp32 [M] each.
+        amaxes: those that the cast needs, where the kernel that computed the value found them.
+        quantized: its operands, if the cast was fused.
+        column_sum: the sum of the value over its rows, [K], if it was asked for: the gradient of a bias.
+        stream: what a norm was of, [..., K]: its input, to which a residual may have been added.
+    """
+
+    value: Tensor | None
+    dtype: torch.dtype
+    saved: tuple[Tensor, ...] = ()
+    amaxes: Amaxes | None = None
+    quantized: Quantized | None = None
+    column_sum: Tensor | None = None
+    stream: Tensor | None = None
+
+    def cast(self, quantizer: Quantizer, amaxes: Amaxes | None = None, rng: Tensor | None = None) -> Quantized:
+        """Quantizes the value for a GEMM; the arguments are those of :meth:`Quantizer.cast`."""
+        if self.quantized is not None:
+            return self.quantized
+        assert self.value is not None
+        amaxes = self.amaxes if amaxes is None else amaxes
+        return self.label(quantizer.cast(self.value, amaxes, rng, gemm_ready=True))
+
+    def label(self, quantized: Quantized) -> Quantized:
+        """Makes operands of the value, wherever they were cast, stand for values in the dtype of the input."""
+        row, column = quantized
+        if row is not None and row.dtype == self.dtype:
+            return quantized
+        labelled = self._relabel(row)
+        return Quantized(labelled, labelled if column is row else self._relabel(column))
+
+    def _relabel(self, operand: Operand | None) -> Operand | None:
+        return operand if operand is None or operand.dtype == self.dtype else operand._replace(dtype=self.dtype)
+
+
+# ---- norms ----
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_NORM = norm.norm_forward, norm.norm_cast
+_NORM_RECOMPUTED = norm.norm_forward.for_recompute(), norm.norm_cast.for_recompute()
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Which norm, as a value of a call.
+
+    Args:
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        eps: added to the variance.
+        zero_centered_gamma: scale by ``1 + gamma``.
+    """
+
+    normalization: str = "LayerNorm"
+    eps: float = 1e-5
+    zero_centered_gamma: bool = False
+
+    def __post_init__(self) -> None:
+        norm.check_name(self.normalization)
+
+    def gradients(
+        self, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, ...], dresidual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """dx like ``x``, dgamma and dbeta (None for RMSNorm) like gamma, all computed in fp32.
+
+        Args:
+            dy: [..., K], any float dtype.
+            saved: :attr:`FusedOutput.saved`.
+            dresidual: another gradient of ``x``, added to dx before its one rounding.
+        """
+        mean, rsigma = saved
+        other = None if dresidual is None else as_matrix(dresidual)
+        dx, dgamma, dbeta = norm.norm_backward(
+            as_matrix(dy), as_matrix(x), gamma, mean, rsigma, self.normalization, self.zero_centered_gamma, other
+        )
+        return as_output(dx, x.shape), dgamma, dbeta if self.normalization == "LayerNorm" else None
+
+
+def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor:
+    """``norm(x)`` over the last dim, computed in fp32 and rounded once to the dtype of ``x``.
+
+    Args:
+        x: [..., K], bf16, fp16 or fp32.
+        gamma, beta: [K], any float dtype; RMSNorm has no beta.
+
+    Raises:
+        ValueError: another dtype, or parameters that do not fit ``x``.
+    """
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{of.normalization} of {x.dtype}; bf16, fp16 and fp32 are supported: use x.float()")
+    return apply(NormFunction, x, gamma, beta, of)
+
+
+class NormFunction(torch.autograd.Function):
+    """Keeps ``x`` as it came, gamma, and mean and rsigma, fp32 [M] each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor:
+        y, *saved, _, _ = norm.norm_forward(
+            x.reshape(-1, x.shape[-1]), gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, x.dtype, False
+        )
+        ctx.save_for_backward(guarded(x), gamma, *saved)
+        ctx.of = of
+        return as_output(y, x.shape)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, *saved = ctx.saved_tensors
+        dx, dgamma, dbeta = ctx.of.gradients(dy, x, gamma, tuple(saved))
+        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, None
+
+
+def norm_value(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    of: Norm,
+    quantizer: Quantizer,
+    *,
+    residual: Tensor | None = None,
+    recompute: bool = False,
+    **cast_options: Any,
+) -> FusedOutput:
+    """LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
+
+    Args:
+        x: [..., K], bf16, fp16 or fp32.
+        gamma, beta: [K], any float dtype; RMSNorm has no beta.
+        residual: [..., K] in the dtype of ``x``; the sum, rounded to it, is :attr:`FusedOutput.stream`.
+        recompute: backward recomputes what its forward computed, see ``Operation.for_recompute``.
+        cast_options: those of :class:`OutputCast`.
+
+    Raises:
+        TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
+    """
+    cast = OutputCast(x, quantizer, **cast_options)
+    forward, forward_cast = _NORM_RECOMPUTED if recompute else _NORM
+    options = gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, *cast.arguments
+    added = None if residual is None else as_matrix(residual)
+    if cast.in_kernel:
+        *outputs, mean, rsigma, total = forward_cast(cast.matrix, *options, added)
+    else:
+        y, mean, rsigma, amax, total = forward(cast.matrix, *options, added)
+        outputs = [y, amax]
+    stream = x if residual is None else as_output(total, x.shape)
+    return cast.output(outputs, x.shape, saved=(mean, rsigma), stream=stream)
+
+
+# ---- activations ----
+
+
+_ACTIVATION = activation.activation_forward, activation.activation_cast
+_ACTIVATION_RECOMPUTED = activation.activation_forward.for_recompute(), activation.activation_cast.for_recompute()
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Which activation, as a value of a call: one of ``kernels.activation.NAMES``, and its parameters if it has any."""
+
+    name: str
+    parameters: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parameters) != len(defaults := activation.parameters_of(self.name)):
+            raise ValueError(
+                f"{self.name} has {len(defaults)} parameters, got {len(self.parameters)}; use Activation.of"
+            )
+
+    @classmethod
+    def of(cls, name: str, params: Mapping[str, float] | None = None) -> Activation:
+        """With ``params`` by name, the rest by default: ``limit``, ``alpha``, ``glu_linear_offset`` of clamped_swiglu.
+
+        Raises:
+            ValueError: there is no such activation, or it has no such parameter.
+        """
+        return cls(name, activation.parameters_of(name, params))
+
+    @property
+    def gated(self) -> bool:
+        """Its output is half as wide as its input."""
+        return activation.gated(self.name)
+
+
+def activate(x: Tensor, of: Activation) -> Tensor:
+    """The activation of ``x`` [..., K], [..., K / 2] if gated; computed in fp32, rounded once to the dtype of ``x``.
+
+    Raises:
+        TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or of odd width and the activation is gated.
+    """
+    return apply(ActivationFunction, x, of)
+
+
+class ActivationFunction(torch.autograd.Function):
+    """Keeps ``x`` as it came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of: Activation) -> Tensor:
+        y, _ = activation.activation_forward(as_matrix(x), of.name, of.parameters, x.dtype, False)
+        ctx.save_for_backward(guarded(x))
+        ctx.of = of
+        return as_output(y, (*x.shape[:-1], y.shape[-1]))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        of: Activation = ctx.of
+        dx, _, _ = activation.activation_backward(
+            as_matrix(dy), as_matrix(x), of.name, of.parameters, x.dtype, False, False
+        )
+        return as_output(dx, x.shape), None
+
+
+def act_value(
+    x: Tensor, of: Activation, quantizer: Quantizer, *, recompute: bool = False, **cast_options: Any
+) -> FusedOutput:
+    """An activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
+
+    Other arguments and errors as in :func:`norm_value`.
+    """
+    cast = OutputCast(x, quantizer, **cast_options)
+    forward, forward_cast = _ACTIVATION_RECOMPUTED if recompute else _ACTIVATION
+    outputs = (forward_cast if cast.in_kernel else forward)(cast.matrix, of.name, of.parameters, *cast.arguments)
+    return cast.output(outputs, (*x.shape[:-1], activation.out_columns(of.name, x.shape[-1])))
+
+
+def dact_value(
+    dy: Tensor, x: Tensor, of: Activation, quantizer: Quantizer, *, with_column_sum: bool = False, **cast_options: Any
+) -> FusedOutput:
+    """The gradient of an activation with respect to its input ``x`` [..., K], to be cast with ``quantizer``.
+
+    Delayed scaling reads the fp32 result of plain activations only; that of a gated one is rounded first. The cast of
+    blocks that straddle its two halves is not fused. ``with_column_sum``: give :attr:`FusedOutput.column_sum` too.
+    Other arguments and errors as in :func:`norm_value`.
+    """
+    cast = OutputCast(x, quantizer, half=x.shape[-1] // 2 if of.gated else None, **cast_options)
+    backward = activation.activation_backward_cast if cast.in_kernel else activation.activation_backward
+    *outputs, total = backward(as_matrix(dy), cast.matrix, of.name, of.parameters, *cast.arguments, with_column_sum)
+    return cast.output(outputs, x.shape, column_sum=total.to(cast.dtype) if with_column_sum else None)
