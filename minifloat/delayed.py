@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 from minifloat import formats
 from minifloat.arguments import checked, label_of, shown
-from minifloat.backward_pass import BackwardPass
 from minifloat.comm import ddp
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
@@ -150,16 +150,15 @@ class Progress:
 
     Attributes:
         recording: a forward outside of any ``autocast`` records amaxes, or did when it raised.
-        incomplete: a backward left amaxes for a later one to complete.
         region: the latest outermost ``autocast`` that the module ran forward in.
-        pending: the backward that updates the history when it ends, and the region whose amaxes these are.
+        complete: the region whose amaxes a backward has completed, and what updates them as long as that backward runs.
         history: the buffers under the latest recipe.
     """
 
-    def __init__(self, recording: bool = False, incomplete: bool = False) -> None:
-        self.recording, self.incomplete = recording, incomplete
+    def __init__(self, recording: bool = False) -> None:
+        self.recording = recording
         self.region = Region()  # of no context yet: code that is compiled for None would be compiled again
-        self.pending: tuple[BackwardPass, Region | None] | None = None
+        self.complete: tuple[Region | None, ref[Callable[[], None]]] | None = None
         self.history: History | None = None
 
 
@@ -220,18 +219,6 @@ class AmaxHistory(nn.Module):
         """Drops what the step in progress has recorded."""
         self.amax_history[0].zero_()
 
-    def restorer(self, newest: bool = False) -> Callable[[], None]:
-        """What brings the buffers back to how they are now, or the amaxes of the step in progress alone."""
-        buffers = [self.amax_history[0]] if newest else [self.scale, self.amax_history]
-        copies = [(buffer, buffer.clone()) for buffer in buffers]
-
-        @torch.no_grad()
-        def restore() -> None:
-            for buffer, copy in copies:
-                buffer.copy_(copy)
-
-        return restore
-
     def history(self, recipe: DelayedScaling, forward: bool, compiling: bool) -> History:
         """The buffers under a recipe, cut or zero-padded at the end to its ``amax_history_len``."""
         known, buffers = None if compiling else self.progress.history, self._buffers
@@ -256,7 +243,7 @@ class AmaxHistory(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The rest knows other modules, and backwards that run: no part of a copy.
-        return self.__dict__ | {"progress": Progress(self.progress.recording, self.progress.incomplete)}
+        return self.__dict__ | {"progress": Progress(self.progress.recording)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
@@ -278,7 +265,6 @@ class AmaxHistory(nn.Module):
                 error_msgs.append(f"{prefix}{name}: {shown(saved)} has values that are {what}")
         if len(error_msgs) > known:
             return
-        self.progress.incomplete = True  # it may have been saved between two backward passes of a step
         for name in _VALID:
             buffer, saved = getattr(self, name), state_dict.get(prefix + name)
             if isinstance(saved, Tensor) and saved.is_floating_point():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
 from minifloat import delayed
 from minifloat.autocast import autocast
-from minifloat.backward_pass import BackwardPass, running
 from minifloat.delayed import AmaxHistory, Member, in_order
 from minifloat.recipe import DelayedScaling
 
@@ -85,69 +84,62 @@ class DelayedCall:
 
     def backward_begins(self) -> None:
         """To be called before a backward reads its scale, which an earlier region's backward may have completed."""
-        state = self.states[1]
-        if torch.compiler.is_compiling() or not self.records[1] or self.captured:
-            return
-        pending = state.progress.pending
-        if pending is not None and not (self.shared and pending[1] is self.region):
-            pending[0].finish(early=True)
-        backward = running()
-        if backward is not None:
-            state.progress.incomplete |= not self.first
-            undo = state.restorer(newest=True) if state.progress.incomplete else state.forget_newest
-            backward.on_failure.append(undo)
+        if self.records[1] and not self.captured and not torch.compiler.is_compiling():
+            self._update_others([self.states[1]])
 
     def backward_finished(self) -> None:
         """Leaves what the end of this backward completes to the end of the whole."""
         if not self.records[1] or not self.first:
             return
-        pending = self.states[1].progress.pending
-        if self.shared and pending is not None and pending[1] is self.region:
-            return  # another module of the region has seen to all
-        backward = None if torch.compiler.is_compiling() else running()
-        if backward is None:
-            self._update()
-            return
-        states = [self.states[1]]
-        if self.region is not None and self.shared:
-            states = [member.state for member in in_order(self.region.backward)]
-        for state in states:
-            if state.progress.pending is not None:
-                state.progress.pending[0].finish(early=True)
-        for state in states:
-            state.progress.pending = backward, self.region
-        if self.shared or self.group is not None:
-            backward.at_end.append(partial(self._update_pending, states, backward))
-        else:
-            backward.together.setdefault(_update_together, []).append(self)
-        backward.on_failure.append(partial(_drop_pending, states))
-
-    def _update_pending(self, states: Sequence[AmaxHistory], backward: BackwardPass, early: bool) -> None:
-        _begin_update(states, backward, early)
-        self._update()
-
-    def _update(self) -> None:
-        if self.region is not None and self.shared:
-            self.region.update(forward=False)
-        else:
+        task = -1 if torch.compiler.is_compiling() else _graph_task()
+        if task == -1:
             delayed.update([self.histories[1]], self.group)
+            return
+        complete, states = self.states[1].progress.complete, [self.states[1]]
+        if self.shared and self.region is not None:
+            if complete is not None and complete[0] is self.region and complete[1]() is not None:
+                return  # another module of the region has seen to all
+            states = [member.state for member in in_order(self.region.backward)]
+        self._update_others(states)
+        end = _ends.get(task) or _End(task)
+        end.calls.append((self, states))
+        for state in states:
+            state.progress.complete = self.region, ref(end)
+
+    def _update_others(self, states: Sequence[AmaxHistory]) -> None:
+        """Updates now what this backward has completed in other regions."""
+        for state in states:
+            complete = state.progress.complete
+            if complete is None or (self.shared and complete[0] is self.region):
+                continue
+            end = complete[1]()
+            if end is not None:
+                end()
 
 
-def _update_together(backward: BackwardPass, calls: Sequence[DelayedCall], early: bool) -> None:
-    """The updates of layers whose ranks do not reduce, in few launches."""
-    _begin_update([call.states[1] for call in calls], backward, early)
-    delayed.update([call.histories[1] for call in calls])
+class _End:
+    """Updates what a backward has completed: called by the engine at its end, or dropped by it where it raises."""
+
+    def __init__(self, task: int) -> None:
+        self.calls: list[tuple[DelayedCall, Sequence[AmaxHistory]]] = []
+        _ends[task] = self
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        calls, self.calls = self.calls, []
+        alone = []
+        for call, states in calls:
+            for state in states:
+                state.progress.complete = None
+            if call.shared and call.region is not None:
+                call.region.update(forward=False)
+                continue
+            alone.append(call.histories[1])
+            if call.group is not None:
+                delayed.reduce(alone[-1:], call.group)
+        delayed.update(alone)
 
 
-def _begin_update(states: Sequence[AmaxHistory], backward: BackwardPass, early: bool) -> None:
-    for state in states:
-        if early:
-            backward.on_failure.append(state.restorer())
-        else:
-            state.progress.incomplete = False
-        state.progress.pending = None
-
-
-def _drop_pending(states: Sequence[AmaxHistory]) -> None:
-    for state in states:
-        state.progress.pending = None
+_graph_task = torch._C._current_graph_task_id
+_ends: WeakValueDictionary[int, _End] = WeakValueDictionary()
+"""By the engine's number of the backward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifloat import backward_pass
 from minifloat.autocast import autocast, current, get_default_recipe
 from minifloat.functional import count_gemms, gemm
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear, prepare
@@ -34,6 +34,7 @@ from minifloat.recipe import (
     Recipe,
     named,
 )
+from minifloat.recompute import checkpoint
 from tests.helpers import oracle
 from tests.helpers.distributed_pool import Pools
 
@@ -517,6 +518,81 @@ def test_two_regions_before_two_backwards() -> None:
             model.check()
 
 
+SCHEDULES = {
+    "accumulation over regions": "(A)a(B)b(C)c",
+    "last first": "(ABC)cba(D)d",
+    "first first": "(ABC)acb(DE)ed",
+    "twice": "(A)aa(BC)cbcb",
+    "regions in flight": "(A)(B)a(C)b(D)cd",
+    "several in each": "(AB)(CD)badc(E)e",
+    "backwards inside": "(AaBb(C)c)(D)d",
+    "nested": "((A)(B))ba(C)c",
+    "without that of the first": "(AB)b(CD)dc",
+    "raising": "(A)a(B)b!(C)c",
+    "raising, one of several": "(AB)ba!(C)(D)dc",
+    "raising before others": "(ABC)c!ba(D)d",
+    "raising and tried again": "(A)a!a(B)b!b(C)c",
+    "two models": "(AX)ax(XA)ax",
+    "two models, one at a time": "(AX)x(AX)x(AX)ax",
+}
+"""( and ): a region. A, B, ... and X, Y, ...: forwards of two layers; a, ...: their backwards. a!: one that raises."""
+
+
+def _follow(schedule: str, call: Callable[[Linear, Tensor], Tensor], rank: int = 0, world_size: int = 1) -> None:
+    """After each of its steps: all backwards of a region are one step, which the layer's first call in it ends."""
+    layers = [Linear(16, 8, bias=False) for _ in "AX"]
+    states = [[Expected() for _ in range(world_size)] for _ in "AX"]
+    contexts: list[autocast] = []
+    region, latest = 0, [0, 0]  # that a layer ran in
+    firsts: set[str] = set()
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    for step in re.findall(r"[()A-Z]|[a-z]!?", schedule):
+        name, which = step[0].upper(), int(step[0].upper() >= "X")
+        if step == "(":
+            region += not contexts
+            contexts.append(autocast(recipe=DELAYED).__enter__())
+        elif step == ")":
+            contexts.pop().__exit__(None, None, None)
+        elif step.isupper():
+            firsts = firsts - {name} if latest[which] == region else firsts | {name}
+            latest[which] = region
+            inputs[name] = batch(region).requires_grad_()
+            outputs[name] = call(layers[which], inputs[name])
+        else:
+            amax, ranks = ord(name) * 7 % 11 + 1.0, states[which]
+            hook = inputs[name].register_hook(_raise) if step.endswith("!") else None
+            with nullcontext() if hook is None else pytest.raises(KeyError):
+                (outputs[name] * (amax + rank)).sum().backward(retain_graph=True)
+            for each, state in enumerate(ranks):
+                state.record("backward", 0, np.float32(amax + each))
+            if hook is not None:
+                hook.remove()
+            elif name in firsts:
+                newest = np.max([state.history["backward"][0] for state in ranks], 0)
+                for state in ranks:
+                    state.history["backward"][0] = newest
+                    state.update("backward")
+        for layer, ranks in zip(layers, states, strict=True):
+            if hasattr(layer, "backward_scaling"):
+                ranks[rank].check(layer, "backward")
+
+
+@pytest.mark.parametrize("call", [Linear.__call__, checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule: str, call: Callable[[Linear, Tensor], Tensor]) -> None:
+    _follow(SCHEDULES[schedule], call)
+
+
+def _schedules_on_a_rank(rank: int, world_size: int) -> None:
+    for schedule in SCHEDULES.values():
+        _follow(schedule, Linear.__call__, rank, world_size)
+
+
+def test_schedules_of_ranks(worker_pool: Pools) -> None:
+    worker_pool(2).run(_schedules_on_a_rank)
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_nothing_is_recorded_without_gradients(own: bool, context: Callable[[], Any]) -> None:
@@ -672,37 +748,24 @@ def _raise(*_: Any, **__: Any) -> Any:
     raise KeyError("inside")
 
 
-@pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("own", [False, True])
-def test_an_exception_in_a_backward_leaves_no_trace(own: bool, uses: int) -> None:
-    """Neither the layers whose backward ran nor those that recorded without being complete; the next step is clean."""
+def test_amaxes_of_a_backward_that_raises_count_with_the_next(own: bool) -> None:
+    """In each layer that it ran through; none is updated."""
     model, context = TwoLayers(DELAYED if own else None), nullcontext() if own else autocast(recipe=DELAYED)
-    twin = copy.deepcopy(model)
-    for step, fails in enumerate((False, True, False)):
-        for each in (model, twin):
-            each.zero_grad()
-            x = batch(step).requires_grad_()
-            with context:
-                y = each(x)
-                y = y + each(x + 1.0) if uses == 2 else y
-            before = _state_of(each.first.backward_scaling), _state_of(each.second.backward_scaling)
-            if fails and each is model:
-                x.register_hook(_raise)
-                with pytest.raises(KeyError):
-                    (y * 100).square().sum().backward()
-            elif not fails:
-                y.square().sum().backward()
-                continue
-            _assert_same_state(each.first.backward_scaling, before[0])
-            _assert_same_state(each.second.backward_scaling, before[1])
-    for mine, theirs in zip(
-        [*model.buffers(), *model.parameters()], [*twin.buffers(), *twin.parameters()], strict=True
-    ):
-        assert torch.equal(mine, theirs)
-    assert torch.equal(model.first.weight.grad, twin.first.weight.grad)  # type: ignore[arg-type]
-    assert not backward_pass._local.latest.at_end
-    layers = [layer for each in (model, twin) for layer in (each.first, each.second)]
-    assert all(layer.backward_scaling.progress.pending is None for layer in layers)
+    for step, fails in enumerate((False, True, False, False)):
+        x = batch(step).requires_grad_()
+        with context:
+            y = model(x)
+        model.expect_forward()
+        model.expect_update("forward")
+        if fails:
+            x.register_hook(_raise)
+        with pytest.raises(KeyError) if fails else nullcontext():
+            (y * 10.0**step).square().sum().backward()
+        model.expect_backward()
+        if not fails:
+            model.expect_update("backward")
+        model.check()
 
 
 class _BackwardInside(torch.autograd.Function):
@@ -721,7 +784,7 @@ class _BackwardInside(torch.autograd.Function):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_exception_after_a_backward_inside_of_the_backward(depth: int) -> None:
-    """A layer that ran before it and after it is as it was before both; those of inner backwards ended well."""
+    """A layer that ran before it and after it is not updated; those of inner backwards, which ended well, are."""
     layer, inner = Linear(16, 16), [Linear(16, 16) for _ in range(depth)]
     x, other = batch(0).requires_grad_(), lambda: None
     for i, each in enumerate(inner):
@@ -733,26 +796,11 @@ def test_an_exception_after_a_backward_inside_of_the_backward(depth: int) -> Non
     x.register_hook(_raise)
     with pytest.raises(KeyError):
         (y * 100).square().sum().backward()
+    assert layer.backward_scaling.amax_history[0, 0] > 0
+    layer.backward_scaling.forget_newest()
     _assert_same_state(layer.backward_scaling, before)
     for each, (scale, _) in zip(inner, inner_before, strict=True):
         assert not torch.equal(each.backward_scaling.scale, scale)
-
-
-@pytest.mark.parametrize("loaded", [False, True])
-def test_an_exception_in_a_backward_keeps_what_an_earlier_one_recorded(loaded: bool) -> None:
-    """Of two uses in a region the second's backward ended well, and awaits the first's, which fails."""
-    layer, inputs = Linear(16, 8), [batch(i).requires_grad_() for i in range(2)]
-    with autocast(recipe=DELAYED):
-        first, second = map(layer, inputs)
-    (second * 7.0).sum().backward()
-    if loaded:
-        layer.load_state_dict(copy.deepcopy(layer.state_dict()))
-    before = _state_of(layer.backward_scaling)
-    assert layer.backward_scaling.amax_history[0].tolist() == [7.0, 0.0]
-    inputs[0].register_hook(_raise)
-    with pytest.raises(KeyError):
-        (first * 9.0).sum().backward(retain_graph=True)
-    _assert_same_state(layer.backward_scaling, before)
 
 
 @pytest.mark.parametrize("context", [nullcontext, lambda: autocast(recipe=DELAYED)])

@@ -20,7 +20,7 @@ MOST = {
     "linear current, forward": (12, 32, 45),
     "linear current, backward": (12, 33, 65),
     "linear delayed, forward": (18, 52, 83),
-    "linear delayed, backward": (17, 55, 98),
+    "linear delayed, backward": (16, 47, 95),
     "linear block, forward": (13, 46, 88),
     "linear block, backward": (13, 46, 123),
     "linear mxfp8, forward": (13, 49, 113),
@@ -39,7 +39,7 @@ MOST = {
 The goals: 9 files and 45 calls of a linear's forward under current scaling, 12 and 160 under others, 28 and 350 of a
 layer's.
 """
-MOST_LINES = 36_041
+MOST_LINES = 35_913
 """Of the library without its tools, which only fall, too."""
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.backward_pass import running
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.quantize import values_of
 from minifloat.functional.spec import Spec
@@ -93,10 +92,10 @@ class LocalWeight:
                     own = own.to(parameter.dtype)
                     parameter.grad = own if parameter.grad is None else parameter.grad + own
 
-        tasks.append(later)
-        backward = None if torch.compiler.is_compiling() else running()
-        if backward is not None:  # nothing is computed of a step that fails
-            backward.on_failure.append(lambda: tasks.remove(later) if later in tasks else None)
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            tasks.append(later)
+        else:  # at the end: nothing is computed of a backward that raises
+            torch.autograd.Variable._execution_engine.queue_callback(partial(tasks.append, later))
 
 
 LOCAL_WEIGHT = LocalWeight()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat.backward_pass import BackwardPass, running
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Parts
@@ -26,6 +26,8 @@ from minifloat.recompute import capturing
 if TYPE_CHECKING:
     from minifloat.functional.etp.weight import EtpWeight
 
+_graph_task = torch._C._current_graph_task_id
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _MOST_SUCCESSORS = 64  # of one weight; contexts that never repeat must not fill the memory
 
 Key = tuple[int, int, bool, bool]
@@ -95,14 +97,13 @@ class Lane:
         self._to_start: tuple[Callable[[], object], Later] | None = None  # the last of them, which is not yet
         self._reduced: EtpWeight | None = None  # of which gradient that is, until the next gather
         self._sums = 0  # since then
-        self._backward: BackwardPass | None = None
+        self._end_of_backward: ref[Callable[[], None]] | None = None  # which the engine calls, or drops if that raises
 
     # ---- passes ----
 
     def begin_use(self, source: EtpWeight) -> None:
         """A forward is about to use ``source``: in a new pass, if it was used in this one and no gradient follows."""
-        self._watch_backward()
-        if self._backward is not None:
+        if self._in_backward():
             return
         grad = torch.is_grad_enabled()
         if source in self._used and not (grad and self._used[source]):
@@ -138,7 +139,7 @@ class Lane:
                 which a rank without rows has none of: all ranks must find the same.
             values: they are those that were cast, in high precision.
         """
-        self._watch_backward()
+        self._in_backward()
         step = Step(source, dim, values, torch.is_grad_enabled())
         pending = self._find(step.key, cast)
         if pending is None:
@@ -221,8 +222,7 @@ class Lane:
         self._reducing.append(later)
         if source.sums_after == 0:
             self._start_reduction()
-        self._watch_backward()
-        if self._backward is None:
+        if not self._in_backward():
             self._finish_all()
 
     def sum_at_once(self, run: Callable[[], Tensor]) -> Tensor:
@@ -242,7 +242,7 @@ class Lane:
     def later(self, call: Callable[[], object]) -> None:
         """Calls it after what has been given so far has arrived; it makes nothing arrive sooner."""
         self._reducing.append((0, call))
-        self._watch_backward()
+        self._in_backward()
 
     def _start_reduction(self) -> None:
         given, self._to_start = self._to_start, None
@@ -262,28 +262,29 @@ class Lane:
 
     # ---- the end of a pass ----
 
-    def _watch_backward(self) -> None:
-        """Lets the outermost backward that is running end the pass."""
-        backward = running()
-        while backward is not None and backward.outer is not None and not backward.outer.ended:
-            backward = backward.outer
-        if backward is not None and backward is not self._backward:
-            backward.at_end.append(self._end)
-            backward.on_failure.append(self.fail)
-        self._backward = backward
+    def _in_backward(self) -> bool:
+        """A backward is running; the outermost one that the lane knows of ends the pass."""
+        self._drop_failed()
+        if self._end_of_backward is None and _graph_task() != -1:
+            callback = partial(self._end)
+            _queue_callback(callback)
+            self._end_of_backward = ref(callback)
+        return self._end_of_backward is not None
 
-    def _end(self, early: bool) -> None:
+    def _drop_failed(self) -> None:
+        if self._end_of_backward is not None and self._end_of_backward() is None:
+            self.fail()
+
+    def _end(self) -> None:
         self._finish_all()
-        if early and self._backward is not None:
-            self._backward.at_end.append(self._end)
-        else:
-            self._forget()
+        self._forget()
 
     def settle(self) -> None:
         """Ends what is in flight, and predicts no gather across: here a CUDA graph begins or ends.
 
         Collectives of a graph and of eager code are then never in flight together.
         """
+        self._drop_failed()
         self._finish_all()
         self._end_prediction()
 
@@ -296,7 +297,7 @@ class Lane:
 
     def _forget(self) -> None:
         self._end_pass()
-        self._backward = None
+        self._end_of_backward = None
         self.sums.clear()  # of a backward that does not accumulate them, as torch.autograd.grad
 
     def _end_prediction(self) -> None:
