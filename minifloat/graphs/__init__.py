@@ -15,7 +15,7 @@ from minifloat.autocast import autocast
 from minifloat.comm.dtensor import is_dtensor
 from minifloat.graphs import graph
 from minifloat.graphs.callables import GraphedCallable, WeightCache, takes_first_microbatch
-from minifloat.graphs.capture import Progress, Step, steps_of, unchanged
+from minifloat.graphs.capture import Progress, Step, free_accumulators, steps_of, unchanged
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_state import LinearState, prepare
 from minifloat.recipe import RecipeLike
@@ -80,6 +80,7 @@ def make_graphed_callables(
         ValueError: something is on a CPU, ``_order`` is none, or a module cannot be captured: it has hooks on
             parameters, ``delay_wgrad_compute``, weights that FSDP2 shards.
         TypeError: ``cache_quantized_params``, and a module takes no ``is_first_microbatch``.
+        RuntimeError: a result of an earlier step is held with its autograd graph.
     """
     several = not isinstance(modules, nn.Module)
     listed: list[nn.Module] = list(modules) if several else [modules]  # type: ignore[list-item, arg-type]
@@ -99,6 +100,7 @@ def make_graphed_callables(
         _check(module, cache_quantized_params)
     for module in listed if on or calibrating else ():
         prepare(module, context.recipe)
+    free_accumulators(listed)
     progress, microbatches = Progress(), sum(step.module == 0 and step.forward for step in steps)
     caches = [WeightCache(module, device) if cache_quantized_params else None for module in listed]
     made = [

@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from minifloat.arguments import label_of
 from minifloat.delayed import AmaxHistory
 from minifloat.nn.etp import etp_weights
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.moe import MoE
 
-_MAIN_GRAD_FLAGS = ("main_grad_is_old", "grad_added_to_main_grad")
+_NOTED = {"_weight_cache", "router_loss", "expert_counts", "main_grad_is_old", "grad_added_to_main_grad"}
+"""What a step leaves on layers, mixtures of experts and weights."""
 
 
 def fused_weights(module: nn.Module) -> list[Any]:
@@ -32,10 +35,8 @@ def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
     """
     everyone = list({id(part): part for module in modules for part in module.modules()}.values())
     buffers = [(part, {n: None if b is None else b.clone() for n, b in part._buffers.items()}) for part in everyone]
-    cached = [(part, part._weight_cache) for part in everyone if isinstance(part, LinearState)]
-    routed = [(part, part.router_loss, part.expert_counts) for part in everyone if isinstance(part, MoE)]
-    weights = [weight for module in modules for weight in fused_weights(module)]
-    flags = [{name: getattr(w, name) for name in _MAIN_GRAD_FLAGS if hasattr(w, name)} for w in weights]
+    owners = [vars(owner) for owner in (*everyone, *(weight for each in modules for weight in fused_weights(each)))]
+    noted = [{name: owner[name] for name in _NOTED & owner.keys()} for owner in owners]
     random = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(random):
@@ -43,16 +44,35 @@ def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
     finally:
         for part, saved in buffers:
             _restore_buffers(part, saved)
-        for layer, operands in cached:
-            layer._weight_cache = operands
-        for moe, loss, counts in routed:
-            moe.router_loss, moe.expert_counts = loss, counts
-        for weight, before in zip(weights, flags, strict=True):
-            for name in _MAIN_GRAD_FLAGS:
-                if name in before:
-                    setattr(weight, name, before[name])
-                elif hasattr(weight, name):
-                    delattr(weight, name)
+        for owner, before in zip(owners, noted, strict=True):
+            for name in _NOTED & owner.keys():
+                del owner[name]
+            owner |= before
+
+
+def free_accumulators(modules: Sequence[nn.Module]) -> None:
+    """Lets go of graphs whose nodes would accumulate gradients on another stream than that of the capture.
+
+    Raises:
+        RuntimeError: someone else than torch.autocast's cache or a router's loss holds one.
+    """
+    torch.clear_autocast_cache()
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, MoE) and part.router_loss is not None:
+                part.router_loss = part.router_loss.detach()
+        for name, weight in module.named_parameters():
+            if weight.requires_grad and _is_held(weight):
+                raise RuntimeError(
+                    f"{label_of(module)}: a result of an earlier step, or DistributedDataParallel, holds the graph of "
+                    f"{name}, which breaks the capture; drop it (del output, loss), or capture first"
+                )
+
+
+def _is_held(leaf: Tensor) -> bool:
+    """Whether a graph ends in ``leaf``: the node that accumulates its gradient is made anew where none does."""
+    get_gradient_edge(leaf).node.metadata[_is_held] = True  # type: ignore[index]
+    return bool(get_gradient_edge(leaf).node.metadata.pop(_is_held, False))  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -73,14 +93,11 @@ def _restore_buffers(module: nn.Module, saved: dict[str, Tensor | None]) -> None
 def scratch_main_grads(weights: Sequence[Any]) -> Iterator[None]:
     """Backward adds to other memory than ``main_grad``, one for all weights."""
     before = [weight.main_grad for weight in weights]
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for grad in before:
-        key = grad.dtype, grad.device
-        sizes[key] = max(sizes.get(key, 0), grad.numel())
-    scratch = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
+    most = {dtype: max(grad.numel() for grad in before if grad.dtype == dtype) for dtype in {g.dtype for g in before}}
+    scratch = {dtype: torch.zeros(most[dtype], dtype=dtype, device=before[0].device) for dtype in most}
     try:
         for weight, grad in zip(weights, before, strict=True):
-            weight.main_grad = scratch[grad.dtype, grad.device][: grad.numel()].view(grad.shape)
+            weight.main_grad = scratch[grad.dtype][: grad.numel()].view(grad.shape)
         yield
     finally:
         for weight, grad in zip(weights, before, strict=True):

@@ -386,7 +386,10 @@ def test_weights_that_torch_autocast_has_cast(graph_device: torch.device) -> Non
 @pytest.mark.parametrize("noted", [True, False])
 @pytest.mark.parametrize("caches", [True, False])
 def test_a_capture_leaves_no_trace(caches: bool, noted: bool, graph_device: torch.device) -> None:
-    """Of what a step has noted before on parameters and modules: the same objects, or none; nor in ``main_grad``."""
+    """Of what a step has noted before on parameters and modules: the same objects, or none; nor in ``main_grad``.
+
+    A router's loss is let go of its autograd graph.
+    """
     fused = {"fuse_wgrad_accumulation": True, **on(graph_device)}
     first = LayerNormMLP(HIDDEN, 96, **fused) if caches else MoE(HIDDEN, 96, 4, aux_loss_coefficient=0.01, **fused)
     module = Microbatches(first, Linear(HIDDEN, HIDDEN, **fused))
@@ -398,7 +401,8 @@ def test_a_capture_leaves_no_trace(caches: bool, noted: bool, graph_device: torc
     if noted:
         with autocast(recipe="current"):
             module(inputs(graph_device)[0], True).sum().backward()
-    kept = "router_loss", "expert_counts", "_weight_cache", "_skip_weight_cast"
+    kept = "expert_counts", "_weight_cache", "_skip_weight_cast"
+    loss = None if caches or not noted else float(first.router_loss.detach())
 
     def attributes() -> dict[Any, Any]:
         noted = {(part, name): vars(part)[name] for part in module.modules() for name in kept if name in vars(part)}
@@ -409,6 +413,20 @@ def test_a_capture_leaves_no_trace(caches: bool, noted: bool, graph_device: torc
     assert attributes().keys() == before.keys()
     assert [key for key, each in attributes().items() if each is not before[key]] == []
     assert_same(state_of(module), values, "a capture leaves a trace")
+    if not caches:
+        assert (first.router_loss if loss is None else float(first.router_loss)) == loss
+        assert loss is None or not first.router_loss.requires_grad
+
+
+def test_a_result_that_is_held(graph_device: torch.device) -> None:
+    """Its graph would draw the stream of its step into the capture."""
+    module = Linear(HIDDEN, HIDDEN, **on(graph_device))
+    sample = sample_of(graph_device)
+    held = module(*sample)
+    with pytest.raises(RuntimeError, match=r"Linear.*holds the graph of weight.*del output"):
+        make_graphed_callables(module, sample)
+    del held
+    make_graphed_callables(module, sample)
 
 
 def test_grouped_linear_refuses_a_cache(graph_device: torch.device) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from minifloat import (
     CustomRecipe,
+    Float8BlockScaling,
     GroupedLinear,
     LayerNormMLP,
     Linear,
-    MXFP8BlockScaling,
     Quantizer,
     autocast,
     capability,
@@ -215,8 +215,8 @@ def test_what_a_layer_casts_by_itself(device: torch.device, monkeypatch: pytest.
 @pytest.mark.parametrize("needed", [True, False])
 def test_columns_are_cast_for_backward_alone(needed: bool, device: torch.device) -> None:
     """Not where no gradient is wanted, nor where those of a ``backward_override`` are of other operands."""
-    override = MXFP8BlockScaling(backward_override="high_precision")
-    layers = nn.ModuleList([Linear(32, 48, recipe="mxfp8"), Linear(32, 48, recipe=override)]).to(device)
+    override = Float8BlockScaling(backward_override="high_precision")
+    layers = nn.ModuleList([Linear(32, 48, recipe="block"), Linear(32, 48, recipe=override)]).to(device)
     with torch.set_grad_enabled(needed), cast_weights(layers):
         for layer, columns in zip(layers, (needed, False), strict=True):
             assert isinstance(layer, Linear) and layer._weight_cache is not None
