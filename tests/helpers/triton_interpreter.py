@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +58,7 @@ BITS_ONLY = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
 def _run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """What a launch calls, in place of compiling; options such as num_warps are no arguments and are dropped."""
     if not warmup:
-        rewritten = interpreter.InterpretedFunction(self.fn).rewrite()
+        rewritten = _rewritten(self.fn)
         _memory[:] = _spans((*args, *kwargs.values()))
         by_table = any(isinstance(arg, tuple) and getattr(arg[-1], "dtype", None) == torch.int64 for arg in args)
         if by_table and not _confined:
@@ -121,7 +121,12 @@ def _checked(access: Any, pointers_at: int, mask_at: int) -> Any:
 
 def _call(self: JITFunction[Any], *args: Any, **kwargs: Any) -> Any:
     """A kernel calls another function."""
-    return interpreter.InterpretedFunction(self.fn).rewrite()(*args, **kwargs)
+    return _rewritten(self.fn)(*args, **kwargs)
+
+
+@cache
+def _rewritten(fn: Any) -> Any:
+    return interpreter.InterpretedFunction(fn).rewrite()
 
 
 def _bind(self: JITFunction[Any], instance: Any, owner: type) -> Any:
@@ -136,10 +141,26 @@ _implicit_cvt = interpreter._implicit_cvt
 
 def _patch_language(fn: Any) -> Any:
     """Replaces the language by its interpreted version for one launch: all of it, whichever modules the kernel uses."""
+    if not _patches:
+        _find_patches()
+    scope = interpreter._LangPatchScope()
+    for patch in _patches:
+        scope.set_attr(*patch)
+    return scope
+
+
+def _find_patches() -> None:
+    """Once, since it takes longer than most launches."""
     scope = _patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     scope.set_attr(JITFunction, "__call__", _call)
     scope.set_attr(JITFunction, "__get__", _bind)
-    return scope
+    scope.set_attr(tl.block_type, "__init__", _init_block)
+    scope.set_attr(tl.tensor, "__init__", _init_tensor)
+    _patches.extend({(id(of), name): (of, name, vars(of)[name]) for of, name, _ in scope._changes}.values())
+    scope.restore()
+
+
+_patches: list[tuple[Any, str, Any]] = []
 
 
 def _patch_tensor(tensor: type, scope: Any) -> None:
@@ -154,6 +175,37 @@ def _argument(arg: Any) -> Any:
     if isinstance(arg, float):
         return tl.tensor(TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
     return _implicit_cvt(arg)
+
+
+# ---- types: each operation makes some, whose attributes are found once for each shape and dtype ----
+
+
+def _init_block(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+    key = element_ty.name, tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+    if key not in _of_blocks:
+        _make_block(self, element_ty, shape)
+        _of_blocks[key] = vars(self).copy()
+    vars(self).update(_of_blocks[key])
+
+
+def _init_tensor(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
+    if type.name not in _of_tensors:
+        _make_tensor(self, handle, type)
+        _of_tensors[type.name] = vars(self).copy()
+    vars(self).update(_of_tensors[type.name], handle=handle, type=type)
+
+
+def _numpy_type(type: tl.dtype) -> np.dtype[Any]:
+    name = type.scalar.name
+    if name not in _numpy_types:
+        _numpy_types[name] = _find_numpy_type(type)
+    return _numpy_types[name]
+
+
+_make_block, _make_tensor, _find_numpy_type = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+_of_blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+_of_tensors: dict[str, dict[str, Any]] = {}
+_numpy_types: dict[str, np.dtype[Any]] = {}
 
 
 # ---- conversions ----
@@ -176,7 +228,7 @@ def _convert_float(source: Array, source_type: tl.dtype, target_type: tl.dtype, 
 
 def _cast(self: InterpreterBuilder, source: TensorHandle, target_type: tl.dtype) -> TensorHandle:
     source_type, target_type = source.dtype.scalar, target_type.scalar
-    numpy_type = interpreter._get_np_dtype(target_type)
+    numpy_type = _numpy_type(target_type)
     if source_type in (tl.float16, tl.float32) and numpy_type.kind in "iu" and target_type.is_int():
         return TensorHandle(_saturate(source.data, numpy_type).astype(numpy_type), target_type)
     if tl.bfloat16 not in (source_type, target_type):
@@ -293,6 +345,7 @@ def _reduce(self: ReduceOps, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
 
 def _install() -> None:
     JITFunction.run = _run
+    interpreter._get_np_dtype = _numpy_type
     interpreter._patch_lang = _patch_language
     interpreter._patch_lang_tensor = _patch_tensor
     interpreter._implicit_cvt = _argument
