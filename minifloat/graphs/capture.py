@@ -84,7 +84,7 @@ def _restore_buffers(module: nn.Module, saved: dict[str, Tensor | None]) -> None
             continue
         if isinstance(module, AmaxHistory) and buffer.shape != before.shape:
             steps = min(buffer.shape[0], before.shape[0])
-            buffer.zero_()[:steps].copy_(before[:steps])
+            buffer[:steps].copy_(before[:steps])
         else:
             buffer.copy_(before)
 

@@ -418,6 +418,18 @@ def test_a_capture_leaves_no_trace(caches: bool, noted: bool, graph_device: torc
         assert loss is None or not first.router_loss.requires_grad
 
 
+def test_a_history_that_the_capture_makes_longer(graph_device: torch.device) -> None:
+    """What warm-ups recorded is nowhere in it, nor in the rows that are new."""
+    module = Linear(HIDDEN, HIDDEN, **on(graph_device))
+    step(module, *inputs(graph_device), autocast(recipe=DelayedScaling(amax_history_len=2)), 0)
+    before = state_of(module)
+    make_graphed_callables(module, sample_of(graph_device), recipe=DelayedScaling(amax_history_len=6))
+    for name, found in state_of(module).items():
+        wanted = torch.zeros_like(found)
+        wanted[: len(before[name])] = before[name]
+        assert torch.equal(found, wanted), name
+
+
 def test_a_result_that_is_held(graph_device: torch.device) -> None:
     """Its graph would draw the stream of its step into the capture."""
     module = Linear(HIDDEN, HIDDEN, **on(graph_device))
