@@ -16,17 +16,16 @@ from minifloat.comm.collectives import all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output, first_order
 from minifloat.functional.cross_entropy import vocabulary_shards
-from minifloat.functional.etp.rows import EtpRows, Reduction
-from minifloat.functional.etp.weight import EtpWeight
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.exchange import Local, in_mode
-from minifloat.nn.etp import mark_rows, shard_rows
+from minifloat.nn.etp import SharedRows, shard_rows
 from minifloat.nn.parameters import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import Partition, mark, tensor_parallel
 from minifloat.nn.uncompiled import run_eager
 from minifloat.recompute import exchange_of
 
 
-class EtpEmbedding(nn.Embedding):
+class EtpEmbedding(SharedRows, nn.Embedding):
     """``weight[tokens]`` where each rank of ``etp_group``, which has tokens of its own, has some rows of the table.
 
     The table [V, D] is gathered in its own dtype before the lookup, and freed after it: backward needs none of it. Its
@@ -40,8 +39,6 @@ class EtpEmbedding(nn.Embedding):
         params_dtype: another name of ``dtype``.
     """
 
-    _weight_names, _rows_kind = ("weight",), EtpRows
-    _etp: EtpWeight | None = None
     init_method: InitMethod | None
     first: int  # of the rows that this rank computes with, counted in all
     vocabulary: int
@@ -109,21 +106,6 @@ class EtpEmbedding(nn.Embedding):
         """Forgets what was cast: call it after writing to the parameter in a way that PyTorch does not see."""
         if self._etp is not None:
             self._etp.forget()
-
-    # A parameter that is copied or replaced has lost its attributes.
-
-    def _mark_parameters(self) -> None:
-        mark_rows(self)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        replaced = self._parameters.get(name)
-        super().register_parameter(name, param)
-        if replaced is not None and param is not None:
-            self._mark_parameters()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.invalidate()  # module.to() and the like write through .data

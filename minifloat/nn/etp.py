@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,13 +14,40 @@ from minifloat.functional.etp.rows import EtpRows, Reduction
 from minifloat.functional.etp.weight import EtpWeight
 from minifloat.nn.parameters import replace
 
-if TYPE_CHECKING:
-    from minifloat.nn.embedding import EtpEmbedding
-    from minifloat.nn.linear_state import LinearState
+
+class SharedRows(nn.Module):
+    """A layer of whose parameters ranks may have some rows each; ``_etp``: the weight that gathers them, or None.
+
+    A parameter that is copied or replaced has lost its notes: which ranks share it is noted again.
+    """
+
+    _rows_kind = EtpRows
+    _etp: EtpWeight | None = None
+
+    @property
+    def _weight_names(self) -> tuple[str, ...]:
+        """The names of the parameters that make up the weight."""
+        return ("weight",)
+
+    def _mark_parameters(self) -> None:
+        """Notes on the parameters which ranks share them, if any do; ``DistributedDataParallel`` refuses the layer."""
+        if self._etp is not None:
+            check_when_wrapping(check_not_replicated)
+            self._etp.rows.mark()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        replaced = self._parameters.get(name)
+        super().register_parameter(name, param)
+        if replaced is not None and param is not None:
+            self._mark_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_parameters()
 
 
 def shard_rows(
-    layer: LinearState | EtpEmbedding,
+    layer: SharedRows,
     group: Group,
     reduction: Reduction,
     replicas: tuple[Group, ...] = (),
@@ -41,13 +68,6 @@ def shard_rows(
     layer._etp = EtpWeight(rows)
     layer._mark_parameters()
     return rows
-
-
-def mark_rows(layer: LinearState | EtpEmbedding) -> None:
-    """Notes on the parameters which ranks share them, if any do; ``DistributedDataParallel`` refuses the layer."""
-    if layer._etp is not None:
-        check_when_wrapping(check_not_replicated)
-        layer._etp.rows.mark()
 
 
 def etp_weights(model: nn.Module) -> Iterator[EtpWeight]:

@@ -14,15 +14,14 @@ from minifloat.autocast import checks_finite, first_equal
 from minifloat.comm.ddp import check_synchronized
 from minifloat.delayed import AmaxHistory, history_length
 from minifloat.delayed_call import DelayedCall
-from minifloat.functional.etp.rows import EtpRows
-from minifloat.functional.etp.weight import EtpWeight, GatheredWeight
+from minifloat.functional.etp.weight import GatheredWeight
 from minifloat.functional.exchange import LOCAL, Local
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, Mode, linear_config
 from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, record, reuse
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LOCAL_WEIGHT, LocalWeight
 from minifloat.nn.configs import LinearConfigs
-from minifloat.nn.etp import mark_rows
+from minifloat.nn.etp import SharedRows
 from minifloat.nn.parameters import InitMethod
 from minifloat.nn.quantized_parameters import bind_scale, bind_scales, keep_quantized, load_scales, quantized_rows
 from minifloat.nn.tensor_parallel import Partition
@@ -60,13 +59,12 @@ class CachedWeight(NamedTuple):
         )
 
 
-class LinearState(nn.Module):
+class LinearState(SharedRows):
     """The state of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it.
 
     Attributes:
         wgrad_in_weight_dtype: may be set: dW is computed in the dtype of the weight, as fp32. Else it is rounded to
             that of the activations, and autograd copies it.
-        _etp: its weight, where ranks with other data share the rows.
         _keeps_weight: between microbatches; what is gathered for each is not worth it, nor known to have changed.
         _skip_weight_cast: fp32 [1] that a captured cast reads in each replay: where it is 1, codes stay.
         _agreed: recipes and groups whose ranks run the layer alike.
@@ -74,7 +72,6 @@ class LinearState(nn.Module):
     """
 
     _groups = 1
-    _rows_kind = EtpRows
 
     in_features: int
     out_features: int
@@ -97,7 +94,6 @@ class LinearState(nn.Module):
     sequence_parallel: bool = False
     _recipe: OwnRecipe = None
     _exchange: Local = LOCAL
-    _etp: EtpWeight | None = None
     _keeps_weight: bool = True
     _weight_cache: CachedWeight | None = None
     _skip_weight_cast: Tensor | None = None
@@ -112,11 +108,6 @@ class LinearState(nn.Module):
     def _label(self) -> str:
         """What errors call the layer."""
         raise NotImplementedError
-
-    @property
-    def _weight_names(self) -> tuple[str, ...]:
-        """The names of the parameters that make up the weight."""
-        return ("weight",)
 
     @property
     def _matrices(self) -> tuple[tuple[str, ...], ...]:
@@ -200,17 +191,6 @@ class LinearState(nn.Module):
         for name in _HISTORIES:
             if name in self._modules:
                 getattr(self, name).reset_parameters()
-
-    def _mark_parameters(self) -> None:
-        """Notes on the parameters which ranks share them."""
-        mark_rows(self)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of ``nn.Module``; what takes the place of a parameter that ranks share says so too."""
-        replaced = self._parameters.get(name)
-        super().register_parameter(name, param)
-        if replaced is not None and param is not None:
-            self._mark_parameters()
 
     def _group_of(self, name: str) -> int:
         """Which of the ``_groups`` linears has the weight ``name``."""
@@ -365,9 +345,8 @@ class LinearState(nn.Module):
         return self.__dict__ | {"_weight_cache": None, "_wgrad_tasks": [], "_agreed": frozenset()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         bind_scales(self)
-        self._mark_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.invalidate()  # module.to() and the like write through .data
