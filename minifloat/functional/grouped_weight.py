@@ -308,8 +308,8 @@ def join_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Joined
         return joined
     if any(weight.is_meta or is_dtensor(weight) for weight in weights) or _are_neighbours(weights):
         return None
-    if any(weight.is_shared() or weight.is_pinned() for weight in weights):
-        return None
+    if weights[0].is_cpu and any(weight.is_shared() or weight.is_pinned() for weight in weights):
+        return None  # a tensor of a GPU calls itself shared, whoever has its memory
     if are_alike(weights):
         return _join_quantized(weights)
     if not any(isinstance(weight, QuantizedTensor) for weight in weights):
