@@ -15,9 +15,7 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 HAS_TORCH := import torch; assert torch.__version__ >= '2.11'
-# Tests that use worker processes go to one xdist worker (see tests/conftest.py), hence loadgroup; with pytest 9.2,
-# whose ids xdist 3.8 does not group by, to all.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --durations 15
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15
 RESULT = tests/results/$(NOW)
 
 # Where behaviour depends most on PyTorch's version, Python's, or the number of threads.

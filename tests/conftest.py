@@ -127,12 +127,14 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is none, and keep the tests that use worker processes on one xdist worker."""
+    """Skip GPU tests where there is none, and begin with those that use worker processes.
+
+    Workers of xdist get neighbours (``--dist worksteal``): so one of them has those processes, and not each.
+    """
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         interpreted = item.path.name.startswith("test_triton_") and "device" in getattr(item, "fixturenames", ())
         if interpreted and torch.cuda.is_available() and not item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="the compiled kernels are tested here, not the interpreted ones"))
-        if "worker_pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("worker_pool"))
+    items.sort(key=lambda item: "worker_pool" not in getattr(item, "fixturenames", ()))
