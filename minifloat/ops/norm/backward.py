@@ -22,6 +22,12 @@ COLUMNS = 32
 """Of a program that adds the groups."""
 
 
+def backward_tile(width: int) -> NormTile:
+    """The tile for rows of ``width``; four warps up to 1024, where sums over eight take longer than their loads."""
+    tile = norm_tile(width, ELEMENTS)
+    return tile if tile.block > 1024 else tile._replace(warps=4)
+
+
 @triton.jit
 def load_terms(dy, x, gamma, m, k, M, K, row_mean, row_rsigma, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     """Tiles of dy, of the normalized n, and of d = dy * g; 0 outside the matrix."""
@@ -126,7 +132,7 @@ def norm_backward(
     dy, x, gamma = ready(dy), ready(x), ready(gamma)
     mean, rsigma = ready(mean), ready(rsigma)
     centered = normalization == "LayerNorm"
-    choice = choice or norm_tile(width, ELEMENTS)
+    choice = choice or backward_tile(width)
     tiles = max(1, triton.cdiv(rows, choice.rows * MOST_GROUPS))
     groups = triton.cdiv(rows, choice.rows * tiles)
     # Zeros to add to, where a row is wider than a tile.
