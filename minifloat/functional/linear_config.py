@@ -11,7 +11,7 @@ from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
-from minifloat.recipes.base import BackwardOverride
+from minifloat.recipe.base import BackwardOverride
 
 Mode = Literal["column", "row"]
 Overlap = Literal["handles", "symmetric_memory"]

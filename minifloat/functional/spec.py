@@ -15,7 +15,7 @@ from minifloat.functional import batch_invariant, gemm
 from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.functional.quantize import RoleCasts
 from minifloat.quantizer import Quantizer
-from minifloat.recipes.base import BackwardOverride
+from minifloat.recipe.base import BackwardOverride
 
 Saved = Literal["nothing", "values", "operand"]
 

@@ -10,7 +10,7 @@ import torch
 from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.functional.spec import Spec
 from minifloat.recipe import CustomRecipe, Recipe
-from minifloat.recipes.custom import equal_in_graph
+from minifloat.recipe.base import equal_in_graph
 
 _MOST_CUSTOM = 8  # a program that makes a recipe for each step must not fill the memory
 

@@ -20,7 +20,7 @@ from torch import nn
 from minifloat import quantized_model_init
 from minifloat.optim import AdamW, MasterWeights
 from minifloat.recipe import NAMES, Recipe, named
-from minifloat.recipes.scaling import NVFP4BlockScaling
+from minifloat.recipe.scaling import NVFP4BlockScaling
 from minifloat.tensor import QuantizedTensor
 from minifloat.tools.train.model import ModelConfig, Transformer
 from minifloat.tools.train.run import TrainConfig

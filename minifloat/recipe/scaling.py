@@ -9,7 +9,7 @@ from minifloat.arguments import NonNegativeFloat, checked
 from minifloat.formats import Format, Rounding, define_element
 from minifloat.formats.elements import SmallFloat
 from minifloat.quantizer import Quantizer
-from minifloat.recipes.base import (
+from minifloat.recipe.base import (
     GRADIENTS,
     BackwardOverride,
     ElementPair,

@@ -1,4 +1,4 @@
-"""The recipes by their names: which format each tensor of a layer takes, and how its GEMMs accumulate. Frozen values.
+"""Recipes by name: which format each tensor of a layer takes, and how its GEMMs accumulate. Frozen values.
 
 Names, fields and defaults are those of Transformer Engine; what it reads from environment variables are arguments here.
 A recipe answers one question, :meth:`Recipe.quantizer`: how is the tensor of this role quantized?
@@ -12,10 +12,17 @@ from typing import Annotated, Any, Literal
 
 from minifloat import capability
 from minifloat.arguments import Accepts
-from minifloat.recipes.base import ElementPair, MMParams, QParams, QuantizerRole, Recipe
-from minifloat.recipes.custom import CustomRecipe
-from minifloat.recipes.delayed import DelayedScaling, DelayedScalingRequest
-from minifloat.recipes.scaling import (
+from minifloat.recipe.base import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    ElementPair,
+    MMParams,
+    QParams,
+    QuantizerRole,
+    Recipe,
+)
+from minifloat.recipe.scaling import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,

@@ -1,17 +1,18 @@
-"""What recipes share: roles, options, and the base class. Frozen values."""
+"""Roles and options of recipes, their base class, and those of no fixed format: delayed scaling, a factory's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from minifloat.arguments import Accepts, NonNegativeFloat, checked
+from torch import Tensor
+
+from minifloat.arguments import Accepts, NonNegativeFloat, Size, checked
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.quantizer import Quantizer
-
-if TYPE_CHECKING:
-    from minifloat.recipes.delayed import DelayedScaling
 
 BackwardOverride = Literal["high_precision", "dequantized"] | None
 Selection = Literal["none", "weights", "activations", "all"]
@@ -184,3 +185,128 @@ def plain(value: Any, name: str) -> Any:
             raise ValueError(f"{name} is {value!r}, which has no name of its own; use a module-level function")
         return f"{module}:{path}"
     return value
+
+
+AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
+ScaleAlgorithm = Callable[[Tensor, Tensor, float, "DelayedScaling"], Tensor]
+
+
+@checked
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """FP8 with one scale a tensor, taken from the amaxes of earlier steps.
+
+    Args:
+        margin: the scale is divided by ``2 ** margin``.
+        fp8_format: elements, forward and backward.
+        amax_history_len: steps remembered.
+        amax_compute_algo: ``"max"`` or ``"most_recent"`` of the history, or a callable on it ([L, n] to [n]).
+        scaling_factor_compute_algo: callable ``(amax, scale, fp8_max, recipe) -> scale``; None is ``fp8_max / amax``.
+        reduce_amax: reduce amaxes over the group given to ``autocast``, all ranks by default.
+    """
+
+    margin: Margin = 0
+    fp8_format: ElementPair = ElementPair.HYBRID
+    amax_history_len: Size = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScaleAlgorithm | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    kinds = frozenset({"delayed", "float8_per_tensor_scaling"})
+    rules = "", ""
+    """How the scales of forward and of backward follow from amaxes, ``"e4m3/margin=0/max"``; ``/custom``: by callables.
+
+    Strings for the same reason as a format's spec: a compiler takes them for the constants that they are.
+    """
+
+    def __post_init__(self) -> None:
+        self._check(self.fp8_format)
+        if self.backward_override is not None:
+            raise ValueError("DelayedScaling has no backward_override; use Float8CurrentScaling for one")
+        custom = callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
+        how = f"margin={self.margin}/{'custom' if custom else self.amax_compute_algo}"
+        # Spelled here: where shapes are dynamic, a compiler takes the margin for a symbol, which cannot be spelled.
+        object.__setattr__(self, "rules", (f"{self.fp8_format.forward}/{how}", f"{self.fp8_format.backward}/{how}"))
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return Quantizer(Format(self.fp8_format.element(role), scale_rule="given"))
+
+    def resolve(self, role: QuantizerRole) -> tuple[Quantizer, DelayedScaling | None]:
+        return self.quantizer(role), self
+
+
+@checked
+@dataclass(frozen=True)
+class DelayedScalingRequest:
+    """What a :class:`CustomRecipe` factory returns for a role that wants delayed scaling."""
+
+    fp8_format: ElementPair = ElementPair.HYBRID
+    margin: Margin = 0
+    amax_history_len: Size = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScaleAlgorithm | None = None
+    reduce_amax: bool = True
+
+    def recipe(self) -> DelayedScaling:
+        return DelayedScaling(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+@checked
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """A factory decides for each role: one layer or one operand gets another format, or none.
+
+    Args:
+        qfactory: called with a :class:`QuantizerRole`, once for each role of a module and recipe object (in compiled
+            code, where equal recipes are one, it is traced); returns a ``Quantizer`` (``Quantizer.identity()`` for high
+            precision, ``Quantizer.hybrid(...)`` for a format for each orientation) or a :class:`DelayedScalingRequest`.
+            A module-level function, if the recipe is to be pickled.
+        fp8_format, quantization_alignment: as Transformer Engine's, and unused: the factory decides on the formats, and
+            no layer pads groups of rows yet. They keep their defaults.
+    """
+
+    qfactory: Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
+    fp8_format: ElementPair = ElementPair.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    quantization_alignment: int = 128
+    kinds = frozenset({"custom"})
+
+    def __post_init__(self) -> None:
+        self._check(fp8_format="qfactory decides on the formats", quantization_alignment="no layer pads groups of rows")
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return self.resolve(role)[0]
+
+    def resolve(self, role: QuantizerRole) -> tuple[Quantizer, DelayedScaling | None]:
+        """Calls the factory: the quantizer and, if it asked for delayed scaling, that recipe.
+
+        Raises:
+            ValueError: the factory returned neither a ``Quantizer`` nor a ``DelayedScalingRequest``.
+        """
+        answer = self.qfactory(role)
+        if isinstance(answer, DelayedScalingRequest):
+            delayed = answer.recipe()
+            return delayed.quantizer(role), delayed
+        if not isinstance(answer, Quantizer):
+            raise ValueError(
+                f"qfactory returned {answer!r} for {role}; return a Quantizer, a DelayedScalingRequest, "
+                "or Quantizer.identity() for high precision"
+            )
+        if any(fmt.scale_rule == "given" for fmt in (answer.row_format, answer.format(COLUMNWISE))):
+            raise ValueError(
+                f"qfactory returned a quantizer of a given scale for {role}; return DelayedScalingRequest()"
+            )
+        return answer, None
+
+
+def equal_in_graph(known: Recipe, recipe: Recipe) -> bool:
+    """``known == recipe`` in traced code, where factories have no ``==``, and those of ``partial`` not even ``is``."""
+    if known is recipe or not (isinstance(known, CustomRecipe) and isinstance(recipe, CustomRecipe)):
+        return known is recipe or known == recipe
+    if isinstance(known.qfactory, partial) or isinstance(recipe.qfactory, partial):
+        return False
+    return known.qfactory is recipe.qfactory and known.backward_override == recipe.backward_override

@@ -1,1 +1,0 @@
-"""The recipes; ``minifloat.recipe`` lists their names."""
