@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from minifloat.formats import IDENTITY, Format, parse
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
-from minifloat.tensor import QuantizedTensor, quantize, quantize_all_, writing
+from minifloat.tensor import QuantizedTensor, base, quantize, quantize_all_
 from tests.helpers.distributed_pool import Pools
 
 NVFP4 = Format("e2m1", 16, scale_rule="two_level")
@@ -1101,8 +1101,8 @@ def test_many_tensors_take_one_launch_a_phase() -> None:
 
 
 def test_a_foreach_operation_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cast, lengths = writing.cast_all, []
-    monkeypatch.setattr(writing, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw))
+    cast, lengths = base.cast_all, []
+    monkeypatch.setattr(base, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw))
     targets = [make(name) for name in ("current", "nvfp4", "block_tiles")]
     lengths.clear()
     torch._foreach_mul_(targets, 2.0)

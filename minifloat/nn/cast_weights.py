@@ -23,8 +23,7 @@ from minifloat.operand import Quantized
 from minifloat.ops import delayed
 from minifloat.quantizer import DTYPES, Quantizer, cast_all
 from minifloat.recompute import capturing, recomputes
-from minifloat.tensor.base import versions
-from minifloat.tensor.writing import count_steps
+from minifloat.tensor.base import count_steps, versions
 
 _SLOT = FORWARD_SLOTS.index("weight")
 _TOGETHER = 8

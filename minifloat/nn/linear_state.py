@@ -30,8 +30,7 @@ from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, OwnRecipe, Recipe, RecipeLike, as_recipe, own_recipe
 from minifloat.recompute import capturing
 from minifloat.tensor import QuantizedTensor
-from minifloat.tensor.base import versions
-from minifloat.tensor.writing import count_steps, stop_counting
+from minifloat.tensor.base import count_steps, stop_counting, versions
 
 _HISTORIES = {"forward_scaling": FORWARD_SLOTS, "backward_scaling": BACKWARD_SLOTS}
 

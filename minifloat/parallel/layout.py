@@ -20,7 +20,7 @@ from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.tensor import operand_ops
-from minifloat.tensor.saved_rows import saved_chunk, write_item
+from minifloat.tensor.rows import saved_chunk, write_item
 
 
 class Entry(NamedTuple):

@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from minifloat.operand import Operand
 from minifloat.quantizer import DTYPES
 from minifloat.tensor import operand_ops
-from minifloat.tensor.base import READS, WRITES, Handler, copied, count_writes, on_values, written_by
+from minifloat.tensor.base import READS, WRITES, Handler, assign_all, copied, count_writes, on_values, written_by
 from minifloat.tensor.quantized_tensor import QuantizedTensor
-from minifloat.tensor.writing import assign_all
 
 
 def _handles(table: dict[Any, Handler], names: str) -> Callable[[Handler], Handler]:

@@ -24,8 +24,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import operand_ops
-from minifloat.tensor.base import CodedTensor, copied, matrix_shape, version_of
-from minifloat.tensor.writing import cast, quantize_all_
+from minifloat.tensor.base import CodedTensor, cast, copied, matrix_shape, quantize_all_, version_of
 
 _INNER = tuple(f"{slot}_{name}" for slot in operand_ops.SLOTS for name in operand_ops.BUFFERS)
 _SHARED = ("quantizer", "cover")  # what copies refer to as well

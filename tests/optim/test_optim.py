@@ -24,7 +24,7 @@ from minifloat.optim import AdamW, MasterWeights, adamw, forget_overflow
 from minifloat.optim.master import Master, join, split
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
-from minifloat.tensor import QuantizedTensor, quantize, writing
+from minifloat.tensor import QuantizedTensor, base, quantize
 from tests.helpers.distributed_pool import Pools
 
 QUANTIZERS = {
@@ -169,8 +169,8 @@ def test_one_cast_and_one_copy_write_the_parameters(monkeypatch: pytest.MonkeyPa
     optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1)
     give_gradients(params)
     lengths: list[int] = []
-    cast = writing.cast_all
-    monkeypatch.setattr(writing, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw))
+    cast = base.cast_all
+    monkeypatch.setattr(base, "cast_all", lambda xs, *args, **kw: lengths.append(len(xs)) or cast(xs, *args, **kw))
     optimizer.step()
     assert lengths == [len(QUANTIZERS)]
 

@@ -26,8 +26,7 @@ from minifloat.functional.weight_source import LocalWeight, Product, accumulated
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recompute import capturing
-from minifloat.tensor.base import versions
-from minifloat.tensor.writing import count_steps
+from minifloat.tensor.base import count_steps, versions
 
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
 _numbers = itertools.count()
