@@ -60,10 +60,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def graph_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are captured on a CPU, by a stand-in."""
-    from minifloat.graphs import graph
+    from minifloat.graphs import capture
     from tests.helpers.graph_on_cpu import GraphOnCpu
 
-    monkeypatch.setattr(graph, "Graph", GraphOnCpu)
+    monkeypatch.setattr(capture, "Graph", GraphOnCpu)
 
 
 @pytest.fixture

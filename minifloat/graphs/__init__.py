@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from minifloat.arguments import Size, checked, label_of
 from minifloat.autocast import autocast
 from minifloat.comm.dtensor import is_dtensor
-from minifloat.graphs import graph
+from minifloat.graphs import capture
 from minifloat.graphs.callables import GraphedCallable, WeightCache, takes_first_microbatch
 from minifloat.graphs.capture import Progress, Step, free_accumulators, steps_of, unchanged
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -123,14 +123,14 @@ def _capture(
     made: Sequence[Sequence[GraphedCallable]], steps: Sequence[Step], device: torch.device, warm_ups: int, unused: bool
 ) -> None:
     """Warms up and captures ``steps``, in their order and into one pool; ``made``: by module and microbatch."""
-    stream = graph.Graph.Stream(device)
+    stream = capture.Graph.Stream(device)
     with stream.current():
         for graphed in made:
             for each in graphed[:2]:  # the second reads cached weights
                 each.warm_up(warm_ups, unused)
     pool: Any = None
     for place, (module, microbatch, forward) in enumerate(steps):
-        each, own = made[module][microbatch], graph.Graph(stream, pool)
+        each, own = made[module][microbatch], capture.Graph(stream, pool)
         pool = own.pool
         (each.capture_forward if forward else each.capture_backward)(own, place)
 
@@ -150,7 +150,7 @@ def _checked_device(modules: Sequence[nn.Module], *arguments: Any) -> torch.devi
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     tensors += [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     devices = {tensor.device for tensor in tensors}
-    if len(devices) != 1 or next(iter(devices)).type != graph.Graph.device_type:
+    if len(devices) != 1 or next(iter(devices)).type != capture.Graph.device_type:
         raise ValueError(
             f"make_graphed_callables: parameters, buffers and sample_args are on {sorted(map(str, devices))}; a CUDA "
             "graph needs all of them on one CUDA device"

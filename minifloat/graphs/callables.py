@@ -16,7 +16,7 @@ from minifloat.arguments import label_of
 from minifloat.autocast import autocast, captured, current
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.autograd import first_order
-from minifloat.graphs import graph
+from minifloat.graphs import capture
 from minifloat.graphs.capture import Progress, SharedWeights, fused_weights, scratch_main_grads
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.moe import MoE
@@ -120,7 +120,7 @@ class GraphedCallable:
                         "detach it, or pass allow_unused_input=True"
                     )
 
-    def capture_forward(self, captured_by: graph.Graph, place: int) -> None:
+    def capture_forward(self, captured_by: capture.Graph, place: int) -> None:
         """As number ``place`` of the pool."""
         self.places[0], self.forward_graph = place, captured_by
         self.shared.settle()
@@ -130,7 +130,7 @@ class GraphedCallable:
             self.cache.hold()
         self.memory = [(tensors, name, _address(tensors[name])) for tensors, name in _tensors_of(self.module)]
 
-    def capture_backward(self, captured_by: graph.Graph, place: int) -> None:
+    def capture_backward(self, captured_by: capture.Graph, place: int) -> None:
         """As number ``place`` of the pool, after the forward."""
         for weight, _ in self.main_grads:
             weight.main_grad_is_old = False  # added to: what replaces it is zeroed before
@@ -165,7 +165,7 @@ class GraphedCallable:
         if not outputs or not targets:
             return [None] * len(targets)
         compute = partial(torch.autograd.grad, outputs, grad_outputs=given, allow_unused=True)
-        with torch.autocast(graph.Graph.device_type, enabled=False):  # as backward runs, whatever surrounds the capture
+        with torch.autocast(capture.Graph.device_type, enabled=False):  # as backward runs, whatever surrounds it
             return self.shared.gradients(targets, compute)
 
     # ---- replay ----
@@ -344,10 +344,12 @@ def _address(tensor: Any) -> int:
 
 
 def _autocast_dtype() -> torch.dtype | None:
-    kind = graph.Graph.device_type
+    kind = capture.Graph.device_type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _torch_autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """The same without its cache of cast weights, which no replay would cast again."""
-    return nullcontext() if dtype is None else torch.autocast(graph.Graph.device_type, dtype=dtype, cache_enabled=False)
+    return (
+        nullcontext() if dtype is None else torch.autocast(capture.Graph.device_type, dtype=dtype, cache_enabled=False)
+    )

@@ -16,7 +16,7 @@ import minifloat
 from minifloat import make_graphed_callables
 from minifloat.distributed import parallelize
 from minifloat.formats import ROWWISE
-from minifloat.graphs import graph
+from minifloat.graphs import capture
 from minifloat.nn.etp import etp_weights
 from minifloat.recipe import DelayedScaling, named
 from tests.helpers.graph_on_cpu import GraphOnCpu
@@ -91,12 +91,12 @@ def compare(
     wrong: list[str] = []
     graphs: list[bool] = []  # of each replay, whether nothing was in flight
 
-    class Watched(GraphOnCpu if device == "cpu" else graph.Graph):  # type: ignore[misc]
+    class Watched(GraphOnCpu if device == "cpu" else capture.Graph):  # type: ignore[misc]
         def replay(self) -> None:
             graphs.append(not any(lane._ahead or lane._reducing for lane in lanes_of(model)))
             super().replay()
 
-    with mock.patch.object(graph, "Graph", Watched):
+    with mock.patch.object(capture, "Graph", Watched):
         model, twin = (model_of(experts, device, size, recipe, dtype, depth) for _ in range(2))
         step(model, rank, 99)  # what it learns of the order of gathers is of no use to graphs
         step(twin, rank, 99)
@@ -146,7 +146,7 @@ def _forget_hooks(model: nn.Module) -> None:
 def in_main_grad(rank: int, size: int, device: str = "cpu") -> list[str]:
     """A layer that adds to ``main_grad`` in its graph; captures and warm-ups leave it as it was."""
     wrong = []
-    with mock.patch.object(graph, "Graph", GraphOnCpu if device == "cpu" else graph.Graph):
+    with mock.patch.object(capture, "Graph", GraphOnCpu if device == "cpu" else capture.Graph):
         mesh = init_device_mesh(device, (size,))
         torch.manual_seed(0)
         layer = minifloat.Linear(
@@ -203,7 +203,7 @@ class Fails(nn.Module):
 def after_a_failure(rank: int, size: int, backward: bool) -> list[str]:
     """A capture that raises leaves nothing in flight, no gradient, and the next step as it would have been."""
     results = []
-    with mock.patch.object(graph, "Graph", GraphOnCpu):
+    with mock.patch.object(capture, "Graph", GraphOnCpu):
         for captured in (False, True):
             torch.manual_seed(0)
             model = Fails("cpu", backward)

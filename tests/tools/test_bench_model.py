@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifloat.graphs import graph
+from minifloat.graphs import capture
 from minifloat.tools.bench import model, registry, run
 from minifloat.tools.bench.measure import LEAST_STEPS, Timer
 from minifloat.tools.bench.model import COMPILED, MODELS, RECIPES, STEPS, Made, Step, Training
@@ -109,7 +109,7 @@ def test_a_wrong_step_has_no_speed(wrong: Callable[[nn.Module], None]) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_captured_step_is_the_eager_one(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
-    monkeypatch.setattr(graph, "Graph", Captured)
+    monkeypatch.setattr(capture, "Graph", Captured)
     (row,) = registry.choose(["model"], "model: gpt-2")
     case = row.build(CPU, True)
     errors = []

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat import RotaryPositionEmbedding, TransformerLayer, autocast, cast_weights
-from minifloat.graphs import graph
+from minifloat.graphs import capture
 from minifloat.tools.bench import peers
 from minifloat.tools.bench.fused import EPS, Sizes, TorchLayer
 from minifloat.tools.bench.registry import Call, Case, Contender, Measure, Outputs, Row, UnavailableError
@@ -148,9 +148,9 @@ class Training:
         (self.first, _), *_, (self.last, self.norm) = [[float(each) for each in step()] for _ in range(STEPS)]
 
     @cached_property
-    def stream(self) -> graph.CaptureStream:
+    def stream(self) -> capture.CaptureStream:
         """Where steps are captured."""
-        return graph.Graph.Stream(self.device)
+        return capture.Graph.Stream(self.device)
 
     def reset(self) -> None:
         """Weights and moments are as before the first step."""
@@ -292,7 +292,7 @@ class CapturedStep(Step):
 
     def __init__(self, training: Training, made: Made) -> None:
         super().__init__(training, made, "captured")
-        self.graph = graph.Graph(training.stream, training.pool)
+        self.graph = capture.Graph(training.stream, training.pool)
         self.outputs: list[Tensor] = []
 
     def run(self) -> list[Tensor]:
@@ -313,7 +313,7 @@ def build(model: Model, recipes: tuple[str, ...], device: torch.device, tiny: bo
 
     def contender(name: str, make: Callable[[], Made], way: Way, recipe: str = "bf16", **options: Any) -> Contender:
         def setup() -> Call:
-            if way == "captured" and device.type != graph.Graph.device_type:
+            if way == "captured" and device.type != capture.Graph.device_type:
                 raise UnavailableError("a CUDA graph needs an NVIDIA GPU")
             made = make()
             training.reset()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.functional import Gemm, count_gemms
-from minifloat.graphs import graph
+from minifloat.graphs import capture
 from minifloat.tools.train.ranks import Ranks
 from minifloat.tools.train.run import TrainConfig
 from minifloat.tools.train.step import Batch, clipped_gradients, imbalance_of
@@ -17,7 +17,7 @@ from minifloat.tools.train.step import Batch, clipped_gradients, imbalance_of
 
 def check_capture(device: torch.device, ranks: Ranks) -> None:
     """Raises ValueError where no step can be captured."""
-    if device.type != graph.Graph.device_type:
+    if device.type != capture.Graph.device_type:
         raise ValueError(f"--cuda-graph needs an NVIDIA GPU, and the device is {device}; leave it out")
     if not ranks.alone:
         raise ValueError(
@@ -46,10 +46,10 @@ class CapturedStep:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, device: torch.device
     ) -> None:
         self.model, self.optimizer, self.config, self.device = model, optimizer, config, device
-        self.stream = graph.Graph.Stream(device)
+        self.stream = capture.Graph.Stream(device)
         self.rate = torch.zeros((), dtype=torch.float32, device=device)
         self.batch: Batch | None = None
-        self.graph: graph.Graph | None = None
+        self.graph: capture.Graph | None = None
         self.result: list[Tensor] = []
         self.gemms: Counter[Gemm] = Counter()
 
@@ -77,7 +77,7 @@ class CapturedStep:
         return StepResult(loss, norm, imbalance[0] if imbalance else None, Counter(self.gemms))
 
     def _capture(self) -> None:
-        captured = graph.Graph(self.stream)
+        captured = capture.Graph(self.stream)
         for group in self.optimizer.param_groups:
             group["capturable"] = True  # its step counts are on the device
         try:
