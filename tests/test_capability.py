@@ -11,7 +11,7 @@ import torch
 from minifloat import capability
 from minifloat.capability import PAIRS
 from minifloat.formats import IDENTITY, Format
-from minifloat.formats.scale_rules import Quotient, define_scale_rule
+from minifloat.formats.elements import Quotient, define_scale_rule
 
 GPU = torch.device("cuda", 0)
 F32_STRIP, F32_TILE = (Format(block=128, tile=tile, scale_rule="fp32") for tile in (False, True))

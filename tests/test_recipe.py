@@ -477,12 +477,12 @@ def test_fp8_attention_is_refused(cls: Callable[..., Recipe], option: str) -> No
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (Float8CurrentScaling, {"fp8_format": Format("e5m2")}, "minifloat.recipe.base.ElementPair .*HYBRID"),
-        (DELAYED, {"fp8_format": "HYBRID"}, "fp8_format is 'HYBRID'.*minifloat.recipe.base.ElementPair"),
+        (Float8CurrentScaling, {"fp8_format": Format("e5m2")}, "minifloat.recipe.ElementPair .*HYBRID"),
+        (DELAYED, {"fp8_format": "HYBRID"}, "fp8_format is 'HYBRID'.*minifloat.recipe.ElementPair"),
         (DELAYED, {"amax_history_len": 2.5}, "amax_history_len is 2.5"),
         (DELAYED, {"margin": True}, "margin is True; an int"),
         (CustomRecipe, {"qfactory": "not callable"}, "qfactory is 'not callable'; a callable"),
-        (Float8CurrentScaling, {"fp8_gemm_fprop": True}, "fp8_gemm_fprop is True; a minifloat.recipe.base.MMParams"),
+        (Float8CurrentScaling, {"fp8_gemm_fprop": True}, "fp8_gemm_fprop is True; a minifloat.recipe.MMParams"),
         (MMParams, {"use_split_accumulator": "no"}, "use_split_accumulator is 'no'; True or False"),
     ],
 )

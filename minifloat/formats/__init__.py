@@ -1,7 +1,7 @@
 """Number formats as data: what a code means, which elements share a scale, and how that scale is found.
 
-A :class:`Format` is all a kernel needs to know. Its element (``elements.py``) and its scale rule (``scale_rules.py``)
-are objects that bring their code, in PyTorch and in Triton, and are known by name; an unknown name is an error here, so
+A :class:`Format` is all a kernel needs to know. Its element and its scale rule (``elements.py``) are
+objects that bring their code, in PyTorch and in Triton, and are known by name; an unknown name is an error here, so
 that kernels have no case for it. The formulas are in ``docs/numerics.md``.
 """
 
@@ -14,8 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from minifloat.arguments import Count, NonNegativeFloat, PositiveFloat, checked
-from minifloat.formats.elements import ELEMENTS, Element, define_element
-from minifloat.formats.scale_rules import SCALE_RULES, ScaleRule, define_scale_rule
+from minifloat.formats.elements import ELEMENTS, SCALE_RULES, Element, ScaleRule, define_element, define_scale_rule
 
 ROWWISE = -1
 """Scaled along the last dim, which forward and dgrad contract on the left."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minifloat.formats.elements import ElementKernels
-from minifloat.formats.scale_rules import RuleKernels
+from minifloat.formats.elements import ElementKernels, RuleKernels
 
 MINUS_INFINITY_BITS = tl.constexpr(-0x800000)
 

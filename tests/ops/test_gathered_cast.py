@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.formats.scale_rules import Quotient, define_scale_rule
+from minifloat.formats.elements import Quotient, define_scale_rule
 from minifloat.ops import grouped
 from minifloat.ops.grouped import cast_kernels, gathered, layout
 from minifloat.ops.grouped.fused import Outputs

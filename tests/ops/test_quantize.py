@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minifloat.formats import COLUMNWISE, ELEMENTS, IDENTITY, ROWWISE, Format, parse, scale_rules
+from minifloat.formats import COLUMNWISE, ELEMENTS, IDENTITY, ROWWISE, Format, elements, parse
 from minifloat.operand import Operand
 from minifloat.ops import quantize
 from minifloat.ops.quantize import philox
@@ -281,9 +281,9 @@ def test_element_cast_of_every_bf16(element: str, device: torch.device) -> None:
 
 def test_e8m0_rounds_up(device: torch.device) -> None:
     values, codes = zip(*vectors.FLOAT_TO_E8M0, strict=True)
-    assert scale_rules.e8m0_from_float(torch.tensor(values, device=device)).tolist() == list(codes)
+    assert elements.e8m0_from_float(torch.tensor(values, device=device)).tolist() == list(codes)
     every = torch.arange(256, dtype=torch.uint8)
-    assert same(to_numpy(scale_rules.SCALE_RULES["e8m0"].values(every.to(device))), oracle.e8m0_value(to_numpy(every)))
+    assert same(to_numpy(elements.SCALE_RULES["e8m0"].values(every.to(device))), oracle.e8m0_value(to_numpy(every)))
 
 
 @pytest.mark.parametrize(("largest", "pow2", "scales"), vectors.SCALES)

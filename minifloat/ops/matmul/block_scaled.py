@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.formats.elements import E4M3
-from minifloat.formats.scale_rules import e8m0_from_float
+from minifloat.formats.elements import E4M3, e8m0_from_float
 from minifloat.ops.matmul.native import has_kernels, k_major
 from minifloat.ops.matmul.reference import Values, tensor_factor, values_shape
 from minifloat.ops.quantize.reference import _pack, _unpack, decode

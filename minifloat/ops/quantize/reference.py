@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.formats.elements import E2M1, E4M3
-from minifloat.formats.scale_rules import FLT_MAX, fp32
+from minifloat.formats.elements import E2M1, E4M3, FLT_MAX, fp32
 from minifloat.ops import new
 from minifloat.ops.quantize import hadamard, philox
 
