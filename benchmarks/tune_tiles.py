@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.activation import kernels as activation
-from minifloat.ops.norm.cast import norm_cast
+from minifloat.ops.norm.kernels import norm_cast
 from minifloat.ops.quantize import blocks, empty_cast, nvfp4, per_tensor
 from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile, tile

@@ -39,7 +39,8 @@ from minifloat.ops.delayed import gpu as delayed
 from minifloat.ops.launch import Kernel, count_launches
 from minifloat.ops.matmul.spread import Scales, finish, spread, values
 from minifloat.ops.matmul.transpose import k_major_copy
-from minifloat.ops.norm import NORMALIZATIONS, backward, cast, forward
+from minifloat.ops.norm import NORMALIZATIONS
+from minifloat.ops.norm import kernels as norm_kernels
 from minifloat.ops.permute import kernels as permutation
 from minifloat.ops.quantize import amax_shape, decode, empty_cast, gpu, pipeline
 from minifloat.quantizer import cast_all
@@ -214,11 +215,11 @@ def norms(normalization: str, device: torch.device) -> None:
         beta = gamma if normalization == "LayerNorm" and i > 1 else None
         of = gamma, beta, normalization, 1e-5, zero_centered
         other = residual if i % 2 or shape == WIDE else None
-        _, mean, rsigma, *_ = forward.norm_forward(x, *of, dtype, True, other)
+        _, mean, rsigma, *_ = norm_kernels.norm_forward(x, *of, dtype, True, other)
         for wanted in ((True, True), (True, False), (False, True))[: 3 if shape == ODD else 1]:
-            cast.norm_cast(x, *of, ones((1,), device), GIVEN.spec, *wanted, True, other)
+            norm_kernels.norm_cast(x, *of, ones((1,), device), GIVEN.spec, *wanted, True, other)
         for dresidual in (residual, None)[: 2 if shape == ODD else 1]:
-            backward.norm_backward(dy, x, gamma, mean, rsigma, normalization, zero_centered, dresidual)
+            norm_kernels.norm_backward(dy, x, gamma, mean, rsigma, normalization, zero_centered, dresidual)
 
 
 def activations(name: str, device: torch.device) -> None:
@@ -250,7 +251,7 @@ def produced_blocks(device: torch.device) -> None:
                 kernels.backward_cast(dy, x, "gelu", (), *how, True)
                 kernels.backward_cast(of_halves, halves, "swiglu", (), *how, False)
                 options = "LayerNorm", 1e-5, False, None, fmt.spec, *wanted
-                cast.norm_cast(x, gamma, gamma, *options, dy if dtype == BF16 else None)
+                norm_kernels.norm_cast(x, gamma, gamma, *options, dy if dtype == BF16 else None)
 
 
 def permutations(device: torch.device) -> None:

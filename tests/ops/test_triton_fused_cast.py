@@ -20,8 +20,7 @@ from minifloat.functional.norm_activation import Activation, Norm
 from minifloat.ops import activation
 from minifloat.ops.activation import kernels, out_columns
 from minifloat.ops.launch import Kernel, count_launches
-from minifloat.ops.norm import cast as norm_kernels
-from minifloat.ops.norm import forward as norm_forward
+from minifloat.ops.norm import kernels as norm_kernels
 from minifloat.ops.quantize import fused_cast
 from minifloat.ops.quantize.fused import cast_constants, fused_tile
 from minifloat.ops.quantize.layouts import layouts
@@ -206,7 +205,7 @@ def norm_of(
     norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, residual: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     options = norm.normalization, norm.eps, norm.zero_centered_gamma
-    return norm_forward.norm_forward(x, gamma, beta, *options, x.dtype, False, residual)
+    return norm_kernels.norm_forward(x, gamma, beta, *options, x.dtype, False, residual)
 
 
 def assert_norm(got: tuple[Tensor, ...], want: tuple[Tensor, ...], spec: str, wanted: Wanted) -> None:

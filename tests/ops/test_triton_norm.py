@@ -14,8 +14,8 @@ from minifloat.formats import COLUMNWISE, parse
 from minifloat.functional.norm_activation import Norm
 from minifloat.ops import norm as operations
 from minifloat.ops.launch import count_launches
-from minifloat.ops.norm import backward, cast, forward
-from minifloat.ops.norm.forward import NormTile
+from minifloat.ops.norm import kernels
+from minifloat.ops.norm.kernels import NormTile
 from minifloat.ops.quantize import reference as quantize
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import DTYPES, U, assert_within
@@ -44,7 +44,7 @@ def run_forward(
 ) -> Forward:
     residual, choice = options.get("residual"), options.get("choice")
     with count_launches() as launches:
-        out = forward.norm_forward(
+        out = kernels.norm_forward(
             x, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma, dtype, True, residual, choice
         )
     assert launches["norm_forward_kernel"] == launches.total() == (x.shape[0] > 0)
@@ -55,7 +55,7 @@ def run_cast(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, **option
     scale = torch.tensor([options.get("scale", 56.0)], device=x.device)
     spec, wanted, choice = options.get("spec", SPEC), options.get("wanted", (True, True)), options.get("choice")
     with count_launches() as launches:
-        out = cast.norm_cast(
+        out = kernels.norm_cast(
             x, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma,
             scale, spec, *wanted, True, options.get("residual"), sums=choice,
         )  # fmt: skip
@@ -67,7 +67,7 @@ def run_backward(
     norm: Norm, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, Tensor], **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     with count_launches() as launches:
-        out = backward.norm_backward(
+        out = kernels.norm_backward(
             dy, x, gamma, *saved, norm.normalization, norm.zero_centered_gamma,
             options.get("dresidual"), options.get("choice"),
         )  # fmt: skip

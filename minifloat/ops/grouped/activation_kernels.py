@@ -15,8 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.ops.activation import out_columns
-from minifloat.ops.activation.device import gated_gradients, gated_value, pointwise
-from minifloat.ops.activation.kernels import SHOWN, formula, load_activated, within_half
+from minifloat.ops.activation.kernels import (
+    SHOWN,
+    formula,
+    gated_gradients,
+    gated_value,
+    load_activated,
+    pointwise,
+    within_half,
+)
 from minifloat.ops.activation.reference import gated
 from minifloat.ops.grouped.fused import (
     Outputs,

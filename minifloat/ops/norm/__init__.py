@@ -43,7 +43,7 @@ def check(x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None
         raise ValueError("RMSNorm has no beta; pass beta=None, or normalization='LayerNorm'")
 
 
-@operation("norm.forward:norm_forward")
+@operation("norm.kernels:norm_forward")
 def norm_forward(
     x: Tensor,
     gamma: Tensor,
@@ -75,7 +75,7 @@ def norm_forward(
     return y, mean, rsigma, amax, x.new_empty(0) if residual is None else total
 
 
-@operation("norm.cast:norm_cast")
+@operation("norm.kernels:norm_cast")
 def norm_cast(
     x: Tensor,
     gamma: Tensor,
@@ -113,7 +113,7 @@ def _(x: Tensor, gamma: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor
     return *empty_fused_cast(x, x.shape[1], parse(format), *wanted[:3]), mean, rsigma, total
 
 
-@operation("norm.backward:norm_backward")
+@operation("norm.kernels:norm_backward")
 def norm_backward(
     dy: Tensor,
     x: Tensor,
