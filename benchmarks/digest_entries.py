@@ -214,6 +214,10 @@ ODD_MLP = Case(partial(minifloat.LayerNormMLP, 38, 50), (3, 7, 38))
 ATTENTION = Case(partial(minifloat.MultiheadAttention, 64, 4, attention_dropout=0.0), (16, 2, 64))
 LAYER = Case(partial(minifloat.TransformerLayer, 64, 96, 4, hidden_dropout=0.0, attention_dropout=0.0), (16, 2, 64))
 GATED = {"activation": "swiglu", "normalization": "RMSNorm"}
+SPLITS = {"m_splits": [33, 0, 14, 1]}
+GROUPED = Case(partial(minifloat.GroupedLinear, 4, 64, 48), (48, 64), call=SPLITS)
+EXPERTS = Case(partial(minifloat.GroupedMLP, 4, 64, 96), (48, 64), call=SPLITS)
+MIXTURE = Case(partial(minifloat.MoE, 64, 96, 8), (3, 16, 64))
 FUSED: dict[str, tuple[Case, dict[str, Results]]] = {
     "LayerNormLinear": (NORM_LINEAR, {
         "": {}, "RMSNorm": {"options": {"normalization": "RMSNorm", "zero_centered_gamma": True, "bias": False}},
@@ -243,6 +247,24 @@ FUSED: dict[str, tuple[Case, dict[str, Results]]] = {
         "norm's residual": {"options": {"apply_residual_connection_post_layernorm": True}},
         "quantized": {"ways": ("quantized",)}, "autocast": {"ways": ("autocast",)}, "checkpoint": {
             "ways": ("checkpoint",)}, "dropout": {"make": partial(minifloat.TransformerLayer, 64, 96, 4)},
+    }),
+    "GroupedLinear": (GROUPED, {
+        "": {}, "one weight": {"options": {"single_grouped_weight": True}}, "quantized": {"ways": ("quantized",)},
+        "dW later, main_grad": {"options": {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}},
+        "odd": {"make": partial(minifloat.GroupedLinear, 4, 53, 37), "shape": (48, 53)}, "fp32": {"dtype": FP32},
+        "microbatches": {"call": SPLITS | {"is_first_microbatch": True}}, "autocast": {"ways": ("autocast",)},
+        "frozen": {"ways": ("frozen",)}, "no dX": {"ways": ("no dX",)}, "no bias": {"options": {"bias": False}},
+        "fp8_output": {"call": SPLITS | {"fp8_output": True}}, "aot_eager": {"ways": ("aot_eager",)},
+    }),
+    "GroupedMLP": (EXPERTS, {
+        "": {}, "geglu, biases": {"options": {"activation": "geglu", "bias": True}}, "quantized": {
+            "ways": ("quantized",)}, "recomputed": {"options": {"recompute_activation": True}},
+        "srelu": {"options": {"activation": "srelu"}}, "one weight": {"options": {"single_grouped_weight": True}},
+        "odd": {"make": partial(minifloat.GroupedMLP, 4, 38, 50), "shape": (48, 38)}, "fp32": {"dtype": FP32},
+    }),
+    "MoE": (MIXTURE, {
+        "": {}, "shared": {"options": {"shared_ffn_hidden_size": 48}}, "autocast": {"ways": ("autocast",)},
+        "quantized": {"ways": ("quantized",)}, "microbatches": {"call": {"is_first_microbatch": True}},
     }),
 }  # fmt: skip
 ACTIVATIONS = (
