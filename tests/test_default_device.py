@@ -18,7 +18,7 @@ from tests.helpers.compare import assert_same_bits
 pytest.importorskip("triton")
 
 from minifloat.ops import launch
-from minifloat.ops.grouped import casts, decode, products, sums
+from minifloat.ops.grouped import casts, decode, products
 from tests.helpers import triton_interpreter  # noqa: F401
 
 COUNTS = torch.tensor([3, 0, 4], dtype=torch.int32)
@@ -94,7 +94,7 @@ def test_kernels_of_groups(spec: str, device: torch.device) -> None:
     x, dy, w = (torch.randn(shape, device=device).bfloat16() for shape in ((21, 160), (21, 20), (60, 160)))
 
     def results() -> list[Tensor]:
-        found = [sums.add_rows(x, offsets)]
+        found = [products.add_rows(x, offsets)]
         for gemm, (a, b), dims, size in (
             ("fprop", ((x, offsets), (w, weights)), (ROWWISE, ROWWISE), (21, 20)),
             ("wgrad", ((dy, offsets), (x, offsets)), (COLUMNWISE, COLUMNWISE), (20, 160)),

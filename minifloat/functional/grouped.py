@@ -23,7 +23,7 @@ from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale, record_groups
 from minifloat.operand import Quantized
 from minifloat.ops import grouped, matmul, new
-from minifloat.ops.grouped.gathered import gathered_amax, gathered_cast
+from minifloat.ops.grouped import gathered_amax, gathered_cast
 from minifloat.ops.permute import permute_rows
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Quantizer, as_matrix, casts

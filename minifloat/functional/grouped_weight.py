@@ -22,13 +22,6 @@ from minifloat.ops.grouped import layout
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import Gatherer, QuantizedTensor, operand_ops
 
-_LAYOUTS: dict[str, tuple[Callable[..., slice], Callable[..., tuple[int, ...]]]] = {
-    "codes": (layout.code_rows, layout.code_shape),
-    "scale_inv": (layout.scale_rows, layout.scale_shape),
-    "amax": (layout.amax_rows, layout.amax_shape),
-}
-"""For each tensor of an operand where that of one group lies, and the shape of that of all."""
-
 
 class _Places(NamedTuple):
     """How one tensor of the operands of groups lies in that of all: the shape of each, and the rows between them."""
@@ -37,22 +30,17 @@ class _Places(NamedTuple):
     gaps: tuple[int, ...]
 
 
-def _place(name: str, fmt: Format, dim: int, rows: int, group: int) -> slice:
-    """Where the tensor ``name`` of one group lies, of [N, K] each."""
-    return _LAYOUTS[name][0](fmt, dim, group * rows, rows, group)
-
-
 @cached
-def _places(name: str, fmt: Format, dim: int, rows: int, cols: int, groups: int) -> _Places:
+def _places(name: layout.Name, fmt: Format, dim: int, rows: int, cols: int, groups: int) -> _Places:
     """Those of the tensor ``name``."""
-    end, *shape = _LAYOUTS[name][1](fmt, dim, groups * rows, cols, groups)
-    places = [_place(name, fmt, dim, rows, group) for group in range(groups)]
+    end, *shape = layout.shape(name, fmt, dim, groups * rows, cols, groups)
+    places = [layout.own_rows(name, fmt, dim, group * rows, rows, group) for group in range(groups)]
     starts, ends = [*[place.start for place in places], end], [0, *[place.stop for place in places]]
     gaps = tuple([start - stop for start, stop in zip(starts, ends, strict=True)])
     return _Places(tuple([(place.stop - place.start, *shape) for place in places]), gaps)
 
 
-def _join(name: str, operands: Sequence[Operand]) -> Tensor | None:
+def _join(name: layout.Name, operands: Sequence[Operand]) -> Tensor | None:
     """The tensor ``name`` of all, each at its place, with zeros between them; one launch."""
     first = operands[0]
     like: Tensor | None = getattr(first, name)
@@ -71,7 +59,7 @@ def _join(name: str, operands: Sequence[Operand]) -> Tensor | None:
 def join(operands: Sequence[Operand]) -> GroupedOperand:
     """Operands of matrices [N, K], alike in all but their tensors, as that of [G, N, K]: a copy."""
     first, groups = operands[0], len(operands)
-    codes, scale_inv, amax = (_join(name, operands) for name in operand_ops.BUFFERS)
+    codes, scale_inv, amax = (_join(name, operands) for name in layout.NAMES)
     assert codes is not None
     offsets = GroupLayout.uniform(groups, first.shape[0], codes.device).offsets
     shape = groups * first.shape[0], first.shape[1]
@@ -100,9 +88,9 @@ def with_rows_consecutive(weight: GroupedOperand) -> GroupedOperand:
 def part(whole: GroupedOperand, group: int, like: Operand) -> Operand:
     """The operand of one group in the memory of ``whole``, with versions of its own; in the shapes of ``like``."""
 
-    def own(name: str) -> Any:
+    def own(name: layout.Name) -> Any:
         held: Tensor | None = getattr(whole, name)
-        place = _place(name, like.format, like.dim, like.shape[0], group)
+        place = layout.own_rows(name, like.format, like.dim, group * like.shape[0], like.shape[0], group)
         return None if held is None else held[place].view_as(getattr(like, name)).data
 
     return like._replace(codes=own("codes"), scale_inv=own("scale_inv"), amax=own("amax"))

@@ -59,7 +59,7 @@ def integers(rows: int, cols: int, offsets: Tensor, spec: str, dim: int) -> Oper
     fmt, groups = parse(spec), offsets.numel() - 1
     if not fmt.quantized:
         return Operand(torch.randint(-3, 4, (rows, cols)).bfloat16(), None, None, spec, dim, offsets)
-    shape = layout.code_shape(fmt, dim, rows, cols, groups)
+    shape = layout.shape("codes", fmt, dim, rows, cols, groups)
     values = torch.randint(-3, 4, shape).float()
     codes = fmt.encoding.encode(values)
     if fmt.packed:
@@ -67,19 +67,19 @@ def integers(rows: int, cols: int, offsets: Tensor, spec: str, dim: int) -> Oper
         if dim == ROWWISE and cols % 2:
             codes[:, -1] &= 0xF
         for group, (first, end) in enumerate(pairwise(offsets.tolist() if dim == COLUMNWISE else [])):
-            place = layout.code_rows(fmt, dim, first, end - first, group)
+            place = layout.own_rows("codes", fmt, dim, first, end - first, group)
             if (end - first) % 2 and fmt.transform == "none":
                 codes[place.stop - 1] &= 0xF
     if dim == COLUMNWISE and k_major(spec):
         codes = codes.t().contiguous().t()
-    exponents = torch.randint(-2, 3, layout.scale_shape(fmt, dim, rows, cols, groups))
+    exponents = torch.randint(-2, 3, layout.shape("scale_inv", fmt, dim, rows, cols, groups))
     scales = torch.exp2(exponents.float())
     if fmt.scale_rule == "e8m0":
         scales = (exponents + 127).to(torch.uint8)
     elif fmt.scale_rule == "two_level":
         scales = scales.to(torch.float8_e4m3fn).view(torch.uint8)
         return Operand(
-            codes, scales, torch.rand(layout.amax_shape(fmt, dim, rows, cols, groups)) + 1, spec, dim, offsets
+            codes, scales, torch.rand(layout.shape("amax", fmt, dim, rows, cols, groups)) + 1, spec, dim, offsets
         )
     return Operand(codes, scales, None, spec, dim, offsets)
 
@@ -91,9 +91,9 @@ def values(operand: Operand, group: int, cols: int) -> Tensor:
     rows = end - first
     if scale_inv is None:
         return codes[first:end].double()
-    level = None if amax is None else amax[layout.amax_rows(fmt, dim, first, rows, group)].reshape(-1)
-    scales = scale_inv[layout.scale_rows(fmt, dim, first, rows, group)]
-    found = codes[layout.code_rows(fmt, dim, first, rows, group)]
+    level = None if amax is None else amax[layout.own_rows("amax", fmt, dim, first, rows, group)].reshape(-1)
+    scales = scale_inv[layout.own_rows("scale_inv", fmt, dim, first, rows, group)]
+    found = codes[layout.own_rows("codes", fmt, dim, first, rows, group)]
     if fmt.transform == "hadamard16":
         rows, fmt = hadamard.padded(rows), parse(spec.replace("/hadamard16", ""))
     scales = scales.reshape(scale_shape(fmt, dim, rows, cols))
@@ -117,9 +117,9 @@ def poisoned(operand: Operand) -> Operand:
     if scale_inv is None:
         return operand._replace(codes=poison(codes, [slice(first, first + rows) for first, rows, _ in owned]))
     return operand._replace(
-        codes=poison(codes, [layout.code_rows(fmt, dim, *each) for each in owned]),
-        scale_inv=poison(scale_inv, [layout.scale_rows(fmt, dim, *each) for each in owned]),
-        amax=None if amax is None else poison(amax, [layout.amax_rows(fmt, dim, *each) for each in owned]),
+        codes=poison(codes, [layout.own_rows("codes", fmt, dim, *each) for each in owned]),
+        scale_inv=poison(scale_inv, [layout.own_rows("scale_inv", fmt, dim, *each) for each in owned]),
+        amax=None if amax is None else poison(amax, [layout.own_rows("amax", fmt, dim, *each) for each in owned]),
     )
 
 
@@ -142,8 +142,8 @@ def alone(x: Operand, group: int, cols: int) -> Operand:
     of_group = fmt, dim, first, rows, group
     whole = fmt, dim, rows, cols, 1
     return Operand(
-        place(codes, layout.code_shape(*whole), layout.code_rows(*of_group)),
-        place(scale_inv, layout.scale_shape(*whole), layout.scale_rows(*of_group)),
-        None if amax is None else place(amax, layout.amax_shape(*whole), layout.amax_rows(*of_group)),
+        place(codes, layout.shape("codes", *whole), layout.own_rows("codes", *of_group)),
+        place(scale_inv, layout.shape("scale_inv", *whole), layout.own_rows("scale_inv", *of_group)),
+        None if amax is None else place(amax, layout.shape("amax", *whole), layout.own_rows("amax", *of_group)),
         spec, dim, own,
     )  # fmt: skip

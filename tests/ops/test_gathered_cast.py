@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.formats.elements import Quotient, define_scale_rule
 from minifloat.ops import grouped
-from minifloat.ops.grouped import cast_kernels, gathered, layout
-from minifloat.ops.grouped.fused import Outputs
+from minifloat.ops.grouped import casts, layout
+from minifloat.ops.grouped.table import Outputs
 from minifloat.ops.launch import KNOWN, count_launches
 from tests.helpers.compare import assert_same_bits, strides
 from tests.helpers.triton_interpreter import compile_for, confined
@@ -41,11 +41,11 @@ def inputs(counts: Sequence[int], columns: int, device: torch.device) -> tuple[T
 
 
 def run(name: str, kernels: bool, *arguments: Any) -> Any:
-    operation = getattr(gathered, f"gathered_{name}")
+    operation = getattr(grouped, f"gathered_{name}")
     if not kernels:
         return operation.reference(*arguments)
     with confined():
-        return getattr(cast_kernels, f"gathered_{name}")(*arguments)
+        return getattr(casts, f"gathered_{name}")(*arguments)
 
 
 @IMPLEMENTATIONS
@@ -55,7 +55,7 @@ def test_amaxes(kernels: bool, device: torch.device) -> None:
         found = run("amax", kernels, x, rows, offsets)
         matrix = x[rows.long()]
         assert_same_bits(found, grouped.grouped_amax.reference(matrix, offsets, [Format().spec], [ROWWISE])[0])
-        assert found.shape == gathered.gathered_amax.shapes(x, rows, offsets).shape
+        assert found.shape == grouped.gathered_amax.shapes(x, rows, offsets).shape
 
 
 @IMPLEMENTATIONS
@@ -70,13 +70,13 @@ def test_casts(spec: str, kernels: bool, device: torch.device) -> None:
             found = run("cast", kernels, x, rows, offsets, level, *how)
             matrix = x[rows.long()]
             expected = grouped.grouped_cast.reference(matrix, offsets, [level] * len(dims), None, *how)
-            promised = gathered.gathered_cast.shapes(x, rows, offsets, level, *how)
+            promised = grouped.gathered_cast.shapes(x, rows, offsets, level, *how)
             for each, promise in zip(found, promised, strict=True):
                 assert each.shape == promise.shape and each.dtype == promise.dtype and strides(each) == strides(promise)
             for i, dim in enumerate(dims):
                 for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-                    codes = layout.code_rows(fmt, dim, first, end - first, group)
-                    scales = layout.scale_rows(fmt, dim, first, end - first, group)
+                    codes = layout.own_rows("codes", fmt, dim, first, end - first, group)
+                    scales = layout.own_rows("scale_inv", fmt, dim, first, end - first, group)
                     assert_same_bits(found[3 * i][codes].contiguous(), expected[3 * i][codes].contiguous())
                     assert_same_bits(found[3 * i + 1][scales], expected[3 * i + 1][scales])
                 assert_same_bits(found[3 * i + 2], expected[3 * i + 2])
@@ -86,11 +86,11 @@ def test_a_rule_without_a_kernel(device: torch.device) -> None:
     """The reference casts."""
     define_scale_rule(Quotient("gathered_only", own=False))
     x, rows, offsets = inputs((5, 0, 18), 32, device)
-    level, how = cast_kernels.gathered_amax(x, rows, offsets), (["e4m3/tensor/gathered_only"] * 2, BOTH, [True] * 2)
+    level, how = casts.gathered_amax(x, rows, offsets), (["e4m3/tensor/gathered_only"] * 2, BOTH, [True] * 2)
     with count_launches() as launches:
-        found = cast_kernels.gathered_cast(x, rows, offsets, level, *how)
+        found = casts.gathered_cast(x, rows, offsets, level, *how)
     assert not launches
-    for mine, other in zip(found, gathered.gathered_cast.reference(x, rows, offsets, level, *how), strict=True):
+    for mine, other in zip(found, grouped.gathered_cast.reference(x, rows, offsets, level, *how), strict=True):
         assert_same_bits(mine, other)
 
 
@@ -99,8 +99,8 @@ def test_launches(device: torch.device) -> None:
     for counts in ((12,), (1,) * 12):
         x, rows, offsets = inputs(counts, 32, device)
         with count_launches() as launches:
-            level = cast_kernels.gathered_amax(x, rows, offsets)
-            cast_kernels.gathered_cast(x, rows, offsets, level, ["e4m3/tensor/fp32"] * 2, BOTH, [True] * 2)
+            level = casts.gathered_amax(x, rows, offsets)
+            casts.gathered_cast(x, rows, offsets, level, ["e4m3/tensor/fp32"] * 2, BOTH, [True] * 2)
         assert launches == {
             "token_amax_kernel": 1, "gathered_amax_kernel": 1, "group_table_kernel": 1, "grouped_cast_kernel": 1
         }  # fmt: skip
@@ -120,9 +120,9 @@ def test_compiled(spec: str, shared: bool) -> None:
     choice = out.tile("cast", 2048, torch.device("cpu"))
     constants = *how, True, False, True, choice.rows, choice.cols, out.layouts(choice)
     compiled = compile_for(
-        cast_kernels.KERNEL.function_for(constants), bf16, (torch.int32, torch.int64), fp32,
+        casts.KERNEL.function_for(constants), bf16, (torch.int32, torch.int64), fp32,
         *[codes, scales, fp32] * 2, torch.int32, (torch.int64,), *[7] * 7, *constants,
-        num_warps=choice.warps, **cast_kernels.KERNEL.options_for(constants),
+        num_warps=choice.warps, **casts.KERNEL.options_for(constants),
     )  # fmt: skip
     assert "ld.global.v4.b32" in compiled.ptx
     assert compiled.spills <= (0 if KNOWN else 32)  # Triton 3.7 spills a little

@@ -48,11 +48,13 @@ def cast(x: Tensor, offsets: Tensor, spec: str, dim: int, k_major: bool = False)
             expected_level = level[group : group + 1]
         else:
             expected_level = quantize.amax([own], [spec], [dim])[0]
-            assert torch.equal(level[layout.amax_rows(fmt, dim, first, end - first, group)].reshape(-1), expected_level)
+            assert torch.equal(
+                level[layout.own_rows("amax", fmt, dim, first, end - first, group)].reshape(-1), expected_level
+            )
         seed = None if rng is None else rng[group]
         codes, scales, amax = quantize.cast([own], [expected_level], [seed], [spec], [dim], [False], None)
-        assert torch.equal(made[0][layout.code_rows(fmt, dim, first, end - first, group)], codes)
-        found = made[1][layout.scale_rows(fmt, dim, first, end - first, group)]
+        assert torch.equal(made[0][layout.own_rows("codes", fmt, dim, first, end - first, group)], codes)
+        found = made[1][layout.own_rows("scale_inv", fmt, dim, first, end - first, group)]
         assert torch.equal(found.reshape(scales.shape).view(torch.uint8), scales.view(torch.uint8))
         if fmt.scale_rule == "given":
             assert torch.equal(made[2][group], amax[0])
@@ -134,8 +136,8 @@ def test_shapes_follow_from_counts_on_the_device() -> None:
                 level = grouped.grouped_amax(x, offsets, [spec], [dim])
                 made = grouped.grouped_cast(x, offsets, level, None, [spec], [dim], [False])
                 fmt = parse(spec)
-                assert made[0].shape == layout.code_shape(fmt, dim, 100, 48, 2)
-                assert made[1].shape == layout.scale_shape(fmt, dim, 100, 48, 2)
+                assert made[0].shape == layout.shape("codes", fmt, dim, 100, 48, 2)
+                assert made[1].shape == layout.shape("scale_inv", fmt, dim, 100, 48, 2)
 
 
 def test_memory_that_is_nobodys_is_not_read() -> None:
@@ -151,7 +153,7 @@ def test_memory_that_is_nobodys_is_not_read() -> None:
             (codes, scales, _), _ = cast(value, offsets, spec, COLUMNWISE)
             free = torch.ones(codes.shape[0], dtype=torch.bool)
             for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-                free[layout.code_rows(parse(spec), COLUMNWISE, first, end - first, group)] = False
+                free[layout.own_rows("codes", parse(spec), COLUMNWISE, first, end - first, group)] = False
             codes[free] = poison
             sides += codes, scales, None, spec, COLUMNWISE, offsets
         made[poison] = grouped.grouped_mm("wgrad", *sides, 16, 32, torch.float32, None, False)

@@ -16,7 +16,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.functional.norm_activation import Activation
 from minifloat.ops import grouped
 from minifloat.ops.grouped import activation, activation_kernels, layout
-from minifloat.ops.grouped.fused import Outputs
+from minifloat.ops.grouped.table import Outputs
 from minifloat.ops.launch import KNOWN, count_launches
 from minifloat.ops.quantize.fused import VALUE
 from minifloat.ops.tiles import tile
@@ -113,8 +113,8 @@ def check_casts(found: Sequence[Tensor], y: Tensor, offsets: Tensor, *how: Any) 
     expected = grouped.grouped_cast.reference(y, offsets, given, None, formats, dims, k_major)
     for i, (spec, dim) in enumerate(zip(formats, dims, strict=True)):
         for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-            codes = layout.code_rows(parse(spec), dim, first, end - first, group)
-            grid = layout.scale_rows(parse(spec), dim, first, end - first, group)
+            codes = layout.own_rows("codes", parse(spec), dim, first, end - first, group)
+            grid = layout.own_rows("scale_inv", parse(spec), dim, first, end - first, group)
             assert_same_bits(found[3 * i][codes].contiguous(), expected[3 * i][codes].contiguous())
             assert_same_bits(found[3 * i + 1][grid], expected[3 * i + 1][grid])
         assert_same_bits(found[3 * i + 2], expected[3 * i + 2])

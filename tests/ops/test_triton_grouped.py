@@ -64,7 +64,7 @@ def check_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequenc
     for found, wanted, promise, spec, dim in zip(actual, expected, promised, formats, dims, strict=True):
         assert found.shape == promise.shape == wanted.shape and found.dtype == promise.dtype
         for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-            place = layout.amax_rows(parse(spec), dim, first, end - first, group)
+            place = layout.own_rows("amax", parse(spec), dim, first, end - first, group)
             assert_same_bits(found[place], wanted[place])
     assert len({each.data_ptr() for each in actual if each.numel()}) == sum(each.numel() > 0 for each in actual)
     return dict(launches)
@@ -101,8 +101,8 @@ def check_cast(
     assert len(set(memory)) == len(memory)
     for i, (fmt, dim) in enumerate(zip(parsed, dims, strict=True)):
         for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-            codes = layout.code_rows(fmt, dim, first, end - first, group)
-            scales = layout.scale_rows(fmt, dim, first, end - first, group)
+            codes = layout.own_rows("codes", fmt, dim, first, end - first, group)
+            scales = layout.own_rows("scale_inv", fmt, dim, first, end - first, group)
             assert_same_bits(actual[3 * i][codes].contiguous(), expected[3 * i][codes].contiguous())
             assert_same_bits(actual[3 * i + 1][scales], expected[3 * i + 1][scales])
         assert_same_bits(actual[3 * i + 2], expected[3 * i + 2])
@@ -263,7 +263,9 @@ def test_work_of_the_host_does_not_depend_on_the_number_of_groups(spec: str, mon
     fmt, here, found = parse(spec), torch.device("cpu"), []
     for groups in (1, 9, 300):
         x, offsets = values((400, 32), here), offsets_of((1,) * groups, here)
-        levels = [torch.ones(layout.amax_shape(fmt, dim, 400, 32, groups)) if fmt.needs_amax else None for dim in BOTH]
+        levels = [
+            torch.ones(layout.shape("amax", fmt, dim, 400, 32, groups)) if fmt.needs_amax else None for dim in BOTH
+        ]
         with count_launches() as launches:
             calls, _ = calls_of(partial(casts.amax, x, offsets, [spec] * 2, BOTH))
             more, _ = calls_of(partial(casts.cast, x, offsets, levels, None, [spec] * 2, BOTH, [True] * 2))
@@ -322,8 +324,9 @@ def test_a_captured_graph_casts_the_groups_that_there_then_are(spec: str) -> Non
         replayed = [each.clone() for each in captured]
         for i, (found, wanted) in enumerate(zip(replayed, run(), strict=True)):
             for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-                rows = (layout.code_rows, layout.scale_rows)[i % 3] if i % 3 < 2 else None
-                place = slice(None) if rows is None else rows(fmt, dims[i // 3], first, end - first, group)
+                name = layout.NAMES[i % 3]
+                own = layout.own_rows(name, fmt, dims[i // 3], first, end - first, group)
+                place = slice(None) if name == "amax" else own
                 assert_same_bits(found[place].contiguous(), wanted[place].contiguous())
 
 

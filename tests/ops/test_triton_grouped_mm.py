@@ -24,9 +24,8 @@ from minifloat import capability
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.functional import batch_invariant
 from minifloat.ops import grouped, matmul
-from minifloat.ops.grouped import hopper, hopper_device, layout, products, sums
-from minifloat.ops.grouped.gemm import grouped_depth_kernel, grouped_rows_kernel
-from minifloat.ops.grouped.sums import grouped_sum_kernel
+from minifloat.ops.grouped import hopper, hopper_device, layout, products
+from minifloat.ops.grouped.gemm import grouped_depth_kernel, grouped_rows_kernel, grouped_sum_kernel
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import fold_kernels
 from minifloat.ops.tiles import GEMM_SM_90, SM_90
@@ -353,7 +352,7 @@ def test_mxfp4_weights_that_cannot_be_folded(spec: str, gemm: str, device: torch
         assert torch.equal(whole, case.reference(torch.float32))
         scales = case.b.scale_inv.clone()
         for group, place, byte in ((0, 0, 90), (len(counts) // 2, 0, 160), (len(counts) - 1, -1, 255)):
-            rows = layout.scale_rows(parse(spec), case.b.dim, int(case.b.offsets[group]), sides[0], group)
+            rows = layout.own_rows("scale_inv", parse(spec), case.b.dim, int(case.b.offsets[group]), sides[0], group)
             scales[rows][place, place] = byte  # of a group: behind some there are rows that nothing reads
         case = case._replace(b=case.b._replace(scale_inv=scales))
         bias = torch.randint(-7, 8, (len(counts), case.width)).bfloat16() if gemm == "fprop" else None
@@ -481,14 +480,14 @@ def test_sum(dtype: torch.dtype, device: torch.device) -> None:
             x[sum(counts) :] = torch.nan
             offsets = offsets_of(counts)
             with count_launches() as launches:
-                found = sums.add_rows(x.to(device), offsets.to(device)).cpu()
+                found = products.add_rows(x.to(device), offsets.to(device)).cpu()
             assert launches == ({"grouped_sum_kernel": 1} if counts else {})
             assert found.shape == (len(counts), cols) and found.dtype == dtype
             for group, (first, end) in enumerate(pairwise(offsets.tolist())):
                 own = x[first:end]
                 bound = max(end - first - 1, 0) * 1.01 * U * own.double().abs().sum(0)
                 assert_within(found[group], own.double().sum(0), bound, dtype)
-                one = sums.add_rows(own.contiguous().to(device), offsets_of((end - first,)).to(device)).cpu()
+                one = products.add_rows(own.contiguous().to(device), offsets_of((end - first,)).to(device)).cpu()
                 assert_same_bits(found[group], one[0])
                 assert end > first or not found[group].any()
 

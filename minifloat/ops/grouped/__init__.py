@@ -60,7 +60,7 @@ def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Seque
     for amax, fmt, dim in zip(amaxes, map(parse, formats), dims, strict=True):
         amax.zero_()
         for group, first, rows in _groups(offsets) if fmt.needs_amax else ():
-            place = layout.amax_rows(fmt, dim, first, rows, group)
+            place = layout.own_rows("amax", fmt, dim, first, rows, group)
             amax[place] = reference.amax(x[first : first + rows], fmt, dim).view_as(amax[place])
     return amaxes
 
@@ -68,7 +68,7 @@ def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Seque
 @grouped_amax.fake
 def empty_amaxes(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     shapes = [
-        layout.amax_shape(fmt, dim, x.shape[0], x.shape[1], offsets.shape[0] - 1) if fmt.needs_amax else (0,)
+        layout.shape("amax", fmt, dim, x.shape[0], x.shape[1], offsets.shape[0] - 1) if fmt.needs_amax else (0,)
         for fmt, dim in zip(map(parse, formats), dims, strict=True)
     ]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
@@ -103,11 +103,11 @@ def grouped_cast(
         for tensor in (codes, scales, amax):
             tensor.zero_()
         for group, first, rows in _groups(offsets):
-            own = None if level is None else level[layout.amax_rows(fmt, dim, first, rows, group)]
+            own = None if level is None else level[layout.own_rows("amax", fmt, dim, first, rows, group)]
             own = own.reshape(-1) if own is not None else None
             made = reference.cast(x[first : first + rows], own, None if rng is None else rng[group], fmt, dim)
-            codes[layout.code_rows(fmt, dim, first, rows, group)] = made.codes
-            place = layout.scale_rows(fmt, dim, first, rows, group)
+            codes[layout.own_rows("codes", fmt, dim, first, rows, group)] = made.codes
+            place = layout.own_rows("scale_inv", fmt, dim, first, rows, group)
             scales[place] = made.scale_inv.view_as(scales[place])
             if amax.numel():
                 amax[group] = made.amax[0]
@@ -132,10 +132,49 @@ def empty_casts(
 
 def empty_cast(x: Tensor, groups: int, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Memory of a cast: codes, scales, and the amaxes that a cast with given scales measures."""
-    shape = layout.code_shape(fmt, dim, x.shape[0], x.shape[1], groups)
+    shape = layout.shape("codes", fmt, dim, x.shape[0], x.shape[1], groups)
     codes = empty(x, shape, torch.uint8, k_major and dim == COLUMNWISE)
-    scales = x.new_empty(layout.scale_shape(fmt, dim, x.shape[0], x.shape[1], groups), dtype=fmt.scale_dtype)
+    scales = x.new_empty(layout.shape("scale_inv", fmt, dim, x.shape[0], x.shape[1], groups), dtype=fmt.scale_dtype)
     return codes, scales, x.new_empty(groups if fmt.scale_rule == "given" else 0, dtype=torch.float32)
+
+
+@operation("grouped.casts:gathered_amax")
+def gathered_amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """The amax of each group, fp32 [G], of the matrix [M, K] whose row r is row ``rows[r]`` of ``x`` [T, K].
+
+    It never stands in memory. ``rows``: int32 [M]; ``offsets``: as of :data:`grouped_amax`.
+    """
+    return grouped_amax.reference(x[rows.long()], offsets, [Format().spec], [ROWWISE])[0]
+
+
+@gathered_amax.fake
+def _(x: Tensor, _rows: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0] - 1, dtype=torch.float32)
+
+
+@operation("grouped.casts:gathered_cast")
+def gathered_cast(
+    x: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    level: Tensor | None,
+    formats: Sequence[str],
+    dims: Sequence[int],
+    k_major: Sequence[bool],
+) -> list[Tensor]:
+    """What :data:`grouped_cast` gives of it, with the same ``level`` for each cast: amaxes or scales, fp32 [G].
+
+    The formats are one format: of one scale a group, with columnwise codes ``k_major``, or of
+    ``quantize.casts_blocks``.
+    """
+    matrix = x[rows.long()]
+    return grouped_cast.reference(matrix, offsets, [level] * len(formats), None, formats, dims, k_major)
+
+
+@gathered_cast.fake
+def _(x: Tensor, rows: Tensor, offsets: Tensor, _level: Any, *how: Any) -> list[Tensor]:
+    matrix = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])
+    return empty_casts(matrix, offsets, *how)
 
 
 @operation("grouped.products:multiply")
@@ -191,10 +230,10 @@ class _Side(NamedTuple):
         if not fmt.quantized:
             return self._replace(codes=codes[first : first + rows], rows=rows)
         assert scale_inv is not None
-        level = None if amax is None else amax[layout.amax_rows(fmt, dim, first, rows, group)].reshape(-1)
-        scales = scale_inv[layout.scale_rows(fmt, dim, first, rows, group)]
+        level = None if amax is None else amax[layout.own_rows("amax", fmt, dim, first, rows, group)].reshape(-1)
+        scales = scale_inv[layout.own_rows("scale_inv", fmt, dim, first, rows, group)]
         scales = scales if fmt.block else scales.reshape(-1)
-        return _Side(codes[layout.code_rows(fmt, dim, first, rows, group)], scales, level, fmt, dim, rows)
+        return _Side(codes[layout.own_rows("codes", fmt, dim, first, rows, group)], scales, level, fmt, dim, rows)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """What it stands for."""
@@ -275,7 +314,7 @@ def _(out: Tensor, *_arguments: Any) -> None:
     return None
 
 
-@operation("grouped.sums:add_rows")
+@operation("grouped.products:add_rows")
 def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """The sum of each group's rows of ``x`` [M, N]: [G, N], in the dtype of ``x``."""
     sums = [x[first : first + rows].sum(0) for _, first, rows in _groups(offsets)]

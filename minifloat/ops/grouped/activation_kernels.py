@@ -1,7 +1,7 @@
 """Activations of groups of rows in Triton, forward and backward: times the rows' probabilities, and cast by group.
 
 As in ``ops/activation/kernels.py`` a program computes a tile in fp32, rounds it to the dtype of its input, and stores
-or casts it (``fused.py``). The rows that are no group's are stored as zeros.
+or casts it (``table.py``). The rows that are no group's are stored as zeros.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from minifloat.ops.activation.kernels import (
     within_half,
 )
 from minifloat.ops.activation.reference import gated
-from minifloat.ops.grouped.fused import (
+from minifloat.ops.grouped.layout import of_groups, of_rows
+from minifloat.ops.grouped.table import (
     Outputs,
     as_declared,
     casts_to,
-    launch,
+    launch_to,
     record_amaxes,
     scale_of,
     store_tile,
@@ -37,7 +38,6 @@ from minifloat.ops.grouped.fused import (
     values_to,
     wanted,
 )
-from minifloat.ops.grouped.table import of_groups, of_rows
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.blocks import held
 from minifloat.ops.quantize.device import append, extent, load_tile, pick, pick_wide, tile_places
@@ -213,7 +213,7 @@ def _forward_to(out: Outputs, rows: _Rows, choice: Tile) -> None:
     columns = out_columns(name, x.shape[1])
     tensors = [(x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x), wanted(scales, of_groups(1), x)]
     constants = *formula(name, parameters), *out.constants, probabilities is not None
-    launch(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
+    launch_to(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
 
 
 def _backward_to(out: Outputs, dy: Tensor, rows: _Rows, choice: Tile) -> Tensor:
@@ -229,5 +229,5 @@ def _backward_to(out: Outputs, dy: Tensor, rows: _Rows, choice: Tile) -> Tensor:
         wanted(None if probabilities is None else partial, of_rows(tiles), x), wanted(scales, of_groups(1), x),
     ]  # fmt: skip
     constants = *formula(name, parameters), *out.constants, probabilities is not None
-    launch(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
+    launch_to(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
     return partial if probabilities is None else partial.sum(1)

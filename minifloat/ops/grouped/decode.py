@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.ops import grouped
-from minifloat.ops.grouped import table
-from minifloat.ops.grouped.table import of_rows
+from minifloat.ops.grouped import layout, table
+from minifloat.ops.grouped.layout import of_rows
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize import gpu, hadamard
 from minifloat.ops.quantize.decode import TILE, consecutive, decode_tile, level_strides
@@ -77,16 +77,15 @@ def dequantize(
     k_major = codes.stride(1) != 1
     stride = codes.stride(1 if k_major else 0)
     whole = codes.shape[1] * (2 if fmt.packed and dim == ROWWISE else 1)  # columns that have codes
-    at = table.codes(fmt, dim, whole, k_major)
-    if stride != codes.shape[1] and not k_major:
-        at = table.Place(at.unit, at.by_unit // codes.shape[1] * stride, at.by_group // codes.shape[1] * stride)
+    of_scales, of_levels = (layout.elements(name, fmt, dim, whole) for name in ("scale_inv", "amax"))
+    at = layout.place("codes", fmt, dim).times(1 if k_major else stride)
     wide = aligned([stride]) and not (k_major and fmt.packed)  # of which a unit may have 8 rows of bytes
     (scale_rows, scale_cols), between = fmt.scale_block(dim), level_strides(fmt, dim)
     table.launch(
         _decode, offsets.contiguous(), rows, TILE.rows, triton.cdiv(cols, TILE.cols),
         [
-            (codes, at), (scale_inv, table.scales(fmt, dim, whole)),
-            (scale_inv if levels is None else levels, table.levels(fmt, dim, whole)), (out, of_rows(cols)),
+            (codes, at), (scale_inv, of_scales),
+            (scale_inv if levels is None else levels, of_levels), (out, of_rows(cols)),
         ],
         [],
         (

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE
 from minifloat.formats.elements import E4M3
-from minifloat.ops.grouped.device import begin, grid_row, group_of, rows_of
-from minifloat.ops.grouped.side import Side
+from minifloat.ops.grouped.gemm import Side, begin, grid_row, group_of, rows_of
 from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul import fold_kernels, transpose
 from minifloat.ops.matmul.fold import BLOCK, HIGHEST, LEAST, LOWEST, TILE

@@ -1,4 +1,4 @@
-"""The products of groups in Triton: one launch for all groups, each program a tile of one group's result.
+"""The products and sums of groups in Triton: one launch for all groups, each program a tile of one group's result.
 
 Programs find their group on the device: the grid depends on the sizes of the matrices alone. A result does not depend
 on the other groups: tiles and the order of sums are those of a group alone. Sums are fp32, added in order of the
@@ -7,15 +7,92 @@ contracted dim; FP8 tensor cores keep fewer bits inside of 128 elements, and of 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from minifloat.ops.grouped.device import begin, grid_row, group_of, rows_of
+from minifloat.formats import ROWWISE
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import extent
 
 BLOCK = tl.constexpr(128)
 """Elements of the contracted dim under one scale, of formats whose scales are applied to partial sums."""
+
+
+class Side(NamedTuple):
+    """An operand as a kernel reads it.
+
+    Args:
+        matrix: of FP8, bf16, fp16 or fp32, one dim consecutive in memory.
+        offsets, along, unit: of :class:`~minifloat.ops.grouped.products.Cast`.
+        scale: factors, or the grid of blocks.
+        strides: of the grid: from one row to the next, outer block to the next and segment to the next.
+        step: a factor for each row that is not contracted (1), or one for a group (0).
+        divisor: of the factors.
+        tile: blocks are squares.
+    """
+
+    matrix: Tensor
+    offsets: Tensor
+    along: int
+    unit: int
+    scale: Tensor
+    strides: tuple[int, int, int] = (0, 0, 0)
+    step: int = 0
+    divisor: float = 1.0
+    tile: bool = False
+
+    @property
+    def consecutive(self) -> bool:
+        """The contracted dim is consecutive in memory."""
+        return (self.matrix.stride(1) == 1) == (self.along == ROWWISE)
+
+    @property
+    def stride(self) -> int:
+        """Elements between neighbours in the other dim."""
+        return self.matrix.stride(0 if self.matrix.stride(1) == 1 else 1)
+
+
+# ---- the group of a tile, and where a group begins (``layout.py``) ----
+
+
+@triton.jit
+def group_of(offsets, tile, groups, BLOCK: tl.constexpr, SEARCH: tl.constexpr):
+    """The group of a tile of BLOCK rows, where group g's begin at tile offsets[g] / BLOCK + g; ``groups`` for the tail.
+
+    SEARCH: a power of two above ``groups``. A group may have one tile more than its rows need.
+    """
+    group = tl.arange(0, SEARCH)
+    first = tl.load(offsets + group, mask=group <= groups, other=0)
+    begun = (group <= groups) & (first // BLOCK + group <= tile)
+    return tl.sum(begun.to(tl.int32), axis=0) - 1
+
+
+@triton.jit
+def rows_of(offsets, group, groups, M):
+    """First row and end of a group; of number ``groups``, the tail, up to M."""
+    first = tl.load(offsets + group)
+    end = tl.load(offsets + tl.minimum(group + 1, groups))
+    return first, tl.where(group < groups, end, M)
+
+
+@triton.jit
+def begin(offset, group, UNIT: tl.constexpr):
+    """``layout.start``; UNIT 0 where groups follow each other without a gap."""
+    return offset if UNIT == 0 else (offset // UNIT + group) * UNIT
+
+
+@triton.jit
+def grid_row(offset, group, UNIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """The row of the grid of scales at which a group begins: of squares, of blocks of rows, or of rows."""
+    if TILE:
+        return offset // BLOCK + group
+    return begin(offset, group, UNIT) // BLOCK if UNIT > 0 else offset
+
+
+# ---- products ----
 
 
 @triton.jit
@@ -239,5 +316,30 @@ def grouped_depth_kernel(
     tl.store(out_at, result, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
+# ---- sums ----
+
+
+@triton.jit
+def grouped_sum_kernel(
+    x, out, offsets, N, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Every BLOCK_M-th row in turn, then the BLOCK_M sums in pairs; rounded once."""
+    N = extent(N, ALIGNED_N)
+    tiles = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // tiles
+    n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    first, end = tl.load(offsets + group), tl.load(offsets + group + 1)
+    at = x + (first + m)[:, None].to(tl.int64) * N + n[None, :]
+    step = BLOCK_M * N.to(tl.int64)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for done in tl.range(first, end, BLOCK_M, num_stages=3):
+        total += tl.load(at, mask=(done + m < end)[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+        at += step
+    found = tl.sum(total, axis=0).to(out.dtype.element_ty)
+    tl.store(out + group.to(tl.int64) * N + n, found, mask=n < N)
+
+
 multiply_rows = Kernel(grouped_rows_kernel)
 contract_rows = Kernel(grouped_depth_kernel)
+sum_rows = Kernel(grouped_sum_kernel)

@@ -22,8 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minifloat.formats import COLUMNWISE
 from minifloat.ops import launch
+from minifloat.ops.grouped.gemm import Side
 from minifloat.ops.grouped.hopper_device import _BK, _BN, _CODES, _FACTORS, _HALF, copy_tiles, multiply_half
-from minifloat.ops.grouped.side import Side
 from minifloat.ops.quantize.decode import at_16_bytes
 from minifloat.ops.quantize.job import aligned
 

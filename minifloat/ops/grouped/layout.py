@@ -7,9 +7,9 @@ many those are is known on the device alone, so that every size below follows fr
 tensor of a cast                        shape                   group g begins at row
 ======================================  ======================  ======================================
 codes, rowwise                          [M, K]                  offsets[g]
-codes, columnwise                       [P, K]                  start(offsets[g], g, unit)
+codes, columnwise                       [P, K]                  unit * (offsets[g] / unit + g)
 scales of strips, rowwise               [M, K / block]          offsets[g]
-scales of strips, columnwise            [P / block, K]          start(offsets[g], g, unit) / block
+scales of strips, columnwise            [P / block, K]          unit * (offsets[g] / unit + g) / block
 scales of square tiles                  [M / block + G, ...]    offsets[g] / block + g
 one scale, or amax, a group             [G]                     g
 one a row, rowwise; columnwise          [M]; [G, K]             offsets[g]; g
@@ -18,16 +18,61 @@ one a row, rowwise; columnwise          [M]; [G, K]             offsets[g]; g
 Divisions round down; K / block is rounded up. P = unit * (M / unit + G), where a unit is a block of the format, 32 at
 least. Packed codes have two elements a byte along their dim. So no block, byte or Hadamard group crosses a boundary,
 and a GEMM that contracts rows reads 16 at a time. Rows that are no group's are zero in the reference and undefined on a
-GPU; products do not read them.
+GPU; products do not read them. A :class:`Place` is a line of the last column; the end of all, M, G, has the first of
+the shape.
 """
 
 from __future__ import annotations
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from math import prod
+from typing import Literal, NamedTuple
+
+from minifloat.formats import ROWWISE, Format
 from minifloat.ops.quantize import hadamard
 
 UNIT = 32
 """Rows, at least, that columnwise codes of a group begin at a multiple of: a GPU's memory has sectors of 32 bytes."""
+
+Name = Literal["codes", "scale_inv", "amax"]
+"""A tensor of a cast; the scales that delayed scaling gives lie as amaxes do."""
+NAMES: tuple[Name, ...] = "codes", "scale_inv", "amax"
+
+
+class Place(NamedTuple):
+    """Where a group begins, or whatever else a kernel takes of it: offset // unit * by_unit + group * by_group."""
+
+    unit: int
+    by_unit: int
+    by_group: int
+    constant: int = 0
+
+    def at(self, offset: int, group: int) -> int:
+        """That of the group whose rows begin at ``offset``."""
+        return offset // self.unit * self.by_unit + group * self.by_group + self.constant
+
+    def times(self, width: int) -> Place:
+        """The same of ``width`` elements a row."""
+        return Place(self.unit, self.by_unit * width, self.by_group * width)
+
+
+def of_rows(width: int) -> Place:
+    """Where ``width`` elements a row begin."""
+    return Place(1, width, 0)
+
+
+def of_groups(width: int) -> Place:
+    """Where ``width`` elements a group begin."""
+    return Place(1, 0, width)
+
+
+def of_units(unit: int, width: int) -> Place:
+    """Where ``width`` elements a unit begin, of units that no two groups share."""
+    return Place(unit, width, width)
+
+
+def number(value: int) -> Place:
+    """The same for all groups."""
+    return Place(1, 0, 0, value)
 
 
 def unit(fmt: Format) -> int:
@@ -35,66 +80,43 @@ def unit(fmt: Format) -> int:
     return max(UNIT, fmt.block)
 
 
-def start(offset: int, group: int, unit: int) -> int:
-    """Where a group begins that has the rows from ``offset`` on, with room for every group before it."""
-    return unit * (offset // unit + group)
-
-
-def stored_rows(rows: int, groups: int, unit: int) -> int:
-    """Rows of a matrix whose groups begin as :func:`start` says."""
-    return unit * (rows // unit + groups)
-
-
-def code_shape(fmt: Format, dim: int, rows: int, cols: int, groups: int) -> tuple[int, int]:
-    """Shape of the codes of a cast of [rows, cols]."""
+def place(name: Name, fmt: Format, dim: int) -> Place:
+    """The row of the tensor ``name`` of a cast at which a group begins."""
+    if name == "amax" or (name == "scale_inv" and fmt.block == 0):
+        per_row = fmt.amax_per_row if name == "amax" else fmt.grid
+        return of_rows(1) if per_row and dim == ROWWISE else of_groups(1)
+    if name == "scale_inv" and fmt.tile:
+        return of_units(fmt.block, 1)
     if dim == ROWWISE:
-        return rows, (cols + 1) // 2 if fmt.packed else cols
-    stored = stored_rows(rows, groups, unit(fmt))
-    return stored // 2 if fmt.packed else stored, cols
+        return of_rows(1)
+    rows = unit(fmt)
+    return of_units(rows, rows // fmt.block if name == "scale_inv" else rows // 2 if fmt.packed else rows)
 
 
-def scale_shape(fmt: Format, dim: int, rows: int, cols: int, groups: int) -> tuple[int, ...]:
-    """Shape of its scales."""
-    if not fmt.grid:
-        return (groups,)
-    if fmt.block == 0:
-        return (rows,) if dim == ROWWISE else (groups, cols)
-    if fmt.tile:
-        return rows // fmt.block + groups, -(-cols // fmt.block)
-    if dim == ROWWISE:
-        return rows, -(-cols // fmt.block)
-    return stored_rows(rows, groups, unit(fmt)) // fmt.block, cols
+def row_shape(name: Name, fmt: Format, dim: int, cols: int) -> tuple[int, ...]:
+    """The shape of its rows, of a matrix of ``cols`` columns."""
+    if name == "codes":
+        return ((cols + 1) // 2 if fmt.packed and dim == ROWWISE else cols,)
+    if name == "scale_inv" and fmt.block:
+        return (-(-cols // fmt.block) if fmt.tile or dim == ROWWISE else cols,)
+    per_row = fmt.amax_per_row if name == "amax" else fmt.grid
+    return (cols,) if per_row and dim != ROWWISE else ()
 
 
-def amax_shape(fmt: Format, dim: int, rows: int, cols: int, groups: int) -> tuple[int, ...]:
-    """Shape of the amaxes that the scales of groups come from."""
-    if not fmt.amax_per_row:
-        return (groups,)
-    return (rows,) if dim == ROWWISE else (groups, cols)
+def elements(name: Name, fmt: Format, dim: int, cols: int) -> Place:
+    """The element of it at which a group begins, where rows are consecutive in memory."""
+    return place(name, fmt, dim).times(prod(row_shape(name, fmt, dim, cols)))
 
 
-def code_rows(fmt: Format, dim: int, offset: int, rows: int, group: int) -> slice:
-    """Where the codes of ``rows`` rows from ``offset`` on are."""
-    if dim == ROWWISE:
-        return slice(offset, offset + rows)
-    first = start(offset, group, unit(fmt))
-    rows = hadamard.padded(rows) if fmt.transform == "hadamard16" else rows
-    return slice(first // 2, first // 2 + (rows + 1) // 2) if fmt.packed else slice(first, first + rows)
+def shape(name: Name, fmt: Format, dim: int, rows: int, cols: int, groups: int) -> tuple[int, ...]:
+    """The shape of the tensor ``name`` of a cast of [rows, cols]."""
+    return place(name, fmt, dim).at(rows, groups), *row_shape(name, fmt, dim, cols)
 
 
-def scale_rows(fmt: Format, dim: int, offset: int, rows: int, group: int) -> slice:
-    """Where their scales are."""
-    if not fmt.grid or (fmt.block == 0 and dim == COLUMNWISE):
-        return slice(group, group + 1)
-    if fmt.block == 0 or (dim == ROWWISE and not fmt.tile):
-        return slice(offset, offset + rows)
-    rows = hadamard.padded(rows) if fmt.transform == "hadamard16" else rows
-    first = offset // fmt.block + group if fmt.tile else start(offset, group, unit(fmt)) // fmt.block
-    return slice(first, first + -(-rows // fmt.block))
-
-
-def amax_rows(fmt: Format, dim: int, offset: int, rows: int, group: int) -> slice:
-    """Where their amaxes are."""
-    if fmt.amax_per_row and dim == ROWWISE:
-        return slice(offset, offset + rows)
-    return slice(group, group + 1)
+def own_rows(name: Name, fmt: Format, dim: int, offset: int, rows: int, group: int) -> slice:
+    """Where in it a group of ``rows`` rows from ``offset`` on is."""
+    where = place(name, fmt, dim)
+    first = where.at(offset, group)
+    if where.unit > 1 and fmt.transform == "hadamard16":
+        rows = hadamard.padded(rows)
+    return slice(first, first + (-(-rows * where.by_unit // where.unit) if where.by_unit else 1))

@@ -30,11 +30,11 @@ from minifloat.ops import grouped, matmul
 from minifloat.ops.grouped import gemm as kernels
 from minifloat.ops.grouped import hopper, layout, spread
 from minifloat.ops.grouped.fold import FoldedWeight
-from minifloat.ops.grouped.side import Side
+from minifloat.ops.grouped.gemm import Side
 from minifloat.ops.launch import allocate, ready
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive
 from minifloat.ops.quantize.job import aligned
-from minifloat.ops.tiles import FEW_ROWS, GemmTile, gemm_tile
+from minifloat.ops.tiles import FEW_ROWS, GemmTile, gemm_tile, tile
 
 FOLDS: tuple[str, ...] = ("fprop",)
 """The GEMMs in which MXFP4 weights take the product of blocks. In dgrad, where codes are transposed first, that is 1.3
@@ -243,3 +243,15 @@ def _contract_rows(
         ),
         tile.warps,
     )  # fmt: skip
+
+
+def add_rows(x: Tensor, offsets: Tensor) -> Tensor:
+    """``grouped_sum``: fp32, in an order that follows from a group's own rows alone."""
+    x, groups = ready(x), offsets.numel() - 1
+    rows, cols, warps, _ = tile("grouped_sum", x.device)
+    out = allocate((groups, x.shape[1]), x.dtype, x.device)
+    kernels.sum_rows(
+        groups * triton.cdiv(x.shape[1], cols), (x, out, at_16_bytes(offsets)), (x.shape[1],),
+        (aligned([x.shape[1]]), rows, cols), warps,
+    )  # fmt: skip
+    return out

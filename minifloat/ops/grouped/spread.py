@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Element, Format
 from minifloat.ops.grouped import layout
-from minifloat.ops.grouped.device import begin, grid_row, group_of, rows_of
+from minifloat.ops.grouped.gemm import begin, grid_row, group_of, rows_of
 from minifloat.ops.launch import Kernel, allocate
 from minifloat.ops.matmul.spread import LARGEST, largest_scale
 from minifloat.ops.quantize import hadamard
