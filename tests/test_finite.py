@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import minifloat
 from minifloat import DelayedScaling, LayerNormMLP, Linear, autocast, finite, quantized_model_init
 from minifloat.recipe import Recipe, named
+from tests.helpers.sample import each_pair
 
 M, N, K = 48, 40, 56
 POISONED = 3, 5  # row and column of the one element that is not finite
@@ -52,6 +53,7 @@ def results(layer: Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad}
 
 
+@each_pair
 @pytest.mark.parametrize("value", ["inf", "nan"])
 @pytest.mark.parametrize("tensor", READERS)
 @pytest.mark.parametrize("name", WHERE)

@@ -24,6 +24,7 @@ from minifloat import CustomRecipe, DelayedScaling, Linear, Quantizer, Recipe, a
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
+from tests.helpers.sample import each_pair
 from tests.helpers.selection import diagonals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -179,6 +180,7 @@ def test_threaded_backward_of_own_recipes(name: str, way: Way) -> None:
     assert_same(train(first, without, backward=in_thread), train(second, way, backward=in_thread))
 
 
+@each_pair
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("way", [ours, with_contexts])
 @pytest.mark.parametrize("name", RECIPES)

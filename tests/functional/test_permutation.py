@@ -16,6 +16,7 @@ from minifloat import autocast
 from minifloat.functional import Routing, permute, permute_probabilities, sort_by_expert, unpermute
 from tests.helpers.compare import DTYPES, assert_same_bits
 from tests.helpers.routing import CASES, KINDS, Case, loop_permute, loop_unpermute, some_indices, sorted_slots
+from tests.helpers.sample import each_pair, each_twice
 
 FOR_EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 FOR_EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -34,6 +35,7 @@ def halves(*shape: int, device: torch.device | str = "cpu") -> Tensor:
 # ---- the order ----
 
 
+@each_twice
 @FOR_EACH_KIND
 @FOR_EACH_CASE
 def test_order(case: Case, kind: str, device: torch.device) -> None:
@@ -130,6 +132,7 @@ def test_indices_that_are_no_experts_on_a_gpu() -> None:
 # ---- values and gradients ----
 
 
+@each_pair
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @FOR_EACH_KIND
 @FOR_EACH_CASE
@@ -146,6 +149,7 @@ def test_permute(case: Case, kind: str, dtype: torch.dtype, device: torch.device
     assert dx.dtype == dtype and torch.equal(dx.cpu(), want_dx)
 
 
+@each_pair
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @FOR_EACH_KIND

@@ -136,7 +136,14 @@ LINEAR_RECIPES: dict[str, Recipe] = {
     "custom all stay": CustomRecipe(all_stay),
     "custom delayed weight": CustomRecipe(delayed_weight),
 }
+SOME_LINEAR = LINEAR_NAMED | {
+    name: LINEAR_RECIPES[name]
+    for name in LINEAR_RECIPES
+    if name in ("rowwise", "block 1d", "nvfp4 rows 4over6", "mxfp4", "mxfp6", "w4a8") or name.startswith("custom")
+}
+"""One for each way that operands take; what other options change is the casts' own business."""
 STATELESS_LINEAR = {name: recipe for name, recipe in LINEAR_RECIPES.items() if linear_config(recipe).delayed is None}
+SOME_STATELESS = {name: recipe for name, recipe in SOME_LINEAR.items() if name in STATELESS_LINEAR}
 
 
 FUSED_RECIPES: dict[str, Recipe] = NAMED | {

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from minifloat.functional import attention as functional
 from minifloat.functional.attention import Band, Mask, packed_places, simplified
 from minifloat.nn.attention import DotProductAttention
+from tests.helpers.sample import each_pair
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CAUSAL = ("causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
@@ -68,6 +69,7 @@ def check(out: Tensor, leaves: list[Tensor], kept: Tensor, **options: Any) -> No
         torch.testing.assert_close(a.detach().cpu().double(), e.detach(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@each_pair
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 9), (9, 5), (1, 6)], ids=str)
 @pytest.mark.parametrize("window", [(-1, -1), (2, 0), (2, 3), (-1, 1), (0, 0), (100, 100)], ids=str)
@@ -87,6 +89,7 @@ def test_diagonal_on_request(mask_type: Any, bottom_right: bool) -> None:
     check(module(*leaves), leaves, kept)
 
 
+@each_pair
 @pytest.mark.parametrize("window", [None, (2, 0)], ids=str)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("channels", [16, (24, 16), (16, 40)], ids=str)
@@ -119,6 +122,7 @@ PACKED = pytest.mark.parametrize(
 )
 
 
+@each_pair
 @PACKED
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, (1, 0)], ids=str)

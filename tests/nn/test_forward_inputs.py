@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import minifloat
 from tests.helpers.distributed_pool import Pools
+from tests.helpers.sample import each_pair
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "Linear": lambda **options: minifloat.Linear(64, 64, **options),
@@ -112,6 +113,7 @@ def test_main_grad_that_takes_no_gradients(recipe: str | None, main_grad: Tensor
         grouped(dense[0], [1, 2])
 
 
+@each_pair
 @pytest.mark.parametrize("bad", ["x", 1, 0, 1.0, torch.tensor(True)], ids=["text", "1", "0", "1.0", "tensor"])
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "MoE"])

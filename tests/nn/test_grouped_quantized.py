@@ -23,6 +23,7 @@ from minifloat.optim import MasterWeights
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from minifloat.tensor import quantize
+from tests.helpers.sample import each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,6 +111,7 @@ def no_weight_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
+@each_twice
 @pytest.mark.usefixtures("no_weight_casts")
 @pytest.mark.parametrize("counts", [COUNTS, (0, 45, 1), (0, 0), (33,)], ids=str)
 @each_recipe
@@ -146,6 +148,7 @@ def test_initial_values(preserve: bool) -> None:
         assert_same_codes(grouped, linears)
 
 
+@each_pair
 @pytest.mark.parametrize("bias", [None, False, True], ids=["no bias", "biases", "single bias"])
 @pytest.mark.parametrize("delay, fuse, save", list(product((False, True), repeat=3)))
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
@@ -295,6 +298,7 @@ def test_weights_that_are_apart(recipe: str) -> None:
     assert grouped._joined is None
 
 
+@each_pair
 @pytest.mark.parametrize("replaced", [0, 1, 2])
 @pytest.mark.parametrize("by", ["codes", "values", "other codes"])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])

@@ -26,6 +26,7 @@ from tests.helpers.fused_cases import (
 )
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import FUSED_RECIPES, NAMED, STATELESS_FUSED, for_each
+from tests.helpers.sample import each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,6 +37,7 @@ BATCHES = pytest.mark.parametrize("case", LINEAR_CASES.values(), ids=LINEAR_CASE
 # ---- Numbers --------------------------------------------------------------------------------------------------------
 
 
+@each_twice
 @for_each(FUSED_RECIPES)
 @BATCHES
 def test_step(case: LinearCase, recipe: Recipe) -> None:
@@ -67,6 +69,7 @@ def test_step_on_a_gpu(case: LinearCase, recipe: Recipe) -> None:
 # ---- The parts one after the other ----------------------------------------------------------------------------------
 
 
+@each_twice
 @for_each(STATELESS_FUSED)
 @BATCHES
 def test_equals_its_parts(case: LinearCase, recipe: Recipe) -> None:
@@ -181,6 +184,7 @@ def test_gradient_of_one_output(recipe: Recipe, uses: str) -> None:
 FROZEN = [set(names) for names in product(*((name, "") for name in ("x", "norm", "weight", "bias")))]
 
 
+@each_twice
 @for_each({name: NAMED[name] for name in ("delayed", "block", "nvfp4")})
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda names: "-".join(sorted(names - {""})) or "nothing")
 def test_frozen(recipe: Recipe, frozen: set[str]) -> None:

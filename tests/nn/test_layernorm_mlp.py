@@ -31,6 +31,7 @@ from minifloat.tensor import QuantizedTensor
 from tests.helpers.fused_cases import LinearCase, MLPCase, assert_as_parts, assert_special_rows, assert_steps, unfused
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import FUSED_RECIPES, NAMED, STATELESS_FUSED, for_each
+from tests.helpers.sample import each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,6 +54,7 @@ BATCHES = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 # ---- Numbers --------------------------------------------------------------------------------------------------------
 
 
+@each_twice
 @for_each(FUSED_RECIPES)
 @BATCHES
 def test_step(case: MLPCase, recipe: Recipe) -> None:
@@ -90,6 +92,7 @@ def test_step_on_a_gpu(case: MLPCase, recipe: Recipe) -> None:
 # ---- The parts one after the other ----------------------------------------------------------------------------------
 
 
+@each_twice
 @for_each(STATELESS_FUSED)
 @BATCHES
 def test_equals_its_parts(case: MLPCase, recipe: Recipe) -> None:

@@ -39,7 +39,17 @@ from tests.helpers import linear_model as model
 from tests.helpers.count_casts import CountCasts
 from tests.helpers.linear_model import as_is, gemm_model, operands_of
 from tests.helpers.memory import Storages, blocks_in, operand_bytes
-from tests.helpers.recipes import DELAYED, LINEAR_NAMED, LINEAR_RECIPES, STATELESS_LINEAR, for_each, stochastic
+from tests.helpers.recipes import (
+    DELAYED,
+    LINEAR_NAMED,
+    LINEAR_RECIPES,
+    SOME_LINEAR,
+    SOME_STATELESS,
+    STATELESS_LINEAR,
+    for_each,
+    stochastic,
+)
+from tests.helpers.sample import each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -197,6 +207,7 @@ def test_gradients(case: Case, recipe: Recipe) -> None:
         assert result.dw is not None and result.dw.dtype == FP32
 
 
+@each_twice
 @for_each({name: recipe for name, recipe in STATELESS_LINEAR.items() if not name.startswith("custom")})
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("case", [CASES["ragged"], CASES["long"]], ids=["ragged", "long"])
@@ -235,6 +246,7 @@ def exact_data(shape: tuple[int, int], quantizer: Quantizer, along_rows: bool) -
     return x
 
 
+@each_twice
 @for_each({name: recipe for name, recipe in LINEAR_RECIPES.items() if name != "custom mxfp8 then nvfp4"})
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("M", "K", "N"), [(33, 37, 53), (64, 128, 64), (144, 40, 24)])
@@ -265,6 +277,7 @@ def kinds(counts: Counter[Any]) -> Counter[str]:
     return found
 
 
+@each_twice
 @for_each(LINEAR_NAMED | {"block 1d": LINEAR_RECIPES["block 1d"]})
 @pytest.mark.parametrize("needs", ["x w b", "x w", "x b", "w b", "x", "w", "b", "none"])
 def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
@@ -327,7 +340,7 @@ def step_forward(layer: Linear, x: Tensor, recipe: Recipe) -> Tensor:
     return y
 
 
-@for_each(LINEAR_RECIPES)
+@for_each(SOME_LINEAR)
 def test_save_original_input(recipe: Recipe) -> None:
     """Keeping the input and casting it again in backward changes no bit, nor what delayed scaling records."""
     plain = Linear(37, 53)
@@ -369,7 +382,7 @@ def fp32_wgrad(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, seed: int =
     return wgrad(dyq, xq, out_dtype=FP32, fast_accum=plan.fast_wgrad)
 
 
-@for_each(STATELESS_LINEAR)
+@for_each(SOME_STATELESS)
 @pytest.mark.parametrize("first", [True, None], ids=["overwrite", "add"])
 def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
     """Microbatches add up in fp32 in ``main_grad``, which the first may overwrite; autograd gets no gradient."""
@@ -388,7 +401,7 @@ def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
         assert torch.equal(weight.main_grad, total)
 
 
-@for_each(STATELESS_LINEAR)
+@for_each(SOME_STATELESS)
 @pytest.mark.parametrize("split", [None, {"query": 20, "key": 33}], ids=["whole", "split"])
 def test_wgrad_in_weight_dtype(split: Any, recipe: Recipe) -> None:
     """Autograd gets dW in fp32, which is not rounded to the dtype of X before; that of several microbatches adds up."""
@@ -685,7 +698,7 @@ def test_microbatches(recipe: Recipe) -> None:
     assert run(False)[0] == casts
 
 
-@for_each(STATELESS_LINEAR)
+@for_each(SOME_STATELESS)
 def test_microbatches_compute_the_same(recipe: Recipe) -> None:
     """With a kept weight the numbers are those without, in inference first and in training."""
     layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
@@ -848,7 +861,7 @@ def trained(recipe: Recipe, **kwargs: Any) -> Linear:
     return layer
 
 
-@for_each(LINEAR_RECIPES)
+@for_each(SOME_LINEAR)
 def test_state_dict_keys(recipe: Recipe) -> None:
     """Keys are those of ``nn.Linear``, and the histories' under delayed scaling, before and after training."""
     extra = HISTORY_KEYS if linear_config(recipe).delayed is not None else set()
@@ -858,7 +871,7 @@ def test_state_dict_keys(recipe: Recipe) -> None:
     assert set(trained(recipe).state_dict()) == {"weight", "bias"} | extra
 
 
-@for_each(LINEAR_RECIPES)
+@for_each(SOME_LINEAR)
 def test_loading_from_and_to_nn_linear(recipe: Recipe) -> None:
     """Strict loading works from an ``nn.Linear`` under any recipe, and back where there are no histories."""
     plain, layer = nn.Linear(37, 53), trained(recipe)
@@ -1038,6 +1051,7 @@ MISTAKES: list[tuple[str, Tensor, type[Exception], str]] = [
 ]
 
 
+@each_twice
 @for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize(("x", "error", "match"), [row[1:] for row in MISTAKES], ids=[name for name, *_ in MISTAKES])
 def test_bad_input(x: Tensor, error: type[Exception], match: str, recipe: Recipe | None) -> None:
@@ -1097,7 +1111,7 @@ def test_unknown_recipe_name(wrong: str) -> None:
         Linear(4, 6, recipe=wrong)
 
 
-@for_each(LINEAR_RECIPES)
+@for_each(SOME_LINEAR)
 def test_zero_tokens(recipe: Recipe) -> None:
     """No tokens: an empty output and input gradient, zero gradients of weight and bias, and no damage to the state."""
     layer = Linear(37, 53)
@@ -1109,7 +1123,7 @@ def test_zero_tokens(recipe: Recipe) -> None:
     assert all(value is not None and value.isfinite().all() for value in step(layer, x, dy, recipe))
 
 
-@for_each(LINEAR_RECIPES)
+@for_each(SOME_LINEAR)
 @pytest.mark.parametrize(("K", "N"), [(0, 4), (4, 0)])
 def test_zero_features(K: int, N: int, recipe: Recipe) -> None:
     """No input features: the bias. No output features: an empty output and zero input gradients."""
@@ -1206,6 +1220,7 @@ def views() -> Iterator[tuple[str, Callable[[], Tensor]]]:
     yield "one number expanded", lambda: torch.randn(()).expand(20, 37)
 
 
+@each_twice
 @for_each(LINEAR_NAMED)
 @pytest.mark.parametrize("view", [view for _, view in views()], ids=[name for name, _ in views()])
 def test_inputs_that_are_views(view: Callable[[], Tensor], recipe: Recipe) -> None:
@@ -1582,6 +1597,7 @@ def as_float(parameter: Tensor) -> Tensor:
     return parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
 
 
+@each_pair
 @for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize("quantized", [False, True], ids=["", "quantized"])
 @pytest.mark.parametrize("init", [None, nn.init.xavier_normal_])

@@ -23,6 +23,7 @@ from minifloat.nn.transformer_layer import TransformerLayer
 from minifloat.recipe import Recipe
 from tests.helpers.memory import operand_bytes, saved_sizes
 from tests.helpers.recipes import NAMED
+from tests.helpers.sample import each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,6 +56,7 @@ def leaf(module: str, rows: int = ROWS) -> Tensor:
 _bf16: dict[str, int] = {}
 
 
+@each_twice
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 @pytest.mark.parametrize("module", MODULES)
 def test_never_more_than_bf16(module: str, recipe: Recipe) -> None:
@@ -96,6 +98,7 @@ def test_layernorm_linear_keeps(name: str, M: int) -> None:
     assert saved_sizes(module, x, RECIPES[name]) == sorted(kept_by_norm(M, 64) + kept_by_linear(name, M, 64, 96))
 
 
+@each_pair
 @pytest.mark.parametrize("M", [1, 48, 160])
 @pytest.mark.parametrize("gated", [False, True], ids=["gelu", "swiglu"])
 @pytest.mark.parametrize("name", FORMULAS)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from minifloat.functional.norm_activation import normalize
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.ops.norm import norm_forward
+from tests.helpers.sample import each_pair
 
 MODULES: list[Any] = [LayerNorm, RMSNorm]
 # Relative to the largest value of a result: some roundings of the output's dtype, and fp32's of the sums inside.
@@ -46,6 +47,7 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     )
 
 
+@each_pair
 @BOTH
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("params_dtype", [torch.float32, torch.bfloat16])

@@ -20,6 +20,7 @@ from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.recipes import NAMED
+from tests.helpers.sample import each_pair
 from tests.helpers.tensor_parallel_layers import (
     BATCH,
     FFN,
@@ -98,6 +99,7 @@ def test_batch_first(worker_pool: Pools) -> None:
     assert_as_one(worker_pool, case)
 
 
+@each_pair
 @SEQUENCE
 @pytest.mark.parametrize("rows", [(3, 4), (64, 64), (65, 62), (0, 5)], ids=str)
 @pytest.mark.parametrize("recipe", NAMED.values(), ids=NAMED.keys())

@@ -31,6 +31,7 @@ from minifloat.functional import count_gemms
 from minifloat.nn.configs import LinearConfigs
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
+from tests.helpers.sample import each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,6 +213,7 @@ def test_under_its_recipe(name: str) -> None:
     assert_same(step(layer, autocast(recipe=recipe)), step(twin, autocast(recipe=recipe)))
 
 
+@each_twice
 @each_recipe
 @pytest.mark.parametrize("other", RECIPES)
 def test_under_another_recipe(name: str, other: str) -> None:
@@ -348,6 +350,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@each_twice
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4", "custom"])
 def test_optimizers(name: str, optimizer: str) -> None:
@@ -674,6 +677,7 @@ def test_state_dict(name: str, file: bool) -> None:
     assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, values(layer.weight))
 
 
+@each_twice
 @each_recipe
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "to"])
 def test_copies(name: str, how: str) -> None:
@@ -727,6 +731,7 @@ def test_meta(name: str, own: bool) -> None:
 # ---- tied embeddings -------------------------------------------------------------------------------------------------
 
 
+@each_pair
 @each_recipe
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw foreach"])
@@ -792,6 +797,7 @@ def sgd_step(layer: Linear) -> None:
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
 
 
+@each_twice
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_between_forward_and_backward_is_noticed(name: str, write: str) -> None:

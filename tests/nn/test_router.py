@@ -21,6 +21,7 @@ from minifloat.functional.router import multiply_in_fp32
 from minifloat.nn import TopKRouter
 from minifloat.parallel.data_parallel import data_parallel
 from tests.helpers.distributed_pool import Pools, process_group
+from tests.helpers.sample import each_twice
 
 H = 12
 LOSSES: dict[str, Any] = {"aux_loss_coefficient": 0.25, "z_loss_coefficient": 0.125}
@@ -98,6 +99,7 @@ def losses(logits: list[list[float]], router: TopKRouter) -> tuple[float, float]
     return balance, z
 
 
+@each_twice
 @pytest.mark.parametrize("k", [1, 2, 4])
 @FOR_EACH_OPTION
 def test_against_a_loop(options: dict[str, Any], k: int, device: torch.device) -> None:

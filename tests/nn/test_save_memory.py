@@ -20,6 +20,7 @@ from minifloat.recipe import Recipe
 from tests.helpers.fused_cases import LINEAR_CASES, LinearCase, MLPCase
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import FUSED_RECIPES, NAMED, for_each
+from tests.helpers.sample import each_twice
 
 CASE = MLPCase(activation="swiglu")
 BOTH = {"recompute_norm": True, "recompute_activation": True}
@@ -84,6 +85,7 @@ def assert_linears(plain: LayerNormLinear, saving: LayerNormLinear, case: Linear
         assert_same(dict(saving.state_dict()), dict(plain.state_dict()))
 
 
+@each_twice
 @pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True}], ids=["alone", "norm returned"])
 @pytest.mark.parametrize("name", ["2d", "3d fp32", "one row fp16", "127 rows bf16 parameters", "empty"])
 @for_each(FUSED_RECIPES)

@@ -13,6 +13,7 @@ from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.recipes import LINEAR_RECIPES, NAMED
+from tests.helpers.sample import each_pair, each_twice
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results, expected, gathered, linears_of, run_case
 from tests.helpers.tensor_parallel_oracle import in_rank_order, order_bound
 
@@ -62,6 +63,7 @@ def scales_of(recipe: Recipe | None) -> tuple[float, ...]:
     return (1.0, 8.0, 0.25, 3.0, 1.0) if isinstance(recipe, DelayedScaling) else (1.0,)
 
 
+@each_twice
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 @pytest.mark.parametrize("recipe", NAMED_OR_NONE.values(), ids=NAMED_OR_NONE.keys())
@@ -88,6 +90,7 @@ def test_numbers_of_many_rows(
     assert_case(worker_pool, Case(kind, rows, sequence_parallel, recipe, scales_of(recipe)))
 
 
+@each_twice
 @pytest.mark.parametrize(("kind", "sequence_parallel"), [("column", True), ("row", True), ("mlp", False)])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_numbers_of_more_recipes(worker_pool: Pools, recipe: Recipe, kind: str, sequence_parallel: bool) -> None:
@@ -95,6 +98,7 @@ def test_numbers_of_more_recipes(worker_pool: Pools, recipe: Recipe, kind: str, 
     assert_case(worker_pool, Case(kind, (150, 23), sequence_parallel, recipe, scales_of(recipe)[:2], K=136))
 
 
+@each_pair
 @SEQUENCE
 @pytest.mark.parametrize("kind", ["column", "row", "mlp"])
 @pytest.mark.parametrize(

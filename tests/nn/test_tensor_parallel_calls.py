@@ -31,6 +31,7 @@ from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import NAMED
+from tests.helpers.sample import each_twice
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -112,6 +113,7 @@ def _watched(rank: int, size: int, case: Case) -> tuple[list[str], list[str]]:
         return forward, watch.events
 
 
+@each_twice
 @EACH
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_gathered_is_freed_after_its_last_gemm(worker_pool: Pools, kind: str, recipe: Recipe | None) -> None:

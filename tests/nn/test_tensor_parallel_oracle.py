@@ -18,7 +18,8 @@ from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers import tensor_parallel_oracle as oracle
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, fill, run
-from tests.helpers.recipes import FUSED_RECIPES, LINEAR_NAMED, LINEAR_RECIPES, batch_scales, for_each
+from tests.helpers.recipes import FUSED_RECIPES, LINEAR_NAMED, SOME_LINEAR, batch_scales, for_each
+from tests.helpers.sample import each_twice
 from tests.helpers.tensor_parallel_oracle import Group, in_rank_order, order_bound, shard, unshard
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
@@ -67,7 +68,7 @@ def assert_one_rank(module: nn.Module, recipe: Recipe | None, dtype: torch.dtype
         assert_same(state(module), oracle_state(model))
 
 
-@for_each(LINEAR_RECIPES | {"none": None})  # type: ignore[dict-item]
+@for_each(SOME_LINEAR | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize(("mode", "sequence_parallel"), [("column", True), ("row", False)])
 def test_one_rank_is_a_linear(mode: Any, sequence_parallel: bool, recipe: Recipe | None) -> None:
     module = Linear(24, 24)
@@ -75,6 +76,7 @@ def test_one_rank_is_a_linear(mode: Any, sequence_parallel: bool, recipe: Recipe
     assert_one_rank(module, recipe, BF16 if recipe is not None else FP32, sequence_parallel, mode)
 
 
+@each_twice
 @for_each(FUSED_RECIPES | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize("kind", modules())
 def test_one_rank_is_a_fused_module(kind: str, recipe: Recipe | None) -> None:
@@ -258,7 +260,7 @@ def assert_same_operands(found: Quantized, expected: Quantized) -> None:
             assert (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]
 
 
-@for_each(LINEAR_RECIPES)
+@for_each(SOME_LINEAR)
 @MODES
 def test_gathered_operands_are_those_of_the_whole(mode: Any, recipe: Recipe) -> None:
     """Rows 3 and 16, of which the second alone would fill blocks of 16."""

@@ -30,6 +30,7 @@ from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, as_recipe
 from tests.helpers import transformer_model as model
 from tests.helpers.fused_model import norm_on_stream
+from tests.helpers.sample import each_twice
 
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 HIDDEN, FFN, HEADS, LENGTH, BATCH, KEYS = 32, 48, 4, 6, 3, 5
@@ -401,6 +402,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
+@each_twice
 @pytest.mark.parametrize("what", [*CHECKPOINTS, "attention"])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_checkpoints_are_exact(recipe: str | None, what: str) -> None:

@@ -22,6 +22,7 @@ from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.ops import cross_entropy as kernels
 from tests.helpers.compare import same_on_all_ranks
 from tests.helpers.distributed_pool import Pools, process_group
+from tests.helpers.sample import each_pair
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 WORLDS = pytest.mark.parametrize("size", [2, 3])
@@ -67,6 +68,7 @@ def embed(rank: int, size: int, V: int, tokens: Tensor, dy: Tensor, dtype: Any, 
     return table, y.detach(), grad
 
 
+@each_pair
 @WORLDS
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("split", ["replicated", "equal", "uneven"])
@@ -203,6 +205,7 @@ def some_targets(rows: int, classes: int) -> Tensor:
     return torch.randint(classes, (rows,)).where(torch.arange(rows) % 3 != 1, -100)
 
 
+@each_pair
 @WORLDS
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -303,6 +306,7 @@ def head(rank: int, size: int, tensors: Any, options: dict[str, Any], rows: Any,
     return loss.detach(), x.grad, *(t.grad for t in (w, b) if t is not None)
 
 
+@each_pair
 @WORLDS
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16])

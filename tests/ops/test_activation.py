@@ -36,6 +36,7 @@ from tests.helpers.fused_output import (
     dact_quantize,
     quantizers,
 )
+from tests.helpers.sample import each_twice
 
 SHAPES = [(1, 2), (3, 10), (16, 64), (7, 130)]
 FOR_EACH_NAME = pytest.mark.parametrize("name", NAMES)
@@ -49,6 +50,7 @@ def backward(dy: Tensor, x: Tensor, act: Activation, dtype: torch.dtype) -> Tens
     return activation_backward(dy, x, act.name, act.parameters, dtype, False, False)[0]
 
 
+@each_twice
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_ACTIVATION
@@ -62,6 +64,7 @@ def test_forward(act: Activation, dtype: torch.dtype, shape: tuple[int, int], de
         assert torch.equal(forward(x, act, out), got.to(out))
 
 
+@each_twice
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_ACTIVATION
@@ -184,6 +187,7 @@ def test_operations_pass_opcheck(act: Activation, device: torch.device) -> None:
             torch.library.opcheck(activation_backward_cast.overload, (dy, x, *cast, yes), test_utils=utils)
 
 
+@each_twice
 @pytest.mark.parametrize("shape", [(0, 4), (3, 6), (2, 0)])
 @FOR_EACH_ACTIVATION
 def test_fakes(act: Activation, shape: tuple[int, int]) -> None:
@@ -202,6 +206,7 @@ def test_fakes(act: Activation, shape: tuple[int, int]) -> None:
 # ---- Followed by a cast --------------------------------------------------------------------------------------------
 
 
+@each_twice
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @FOR_EACH_NAME

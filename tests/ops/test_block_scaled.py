@@ -22,6 +22,7 @@ from minifloat.ops.matmul import CONTRACTED, Product, _Matrix, block_scaled, nat
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import named
 from tests.helpers.compare import assert_same_bits
+from tests.helpers.sample import each_twice
 
 MX, E5M2, MX4, E3M2, E2M3 = (Format(e, 32, scale_rule="e8m0") for e in ("e4m3", "e5m2", "e2m1", "e3m2", "e2m3"))
 MX_TILE, MX4_TILE = (Format(e, 32, tile=True, scale_rule="e8m0") for e in ("e4m3", "e2m1"))
@@ -123,6 +124,7 @@ def segment_of(pair: tuple[Format, Format]) -> int:
     return min(fmt.segment for fmt in pair)
 
 
+@each_twice
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("gemm", CONTRACTED)
 @pytest.mark.parametrize("name", PAIRS)

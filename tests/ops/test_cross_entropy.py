@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.ops import cross_entropy as kernels
+from tests.helpers.sample import each_pair
 
 # Of gradients that are at most 1, which are rounded once to the dtype of the logits.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -29,6 +30,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+@each_pair
 @OPTIONS
 @REDUCTIONS
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -51,6 +53,7 @@ def test_values_and_gradients(
     assert_close(gradient, torch.autograd.grad(expected, exact, dloss)[0], TOLERANCE[dtype])
 
 
+@each_pair
 @OPTIONS
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("with_bias", [False, True])

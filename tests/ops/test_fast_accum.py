@@ -19,6 +19,7 @@ from minifloat.ops import matmul
 from minifloat.ops.matmul import native
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, named
+from tests.helpers.sample import each_pair
 
 TOKENS, WIDTH, OUT = 32, 48, 80
 SPLIT, FAST = MMParams(use_split_accumulator=True), MMParams(use_split_accumulator=False)
@@ -88,6 +89,7 @@ def step(layer: nn.Module, recipe: Recipe, dtype: torch.dtype) -> None:
     y.backward(torch.randn(y.shape, dtype=dtype))
 
 
+@each_pair
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", RECIPES)

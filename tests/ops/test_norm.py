@@ -23,6 +23,7 @@ from tests.helpers.norm_model import (
     norm_float64,
     norm_inputs,
 )
+from tests.helpers.sample import each_pair, each_twice
 
 SHAPES = [(1, 1), (3, 5), (16, 64), (7, 129), (2, 1000)]
 
@@ -31,6 +32,7 @@ def forward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, dtype: to
     return norm_forward(x, gamma, beta, norm.normalization, norm.eps, norm.zero_centered_gamma, dtype)[:3]
 
 
+@each_pair
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_NORM
@@ -48,6 +50,7 @@ def test_forward_rounds_once(norm: Norm, device: torch.device) -> None:
         assert torch.equal(forward(norm, x, gamma, beta, dtype)[0], fp32.to(dtype))
 
 
+@each_pair
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_NORM
@@ -160,6 +163,7 @@ def test_fakes(norm: Norm, shape: tuple[int, int]) -> None:
 # ---- Followed by a cast ----------------------------------------------------------------------------------------------
 
 
+@each_pair
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 @FOR_EACH_NORM
@@ -176,6 +180,7 @@ def test_producer_is_the_cast_of_its_value(norm: Norm, name: str, dtype: torch.d
         assert all(operand is None or operand.dtype == dtype for operand in got.quantized)
 
 
+@each_twice
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 @FOR_EACH_NORM
 def test_returned_value_is_what_was_cast(norm: Norm, name: str, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from minifloat.functional import sort_by_expert
 from minifloat.ops.permute import dot_width, permute_rows, precise, unpermute_rows, unpermute_rows_backward
 from tests.helpers.compare import DTYPES, U, assert_same_bits, assert_within
 from tests.helpers.routing import CASES, Case, loop_unpermute, some_indices
+from tests.helpers.sample import each_twice
 
 FOR_EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 
@@ -80,6 +81,7 @@ def test_the_order_of_a_dot_product(device: torch.device) -> None:
     assert dot(a) == 0  # (1e8 + 3) + (-1e8 + 0), neighbours first: the 3 is lost; (1e8 - 1e8) + (3 + 0) by halves
 
 
+@each_twice
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @FOR_EACH_CASE
 def test_operations_pass_opcheck(case: Case, dtype: torch.dtype, device: torch.device) -> None:

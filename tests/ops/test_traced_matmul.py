@@ -24,6 +24,7 @@ from minifloat.functional import gemm
 from minifloat.ops import matmul
 from minifloat.ops.matmul import count_gemms
 from minifloat.quantizer import Quantizer, cast_all
+from tests.helpers.sample import each_pair
 
 E4, E5 = Format("e4m3"), Format("e5m2")
 ROWS = Format(amax_per_row=True)
@@ -108,6 +109,7 @@ def operations(graph: GraphModule) -> list[Any]:
     ]
 
 
+@each_pair
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])

@@ -29,6 +29,7 @@ from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, backward_inputs, error_scale
 from tests.helpers.compare import DTYPES, U
+from tests.helpers.sample import each_twice
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [(0, 4), (1, 2), (3, 10), (9, 66)]
@@ -68,6 +69,7 @@ def check_codes(got: tuple[Tensor, ...], value: Tensor, scale: Tensor, spec: str
 # ---- values ----
 
 
+@each_twice
 @FOR_EACH_SHAPE
 @FOR_EACH_ACTIVATION
 def test_forward(act: Activation, shape: tuple[int, int], device: torch.device) -> None:
@@ -85,6 +87,7 @@ def test_forward(act: Activation, shape: tuple[int, int], device: torch.device) 
             assert torch.equal(rounded, y.to(out)) and torch.equal(amax, largest(rounded))
 
 
+@each_twice
 @FOR_EACH_SHAPE
 @FOR_EACH_ACTIVATION
 def test_backward(act: Activation, shape: tuple[int, int], device: torch.device) -> None:
@@ -154,6 +157,7 @@ def test_layout_and_address_of_the_input_are_no_matter(device: torch.device) -> 
 # ---- casts ----
 
 
+@each_twice
 @ORIENTATIONS
 @FOR_EACH_SHAPE
 @FOR_EACH_ACTIVATION

@@ -27,6 +27,7 @@ from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import blocks
 from minifloat.ops.quantize import device as device_code
 from minifloat.ops.quantize.layouts import layouts
+from tests.helpers.sample import each_twice
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 POW2 = Format("e4m3", 128, scale_rule="pow2")
@@ -140,6 +141,7 @@ def _cast(job: Job, choice: Tile | None = None, launches: int = 1) -> None:
 # ---- casts ----
 
 
+@each_twice
 @FOR_EACH_FORMAT
 @FOR_EACH_ORIENTATION
 def test_cast(fmt: Format, orientation: Orientation, device: torch.device) -> None:
@@ -148,6 +150,7 @@ def test_cast(fmt: Format, orientation: Orientation, device: torch.device) -> No
         _cast(_job(x.to(device), fmt, orientation))
 
 
+@each_twice
 @FOR_EACH_FORMAT
 @pytest.mark.parametrize("data", DATA)
 def test_data(fmt: Format, data: str, device: torch.device) -> None:
@@ -155,6 +158,7 @@ def test_data(fmt: Format, data: str, device: torch.device) -> None:
     _cast(_job(DATA[data]((40, 136), dtype).to(dtype).to(device), fmt, BOTH))
 
 
+@each_twice
 @pytest.mark.parametrize("fmt", [POW2, FP32, MX, replace(MX, tile=True)], ids=lambda fmt: fmt.spec)
 @pytest.mark.parametrize("choice", TILES, ids=lambda tile: "x".join(map(str, tile)))
 def test_every_tile(fmt: Format, choice: Tile, device: torch.device) -> None:

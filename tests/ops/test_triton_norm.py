@@ -20,6 +20,7 @@ from minifloat.ops.quantize import reference as quantize
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import DTYPES, U, assert_within
 from tests.helpers.norm_model import FOR_EACH_NORM, assert_norm_forward, assert_norm_gradients, norm_inputs
+from tests.helpers.sample import each_pair
 
 assert triton_interpreter
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -126,6 +127,7 @@ def check_backward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, ch
 CHECKS = pytest.mark.parametrize("check", [check_forward, check_cast, check_backward])
 
 
+@each_pair
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [Norm(), Norm("RMSNorm", zero_centered_gamma=True)], ids=lambda n: n.normalization)
@@ -196,6 +198,7 @@ def test_one_bad_row_spoils_no_other(norm: Norm, value: float, device: torch.dev
     assert torch.equal(dx.isnan(), want.isnan()) and not dx[others].isnan().any()
 
 
+@each_pair
 @pytest.mark.parametrize("choice", [None, CHUNKED])
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_NORM

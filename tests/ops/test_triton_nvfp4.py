@@ -19,6 +19,7 @@ from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import nvfp4
 from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile
+from tests.helpers.sample import each_twice
 from tests.helpers.triton_compile import compile_for
 
 PLAIN = Format("e2m1", 16, scale_rule="two_level")
@@ -130,6 +131,7 @@ def test_cast_is_that_of_the_reference(row: Format | None, column: Format | None
         check([inputs(kind, (16, 144), torch.bfloat16, device)], row, column)
 
 
+@each_twice
 @pytest.mark.parametrize("shape", [*SHAPES, *EMPTY], ids=str)
 @pytest.mark.parametrize(("row", "column"), [CASTS[0], CASTS[1], CASTS[6]], ids=["nearest", "stochastic", "tile"])
 def test_cast_of_every_shape(

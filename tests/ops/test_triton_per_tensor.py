@@ -16,6 +16,7 @@ from minifloat.ops.quantize.job import Job, Target
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.replay_on_cpu import replay_on_cpu
+from tests.helpers.sample import each_pair
 
 FORMATS = [
     Format("e4m3"),
@@ -62,6 +63,7 @@ def check(made: Job, x: Tensor, fmt: Format) -> None:
             assert torch.equal(target.amax, expected.amax)
 
 
+@each_pair
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)], ids=["row", "column", "both"])
@@ -76,6 +78,7 @@ def test_cast_is_the_reference(
     check(made, x, fmt)
 
 
+@each_pair
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rule", ["fp32", "pow2"])
 @pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
