@@ -178,9 +178,7 @@ class GroupedCasts:
             scales: fp32 [G] of delayed scaling, if not those of its history.
             amax: of each group, fp32 [G], if it is known and all that its scale comes from.
         """
-        x = as_matrix(x)
-        if scales is None and delayed_call is not None:
-            scales = delayed_scale(delayed_call, self.kind)
+        x, scales = as_matrix(x), self.scales(delayed_call, scales)
         request = self.request
         amaxes = [amax] * len(request.amax_of) if amax is not None else []
         if request.amax_of and not amaxes:
@@ -196,6 +194,12 @@ class GroupedCasts:
             made = grouped.grouped_cast(x, offsets, given, rng, *self.specs)
         return self.operands(x, offsets, made, given, delayed_call)
 
+    def scales(self, delayed_call: DelayedCall | None, known: Tensor | None = None) -> Tensor | None:
+        """The scales of delayed scaling, fp32 [G]; None if no cast takes them. ``known``: those of an earlier time."""
+        if known is None and delayed_call is not None:
+            known = delayed_scale(delayed_call, self.kind)
+        return known if any(fmt.scale_rule == "given" for fmt in self.formats) else None
+
     def of_tokens(
         self, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None = None
     ) -> Quantized:
@@ -206,11 +210,7 @@ class GroupedCasts:
         offsets = routing.offsets
         if not self.from_tokens:
             return self(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call)
-        level = None
-        if self.one_amax:
-            level = gathered_amax(x, rows, offsets)
-        elif delayed_call is not None:
-            level = delayed_scale(delayed_call, self.kind)
+        level = gathered_amax(x, rows, offsets) if self.one_amax else self.scales(delayed_call)
         made = gathered_cast(x, rows, offsets, level, *self.specs)
         like = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])  # of the shape of the rows
         return self.operands(like, offsets, made, [level] * len(self.formats), delayed_call)

@@ -186,8 +186,7 @@ def act_operands(
     if not casts.in_kernel:
         y, amax = forward(h, probabilities, offsets, *how, casts.one_amax)
         return casts(y, offsets, delayed_call, scales, amax if casts.one_amax else None)
-    if scales is None and delayed_call is not None:
-        scales = delayed_scale(delayed_call, casts.kind)
+    scales = casts.scales(delayed_call, scales)
     made = forward_cast(h, probabilities, offsets, scales, *how, *casts.specs)
     like = h[:, : out_columns(of.name, h.shape[1])]
     return casts.operands(like, offsets, made, [scales] * len(casts.formats), delayed_call)
@@ -213,6 +212,6 @@ def dact_operands(
         dh, dp, amax = grouped_activation_backward(da, h, probabilities, offsets, *how, casts.one_amax)
         operands = casts(dh, offsets, delayed_call, None, amax if casts.one_amax else None)
         return operands, dp, dh if with_value else None
-    scales = None if delayed_call is None else delayed_scale(delayed_call, casts.kind)
+    scales = casts.scales(delayed_call)
     *made, dp = grouped_activation_backward_cast(da, h, probabilities, offsets, scales, *how, *casts.specs)
     return casts.operands(h, offsets, made, [scales] * len(casts.formats), delayed_call), dp, None

@@ -34,6 +34,16 @@ def in_parts(mlp: GroupedMLP) -> GroupedMLP:
     return copied
 
 
+def delayed_beside(blocks: str) -> minifloat.CustomRecipe:
+    """Delayed scaling of all tensors but ``blocks``, which go to MXFP8."""
+    quantizer = minifloat.MXFP8BlockScaling().quantizer(minifloat.QuantizerRole("linear", "input"))
+
+    def factory(role: minifloat.QuantizerRole) -> Any:
+        return quantizer if role.tensor_type == blocks else minifloat.DelayedScalingRequest(amax_history_len=2)
+
+    return minifloat.CustomRecipe(factory)
+
+
 def inputs(seed: int, rows: int = sum(COUNTS) + 2) -> tuple[Tensor, Tensor, Tensor]:
     """X, p, dY; rows that are no expert's are NaN."""
     torch.manual_seed(seed)
@@ -73,6 +83,16 @@ def test_as_its_parts(recipe: str, recompute: bool) -> None:
     parts = in_parts(mlp)
     for seed, weighted in ((1, False), (2, True)):
         assert_equal(results(mlp, seed, weighted), results(parts, seed, weighted))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("blocks", ["input", "grad_output"])
+def test_delayed_scales_beside_blocks(blocks: str, recompute: bool) -> None:
+    """Casts to blocks, which find their own scales, leave those of delayed scaling to the other tensors."""
+    mlp = make(delayed_beside(blocks), recompute_activation=recompute)
+    parts = in_parts(mlp)
+    for seed in (1, 2, 3):
+        assert_equal(results(mlp, seed), results(parts, seed))
 
 
 @pytest.mark.parametrize("options", [{"bias": True}, {"activation": "gelu", "single_grouped_weight": True}], ids=str)
@@ -162,8 +182,8 @@ def test_backward_in_high_precision_runs_in_parts(override: str) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("recipe", [*RECIPES, None])
-def test_tokens(recipe: str | None, bias: bool) -> None:
+@pytest.mark.parametrize("recipe", [*RECIPES, delayed_beside("input"), None])
+def test_tokens(recipe: Any, bias: bool) -> None:
     """As permute, rows and unpermute; some choices are dropped, and one token goes nowhere."""
     mlp = make(recipe, bias=bias)
     parts = in_parts(mlp)
