@@ -1,4 +1,4 @@
-"""Graphs of modules whose weights ranks share, with eager modules between them. On GPUs: tests/helpers/nccl_etp.py."""
+"""Graphs of modules whose weights ranks share, with eager modules between them. On GPUs: benchmarks/nccl_etp.py."""
 
 from __future__ import annotations
 

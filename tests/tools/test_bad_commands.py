@@ -40,7 +40,9 @@ VALUES = {
         "--vocabulary 70000 --tokenizer": "nowhere.json",
     },
     "study TEXT --model micro": {
-        "--recipes": "fp7 current,current", "--seeds": f"1 0 -1 x 1,1 {HUGE}", "--steps": f"0 {HUGE} x",
+        "--recipes": "fp7 current,current nvfp4+fast current+no-rht current+parameters+fp8-moments",
+        "--seeds": f"1 0 -1 x 1,1 {HUGE}", "--resolution": "0", "--warmup": "2", "--clip": "0",
+        "--experts": "-1", "--steps": f"0 {HUGE} x",
         "--batch-size": f"0 {HUGE}", "--learning-rate": "0 nan", "--evaluations": f"0 {HUGE}", "--workers": f"0 {HUGE}",
         "--minutes": "-1 nan x", "--max-gap": "-1 nan", "--max-gap-4bit": "nan", "--device": "tpu",
         "--out": "TEXT/a.txt ''",
@@ -60,7 +62,10 @@ OTHERS = {
     "train TEXT --resume --resume-from nowhere": "--resume", "train TEXT --fsdp": "--fsdp", "train TEXT --x": "--x",
     "train TEXT --steps": "--steps", "train TEXT --resume=yes": "--resume", "trian": "trian", "--quick": "--quick",
     "generate": "CHECKPOINT", "generate nowhere": "nowhere", "generate TEXT/a.txt": "TEXT/a.txt", "doctor more": "more",
-    "study nowhere": "nowhere", "study TEXT/tokens.bin --model micro": "text files", "bench nothing": "nothing",
+    "study nowhere": "nowhere",
+    "study TEXT --model micro --seeds many": "give a number of seeds, as 3",
+    f"study TEXT --model micro --seeds 0,{10**30}": "the seed is",
+    "study TEXT/tokens.bin --model micro": "text files", "bench nothing": "nothing",
 }  # fmt: skip
 
 BAD = {

@@ -143,10 +143,6 @@ def test_host_time_has_no_copy_and_no_bursts() -> None:
     assert list(found.seconds["sustained"]) == ["a"]
 
 
-def test_there_is_no_sm_clock_on_a_cpu() -> None:
-    assert sm_clock(CPU)() is None
-
-
 @pytest.mark.gpu
 def test_sm_clock_of_a_gpu() -> None:
     clock = sm_clock(torch.device("cuda", 0))()
@@ -244,12 +240,6 @@ def test_every_row_runs_on_a_cpu(row: Row) -> None:
     json.dumps(summary.as_dict(result), allow_nan=False)
 
 
-def test_data_are_random() -> None:
-    for tensor in linear.data(CPU, 64, 32, 16):
-        assert tensor.dtype == torch.bfloat16
-        assert tensor.float().std() > 0.1 and tensor.unique().numel() > 50
-
-
 def test_a_linear_with_a_wrong_gradient_is_caught() -> None:
     case = linear.build(16384, 4096, 4096, {}, CPU, True)
     ours = next(each for each in case.contenders if each.name == "minifloat current")
@@ -287,39 +277,6 @@ def test_compiled_contenders(suite: str, only: str, count: int) -> None:
     compiled = [entry for entry in result.entries if entry.name.endswith("compiled") and "torchao" not in entry.name]
     assert len(compiled) == count and all(entry.status == "ok" for entry in compiled), result.problems
     assert set(result.rounds.seconds) == ({"sustained"} if suite == "host" else set(MODES))
-
-
-def test_goals_of_middle_sizes_and_of_compiled_calls() -> None:
-    """Relative to PyTorch's: no host time of a compiled call but beside PyTorch's compiled one."""
-
-    def goals(row: Row) -> dict[str, Any]:
-        return {each.name: each.goals.get("ratio") for each in row.build(CPU, True).contenders}
-
-    for tokens, block in ((8192, 1.1), (4096, None)):
-        (row,) = registry.choose(["linear"], f"linear: {tokens} x 4096 x 4096")
-        found = goals(row)
-        for suffix in ("", ", compiled"):
-            names = [f"minifloat {name}{suffix}" for name in ("delayed", "current", "block")]
-            assert [found[name] for name in names] == [1.3, 1.3, block]
-    for row in registry.choose(["host"], "compiled"):
-        case, found = row.build(CPU, True), goals(row)
-        assert case.baselines == ("torch bf16, compiled",) and found.pop("torch bf16, compiled") is None
-        assert len(found) == 5 and set(found.values()) == {1 / 1.5}
-
-
-@pytest.mark.parametrize(
-    ("only", "current", "others"),
-    [("256, forward", 4, 5), ("256, forward + backward", 2.5, 3), ("256, calling thread, forward + backward", 2.5, 3)],
-)
-def test_goals_of_eager_host_time(only: str, current: float, others: float) -> None:
-    """At most so many times the time of PyTorch's Linear, which has its backward in the same thread."""
-    case = registry.choose(["host"], only)[0].build(CPU, True)
-    assert case.baselines == ("torch bf16",) and case.host
-    found = {each.name.removeprefix("minifloat "): each.goals for each in case.contenders if each.goals}
-    wanted = dict.fromkeys(("delayed", "block", "mxfp8", "nvfp4"), others) | {"current": current}
-    assert {name: dict(each) for name, each in found.items()} == {
-        name: {"ratio": pytest.approx(1 / times)} for name, times in wanted.items()
-    }
 
 
 @pytest.mark.parametrize(("only", "threads"), [("256, forward +", True), ("256, calling thread", False)])
@@ -385,15 +342,6 @@ def test_the_command_fails_where_something_is_wrong(tmp_path: Path, monkeypatch:
     assert code == 1 and "FAILED: made up: row: wrong: WRONG (error inf" in output
     (path,) = tmp_path.glob("*.json")
     assert json.loads(path.read_text())["rows"][0]["contenders"][1]["error"] == "inf"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(("speed",), "there is no suite"), (("--rounds", "0"), "at least 1"), (("--only", "nothing"), "matches no row")],
-)
-def test_mistakes_in_the_options(options: tuple[str, ...], said: str) -> None:
-    code, output = invoke("bench", "--device", "cpu", *options)
-    assert code == 2 and said in output
 
 
 def test_plots_over_an_axis_and_as_bars(tmp_path: Path) -> None:

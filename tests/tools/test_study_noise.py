@@ -54,15 +54,6 @@ def test_seeds_for_a_resolution_are_the_fewest() -> None:
     assert seeds_for(1.0, 0.001) is None
 
 
-def test_power_is_the_share_of_studies_that_find_the_gap() -> None:
-    random = np.random.default_rng(0)
-    seeds = seeds_for(0.001, 0.001, 0.8)
-    assert seeds is not None
-    gaps = 0.001 + 0.001 * random.standard_normal((4000, seeds))
-    halves = [half_width(spread, seeds) for spread in gaps.std(1, ddof=1)]
-    assert 0.78 <= (gaps.mean(1) > halves).mean() <= 0.88  # by as much as whole seeds round up
-
-
 def test_the_floor_in_words() -> None:
     noise = Noise((0.002, -0.004, 0.001, 0.003), 2, {10: 0.0005, 20: 0.02, 30: 0.0008, 40: 0.0009})
     assert noise.reached(0.001) == 30 and noise.reached(0.0001) is None

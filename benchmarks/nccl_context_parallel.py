@@ -1,5 +1,5 @@
 """PyTorch's context parallelism around our attention:
-``torchrun --nproc-per-node 2 tests/helpers/nccl_context_parallel.py``.
+``torchrun --nproc-per-node 2 benchmarks/nccl_context_parallel.py``.
 
 Each rank has a part of every sequence inside ``context_parallel``; output and gradients are those of whole sequences.
 """
@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minifloat.nn.attention import DotProductAttention
 

@@ -1,4 +1,4 @@
-"""The property of the quantized all-gather on GPUs: ``torchrun --nproc-per-node 2 tests/helpers/nccl_gather.py``.
+"""The property of the quantized all-gather on GPUs: ``torchrun --nproc-per-node 2 benchmarks/nccl_gather.py``.
 
 Every rank compares what it gathered with the quantized whole, to the bit, for random shapes and formats, and the
 operands laid out for GEMMs with those that a cast lays out. Ends with an error if anything differs.
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minifloat.comm.gather import gather
 from minifloat.distributed import ShardMap, quantize_shard

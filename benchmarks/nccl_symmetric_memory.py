@@ -1,5 +1,5 @@
 """Products on symmetric memory beside those of handles:
-``torchrun --nproc-per-node 2 tests/helpers/nccl_symmetric_memory.py``.
+``torchrun --nproc-per-node 2 benchmarks/nccl_symmetric_memory.py``.
 
 Two steps of every kind of module, in bf16 and with one scale a tensor, both ways on the same ranks. Weight gradients of
 a single linear read the very codes that handles gather, in the same products, and are compared to the bit; all else may
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minifloat.functional import count_gemms
 from minifloat.functional.linear_config import Overlap

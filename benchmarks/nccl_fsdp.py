@@ -1,4 +1,4 @@
-"""``fully_shard`` on GPUs: ``torchrun --nproc-per-node 4 tests/helpers/nccl_fsdp.py``, with 2 as well.
+"""``fully_shard`` on GPUs: ``torchrun --nproc-per-node 4 benchmarks/nccl_fsdp.py``, with 2 as well.
 
 Every recipe, kind of parameters, module and way to shard it, beside an unsharded replica: in each of 20 steps the codes
 and scales that GEMMs read have the bytes of the quantized whole, and so have outputs, gradients of inputs and buffers.
@@ -33,7 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
 from minifloat.comm.shard_map import ShardMap

@@ -1,4 +1,4 @@
-"""Extended tensor parallelism on GPUs: ``torchrun --nproc-per-node 2 tests/helpers/nccl_etp.py``, with 4 as well.
+"""Extended tensor parallelism on GPUs: ``torchrun --nproc-per-node 2 benchmarks/nccl_etp.py``, with 4 as well.
 
 Models whose weights' rows are shared beside unsharded replicas that have the same data: outputs and gradients of inputs
 to the bit, gradients of weights as the mean of all replicas'. Then races, with kernels that sleep before a cast, before
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
 from minifloat.distributed import parallelize

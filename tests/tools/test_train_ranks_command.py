@@ -1,0 +1,264 @@
+"""The command `minifloat train` on several ranks: it is stopped and goes on, ranks die, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minifloat.tools.cli import train as training
+from minifloat.tools.cli.ranks import check_started
+from minifloat.tools.train import loop
+from minifloat.tools.train.checkpoint import complete, latest
+from minifloat.tools.train.data import Batches
+from minifloat.tools.train.loop import TrainConfig
+from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.state import read_history
+from tests.helpers.micro_training import MICRO, invoke, write_texts
+from tests.helpers.train_on_ranks import SIZES, command, of_torchrun
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
+    monkeypatch.setitem(MODELS, "micro", SIZES)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    return ("train", write_texts(texts), "--model", "micro", "--device", "cpu", "--batch-size", 4)
+
+
+def written(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def interrupt_the_second_rank() -> None:
+    """In the middle of its third step."""
+    step, left = loop.train_step, [2]
+
+    def interrupted(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0 and os.environ["RANK"] == "1":
+            left[0] = 99
+            for _ in range(2):  # its own, and torchrun's
+                signal.raise_signal(signal.SIGTERM)
+        return step(*arguments)
+
+    loop.train_step = interrupted
+
+
+def test_the_command_is_stopped_and_goes_on(options: tuple[object, ...], tmp_path: Path) -> None:
+    out, more = tmp_path / "out", ("--recipe", "mxfp8", "--steps", 5)
+    with command(tmp_path / "a", 2, *options, *more, "--fsdp", "--out", out, hook=interrupt_the_second_rank) as stopped:
+        assert stopped.wait() == [128 + signal.SIGINT, 128 + signal.SIGTERM], stopped.said()
+    told = stopped.said()[1]
+    assert "mxfp8: stopped after step 3" in told and "continue with: torchrun --nproc-per-node 2 " in told
+    assert "UserWarning" not in told, told
+    with command(tmp_path / "b", 2, *options, *more, "--fsdp", "--out", out, "--resume") as finished:
+        assert finished.wait() == [0, 0], finished.said()
+    assert finished.said()[0].count("mxfp8: validation loss") == 1 and not finished.said(1)[0]  # the first alone talks
+    code, text = invoke(*options, *more, "--out", tmp_path / "alone")
+    assert code == 0, text
+    losses, expected = ([record["loss"] for record in written(each)] for each in (out, tmp_path / "alone"))
+    assert len(losses) == 5 and losses == pytest.approx(expected, rel=0.01)
+    report = (out / "report.md").read_text()
+    assert "ranks: 2, which shard the parameters and share the batch" in report and "**passed**" in report
+    parameters = re.compile(r"model: ([\d,]+) parameters")
+    assert parameters.findall(report) == parameters.findall((tmp_path / "alone" / "report.md").read_text())
+    code, text = invoke("generate", out, "--tokens", 3, "--temperature", 0, "--prompt", "the ", "--device", "cpu")
+    assert code == 0 and text.startswith("the ")
+
+
+def test_experts_are_sharded_too(options: tuple[object, ...], tmp_path: Path) -> None:
+    """Two ranks train a mixture of experts as one does: the router's loss is the mean of theirs."""
+    out, more = tmp_path / "out", ("--recipe", "mxfp8", "--steps", 3, "--experts", 4)
+    with command(tmp_path / "a", 2, *options, *more, "--fsdp", "--out", out) as finished:
+        assert finished.wait() == [0, 0], finished.said()
+    code, text = invoke(*options, *more, "--out", tmp_path / "alone")
+    assert code == 0, text
+    losses, expected = ([record["loss"] for record in written(each)] for each in (out, tmp_path / "alone"))
+    assert len(losses) == 3 and losses == pytest.approx(expected, rel=0.01)
+
+
+def test_the_command_goes_on_on_one_rank(options: tuple[object, ...], tmp_path: Path) -> None:
+    out, more = tmp_path / "out", ("--recipe", "mxfp8", "--save-every", 2)
+    with command(tmp_path / "a", 2, *options, *more, "--etp", 2, "--steps", 2, "--out", out) as finished:
+        assert finished.wait() == [0, 0], finished.said()
+    assert not finished.said(1)[0]  # the first alone talks
+    report = (out / "report.md").read_text()
+    assert "ranks: 2, which share the batch, and 2 at a time the rows of each weight" in report and "passed" in report
+    code, text = invoke(*options, *more, "--steps", 3, "--out", out, "--resume")
+    assert code == 0, text
+
+
+# `micro`, with heads for two ranks, in two processes that torchrun starts
+COMMAND = """
+from minifloat.tools.cli import main
+from tests.helpers import train_on_ranks
+train_on_ranks.MODELS["micro"] = train_on_ranks.SIZES
+main()
+"""
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable]
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [*started, "-c", COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=200, check=False,
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_the_command(options: tuple[object, ...], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = torchrun(*options, "--steps", 2, "--tp", 2, "--recipe", "block", "--out", out, "--check-ranks")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("block: validation loss") == 1, "the first rank alone talks"
+    assert "2, which share each linear; split by tokens elsewhere" in (out / "report.md").read_text()
+
+
+def die_at_the_third_step() -> None:
+    draw, drawn = Batches.__next__, count(1)
+
+    def die(self: Batches) -> tuple[torch.Tensor, torch.Tensor]:
+        if next(drawn) == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return draw(self)
+
+    Batches.__next__ = die  # type: ignore[method-assign]
+
+
+def test_a_rank_that_dies_ends_the_command(options: tuple[object, ...], tmp_path: Path) -> None:
+    """The other one by itself, with gloo; with NCCL torchrun ends it."""
+    out = tmp_path / "out"
+    more = ("--steps", 50, "--tp", 2, "--out", out)
+    with command(tmp_path / "ranks", 2, *options, *more, hook=die_at_the_third_step) as started:
+        for process in started.processes:
+            process.join(60)
+        assert started.processes[1].exitcode == -signal.SIGKILL and started.processes[0].exitcode not in (0, None)
+    assert (out / "metrics.jsonl").read_text().count("\n") == 2  # it had begun
+    assert not (out / "report.md").exists()
+
+
+def test_a_resumed_command_with_a_failed_check(options: tuple[object, ...], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    more = ("--steps", 2, "--tp", 2, "--out", out)
+    with command(tmp_path / "first", 2, *options, *more) as first:
+        assert first.wait() == [0, 0], first.said()
+    with command(tmp_path / "second", 2, *options, *more, "--resume", "--against", "bf16", "--max-gap", 1e-9) as second:
+        assert second.wait() == [1, 1]
+    errors = second.said(0)[1] + second.said(1)[1]
+    assert errors.count("FAILED: current: the final validation loss") == 1  # said once
+    assert "barrier" not in errors  # no rank waits for another
+    assert "torchrun --nproc-per-node 2" in (out / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "started, tp, fsdp, etp, message",
+    [
+        (2, 4, False, None, "--tp is 4, but torchrun has started 2; give --tp 2, or --fsdp or --etp to share the"),
+        (4, 1, False, None, "--tp is 1, but torchrun has started 4; give --tp 4, or --fsdp or --etp to share the"),
+        (1, 2, False, None, "start 2 with: torchrun --nproc-per-node 2 --no-python minifloat train --tp 2 ..."),
+        (4, 3, True, None, "--tp is 3, but torchrun has started 4; start a multiple of 3, or start 3 with"),
+        (4, 0, True, None, "--tp is 0"),
+        (0, 1, True, None, "start N with: torchrun --nproc-per-node N --no-python minifloat train --fsdp ..."),
+        (4, 1, True, 2, "--fsdp shards all parameters over the ranks that share the batch, --etp 2 the rows of"),
+        (3, 1, False, 2, "--etp is 2, but torchrun has started 3; start a multiple of 2, or start 2 with: torchrun"),
+        (2, 2, False, 2, "--tp is 2 and --etp is 2, but torchrun has started 2; start a multiple of 4, or start 4 "),
+        (1, 1, False, 2, "start 2 with: torchrun --nproc-per-node 2 --no-python minifloat train --etp 2 ..."),
+        (2, 1, False, 0, "--etp is 0"),
+    ],
+)
+def test_other_processes_than_the_options_say(
+    monkeypatch: pytest.MonkeyPatch, started: int, tp: int, fsdp: bool, etp: int | None, message: str
+) -> None:
+    for name, value in (of_torchrun(0, started) if started else {}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_started(tp, fsdp, etp)
+
+
+def test_a_context_that_ranks_cannot_split_is_a_users_mistake(options: tuple[object, ...], tmp_path: Path) -> None:
+    """No traceback, on no rank."""
+    short = ("--context", 1, "--tp", 2, "--out", tmp_path / "out")
+    with command(tmp_path / "ranks", 2, *options, "--steps", 2, *short) as refused:
+        for rank, process in enumerate(refused.processes):
+            process.join(60)
+            said = refused.said(rank)[1]
+            assert process.exitcode == 2 and "error: 1 tokens in a sequence are too few" in said
+            assert "Traceback" not in said
+
+
+def test_heads_that_ranks_cannot_share_are_a_users_mistake() -> None:
+    with pytest.raises(ValueError, match=r"2 query and 1 key/value heads .* 2 ranks; choose a --tp that divides 1"):
+        MICRO.check_ranks(2)
+
+
+def test_mistakes_end_with_a_message(options: tuple[object, ...], tmp_path: Path) -> None:
+    code, said = invoke(*options, "--fsdp", "--out", tmp_path / "out")
+    assert code == 2 and "start N with: torchrun --nproc-per-node N" in said.replace("\n", " ")
+    few = ("--batch-size", 1, "--steps", 1, "--fsdp")
+    with command(tmp_path / "few", 2, *options, *few, "--out", tmp_path / "out") as refused:
+        for process in refused.processes:
+            process.join(60)
+            assert process.exitcode == 2
+    assert "1 sequences in a step are too few for 2 ranks that share them" in refused.said()[1]
+
+
+def in_fp32() -> None:
+    """Activations too, so that on other ranks no more than the order of sums differs."""
+    training.TrainConfig = partial(TrainConfig, dtype=torch.float32)  # type: ignore[misc, assignment]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, bound", [("bf16", 1e-4), ("mxfp8", 0.02)])
+def test_ranks_killed_twelve_times(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, bound: float
+) -> None:
+    """Every other kill of a rank hits a save; each time other ranks go on, with the losses of one process."""
+    moments, out = 12, tmp_path / "out"
+    choose, inside, reached = random.Random(0), 0, [0]
+    all_options = (*options, "--recipe", recipe, "--steps", 4 * moments + 4, "--save-every", 1, "--learning-rate", 1e-3)
+    monkeypatch.setattr(training, "TrainConfig", TrainConfig)  # to be put back
+    in_fp32()
+    code, text = invoke(*all_options, "--out", tmp_path / "whole")
+    assert code == 0, text
+    expected = [(record["loss"], record["gradient_norm"]) for record in written(tmp_path / "whole")]
+    saves = out / "checkpoints" / recipe
+    grids = [(2, ("--fsdp",)), (4, ("--fsdp", "--tp", 2)), (1, ()), (3, ("--fsdp",))]
+    for moment in range(moments + 1):  # the last one ends in order
+        size, more = grids[moment % len(grids)] if moment < moments else (2, ("--fsdp",))
+        resume = ("--resume",) if latest(saves) is not None else ()
+        with command(tmp_path / f"{moment}", size, *all_options, *more, "--out", out, *resume, hook=in_fp32) as ranks:
+            if moment == moments:
+                assert ranks.wait() == [0] * size, ranks.said()
+            else:
+                save = f".step-{reached[-1] + choose.randint(2, 4):08}.partial"
+                awaited = saves / (save if moment % 2 == 0 else save[1 : -len(".partial")])
+                while ranks.processes[0].is_alive() and not awaited.exists():
+                    time.sleep(0.001)
+                time.sleep(choose.uniform(0.0, 0.01 if moment % 2 == 0 else 0.1))
+                ranks.processes[0 if moment % 2 == 0 else choose.randrange(size)].kill()
+                for process in ranks.processes:  # with gloo the others see it; torchrun would end them
+                    process.join(5)
+        newest = latest(saves)
+        assert len(complete(saves)) == len(list(saves.glob("step-*")))  # what has a checkpoint's name is complete
+        assert newest is not None, ranks.said()
+        inside += any(saves.glob(".step-*.partial"))
+        reached.append(newest.step)
+        history = [(m.loss, m.gradient_norm) for m in read_history(newest.training_state()["history"])]
+        mine, other = torch.tensor(history).T, torch.tensor(expected[: newest.step]).T
+        torch.testing.assert_close(mine[0], other[0], rtol=bound, atol=0)
+        torch.testing.assert_close(mine[1], other[1], rtol=5 * bound, atol=0)
+    print(f"{inside} of {moments} kills inside a save; steps reached {reached[1:]}")
+    assert inside > 0 and reached == sorted(reached) and reached[-1] == len(expected)
