@@ -17,12 +17,7 @@ from minifloat.functional.quantize import delayed_scale
 from minifloat.functional.spec import Spec
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.activation import out_columns
-from minifloat.ops.grouped.activation import (
-    grouped_activation,
-    grouped_activation_backward,
-    grouped_activation_backward_cast,
-    grouped_activation_cast,
-)
+from minifloat.ops.grouped.activation import grouped_activation, grouped_activation_backward
 
 
 class GroupedMLPCall(NamedTuple):
@@ -139,8 +134,9 @@ def _recompute(
 # ---- the activation in between ----
 
 
-_ACTIVATION = grouped_activation, grouped_activation_cast
-_ACTIVATION_RECOMPUTED = grouped_activation.for_recompute(), grouped_activation_cast.for_recompute()
+_RECOMPUTED = grouped_activation.for_recompute()
+_VALUES: tuple[Any, ...] = (), (), ()
+"""No formats, dims and memory orders: the values, not casts."""
 
 
 class GroupedActivationFunction(torch.autograd.Function):
@@ -151,7 +147,7 @@ class GroupedActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, probabilities: Tensor | None, offsets: Tensor, of: Activation) -> Tensor:
-        y, _ = grouped_activation(h, probabilities, offsets, of.name, of.parameters, False)
+        y, _ = grouped_activation(h, probabilities, offsets, None, of.name, of.parameters, False, *_VALUES)
         kept = () if probabilities is None else (guarded(probabilities),)
         ctx.save_for_backward(guarded(h), offsets, *kept)
         ctx.of = of
@@ -163,7 +159,8 @@ class GroupedActivationFunction(torch.autograd.Function):
         h, offsets, *kept = ctx.saved_tensors
         probabilities = kept[0] if kept else None
         of: Activation = ctx.of
-        dh, dp, _ = grouped_activation_backward(da, h, probabilities, offsets, of.name, of.parameters, False)
+        how = None, of.name, of.parameters, False, *_VALUES
+        dh, _, dp = grouped_activation_backward(da, h, probabilities, offsets, *how)
         return dh, dp if kept else None, None, None
 
 
@@ -182,12 +179,12 @@ def act_operands(
     ``recompute``: backward recomputes what its forward computed, see ``Operation.for_recompute``.
     """
     how = of.name, of.parameters
-    forward, forward_cast = _ACTIVATION_RECOMPUTED if recompute else _ACTIVATION
+    forward = _RECOMPUTED if recompute else grouped_activation
     if not casts.in_kernel:
-        y, amax = forward(h, probabilities, offsets, *how, casts.one_amax)
+        y, amax = forward(h, probabilities, offsets, None, *how, casts.one_amax, *_VALUES)
         return casts(y, offsets, delayed_call, scales, amax if casts.one_amax else None)
     scales = casts.scales(delayed_call, scales)
-    made = forward_cast(h, probabilities, offsets, scales, *how, *casts.specs)
+    made = forward(h, probabilities, offsets, scales, *how, False, *casts.specs)
     like = h[:, : out_columns(of.name, h.shape[1])]
     return casts.operands(like, offsets, made, [scales] * len(casts.formats), delayed_call)
 
@@ -209,9 +206,9 @@ def dact_operands(
     how = of.name, of.parameters
     straddles = of.gated and casts.in_kernel and (h.shape[1] // 2) % max(casts.formats[0].block, 1) != 0
     if with_value or straddles or not casts.in_kernel:
-        dh, dp, amax = grouped_activation_backward(da, h, probabilities, offsets, *how, casts.one_amax)
+        dh, amax, dp = grouped_activation_backward(da, h, probabilities, offsets, None, *how, casts.one_amax, *_VALUES)
         operands = casts(dh, offsets, delayed_call, None, amax if casts.one_amax else None)
         return operands, dp, dh if with_value else None
     scales = casts.scales(delayed_call)
-    *made, dp = grouped_activation_backward_cast(da, h, probabilities, offsets, scales, *how, *casts.specs)
+    *made, dp = grouped_activation_backward(da, h, probabilities, offsets, scales, *how, False, *casts.specs)
     return casts.operands(h, offsets, made, [scales] * len(casts.formats), delayed_call), dp, None

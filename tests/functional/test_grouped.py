@@ -83,9 +83,7 @@ def test_gradient_blocks_of_an_activation(
 ) -> None:
     """They are those of a cast of the gradient, where blocks straddle the halves of a gated activation's input, too."""
     if kernels:
-        for name in ("", "_cast"):
-            own = getattr(activation_kernels, f"backward{name}")
-            monkeypatch.setattr(grouped_mlp, f"grouped_activation_backward{name}", own)
+        monkeypatch.setattr(grouped_mlp, "grouped_activation_backward", activation_kernels.backward)
     casts, block = GroupedCasts(Quantizer(parse(spec)), "grad_output", ""), parse(spec).block
     assert casts.in_kernel
     offsets, rows = offsets_of(COUNTS, device), sum(COUNTS)

@@ -33,6 +33,7 @@ FORMATS = [
 ]  # fmt: skip
 COUNTS = [(5, 0, 18), (0, 0)]
 EACH_COUNTS = pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "-".join(map(str, counts)))
+VALUES: Any = (), (), ()
 IMPLEMENTATIONS = pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
 
 
@@ -74,7 +75,7 @@ def test_values(act: Activation, kernels: bool, device: torch.device) -> None:
     for counts, columns in (((7, 0, 9), 16), ((0, 5, 0), 37))[act != SWIGLU :]:
         x, _, p, offsets = inputs(act, counts, columns, device)
         for each in (p, None):
-            y, amax = run("", kernels, x, each, offsets, act.name, act.parameters, True)
+            y, amax = run("", kernels, x, each, offsets, None, act.name, act.parameters, True, *VALUES)
             known = sum(counts)
             expected = activation_float64(x[:known], act)
             error = error_scale(x[:known], act) * 8 * U
@@ -95,14 +96,15 @@ def test_gradients(act: Activation, kernels: bool, device: torch.device) -> None
         wide, weights = x[:known].double().requires_grad_(), p[:known].double().requires_grad_()
         (activation_float64(wide, act) * weights[:, None]).backward(dy[:known].double())
         assert wide.grad is not None and weights.grad is not None
-        dx, dp, amax = run("_backward", kernels, dy, x, p, offsets, act.name, act.parameters, True)
+        dx, amax, dp = run("_backward", kernels, dy, x, p, offsets, None, act.name, act.parameters, True, *VALUES)
         bound = 2.0**-8 * wide.grad.abs() + 64 * U * (1 + x[:known].abs().double().square()) * 8
         assert ((dx[:known].double() - wide.grad).abs() <= bound).all() and not dx[known:].any()
         sizes = (error_scale(x[:known], act) * dy[:known].abs()).sum(1)
         assert ((dp[:known].double() - weights.grad).abs() <= 64 * U * sizes).all() and not dp[known:].any()
         assert_same_bits(amax, groups_amax(dx, offsets))
-        without, none, _ = run("_backward", kernels, dy, x, None, offsets, act.name, act.parameters, False)
-        ones, _, _ = run("_backward", kernels, dy, x, torch.ones_like(p), offsets, act.name, act.parameters, False)
+        how = None, act.name, act.parameters, False, *VALUES
+        without, _, none = run("_backward", kernels, dy, x, None, offsets, *how)
+        ones, _, _ = run("_backward", kernels, dy, x, torch.ones_like(p), offsets, *how)
         assert none.numel() == 0
         assert_same_bits(without, ones)
 
@@ -133,13 +135,13 @@ def test_casts_are_those_of_the_values(spec: str, counts: tuple[int, ...], kerne
         x, dy, p, offsets = inputs(act, counts, columns, device)
         scales = (torch.arange(len(counts)) + 1).to(device) * 0.7 if spec.endswith("given") else None
         how = [spec] * len(dims), dims, [k_major or scales is not None] * len(dims)
-        y, _ = run("", kernels, x, p, offsets, act.name, act.parameters, False)
-        casts = run("_cast", kernels, x, p, offsets, scales, act.name, act.parameters, *how)
+        y, _ = run("", kernels, x, p, offsets, None, act.name, act.parameters, False, *VALUES)
+        casts = run("", kernels, x, p, offsets, scales, act.name, act.parameters, False, *how)
         check_casts(casts, y, offsets, scales, *how)
         if act.gated and columns % max(parse(spec).block, 1):
             continue  # a block in both halves
-        dx, sums, _ = run("_backward", kernels, dy, x, p, offsets, act.name, act.parameters, False)
-        *casts, total = run("_backward_cast", kernels, dy, x, p, offsets, scales, act.name, act.parameters, *how)
+        dx, _, sums = run("_backward", kernels, dy, x, p, offsets, None, act.name, act.parameters, False, *VALUES)
+        *casts, total = run("_backward", kernels, dy, x, p, offsets, scales, act.name, act.parameters, False, *how)
         check_casts(casts, dx, offsets, scales, *how)
         torch.testing.assert_close(total, sums, rtol=1e-4, atol=1e-3)
 
@@ -152,9 +154,9 @@ def test_strided_probabilities(device: torch.device) -> None:
     for contiguous, strided in ((p, torch.stack([p, -p], dim=1)[:, 0]), (one.contiguous(), one)):
         found = []
         for probabilities in (contiguous, strided):
-            y, _ = run("", True, x, probabilities, offsets, "swiglu", (), False)
-            of = x, probabilities, offsets, scales, "swiglu", (), [spec], (ROWWISE,), [False]
-            codes, *rest = run("_backward_cast", True, dy, *of)
+            y, _ = run("", True, x, probabilities, offsets, None, "swiglu", (), False, *VALUES)
+            of = x, probabilities, offsets, scales, "swiglu", (), False, [spec], (ROWWISE,), [False]
+            codes, *rest = run("_backward", True, dy, *of)
             found.append([y, codes[:7], *rest])  # of rows that are no group's they are undefined
         for mine, expected in zip(*found, strict=True):
             assert_same_bits(mine, expected)
@@ -166,8 +168,8 @@ def test_launches(device: torch.device) -> None:
         x, dy, p, offsets = inputs(SWIGLU, counts, 32, device)
         how = ["e4m3/1x32/e8m0"] * 2, BOTH, [False] * 2
         with count_launches() as launches:
-            activation_kernels.cast(x, p, offsets, None, "swiglu", (), *how)
-            activation_kernels.backward_cast(dy, x, p, offsets, None, "swiglu", (), *how)
+            activation_kernels.forward(x, p, offsets, None, "swiglu", (), False, *how)
+            activation_kernels.backward(dy, x, p, offsets, None, "swiglu", (), False, *how)
         assert launches == {
             "group_table_kernel": 2, "grouped_activation_kernel": 1, "grouped_activation_backward_kernel": 1
         }  # fmt: skip

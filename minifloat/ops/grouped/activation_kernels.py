@@ -7,7 +7,7 @@ or casts it (``table.py``). The rows that are no group's are stored as zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +41,7 @@ from minifloat.ops.grouped.table import (
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize.blocks import held
 from minifloat.ops.quantize.device import append, extent, load_tile, pick, pick_wide, tile_places
-from minifloat.ops.tiles import Tile, tile
+from minifloat.ops.tiles import tile
 
 
 @triton.jit
@@ -132,29 +132,22 @@ BACKWARD = Kernel(grouped_activation_backward_kernel, layouts=True)
 
 
 def forward(
-    x: Tensor, probabilities: Tensor | None, offsets: Tensor, name: str, parameters: Sequence[float], with_amax: bool
-) -> tuple[Tensor, Tensor]:
-    """``grouped_activation``."""
-    rows = _Rows(ready(x), probabilities, offsets, None, name, parameters)
-    y = x.new_empty(x.shape[0], out_columns(name, x.shape[1]))
-    out, amax = values_to(y, offsets, with_amax)
-    _forward_to(out, rows, tile("activation", x.device))
-    return y, amax
-
-
-def cast(
     x: Tensor,
     probabilities: Tensor | None,
     offsets: Tensor,
     scales: Tensor | None,
     name: str,
     parameters: Sequence[float],
+    with_amax: bool,
     *how: Any,
 ) -> list[Tensor]:
-    """``grouped_activation_cast``."""
-    rows, columns = _Rows(ready(x), probabilities, offsets, scales, name, parameters), out_columns(name, x.shape[1])
-    out, made = casts_to(x[:, :columns], offsets, *how, can_share=name in SHOWN)
-    _forward_to(out, rows, out.tile("activation", columns, x.device))
+    """``grouped_activation``."""
+    x, columns = ready(x), out_columns(name, x.shape[1])
+    out, made = _outputs(x[:, :columns], offsets, name, with_amax, *how)
+    choice = out.tile("activation", columns, x.device) if how[0] else tile("activation", x.device)
+    tensors = [(x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x), wanted(scales, of_groups(1), x)]
+    constants = *formula(name, parameters), *out.constants, probabilities is not None
+    launch_to(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
     return as_declared(made, *how)
 
 
@@ -163,63 +156,21 @@ def backward(
     x: Tensor,
     probabilities: Tensor | None,
     offsets: Tensor,
-    name: str,
-    parameters: Sequence[float],
-    with_amax: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``grouped_activation_backward``."""
-    rows = _Rows(ready(x), probabilities, offsets, None, name, parameters)
-    dx = torch.empty_like(rows.x)
-    out, amax = values_to(dx, offsets, with_amax)
-    sums = _backward_to(out, ready(dy), rows, tile("grouped_activation_backward", x.device))
-    return dx, sums, amax
-
-
-def backward_cast(
-    dy: Tensor,
-    x: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
     scales: Tensor | None,
     name: str,
     parameters: Sequence[float],
+    with_amax: bool,
     *how: Any,
 ) -> list[Tensor]:
-    """``grouped_activation_backward_cast``."""
-    rows = _Rows(ready(x), probabilities, offsets, scales, name, parameters)
-    out, made = casts_to(x, offsets, *how, can_share=name in SHOWN)
-    choice = out.tile("activation_backward", dy.shape[1], x.device)
-    if gated(name) and scales is None:
-        choice = within_half(choice, out.format, dy.shape[1])
-    return [*as_declared(made, *how), _backward_to(out, ready(dy), rows, choice)]
-
-
-# ---- launches ----
-
-
-class _Rows(NamedTuple):
-    """What the activation is applied to, and how; ``scales`` are those that casts are given."""
-
-    x: Tensor
-    probabilities: Tensor | None
-    offsets: Tensor
-    scales: Tensor | None
-    name: str
-    parameters: Sequence[float]
-
-
-def _forward_to(out: Outputs, rows: _Rows, choice: Tile) -> None:
-    x, probabilities, offsets, scales, name, parameters = rows
-    columns = out_columns(name, x.shape[1])
-    tensors = [(x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x), wanted(scales, of_groups(1), x)]
-    constants = *formula(name, parameters), *out.constants, probabilities is not None
-    launch_to(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
-
-
-def _backward_to(out: Outputs, dy: Tensor, rows: _Rows, choice: Tile) -> Tensor:
-    """Returns the gradients of the probabilities, [0] where there are none."""
-    x, probabilities, offsets, scales, name, parameters = rows
-    M, columns = dy.shape
+    """``grouped_activation_backward``."""
+    x, dy, (M, columns) = ready(x), ready(dy), dy.shape
+    out, made = _outputs(x, offsets, name, with_amax, *how)
+    if how[0]:
+        choice = out.tile("activation_backward", columns, x.device)
+        if gated(name) and scales is None:
+            choice = within_half(choice, out.format, columns)
+    else:
+        choice = tile("grouped_activation_backward", x.device)
     # A sum for each tile of a row, added up in an order that the number of tiles fixes. No program has the rows that
     # are no group's.
     tiles = triton.cdiv(columns, choice.cols)
@@ -230,4 +181,13 @@ def _backward_to(out: Outputs, dy: Tensor, rows: _Rows, choice: Tile) -> Tensor:
     ]  # fmt: skip
     constants = *formula(name, parameters), *out.constants, probabilities is not None
     launch_to(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
-    return partial if probabilities is None else partial.sum(1)
+    return [*as_declared(made, *how), partial if probabilities is None else partial.sum(1)]
+
+
+def _outputs(like: Tensor, offsets: Tensor, name: str, with_amax: bool, *how: Any) -> tuple[Outputs, list[Tensor]]:
+    """Memory of the size of ``like`` for values and their amaxes, or for casts."""
+    if how[0]:
+        return casts_to(like, offsets, *how, can_share=name in SHOWN)
+    y = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    out, amax = values_to(y, offsets, with_amax)
+    return out, [y, amax]
