@@ -18,7 +18,7 @@ from tests.helpers.compare import assert_same_bits
 pytest.importorskip("triton")
 
 from minifloat.ops import launch
-from minifloat.ops.grouped import casts, decode, products
+from minifloat.ops.grouped import casts, products, spread
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.sample import each_twice
 
@@ -109,7 +109,7 @@ def test_kernels_of_groups(spec: str, device: torch.device) -> None:
                 level = casts.amax(matrix, of, [spec], [dim])[0] if parse(spec).needs_amax else None
                 order = [capability.k_major(parse(spec))]
                 codes, scales, _ = casts.cast(matrix, of, [level], None, [spec], [dim], order)
-                found.append(decode.dequantize(codes, scales, None, of, spec, dim, *matrix.shape, torch.float32))
+                found.append(spread.dequantize(codes, scales, None, of, spec, dim, *matrix.shape, torch.float32))
                 sides += codes, scales, None, spec, dim, of
             found.append(products.multiply(gemm, *sides, *size, torch.float32, None, False))
         return found

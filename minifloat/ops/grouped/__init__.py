@@ -326,7 +326,7 @@ def _(x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, x.shape[1])
 
 
-@operation("grouped.decode:dequantize")
+@operation("grouped.spread:dequantize")
 def grouped_dequantize(
     codes: Tensor, scale_inv: Tensor, amax: Tensor | None, offsets: Tensor, format: str, dim: int, rows: SymInt,
     cols: SymInt, dtype: torch.dtype,

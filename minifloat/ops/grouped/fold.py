@@ -16,6 +16,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE
 from minifloat.formats.elements import E4M3
 from minifloat.ops.grouped.gemm import Side, begin, grid_row, group_of, rows_of
+from minifloat.ops.grouped.spread import most_rows, sizes
 from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul import fold_kernels, transpose
 from minifloat.ops.matmul.fold import BLOCK, HIGHEST, LEAST, LOWEST, TILE
@@ -206,15 +207,13 @@ class FoldedWeight:
 
     def __init__(self, cast: Any) -> None:
         self.cast = cast
-        packed_rows, unit, groups = cast.dim == COLUMNWISE, cast.unit, cast.groups
+        packed_rows, groups = cast.dim == COLUMNWISE, cast.groups
         self.codes = transpose.k_major_copy(cast.codes, True, (1, 1)) if packed_rows else ready(cast.codes)
         self.scales = at_16_bytes(cast.scale_inv)
         self.contracts_rows = cast.along == COLUMNWISE
-        rows, cols = cast.codes.shape
-        rows, cols = (2 * rows, cols) if packed_rows else (rows, 2 * cols)
-        # No more rows than these have room in the storage.
-        self.rows = max(unit * (rows // unit - groups + 1) - 1, 0) if unit else rows
-        self.cols, self.high = cols, self.rows // TILE + groups
+        self.cols = cols = sizes(cast.codes, cast.format, cast.dim)[1]
+        self.rows = most_rows(cast.codes, cast.format, cast.dim, groups)
+        self.high = self.rows // TILE + groups
         self.folded = allocate((self.high, triton.cdiv(cols, TILE)), torch.float32, self.codes.device)
         self.ways = self.contracts_rows, packed_rows
         # Columns of the codes in bytes, or in elements where bytes hold two rows.

@@ -28,7 +28,7 @@ from minifloat import capability
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import grouped, matmul
 from minifloat.ops.grouped import gemm as kernels
-from minifloat.ops.grouped import hopper, layout, spread
+from minifloat.ops.grouped import hopper, spread
 from minifloat.ops.grouped.fold import FoldedWeight
 from minifloat.ops.grouped.gemm import Side
 from minifloat.ops.launch import allocate, ready
@@ -63,8 +63,8 @@ class Cast(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Of ``device.begin``."""
-        return layout.unit(self.format) if self.format.quantized and self.dim == COLUMNWISE else 0
+        """Of ``gemm.begin``."""
+        return spread.unit_of(self.format, self.dim)
 
 
 def multiply(

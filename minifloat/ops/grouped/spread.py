@@ -1,6 +1,6 @@
-"""Operands of groups written out as bf16 for the product, as ``matmul/spread.py`` writes those of one matrix.
+"""Operands of groups written out: as bf16 for the product, as ``matmul/spread.py`` writes those of one matrix, or read.
 
-The values lie where the codes do. What is between groups, and beyond them, stays undefined.
+For the product the values lie where the codes do. What is between groups, and beyond them, stays undefined.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import COLUMNWISE, ROWWISE, Element, Format
+from minifloat.formats import COLUMNWISE, ROWWISE, Element, Format, parse
+from minifloat.ops import grouped
 from minifloat.ops.grouped import layout
 from minifloat.ops.grouped.gemm import begin, grid_row, group_of, rows_of
-from minifloat.ops.launch import Kernel, allocate
+from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul.spread import LARGEST, largest_scale
-from minifloat.ops.quantize import hadamard
-from minifloat.ops.quantize.decode import TILE, at_16_bytes, block_factor, consecutive, load_elements
+from minifloat.ops.quantize import gpu, hadamard
+from minifloat.ops.quantize.decode import TILE, Factors, at_16_bytes, consecutive, decode_tile, level_strides
 from minifloat.ops.quantize.device import extent
 from minifloat.ops.quantize.job import aligned
 
@@ -56,49 +57,42 @@ def grouped_largest_kernel(
 @triton.jit
 def grouped_decode_kernel(
     codes, scales, levels, out, offsets,
-    M, K, groups, code_cols, code_stride, out_stride, scale_row, scale_col, level_row, level_col,
+    M, K, groups, code_cols, code_stride, out_stride, scale_row, scale_col, level_row, level_col, level_width,
     K_MAJOR: tl.constexpr, OUT_K_MAJOR: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_STRIDE: tl.constexpr,
-    ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, RULE: tl.constexpr, LEVEL: tl.constexpr,
-    LEVEL_OF_GROUP: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, RULE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr,
+    NEGATIVE: tl.constexpr, LEVEL_OF_GROUP: tl.constexpr, PADDED: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, OUT_UNIT: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
     SEARCH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``decode_kernel`` for each group, whose levels begin at its row of [G, K] or at its first row of [M]."""
+    """``decode_kernel`` for each group, whose levels begin at its row of ``level_width``, or at its first row of [M].
+
+    So do scales where there are no blocks. Rows that pad a group for a rotation are written unless it is undone.
+    """
     K = extent(K, ALIGNED_K)
     code_cols = extent(code_cols, ALIGNED_K)
     code_stride = extent(code_stride, ALIGNED_STRIDE)
     out_stride = extent(out_stride, ALIGNED_STRIDE)
     columns = tl.cdiv(K, BLOCK_K)
     tile = tl.program_id(0) // columns
-    group = group_of(offsets, tile, groups, BLOCK_M, SEARCH)
+    group = tl.maximum(group_of(offsets, tile, groups, BLOCK_M, SEARCH), 0)
     first, end = rows_of(offsets, group, groups, M)
     rows = (end - first + PADDED - 1) // PADDED * PADDED
     first_m = (tile - first // BLOCK_M - group) * BLOCK_M
-    first_k = tl.program_id(0) % columns * BLOCK_K
-    if (group == groups) | (first_m >= rows):
+    if (group == groups) | (first_m < 0) | (first_m >= rows):  # below 0 before the first group
         return
     start = begin(first, group, UNIT).to(tl.int64)
-    values = load_elements(
-        codes + (start // 2 if PACKED_M else start) * (1 if K_MAJOR else code_stride), first_m, first_k,
-        (rows + 1) // 2 if PACKED_M else rows, code_cols, code_stride, K_MAJOR, ELEMENT, PACKED_M, BLOCK_M, BLOCK_K,
+    out_row = begin(first, group, OUT_UNIT).to(tl.int64)
+    level = group.to(tl.int64) * level_width if LEVEL_OF_GROUP else first.to(tl.int64)
+    scale = level if BLOCK == 0 else grid_row(first, group, UNIT, BLOCK, TILE).to(tl.int64) * scale_row
+    decode_tile(
+        codes + (start // 2 if PACKED_M else start) * (1 if K_MAJOR else code_stride), scales + scale, levels + level,
+        out + out_row * (1 if OUT_K_MAJOR else out_stride), first_m, tl.program_id(0) % columns * BLOCK_K,
+        end - first if NEGATIVE != 0 else rows, K, (rows + 1) // 2 if PACKED_M else rows, code_cols, code_stride,
+        out_stride, scale_row, scale_col, level_row, level_col,
+        K_MAJOR, OUT_K_MAJOR, ELEMENT, PACKED_M, SCALE_ROWS, SCALE_COLS, RULE, LEVEL, INVERSE, NEGATIVE,
+        BLOCK_M, BLOCK_K,
     )  # fmt: skip
-    if RULE is not None:
-        ROWS: tl.constexpr = min(SCALE_ROWS, BLOCK_M)
-        COLS: tl.constexpr = min(SCALE_COLS, BLOCK_K)
-        row = first_m + tl.arange(0, BLOCK_M // ROWS) * ROWS
-        col = first_k + tl.arange(0, BLOCK_K // COLS) * COLS
-        factor = block_factor(
-            scales + grid_row(first, group, UNIT, BLOCK, TILE).to(tl.int64) * scale_row,
-            levels + (group.to(tl.int64) * K if LEVEL_OF_GROUP else first), row, col, rows, K,
-            scale_row, scale_col, level_row, level_col, RULE, LEVEL, 1.0, SCALE_ROWS, SCALE_COLS,
-        )  # fmt: skip
-        blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS)) * factor[:, None, :, None]
-        values = tl.reshape(blocks, (BLOCK_M, BLOCK_K))
-    m = (first_m + tl.arange(0, BLOCK_M))[:, None]
-    k = (first_k + tl.arange(0, BLOCK_K))[None, :]
-    where = start * (1 if OUT_K_MAJOR else out_stride)
-    where += k.to(tl.int64) * out_stride + m if OUT_K_MAJOR else m.to(tl.int64) * out_stride + k
-    tl.store(out + where, values.to(out.dtype.element_ty), mask=(m < rows) & (k < K))
 
 
 _largest = Kernel(grouped_largest_kernel)
@@ -131,47 +125,118 @@ def spread(
 ) -> Written:
     """``emulated.spread`` of each group; the rows of a group that is rotated go on to a multiple of 16."""
     codes, scale_inv = consecutive(codes), at_16_bytes(scale_inv)
-    groups, unit = offsets.numel() - 1, layout.unit(fmt) if dim == COLUMNWISE else 0
-    rows, cols = codes.shape[0], codes.shape[1]
-    if fmt.packed:
-        rows, cols = (2 * rows, cols) if dim == COLUMNWISE else (rows, 2 * cols)
-    # No more rows than these have room in the storage.
-    most = rows if dim == ROWWISE else max(unit * (rows // unit - groups + 1) - 1, 0)
-    padded = hadamard.GROUP if fmt.transform == "hadamard16" else 1
-    where = padded, unit, max(fmt.block, 1), fmt.tile
-    search = triton.next_power_of_2(groups + 1)
-    offsets = at_16_bytes(offsets)
-    rule, level, factor, strides = None, "none", scale_inv, (0, 0)
-    step, divisor = int(fmt.amax_per_row), 1.0
+    groups, (_, cols) = offsets.numel() - 1, sizes(codes, fmt, dim)
+    of_groups, most = along == COLUMNWISE, most_rows(codes, fmt, dim, groups)
+    factors, step = Factors(None, scale_inv, "none", scale_inv, (0, 0), 1.0, 0), int(fmt.amax_per_row)
+    divisor = 1.0
     if fmt.scale_rule == "two_level":
         assert amax is not None
-        rule, factor, divisor = fmt.scaling, amax, 6.0 * fmt.block_scale_max
+        factors, divisor = factors._replace(rule=fmt.scaling, levels=amax), 6.0 * fmt.block_scale_max
     elif fmt.block:
-        rule, level, step = fmt.scaling, "largest", 1
-        factor = allocate(
-            (groups if along == COLUMNWISE else 1, cols if along == COLUMNWISE else most), torch.float32, codes.device
-        )
-        programs = groups * triton.cdiv(cols, LARGEST.rows) if along == COLUMNWISE else most // LARGEST.rows + groups
+        largest = allocate((groups if of_groups else 1, cols if of_groups else most), torch.float32, codes.device)
+        programs = groups * triton.cdiv(cols, LARGEST.rows) if of_groups else most // LARGEST.rows + groups
+        padded = hadamard.GROUP if fmt.transform == "hadamard16" else 1
         _largest(
-            programs, (scale_inv, factor, offsets), (most, cols, groups, *scale_inv.stride()),
-            (rule, along == COLUMNWISE, *where, search, LARGEST.rows, LARGEST.cols), LARGEST.warps,
+            programs, (scale_inv, largest, at_16_bytes(offsets)), (most, cols, groups, *scale_inv.stride()),
+            (
+                fmt.scaling, of_groups, padded, unit_of(fmt, dim), fmt.block, fmt.tile,
+                triton.next_power_of_2(groups + 1), LARGEST.rows, LARGEST.cols,
+            ),
+            LARGEST.warps,
         )  # fmt: skip
         outer = fmt.scale_block(dim)
-        strides = (outer[0], 0) if along == ROWWISE else (0, outer[1])
-    k_major = codes.stride(1) != 1
-    values = allocate((rows, cols), torch.bfloat16, codes.device, transposed=k_major and not fmt.packed)
+        strides = (0, outer[1]) if of_groups else (outer[0], 0)
+        factors, step = Factors(fmt.scaling, scale_inv, "largest", largest, strides, 1.0, 0), 1
+    transposed = codes.stride(1) != 1 and not fmt.packed
+    values = allocate(sizes(codes, fmt, dim), torch.bfloat16, codes.device, transposed=transposed)
+    _decode_to(values, codes, fmt, dim, offsets, factors, of_groups, cols, unit_of(fmt, dim))
+    return Written(values, at_16_bytes(factors.levels.contiguous()), step, divisor)
+
+
+def dequantize(
+    codes: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None,
+    offsets: Tensor,
+    format: str,
+    dim: int,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``grouped_dequantize``; codes of any strides."""
+    fmt = parse(format)
+    if not gpu.casts(fmt):
+        return grouped.grouped_dequantize.reference(
+            codes, scale_inv, amax, offsets, format, dim, rows, cols, dtype
+        )  # fmt: skip
+    out = torch.zeros(rows, cols, dtype=dtype, device=codes.device)
+    if not out.numel() or offsets.numel() < 2:
+        return out
+    scale_inv, between = ready(scale_inv), level_strides(fmt, dim)
+    signs = hadamard.NEGATIVE if fmt.transform == "hadamard16" else 0
+    factors = Factors(fmt.scaling, scale_inv, "none", scale_inv, between, 1.0, signs)
+    if fmt.scale_rule == "two_level":
+        assert amax is not None
+        factors = factors._replace(level="amax", levels=ready(amax), inverse=1.0 / (6 * fmt.block_scale_max))
+    of_groups = not (fmt.amax_per_row and dim == ROWWISE)
+    width = sizes(codes, fmt, dim)[1] if fmt.amax_per_row else 1
+    _decode_to(out, consecutive(codes), fmt, dim, offsets, factors, of_groups, width, 0)
+    return out
+
+
+def _decode_to(
+    out: Tensor,
+    codes: Tensor,
+    fmt: Format,
+    dim: int,
+    offsets: Tensor,
+    factors: Factors,
+    of_groups: bool,
+    width: int,
+    unit: int,
+) -> None:
+    """Writes the values of codes to ``out``, where groups begin at multiples of ``unit`` as in ``layout.py``, or not.
+
+    Args:
+        of_groups, width: levels are as many for each group; else one for each row.
+    """
+    groups, cols, k_major, out_k_major = offsets.numel() - 1, out.shape[1], codes.stride(1) != 1, out.stride(1) != 1
+    lines = codes.stride(1 if k_major else 0), out.stride(1 if out_k_major else 0)
     scale_rows, scale_cols = fmt.scale_block(dim)
-    out_k_major = k_major and not fmt.packed
-    lines = codes.stride(1 if k_major else 0), values.stride(1 if out_k_major else 0)
+    most = most_rows(codes, fmt, dim, groups)
     _decode(
         (most // TILE.rows + groups) * triton.cdiv(cols, TILE.cols),
-        (codes, scale_inv, at_16_bytes(factor), values, offsets),
-        (most, cols, groups, codes.shape[1], *lines, *(scale_inv.stride() if fmt.block else (0, 0)), *strides),
+        (codes, factors.scale_inv, at_16_bytes(factors.levels), out, at_16_bytes(offsets)),
+        (
+            most, cols, groups, codes.shape[1], *lines,
+            *(factors.scale_inv.stride() if fmt.block else factors.level_strides), *factors.level_strides, width,
+        ),
         (
             k_major, out_k_major, aligned([cols, codes.shape[1]]), aligned(lines), fmt.encoding,
-            fmt.packed and dim == COLUMNWISE, rule, level, along == COLUMNWISE, *where,
-            scale_rows or TILE.rows, scale_cols or TILE.cols, search, TILE.rows, TILE.cols,
+            fmt.packed and dim == COLUMNWISE, factors.rule, factors.level, factors.inverse, factors.signs, of_groups,
+            hadamard.GROUP if fmt.transform == "hadamard16" and dim == COLUMNWISE else 1, unit_of(fmt, dim), fmt.block,
+            fmt.tile, unit, scale_rows or TILE.rows, scale_cols or TILE.cols, triton.next_power_of_2(groups + 1),
+            TILE.rows, TILE.cols,
         ),
         TILE.warps,
     )  # fmt: skip
-    return Written(values, at_16_bytes(factor.contiguous()), step, divisor)
+
+
+def sizes(codes: Tensor, fmt: Format, dim: int) -> tuple[int, int]:
+    """Rows and columns that codes have room for."""
+    rows, cols = codes.shape
+    return (2 * rows if fmt.packed and dim == COLUMNWISE else rows), (
+        2 * cols if fmt.packed and dim == ROWWISE else cols
+    )
+
+
+def unit_of(fmt: Format, dim: int) -> int:
+    """Of ``gemm.begin``."""
+    return layout.unit(fmt) if fmt.quantized and dim == COLUMNWISE else 0
+
+
+def most_rows(codes: Tensor, fmt: Format, dim: int, groups: int) -> int:
+    """No group ends behind this row: more have no room in the storage."""
+    rows, unit = sizes(codes, fmt, dim)[0], unit_of(fmt, dim)
+    return max(unit * (rows // unit - groups + 1) - 1, 0) if unit else rows

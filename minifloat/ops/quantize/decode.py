@@ -103,7 +103,8 @@ def saturated(x):
 @triton.jit
 def decode_tile(
     codes, scales, levels, out, first_m, first_k,
-    M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
+    M, K, code_rows, code_cols, code_stride, out_stride,
+    scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
     K_MAJOR: tl.constexpr, OUT_K_MAJOR: tl.constexpr,
     ELEMENT: tl.constexpr, PACKED_M: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
     RULE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, NEGATIVE: tl.constexpr,
@@ -130,7 +131,7 @@ def decode_tile(
         values = rotate_back(values, BLOCK_M, BLOCK_K, NEGATIVE)
     m = (first_m + tl.arange(0, BLOCK_M))[:, None]
     k = (first_k + tl.arange(0, BLOCK_K))[None, :]
-    where = k.to(tl.int64) * M + m if OUT_K_MAJOR else m.to(tl.int64) * K + k
+    where = k.to(tl.int64) * out_stride + m if OUT_K_MAJOR else m.to(tl.int64) * out_stride + k
     tl.store(out + where, values.to(out.dtype.element_ty), mask=(m < M) & (k < K))
 
 
@@ -151,7 +152,8 @@ def decode_kernel(
     first_m, first_k = corner(tl.program_id(0), K, BLOCK_M, BLOCK_K)
     decode_tile(
         codes, scales, levels, out, first_m, first_k,
-        M, K, code_rows, code_cols, code_stride, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
+        M, K, code_rows, code_cols, code_stride, M if OUT_K_MAJOR else K,
+        scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
         K_MAJOR, OUT_K_MAJOR, ELEMENT, PACKED_M, SCALE_ROWS, SCALE_COLS, RULE, LEVEL, INVERSE, NEGATIVE,
         BLOCK_M, BLOCK_K,
     )  # fmt: skip
