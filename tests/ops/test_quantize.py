@@ -357,8 +357,11 @@ def test_random_bytes(seed: tuple[int, int], dim: int, device: torch.device) -> 
 def test_random_bytes_of_rows_of_a_whole(first: int, rows: int, dim: int, device: torch.device) -> None:
     """A rank's rows have the bytes that they have in the whole, also where the first one begins inside of a block."""
     whole = philox.random_bytes(torch.tensor(SEED, device=device), torch.Size((21, 45)), dim)
-    part = philox.random_bytes(torch.tensor([*SEED, first], device=device), torch.Size((rows, 45)), dim)
-    assert torch.equal(part, whole[first : first + rows])
+    for start in (0, 2**33 - 5):  # a row number that exceeds 32 bits
+        if start:
+            whole = philox.random_bytes(torch.tensor([*SEED, start], device=device), torch.Size((21, 45)), dim)
+        part = philox.random_bytes(torch.tensor([*SEED, start + first], device=device), torch.Size((rows, 45)), dim)
+        assert torch.equal(part, whole[first : first + rows])
 
 
 # ---- Every format, input, dtype and shape ----------------------------------------------------------------------------

@@ -17,15 +17,22 @@ from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, per_tensor
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import assert_same_bits, strides
+from tests.helpers.kernel_casts import (
+    E4M3,
+    E5M2,
+    FOUR_OVER_SIX,
+    GIVEN,
+    MX,
+    NV,
+    NV_LINES,
+    NV_ROTATED,
+    NV_STOCHASTIC,
+    NV_TILES,
+    POW2,
+)  # fmt: skip
 
-E4M3, E5M2, GIVEN = Format("e4m3"), Format("e5m2", scale_rule="pow2"), Format("e4m3", scale_rule="given")
-MX, STRIPS = Format(block=32, scale_rule="e8m0"), Format(block=128, scale_rule="pow2")
+STRIPS, NV_SEARCH = POW2, FOUR_OVER_SIX[-1]
 TILES = Format(block=128, tile=True, scale_rule="fp32", amax_epsilon=1e-3)
-NV, NV_TILES = Format("e2m1", 16, scale_rule="two_level"), Format("e2m1", 16, tile=True, scale_rule="two_level")
-NV_ROTATED = Format("e2m1", 16, scale_rule="two_level", transform="hadamard16")
-NV_STOCHASTIC = Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")
-NV_LINES = Format("e2m1", 16, scale_rule="two_level", amax_per_row=True)
-NV_SEARCH = Format("e2m1", 16, scale_rule="two_level", rounding="four_over_six_mse", block_scale_max=256.0)
 FORMATS = [E4M3, E5M2, GIVEN, MX, STRIPS, TILES, NV, NV_TILES, NV_ROTATED, NV_STOCHASTIC, NV_LINES, NV_SEARCH]
 WITHOUT_KERNEL = [
     Format(block=2, scale_rule="fp32"),
@@ -121,14 +128,8 @@ def assert_promised(actual: Sequence[Tensor], promised: Sequence[Tensor]) -> Non
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
 def test_every_format(fmt: Format, device: torch.device) -> None:
     assert gpu.casts(fmt)
-    for shape, dims in (
-        ((16, 32), BOTH),
-        ((17, 33), BOTH),
-        ((1, 40), BOTH),
-        ((20, 1), BOTH),
-        ((16, 16), (ROWWISE,)),
-        ((16, 16), (COLUMNWISE,)),
-    ):
+    shapes = [((16, 32), BOTH), ((17, 33), BOTH), ((1, 40), BOTH), ((20, 1), BOTH)]
+    for shape, dims in (*shapes, ((16, 16), (ROWWISE,)), ((16, 16), (COLUMNWISE,))):
         x = values(shape, device)
         casts = each_way(x, fmt, dims)
         levels = [level_of(*cast) for cast in casts]
@@ -346,23 +347,7 @@ def test_compiled(count: int) -> None:
     amax = triton_interpreter.compile_for(
         per_tensor.amax_kernel, bf16, fp32, *integers, count, 16384, True, num_warps=8
     )
-    constants = (
-        True,
-        True,
-        True,
-        False,
-        False,
-        E4M3.encoding,
-        448.0,
-        E4M3.scaling,
-        0.0,
-        False,
-        True,
-        True,
-        True,
-        64,
-        128,
-    )
+    constants = (*[True] * 3, *[False] * 2, E4M3.encoding, 448.0, E4M3.scaling, 0.0, False, *[True] * 3, 64, 128)
     cast = triton_interpreter.compile_for(
         per_tensor.cast_tensor_kernel, bf16, fp32, codes, fp32, fp32, codes, fp32, fp32, torch.float32,
         *integers, integers[0], count, *constants, num_warps=4, enable_fp_fusion=False,

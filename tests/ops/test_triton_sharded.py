@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.ops.quantize import empty_cast, philox, reference
+from minifloat.ops.quantize import empty_cast, reference
 
 pytest.importorskip("triton")
 
@@ -17,11 +17,10 @@ import tests.helpers.triton_interpreter  # noqa: F401  (launches run in the inte
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, nvfp4
 from minifloat.ops.quantize.job import Job, Target, groups
+from tests.helpers.kernel_casts import NV_ROTATED_STOCHASTIC as ROTATED
+from tests.helpers.kernel_casts import NV_STOCHASTIC as STOCHASTIC
+from tests.helpers.kernel_casts import SEED
 from tests.helpers.triton_compile import compile_for
-
-STOCHASTIC = Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")
-ROTATED = replace(STOCHASTIC, transform="hadamard16")
-SEED = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 
 
 def job_for(x: Tensor, rng: Tensor, row: Format | None, column: Format | None, whole: Tensor) -> Job:
@@ -32,20 +31,6 @@ def job_for(x: Tensor, rng: Tensor, row: Format | None, column: Format | None, w
         return Target(fmt, dim, level, *empty_cast(x, fmt, dim, False), x.new_empty(0, dtype=torch.float32), False)
 
     return Job(x, rng, row and target(row, ROWWISE), column and target(column, COLUMNWISE))
-
-
-@pytest.mark.parametrize(("first", "count"), [(0, 16), (16, 32), (32, 5), (3, 14)])
-@pytest.mark.parametrize("cols", [16, 33, 48])
-def test_the_reference_draws_by_row_of_the_whole(first: int, count: int, cols: int) -> None:
-    """Also where the rows begin inside a block of bits, and at a row number that exceeds 32 bits."""
-    for start in (0, 2**33 - 5):
-        rng = torch.tensor([*SEED, start])
-        for dim in (ROWWISE, COLUMNWISE):
-            whole = philox.random_bytes(rng, torch.Size((48, cols)), dim)
-            part = philox.random_bytes(rng + torch.tensor([0, 0, first]), torch.Size((count, cols)), dim)
-            assert torch.equal(part, whole[first : first + count])
-            if start == 0:
-                assert torch.equal(whole, philox.random_bytes(rng[:2], torch.Size((48, cols)), dim))
 
 
 @pytest.mark.parametrize("cols", [32, 33])
