@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from minifloat.formats import IDENTITY, Format
+from minifloat.formats import Format
 
 Support = tuple[bool, str]
 
@@ -156,21 +156,6 @@ def choose(a: Format, b: Format, device: torch.device) -> tuple[str, str]:
     return "reference", f"{why}: same numerics, sums in float64"
 
 
-def symmetric_memory(a: Format, b: Format, device: torch.device) -> Support:
-    """Whether PyTorch multiplies these operands on ``device`` while rows are gathered or summed, and why or why not.
-
-    What it needs beyond: GPUs that reach each other, equal rows on the ranks, FP8 widths in multiples of 16.
-    """
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False, f"{device.type}: symmetric memory is that of several NVIDIA GPUs"
-    if not (a.quantized or b.quantized):
-        return True, "torch.ops.symm_mem"
-    if a.grid or b.grid or not (a.quantized and b.quantized):
-        return False, "PyTorch's products on symmetric memory have one scale for a tensor, or none"
-    native, reason = supports(a, b, device)
-    return native, "torch.ops.symm_mem" if native else reason
-
-
 @cache
 def kernels(device: int) -> Support:
     """Whether our own Triton kernels run on this CUDA device, and why or why not."""
@@ -212,11 +197,4 @@ def table(device: torch.device) -> list[Row]:
     runs, reason = kernels(device.index or 0) if device.type == "cuda" else (False, f"{device.type}: plain PyTorch")
     for operation in ("amax, cast, dequantize", "norm, activation"):
         rows.append(Row(operation, "all", "triton" if runs else "reference", reason))
-    overlapped: dict[Support, list[str]] = {}
-    alone = (False, "there is one GPU only") if device.type == "cuda" and torch.cuda.device_count() < 2 else None
-    for name, a, b in (("bf16", IDENTITY, IDENTITY), *PAIRS):
-        overlapped.setdefault(alone or symmetric_memory(a, b, device), []).append(name)
-    for (fused, reason), names in overlapped.items():
-        formats = "all" if len(overlapped) == 1 else "; ".join(names)
-        rows.append(Row("GEMM that communicates", formats, "symmetric memory" if fused else "handles", reason))
     return rows

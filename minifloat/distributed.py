@@ -7,7 +7,6 @@ from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.functional import gathered as _gathered
 from minifloat.functional.gathered import gathered_once
-from minifloat.functional.tensor_parallel import set_check, set_overlap
 from minifloat.nn.etp import etp_parameters
 from minifloat.parallel.data_parallel import data_parallel, reduce_replicated
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
@@ -41,8 +40,6 @@ __all__ = [
     "prepare_shard",
     "quantize_shard",
     "reduce_replicated",
-    "set_check",
-    "set_overlap",
     "sharded_optimizer_state_dict",
     "sharded_state_dict",
     "sharded_weights",

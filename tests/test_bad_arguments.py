@@ -72,7 +72,7 @@ NAMES: dict[str, str] = {
     ),
     "object": (
         "fp8_dpa fp8_mha rotary_percent model module optimizer normalization activation attention_type "
-        "layer_type attn_mask_type qkv_format overlap self_attn_mask_type enc_dec_attn_mask_type "
+        "layer_type attn_mask_type qkv_format self_attn_mask_type enc_dec_attn_mask_type "
         "attn_input_format tensor_format reduction master moments element scale_rule transform rounding "
         "forward_element gradient_element "
         "fp8_format fp4_format x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim fp8_gemm_fprop "
@@ -217,8 +217,6 @@ def _needed() -> dict[str, dict[str, Any]]:
         "sharded_weights": {"module": model},
         "fully_shard": {"module": model},
         "parallelize": of_model | {"mesh": group},
-        "set_check": of_model,
-        "set_overlap": of_model | {"overlap": "handles"},
         "gather": {"part": operands, **gather},
         "start_gather": {"parts": [operands], **gather},
         "prepare_shard": {"x": x, "quantizer": q, "shards": shards, "group": group},

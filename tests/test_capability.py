@@ -10,7 +10,7 @@ import torch
 
 from minifloat import capability
 from minifloat.capability import PAIRS
-from minifloat.formats import IDENTITY, Format
+from minifloat.formats import Format
 from minifloat.formats.elements import Quotient, define_scale_rule
 
 GPU = torch.device("cuda", 0)
@@ -84,9 +84,6 @@ def test_rows(
         assert (name, chosen) == (name, wanted) and reason
         assert capability.supports(a, b, GPU)[0] == (name in native)
         assert capability.emulates(a, b, GPU)[0] == emulated
-        assert capability.symmetric_memory(a, b, GPU)[0] == (name in native and not a.grid)
-    assert capability.symmetric_memory(IDENTITY, IDENTITY, GPU)[0]
-    assert not capability.symmetric_memory(IDENTITY, Format(), GPU)[0]
     assert capability.kernels(0)[0] == triton
     rows = {row.formats: row.backend for row in capability.table(GPU) if row.operation == "scaled product"}
     assert rows == {name: capability.backend(a, b, GPU) for name, a, b in PAIRS}
@@ -123,7 +120,7 @@ def test_a_gpu_without_cuda_runs_the_reference(monkeypatch: pytest.MonkeyPatch) 
     """Such as one of AMD's, which PyTorch calls cuda too."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert {capability.backend(a, b, GPU) for _, a, b in PAIRS} == {"reference"}
-    assert not capability.kernels(0)[0] and not capability.symmetric_memory(IDENTITY, IDENTITY, GPU)[0]
+    assert not capability.kernels(0)[0]
 
 
 def test_block_scales_of_a_rule_of_the_users_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

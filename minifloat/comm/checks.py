@@ -1,14 +1,8 @@
-"""What the ranks of a layer must agree on: sizes, options and recipe of a call, and the rows of a collective.
-
-What ``set_check`` asks costs an exchange of Python objects and waits of the host: for debugging, and not inside a
-compiled graph.
-"""
+"""Checks of what ranks must agree on: the recipe of a layer, and the rows of a collective."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,63 +11,6 @@ from torch import Tensor
 
 from minifloat.comm.group import Group, group_of_name
 from minifloat.comm.shard_map import ShardMap
-
-
-def check_call(
-    label: str,
-    collective: str,
-    shape: Sequence[int],
-    dtype: torch.dtype | None,
-    lengths: Sequence[int] | None,
-    split: bool,
-    group: Group,
-) -> None:
-    """What all ranks give to a layer fits together; to be asked before one of them could fail alone.
-
-    Args:
-        label: of the layer.
-        collective: the first that would go wrong.
-        shape, dtype: of X on this rank.
-        lengths: the ``rows_per_rank`` that it was given.
-        split: dim 0 of X is shared out over the ranks, as ``lengths`` says, or else evenly.
-
-    Raises:
-        ValueError: on every rank, naming the collective and the sizes.
-    """
-    counts = None if lengths is None else list(lengths)
-    said = f"X {tuple(shape)}" + f" of {dtype}" * (dtype is not None) + f" with rows_per_rank={counts}" * bool(counts)
-    table = _of_all(label, (said, tuple(shape), dtype, counts), group)
-    own = [call[1][:1] for call in table]
-    wanted = own[:1] * group.size if counts is None or not split else [(length,) for length in counts]
-    rows_fit = own == wanted and all(call[3] == counts for call in table)
-    if not rows_fit or len({(call[1][1:], call[2]) for call in table}) > 1:
-        way_out = "; give all ranks the same rows_per_rank, with the rows of each" * (split and not rows_fit)
-        raise ValueError(f"{_disagreement(f'{label}: {collective}', [call[0] for call in table])}{way_out}")
-
-
-def check_options(label: str, options: str, group: Group) -> None:
-    """All ranks call a layer with the same ``options``, in words; raises as :func:`check_call` does."""
-    table = [said for (said,) in _of_all(label, (options,), group)]
-    if len(set(table)) > 1:
-        raise ValueError(_disagreement(label, table))
-
-
-def _of_all(label: str, own: tuple[Any, ...], group: Group) -> list[tuple[Any, ...]]:
-    """What all ranks bring; raises ValueError on each of them where some are in other layers, or elsewhere in one."""
-    table: list[tuple[str, tuple[Any, ...]]] = [(label, own)] * group.size
-    dist.all_gather_object(table, (label, own), group=group.process_group)
-    if len({(of_rank, len(call)) for of_rank, call in table}) > 1:
-        said = [f"{of_rank} of {call[0]}" for of_rank, call in table]
-        raise ValueError(f"{label}: ranks are in other layers: {_by_rank(said)}")
-    return [call for _, call in table]
-
-
-def _disagreement(what: str, table: Sequence[str]) -> str:
-    return f"{what}: the ranks do not fit together: {_by_rank(table)}"
-
-
-def _by_rank(table: Sequence[str]) -> str:
-    return "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(table))
 
 
 def other_recipes(recipe: str, group: str, device: str) -> str:
@@ -90,7 +27,8 @@ def other_recipes(recipe: str, group: str, device: str) -> str:
         return ""
     table = [recipe] * process_group.size()
     dist.all_gather_object(table, recipe, group=process_group)
-    return f"the ranks of its group run under different recipes; give all the same: {_by_rank(table)}"
+    said = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(table))
+    return f"the ranks of its group run under different recipes; give all the same: {said}"
 
 
 def other_recipes_in_trace(recipe: str, group: str, device: str) -> str:

@@ -38,11 +38,6 @@ def check_rows_alone(layer: object, config: LinearConfig, options: Options) -> N
             f"{label_of(layer)}: autocast(batch_invariant=True), but the backend chooses the order in which it sums "
             f"{ranks.group.size} ranks; two have one order"
         )
-    if ranks is not None and ranks.overlap == "symmetric_memory":
-        raise ValueError(
-            f"{label_of(layer)}: autocast(batch_invariant=True), but products on symmetric memory are PyTorch's; use "
-            "set_overlap(model, 'handles')"
-        )
     if options.device == "cuda" and not (runs := capability.kernels(torch.cuda.current_device()))[0]:
         raise ValueError(f"{label_of(layer)}: autocast(batch_invariant=True) needs the Triton kernels: {runs[1]}")
 

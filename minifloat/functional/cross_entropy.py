@@ -162,7 +162,6 @@ def linear_cross_entropy(
     classes: Size | None = None,
     sequence_parallel: bool = False,
     rows_per_rank: Sequence[Count] | None = None,
-    check: bool = False,
 ) -> Tensor:
     """``cross_entropy`` of ``hidden @ weight.t() + bias``, with logits for ``chunk_rows`` rows at a time.
 
@@ -192,7 +191,6 @@ def linear_cross_entropy(
         bias: [V].
         sequence_parallel: ``hidden`` is this rank's part of dim 0.
         rows_per_rank: those parts, of all ranks; equal ones if not given.
-        check: ranks first compare what each brings, as layers do after ``set_check``.
 
     Other arguments, the returned loss and the errors are those of :func:`~minifloat.cross_entropy`.
     """
@@ -209,7 +207,7 @@ def linear_cross_entropy(
             "head.whole_weight(), or 'replicated' for the head in the plan of parallelize"
         )
     group = Group.of(tp_group)
-    exchange = make_exchange("column", sequence_parallel, group, check=check)
+    exchange = make_exchange("column", sequence_parallel, group)
     exchange = exchange.of_call(hidden.shape, rows_per_rank, "linear_cross_entropy")
     shape = exchange.output_shape(hidden.shape, hidden.shape[-1])
     check_arguments(hidden, shape, target)

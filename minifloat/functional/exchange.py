@@ -16,9 +16,8 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.gathered import Gathered, multiplied, offer, one_orientation, prepare_shard, shared_whole
-from minifloat.functional.gemm import WeightGemm
-from minifloat.functional.linear_config import Mode, Overlap
+from minifloat.functional.gathered import Gathered, offer, one_orientation, prepare_shard, shared_whole
+from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import cast_with, delayed_scale, record, reuse, values_of
 from minifloat.functional.spec import Spec
 from minifloat.functional.tensor_parallel import TensorParallel
@@ -137,7 +136,7 @@ class Local(TensorParallel):
         """Makes wgrad's operand of the saved X; a value is cast with delayed scaling's ``scale``, and not recorded."""
         return x if spec.again is None else cast_with(x.codes, spec.again, scale).along(COLUMNWISE)
 
-    def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Pending[Tensor] | Tensor:
+    def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Any:
         """dX [M, K], summed over the ranks; the sum may go on during wgrad."""
         dy_rows = dy.rowwise or dy.along(ROWWISE)
         return spec.multiply("dgrad", dy_rows, w, spec.options.dtype, None, spec.config.fast_dgrad)
@@ -192,16 +191,9 @@ class Column(_Split):
 
     mode = "column"
 
-    def fprop(self, spec: Spec, x: Any, w: Quantized, bias: Tensor | None) -> Tensor:
-        fast, w_rows = spec.config.fast_fprop, w.along(ROWWISE)
-        return multiplied(WeightGemm("fprop", w_rows, spec.options.dtype, fast, bias, spec.multiply_rows), x)
-
-    def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Pending[Tensor] | Tensor:
-        """The sum goes on during wgrad where that follows, else during the product."""
-        product = WeightGemm("dgrad", w, spec.options.dtype, spec.config.fast_dgrad)
-        if spec.options.needs_w and not spec.options.delays_wgrad:
-            return self.start_sum(multiplied(product, dy))
-        return self._start_summed(product, dy.along(ROWWISE))
+    def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Pending[Tensor]:
+        """The sum goes on during wgrad."""
+        return self.start_sum(super().dgrad(spec, dy, w))
 
 
 class Row(_Split):
@@ -219,13 +211,8 @@ class Row(_Split):
     mode = "row"
 
     def fprop(self, spec: Spec, x: Any, w: Quantized, bias: Tensor | None) -> Tensor:
-        fast, w_rows = spec.config.fast_fprop, w.along(ROWWISE)
-        product = WeightGemm("fprop", w_rows, spec.options.dtype, fast, None, spec.multiply_rows)
-        y = self._start_summed(product, x.along(ROWWISE)).wait()
+        y = self.start_sum(super().fprop(spec, x, w, None)).wait()
         return y if bias is None else (y + bias).to(y.dtype)
-
-    def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Pending[Tensor] | Tensor:
-        return multiplied(WeightGemm("dgrad", w, spec.options.dtype, spec.config.fast_dgrad), dy)
 
 
 class ColumnSequence(Column):
@@ -263,7 +250,7 @@ class ColumnSequence(Column):
         if spec.again is not None:
             x = self._quantize_part(x.codes, spec.again, "input", None, scale).along(COLUMNWISE)
         rowwise = spec.along == ROWWISE
-        return self.gather(one_orientation(x), rowwise=rowwise, columnwise=not rowwise, multiplied=False)
+        return self.gather(one_orientation(x), rowwise=rowwise, columnwise=not rowwise)
 
     def wgrad(
         self, spec: Spec, dy: Operand, x: Any, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False
@@ -310,13 +297,11 @@ _EXCHANGES: dict[tuple[Mode, bool], type[_Split]] = {
 }
 
 
-def make_exchange(
-    mode: Mode, sequence_parallel: bool, group: Group, overlap: Overlap = "handles", check: bool = False
-) -> Local:
+def make_exchange(mode: Mode, sequence_parallel: bool, group: Group) -> Local:
     """Makes the exchange of a linear that ``group`` shares."""
-    return _EXCHANGES[mode, sequence_parallel](group, overlap, check=check)
+    return _EXCHANGES[mode, sequence_parallel](group)
 
 
 def in_mode(own: Local, mode: Mode) -> Local:
     """The exchange of the same ranks in another mode."""
-    return make_exchange(mode, own.sequence_parallel, own.group, own.overlap, own.check)
+    return make_exchange(mode, own.sequence_parallel, own.group)

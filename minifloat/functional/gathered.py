@@ -1,7 +1,4 @@
-"""What ranks gather: a part, which may be quantized already, and handles of the whole.
-
-The gather of a whole has started, or the product that reads the operand performs it.
-"""
+"""Gathers of activations: a rank's part, which may be quantized already, and handles of the whole."""
 
 from __future__ import annotations
 
@@ -12,14 +9,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from minifloat.comm import symmetric_memory
 from minifloat.comm.collectives import Pending
-from minifloat.comm.gather import start_gather
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap, unit_rows
 from minifloat.comm.sharded_cast import quantize_shard
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.functional.gemm import WeightGemm
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer
 from minifloat.tensor import QuantizedTensor
@@ -69,6 +63,8 @@ def _holds_for_whole(held: Quantized, fmt: Format, dim: int, shards: ShardMap, s
 class Gathered:
     """Operands of a whole tensor that is being gathered: reading one waits for it, and releases it."""
 
+    rowwise = None  # so that products call along()
+
     def __init__(self, pending: Sequence[Pending[list[Quantized]]]) -> None:
         self._pending = list(pending)
         self._received: dict[int, Operand] = {}
@@ -83,57 +79,10 @@ class Gathered:
                 self._received[COLUMNWISE] = columnwise
         return self._received.pop(dim)
 
-    def multiplied(self, product: WeightGemm) -> Tensor:
-        """``product`` of the rowwise operand."""
-        return product.of(self.along(ROWWISE))
-
-
-class GatheredByProduct(Gathered):
-    """The same where the rowwise operand is gathered while it is multiplied, before all else.
-
-    Args:
-        part: this rank's, rowwise.
-        serves_both: it is wanted columnwise, too: a transpose is left to the product that reads it so.
-        pending: gathers that have started.
-    """
-
-    def __init__(
-        self,
-        part: Operand,
-        shards: ShardMap,
-        group: Group,
-        serves_both: bool,
-        pending: Sequence[Pending[list[Quantized]]],
-    ) -> None:
-        super().__init__(pending)
-        self._part: Operand | None = part
-        self._shards, self._group, self._serves_both = shards, group, serves_both
-
-    def multiplied(self, product: WeightGemm) -> Tensor:
-        part, self._part = self._part, None
-        assert part is not None
-        w, bias, out_dtype = product.w, product.bias, product.out_dtype
-        if symmetric_memory.multiplies(part, w, bias, out_dtype):
-            y, whole = symmetric_memory.gather_and_multiply(
-                product.gemm, part, w, self._group, bias=bias, out_dtype=out_dtype, fast_accum=product.fast_accum
-            )
-            if self._serves_both:
-                self._received[COLUMNWISE] = whole
-            return y
-        own, both = [Quantized(part, part if self._serves_both else None)], self._serves_both
-        started = start_gather(own, self._shards, self._group, rowwise=True, columnwise=both, gemm_ready=True)
-        self._pending.insert(0, started)
-        return super().multiplied(product)
-
 
 def one_orientation(operand: Operand) -> Quantized:
     """``operand`` alone, in its place."""
     return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
-
-
-def multiplied(product: WeightGemm, a: Quantized | Gathered) -> Tensor:
-    """``product`` of the rowwise operand of ``a``."""
-    return a.multiplied(product) if isinstance(a, Gathered) else product.of(a.along(ROWWISE))
 
 
 # ---- one gather for siblings: linears that are given the same input one after the other (q, k, v; gate, up) ----
@@ -181,7 +130,7 @@ def shared_whole(part: Quantized) -> Quantized | None:
 
 def offer(part: Quantized, whole: Quantized | Gathered) -> Quantized | Gathered:
     """What fprop reads of ``whole``, gathered of ``part``; inside of :func:`gathered_once` it stays for siblings."""
-    if torch.compiler.is_compiling() or type(whole) is not Gathered or not _local.scopes:
+    if torch.compiler.is_compiling() or isinstance(whole, Quantized) or not _local.scopes:
         return whole
     _local.whole = None  # the one before is freed before this one arrives
     _local.whole = part, Quantized(whole.along(ROWWISE), None)

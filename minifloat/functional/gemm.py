@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,28 +138,6 @@ def check_operands(gemm: str, a: Operand, b: Operand) -> tuple[int, int, int, in
             f"{gemm} of {a.format.spec} and {b.format.spec}: a rotation cancels only if both operands have it"
         )
     return a_along, m, b_along, n
-
-
-class WeightGemm(NamedTuple):
-    """fprop or dgrad but for its left operand, which ranks may have to gather, as they may have to sum the result.
-
-    Args:
-        gemm: which of the two.
-        w: W [N, K], rowwise for fprop and columnwise for dgrad.
-        out_dtype, fast_accum, bias: as of :func:`fprop`; dgrad has no bias.
-        multiply: what computes it.
-    """
-
-    gemm: Literal["fprop", "dgrad"]
-    w: Operand
-    out_dtype: torch.dtype
-    fast_accum: bool = False
-    bias: Tensor | None = None
-    multiply: Callable[..., Tensor] = multiply
-
-    def of(self, a: Operand) -> Tensor:
-        """Y [M, N] of X [M, K], or dX [M, K] of dY [M, N]."""
-        return self.multiply(self.gemm, a, self.w, self.out_dtype, self.bias, self.fast_accum)
 
 
 def _high_precision(

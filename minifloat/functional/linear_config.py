@@ -14,7 +14,6 @@ from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
 from minifloat.recipe.base import BackwardOverride
 
 Mode = Literal["column", "row"]
-Overlap = Literal["handles", "symmetric_memory"]
 """What runs while rows are communicated: other work, between two handles, or the product that reads or writes them."""
 
 FORWARD_SLOTS = ("input", "weight", "output")
@@ -93,13 +92,11 @@ class Ranks(NamedTuple):
     Args:
         mode, sequence_parallel: which of the five exchanges.
         group: the ranks.
-        overlap: as of :func:`~minifloat.distributed.set_overlap`.
     """
 
     mode: Mode
     sequence_parallel: bool
     group: Group
-    overlap: Overlap
 
 
 class Options(NamedTuple):

@@ -132,7 +132,7 @@ class LayerNormLinear(parts.LayerOfParts):
             x, residual = parts.prepare_residual(x, residual, linear)
             exchange = linear._exchange
             if exchange.mode is not None or rows_per_rank is not None:
-                exchange = exchange_of(linear).of_call(x.shape, rows_per_rank, linear, x.dtype)
+                exchange = exchange_of(linear).of_call(x.shape, rows_per_rank, linear)
             linear_call.check_input(linear, x, is_first_microbatch)
             check_meta(x, self, norm._parameters.get("weight"))
             dtype = linear_call.compute_dtype(linear, x)

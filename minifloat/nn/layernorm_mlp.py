@@ -159,7 +159,7 @@ class LayerNormMLP(parts.LayerOfParts):
             column, row = fc1._exchange, fc2._exchange
             split = rows is not None or column.mode is not None or row.mode is not None
             if split:
-                column = exchange_of(fc1).of_call(x.shape, rows, fc1, x.dtype)
+                column = exchange_of(fc1).of_call(x.shape, rows, fc1)
             linear_call.check_input(fc1, x, is_first_microbatch)
             for part in (own_norm, fc2):
                 check_meta(x, self, part._parameters.get("weight"))

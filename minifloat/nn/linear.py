@@ -158,8 +158,7 @@ class Linear(LinearState, nn.Linear):
             fp8_output: return Y quantized, as the next layer would quantize it.
             fp8_grad: return the gradient of X quantized.
             rows_per_rank: those shares, of all ranks; equal ones if not given. Every rank must give the same: unequal
-                shares without it, or others on some rank, end in an error of the backend, or wait for its timeout, but
-                after :func:`~minifloat.distributed.set_check` in an error that names what every rank gave.
+                shares without it, or others on some rank, end in an error of the backend, or wait for its timeout.
         """
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
         if compiling and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad):
@@ -167,7 +166,7 @@ class Linear(LinearState, nn.Linear):
         exchange = self._exchange
         if exchange.mode is not None or rows_per_rank is not None:
             check_tensor(x, self)
-            exchange = exchange_of(self).of_call(x.shape, rows_per_rank, self, x.dtype)
+            exchange = exchange_of(self).of_call(x.shape, rows_per_rank, self)
         linear_call.check_input(self, x, is_first_microbatch)
         recipe = linear_call.recipe_in_force(self)
         if recipe is None:

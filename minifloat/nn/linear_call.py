@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from minifloat import finite, recompute
 from minifloat.arguments import check_value
 from minifloat.autocast import autocast, current, is_batch_invariant, surrounding_recipe
-from minifloat.comm.checks import check_options, other_recipes, other_recipes_in_trace
+from minifloat.comm.checks import other_recipes, other_recipes_in_trace
 from minifloat.comm.ddp import check_reduced
 from minifloat.comm.group import Group
 from minifloat.delayed import check_same_scale
@@ -85,9 +85,6 @@ def prepare(
     needs_x = grad and needs_x
     needs_w = grad and weight.requires_grad
     needs_b = grad and bias is not None and bias.requires_grad
-    if exchange.check:
-        needed = [name for name, needs in (("dX", needs_x), ("dW", needs_w), ("db", needs_b)) if needs]
-        check_options(layer._label, f"{config.describe()}, gradients {needed}", exchange.group)
     source, past_autograd = layer._weight_as_it_is, layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute
     if past_autograd or layer._etp is not None or layer.wgrad_in_weight_dtype:
         source = layer._weight_source(weight, is_first_microbatch)

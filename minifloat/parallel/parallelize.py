@@ -18,7 +18,7 @@ from minifloat.comm.group import Group
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.exchange import Local, in_mode, make_exchange
-from minifloat.functional.linear_config import Mode, Overlap
+from minifloat.functional.linear_config import Mode
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
@@ -62,8 +62,6 @@ def parallelize(
     *,
     sequence_parallel: bool = True,
     plan: Mapping[str, Style] | None = None,
-    check: bool = False,
-    overlap: Overlap = "handles",
     etp_reduction: Reduction = "mean",
     recast: bool = False,
     prefetch: Count = 1,
@@ -112,8 +110,6 @@ def parallelize(
             ``VocabParallelEmbedding``; ``"sequence"`` for a module that works on rows of its own, such as a final norm:
             the gradients of its parameters are summed over the ranks. What is not named stays as it is.
             ``"replicated"`` for a module whose weight stays whole over ``"etp"``, as such a sum leaves it too.
-        check: as :func:`set_check` does.
-        overlap: as :func:`~minifloat.distributed.set_overlap` does.
         etp_reduction: of the gradients of ranks with other data: ``"mean"`` or ``"sum"``.
         recast: free the codes of a weight's rows, over ``"etp"``, after its forward, and cast them again for backward:
             a byte a parameter less (MXFP8: two) when backward begins. Not where ``is_first_microbatch`` keeps them.
@@ -125,12 +121,12 @@ def parallelize(
 
     Raises:
         ValueError: a size does not divide by the number of ranks; a parameter is a DTensor, sharded already or shared
-            with a module that is cut in another way; a pattern fits nothing; ``overlap`` is none; dims of several have
+            with a module that is cut in another way; a pattern fits nothing; dims of several have
             other names; an embedding is sparse or has ``max_norm``; a linear that stays whole fuses or delays its
             weight gradient. Nothing was changed then.
     """
     ranks, plan = Ranks.of(mesh), plan or {}
-    exchange = make_exchange("column", sequence_parallel, ranks.tp, overlap, check)
+    exchange = make_exchange("column", sequence_parallel, ranks.tp)
     shards = _plan_modules(model, exchange, plan) if ranks.tp.size > 1 else []
     if shards or ranks.data:
         check_once(model)

@@ -197,7 +197,7 @@ def _options(**options: Any) -> Options:
 
 
 def test_refused() -> None:
-    """Recipes whose scales span rows, sums of more than two ranks, PyTorch's overlapped products, fp64 logits."""
+    """Recipes whose scales span rows, sums of more than two ranks, fp64 logits."""
     block = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
     for recipe in ("current", "nvfp4", block):
         layer = Linear(K, N, dtype=BF16, recipe=recipe, name="fc")
@@ -207,13 +207,9 @@ def test_refused() -> None:
         ):
             layer(torch.randn(3, K, dtype=BF16))
     config = linear_config(as_recipe("block"))
-    batch_invariant.check_rows_alone("fc", config, _options(ranks=Ranks("row", False, Group("g", 2), "handles")))
-    for ranks, why in (
-        (Ranks("row", False, Group("g", 3), "handles"), "sums 3 ranks"),
-        (Ranks("column", False, Group("g", 2), "symmetric_memory"), "set_overlap"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            batch_invariant.check_rows_alone("fc", config, _options(ranks=ranks))
+    batch_invariant.check_rows_alone("fc", config, _options(ranks=Ranks("row", False, Group("g", 2))))
+    with pytest.raises(ValueError, match="sums 3 ranks"):
+        batch_invariant.check_rows_alone("fc", config, _options(ranks=Ranks("row", False, Group("g", 3))))
     with pytest.raises(ValueError, match="e4m3/tensor"):
         mixed = linear_config(as_recipe("delayed"))
         current = linear_config(as_recipe("current"))

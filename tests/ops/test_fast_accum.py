@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,9 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import LayerNormLinear, LayerNormMLP, Linear, autocast, capability
-from minifloat.comm import symmetric_memory
-from minifloat.comm.group import Group
-from minifloat.formats import ROWWISE, Format
 from minifloat.functional.linear_config import linear_config
 from minifloat.ops import matmul
 from minifloat.ops.matmul import native
@@ -113,29 +109,6 @@ def test_layernorm_mlp(name: str, seen: list[Call]) -> None:
     step(LayerNormMLP(WIDTH, OUT), recipe, torch.float32)
     fprop_1, *backward_1 = calls_of(fast, WIDTH, OUT)
     assert seen == [fprop_1, *calls_of(fast, OUT, WIDTH), *backward_1]
-
-
-@pytest.mark.parametrize("fast", [False, True])
-def test_symmetric_memory(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two products that communicate are asked for the same."""
-    found: list[Any] = []
-
-    def gathers(a: Tensor, bs: Any, a_scale: Any, b_scales: Any, dim: int, name: str, *rest: Any) -> Any:
-        found.append(rest[3])
-        return a, [a.new_zeros(a.shape[0], bs[0].shape[1], dtype=torch.float32)]
-
-    def sums(a: Tensor, b: Tensor, *rest: Any, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
-        found.append(use_fast_accum)
-        return a.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
-
-    operations = SimpleNamespace(fused_all_gather_scaled_matmul=gathers, fused_scaled_matmul_reduce_scatter=sums)
-    monkeypatch.setattr(symmetric_memory, "operations", lambda: operations)
-    x, w = (Quantizer(Format("e4m3"))(torch.randn(rows, WIDTH)) for rows in (TOKENS, OUT))
-    operands, group = (x.along(ROWWISE), w.along(ROWWISE)), Group("alone", 1, 0)
-    options: dict[str, Any] = {"out_dtype": torch.float32, "fast_accum": fast}
-    symmetric_memory.gather_and_multiply("fprop", *operands, group, bias=None, **options)
-    symmetric_memory.multiply_and_sum("fprop", *operands, group, **options)
-    assert found == [[fast], fast]
 
 
 def test_block_scaling(seen: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:

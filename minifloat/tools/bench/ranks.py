@@ -27,9 +27,6 @@ from minifloat.comm.gather import gather
 from minifloat.comm.group import Group
 from minifloat.comm.shard_map import ShardMap
 from minifloat.comm.sharded_cast import quantize_shard
-from minifloat.functional import count_gemms
-from minifloat.functional.linear_config import Overlap
-from minifloat.functional.tensor_parallel import set_overlap
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.recipe import QuantizerRole, named
@@ -48,10 +45,6 @@ FRACTION_GOAL = 0.9  # of the speed that the parts of a quantized all-gather wou
 LAYERS = {"8B": (4096, 14336, 32, 8), "70B": (8192, 28672, 64, 8)}  # hidden, ffn, heads, groups of Llama 3
 TOKENS, BATCH = 16384, 2
 LAYER_GOALS = {"current": 1.3, "block": 1.2}
-VARIANTS: dict[Overlap, tuple[str, ...]] = {
-    "handles": ("bf16", "delayed", "current", "block"),
-    "symmetric_memory": ("bf16", "delayed", "current"),  # which PyTorch has no products of blocks on
-}
 
 
 LAYER_BOUNDS = {
@@ -146,20 +139,18 @@ def gather_lines(
 
 
 class Steps(NamedTuple):
-    """One way to run a layer: a step, how far its results are from bf16's, and who its baseline is."""
+    """One way to run a layer: a step, and how far its results are from bf16's."""
 
     call: Call
     error: float
-    baseline: str
 
 
 def layer_steps(
-    group: Group, shape: tuple[int, int, int, int], device: torch.device, tokens: int = TOKENS,
-    variants: Mapping[Overlap, tuple[str, ...]] = VARIANTS,
-) -> dict[str, Steps]:  # fmt: skip
-    """Forward and backward of a layer, tensor and sequence parallel, its weights cast every step, in all variants.
+    group: Group, shape: tuple[int, int, int, int], device: torch.device, tokens: int = TOKENS
+) -> dict[str, Steps]:
+    """Forward and backward of a layer, tensor and sequence parallel, its weights cast every step, in all recipes.
 
-    Each has been run and checked; the baseline is bf16 whose communication is hidden in the same way.
+    Each has been run and checked; the baseline is bf16, the first.
     """
     hidden, ffn, heads, groups = shape
     length = tokens // BATCH // group.size
@@ -175,21 +166,14 @@ def layer_steps(
     )  # fmt: skip
     found: dict[str, Steps] = {}
     expected: list[Tensor] = []
-    for overlap, recipes in variants.items():
-        for recipe in recipes:
-            name = recipe if overlap == "handles" else f"{recipe}, {overlap}"
-            torch.manual_seed(0)
-            layer = make(recipe=None if recipe == "bf16" else recipe)
-            set_overlap(layer, overlap)
-            call = partial(step, layer, x, dy)
-            with count_gemms() as counted:
-                for _ in range(3):  # delayed scaling finds its scales
-                    outputs = [output.detach() for output in call()]
-            if any(gemm.backend == "symmetric memory" for gemm in counted) != (overlap == "symmetric_memory"):
-                raise AssertionError(f"{name} did not run as it is called")
-            expected = expected or outputs
-            error = check_step(name, outputs, expected, LAYER_BOUNDS[recipe])
-            found[name] = Steps(call, error, name.replace(recipe, "bf16"))
+    for recipe, bounds in LAYER_BOUNDS.items():
+        torch.manual_seed(0)
+        layer = make(recipe=None if recipe == "bf16" else recipe)
+        call = partial(step, layer, x, dy)
+        for _ in range(3):  # delayed scaling finds its scales
+            outputs = [output.detach() for output in call()]
+        expected = expected or outputs
+        found[recipe] = Steps(call, check_step(recipe, outputs, expected, bounds))
     return found
 
 
@@ -199,11 +183,9 @@ def layers(group: Group, rounds: int, shapes: Mapping[str, tuple[int, int, int, 
         steps = layer_steps(group, shape, torch.device("cuda", torch.cuda.current_device()))
         found = timed({each: one.call for each, one in steps.items()}, rounds)
         for each, times in found.items():
-            base = found[steps[each].baseline]
-            ratio = statistics.median(b / t for b, t in zip(base, times, strict=True))
-            goal = LAYER_GOALS.get(each.split(",")[0])
+            ratio = statistics.median(b / t for b, t in zip(found["bf16"], times, strict=True))
             row = f"layer {name}, {group.size}-way"
-            yield Line(row, each, statistics.median(times), ratio, steps[each].error, goal, times)
+            yield Line(row, each, statistics.median(times), ratio, steps[each].error, LAYER_GOALS.get(each), times)
 
 
 def exposed(group: Group, rounds: int) -> Iterator[Exposure]:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from minifloat.functional.linear_config import Overlap
 from minifloat.recipe import NAMES
 from minifloat.tools.cli import choose_device, user_errors
 from minifloat.tools.cli.output import claimed, out_folder, output_optional, tensorboard_class
@@ -93,13 +92,7 @@ def train(
     sequence_parallel: Annotated[
         bool, typer.Option(help="with --tp: what is not split by columns is split by tokens")
     ] = True,
-    check_ranks: Annotated[
-        bool, typer.Option("--check-ranks", help="with --tp: compare sizes before each exchange; slow, for debugging")
-    ] = False,
     timeout: Annotated[float, typer.Option(help="minutes after which a rank that hangs ends a step")] = TIMEOUT,
-    tp_overlap: Annotated[
-        Overlap, typer.Option(help="with --tp: what hides communication; symmetric_memory: GEMMs that communicate")
-    ] = "handles",
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="on one GPU: capture a step and replay it; the same losses, faster")
     ] = False,
@@ -149,8 +142,7 @@ def train(
 
             start = decided_by_first(begin, ranks)
             job = Job(
-                names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, check_ranks,
-                tp_overlap, cuda_graph,
+                names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, cuda_graph,
             )  # fmt: skip
         if hf is not None and ranks.first:
             typer.echo(f"model: {sizes}")

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import typer
 
-from minifloat.functional.linear_config import Overlap
-from minifloat.functional.tensor_parallel import set_check, set_overlap
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.tools.cli import device_name, user_errors
 from minifloat.tools.cli.output import Observer, observers
@@ -56,8 +54,6 @@ class Job:
     start: Start = field(default_factory=Start)
     tensorboard: bool = False
     ranks: Ranks = ALONE
-    check_ranks: bool = False
-    tp_overlap: Overlap = "handles"
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
@@ -144,9 +140,6 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
             job.ranks.set_timeout(PATIENCE)  # until its first step is done, which compiles
             with user_errors():
                 model = job.model.make(recipe_of(name), job.config.seed, job.ranks)
-            set_overlap(model, job.tp_overlap)
-            if job.check_ranks:
-                set_check(model)
             runs.append(
                 train_model(
                     name, model, job.model.context, job.corpus, job.config, job.device, observer(name),
