@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand

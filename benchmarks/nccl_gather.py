@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from minifloat.comm.gather import gather
+from minifloat.comm.sharded_cast import gather
 from minifloat.distributed import ShardMap, quantize_shard
 from minifloat.quantizer import cast_all
 from tests.helpers.gather_cases import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minifloat import formats
 from minifloat.arguments import checked, label_of, shown
-from minifloat.comm import ddp
+from minifloat.comm import pytorch
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
 from minifloat.ops import delayed as kernels
@@ -51,12 +51,12 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
     """
     if not _AVAILABLE or not dist.is_initialized():
         return None
-    ddp.keep_histories()
+    pytorch.keep_histories()
     if not recipe.reduce_amax:
         return None
     found = Group.of(group if group is not None else dist.group.WORLD)
     if found.size > 1:
-        ddp.check_no_join()
+        pytorch.check_no_join()
     return found if dist.get_world_size() > 1 else None
 
 

@@ -1,10 +1,8 @@
 """Tensors and models split over ranks; ``comm`` has the collectives, ``parallel`` what is done to models."""
 
 from minifloat.arguments import checked
-from minifloat.comm import gather as _gather
-from minifloat.comm import sharded_cast as _sharded_cast
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm import sharded_cast as _cast
+from minifloat.comm.group import Group, ShardMap
 from minifloat.functional import gathered as _gathered
 from minifloat.functional.gathered import gathered_once
 from minifloat.nn.etp import etp_parameters
@@ -19,10 +17,10 @@ from minifloat.parallel.state_dict import (
 )
 
 # What layers call for each forward is checked where users call it.
-gather = checked(_gather.gather)
-start_gather = checked(_gather.start_gather)
+gather = checked(_cast.gather)
+start_gather = checked(_cast.start_gather)
 prepare_shard = checked(_gathered.prepare_shard)
-quantize_shard = checked(_sharded_cast.quantize_shard)
+quantize_shard = checked(_cast.quantize_shard)
 
 __all__ = [
     "Group",

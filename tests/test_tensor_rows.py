@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from minifloat import QuantizedTensor, QuantizerRole
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
 from minifloat.recipe import named
 from minifloat.tensor import quantize
 from minifloat.tensor.rows import QuantizedRows, rows_of

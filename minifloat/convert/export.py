@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from minifloat import finite
 from minifloat.arguments import checked
 from minifloat.autocast import checks_finite
-from minifloat.comm.dtensor import is_dtensor
+from minifloat.comm.pytorch import is_dtensor
 from minifloat.nn.linear_state import LinearState
 from minifloat.ops import grouped, quantize
 from minifloat.tensor import QuantizedTensor

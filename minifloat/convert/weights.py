@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minifloat.comm.dtensor import is_dtensor
+from minifloat.comm.pytorch import is_dtensor
 from minifloat.convert.select import Named
 from minifloat.nn import quantized_parameters
 from minifloat.nn.grouped_linear import GroupedLinear

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Int, Probability, Size, checked
 from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
 from minifloat.functional.autograd import apply, autocast_to, first_order, guarded
 from minifloat.functional.exchange import Local, make_exchange
 from minifloat.ops import cross_entropy as kernels

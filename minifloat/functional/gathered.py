@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from minifloat.comm.collectives import Pending
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap, unit_rows
+from minifloat.comm.group import Group, ShardMap, unit_rows
 from minifloat.comm.sharded_cast import quantize_shard
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.operand import Operand, Quantized

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minifloat import finite
 from minifloat.arguments import label_of
-from minifloat.comm.shard_map import cached
+from minifloat.comm.group import cached
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.norm_activation import measures_amax

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import capability
-from minifloat.comm.dtensor import is_dtensor
-from minifloat.comm.shard_map import cached
+from minifloat.comm.group import cached
+from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.functional.autograd import apply
 from minifloat.functional.grouped import GroupedOperand, GroupLayout, multiply

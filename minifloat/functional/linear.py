@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.comm.collectives import Pending
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import as_output, first_order, guarded

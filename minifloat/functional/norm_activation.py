@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minifloat import capability
-from minifloat.comm.shard_map import cached
+from minifloat.comm.group import cached
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.autograd import apply, as_output, first_order, guarded
 from minifloat.operand import Operand, Quantized

@@ -12,9 +12,8 @@ from torch import Tensor
 from minifloat.arguments import label_of
 from minifloat.comm import collectives
 from minifloat.comm.collectives import Pending
-from minifloat.comm.gather import start_gather
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
+from minifloat.comm.sharded_cast import start_gather
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.autograd import apply, first_order
 from minifloat.functional.gathered import Gathered

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from minifloat.arguments import Size, checked, label_of
 from minifloat.autocast import autocast
-from minifloat.comm.dtensor import is_dtensor
+from minifloat.comm.pytorch import is_dtensor
 from minifloat.graphs import capture
 from minifloat.graphs.callables import GraphedCallable, WeightCache, takes_first_microbatch
 from minifloat.graphs.capture import Progress, Step, free_accumulators, steps_of, unchanged

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from minifloat.arguments import checked
-from minifloat.comm.ddp import check_same_rows, check_when_wrapping
 from minifloat.comm.group import Group
+from minifloat.comm.pytorch import check_same_rows, check_when_wrapping
 from minifloat.functional.etp.rows import EtpRows, Reduction
 from minifloat.functional.etp.weight import EtpWeight
 from minifloat.nn.parameters import replace

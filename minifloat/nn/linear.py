@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import autocast, is_batch_invariant
-from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
+from minifloat.comm.pytorch import is_dtensor
 from minifloat.functional.autograd import apply, as_output, exporting
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction, apply_eagerly, find_operands, keep_operands

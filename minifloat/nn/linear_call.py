@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from minifloat import finite, recompute
 from minifloat.arguments import check_value
 from minifloat.autocast import autocast, current, is_batch_invariant, surrounding_recipe
-from minifloat.comm.checks import other_recipes, other_recipes_in_trace
-from minifloat.comm.ddp import check_reduced
+from minifloat.comm.collectives import other_recipes, other_recipes_in_trace
 from minifloat.comm.group import Group
+from minifloat.comm.pytorch import check_reduced
 from minifloat.delayed import check_same_scale
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.autograd import autocast_enabled

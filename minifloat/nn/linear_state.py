@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minifloat import finite
 from minifloat.arguments import check_value, checked
 from minifloat.autocast import checks_finite, first_equal
-from minifloat.comm.ddp import check_synchronized
+from minifloat.comm.pytorch import check_synchronized
 from minifloat.delayed import AmaxHistory, history_length
 from minifloat.delayed_call import DelayedCall
 from minifloat.functional.etp.weight import GatheredWeight

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 from torch import Tensor, nn
 
 from minifloat.arguments import Count, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
-from minifloat.comm.random_state import draw_apart
+from minifloat.comm.group import draw_apart
 from minifloat.functional.autograd import autocast_to
 from minifloat.functional.exchange import ColumnSequence, Local
 from minifloat.functional.linear_config import Mode
@@ -73,7 +73,7 @@ class MultiheadAttention(parts.LayerOfLinears):
     norms               [hidden], [D]         gradients summed over the ranks (of ``qk_norm_type`` always)
     ==================  ====================  ==================================================================
 
-    Ranks draw different numbers for ``attention_dropout``: see :mod:`minifloat.comm.random_state`.
+    Ranks draw different numbers for ``attention_dropout``: see :mod:`minifloat.comm.group`.
 
     Raises:
         ValueError: sizes that do not divide, an unknown type or norm, a norm's result asked for without a norm; heads

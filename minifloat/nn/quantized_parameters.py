@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
 from minifloat.comm.collectives import all_reduce_max
-from minifloat.comm.dtensor import own_part, own_rows
 from minifloat.comm.group import Group
+from minifloat.comm.pytorch import own_part, own_rows
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.functional.linear_config import FORWARD_SLOTS
 from minifloat.nn.parameters import replace

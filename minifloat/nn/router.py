@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
 from minifloat.autocast import autocast, is_batch_invariant
-from minifloat.comm import ddp
+from minifloat.comm import pytorch
 from minifloat.comm.collectives import all_reduce
-from minifloat.comm.dtensor import is_dtensor, own_part, own_rows
 from minifloat.comm.group import Group
+from minifloat.comm.pytorch import is_dtensor, own_part, own_rows
 from minifloat.functional.autograd import autocast_dtype, autocast_off
 from minifloat.functional.batch_invariant import multiply_values
 from minifloat.functional.router import (
@@ -260,7 +260,7 @@ class TopKRouter(nn.Module):
         """Whether this forward's choices are counted: a recomputation's were, by the forward that it repeats."""
         if self.expert_counts is None or not self.training or recomputes():
             return False
-        ddp.keep_histories()
+        pytorch.keep_histories()
         return True
 
     @checked

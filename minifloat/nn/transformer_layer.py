@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 from torch import Tensor, nn
 
 from minifloat.arguments import Count, Fraction, NonNegativeFloat, PositiveFloat, Probability, Size, checked
-from minifloat.comm.random_state import draw_apart
+from minifloat.comm.group import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP

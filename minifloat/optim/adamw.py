@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minifloat.arguments import Fraction, NonNegativeFloat, checked
-from minifloat.comm.dtensor import own_rows, sharded_like
+from minifloat.comm.pytorch import own_rows, sharded_like
 from minifloat.formats import ROWWISE, Format
 from minifloat.operand import Operand
 from minifloat.optim.master import is_low_precision

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import checked
 from minifloat.comm.collectives import all_reduce
-from minifloat.comm.ddp import MARK, history_names, unreduced
-from minifloat.comm.dtensor import is_dtensor
 from minifloat.comm.group import Group
+from minifloat.comm.pytorch import MARK, history_names, is_dtensor, unreduced
 from minifloat.functional.etp.lane import lane_of
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn.etp import check_not_replicated, etp_parameters

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from minifloat.comm.dtensor import placed
 from minifloat.comm.group import Group
+from minifloat.comm.pytorch import placed
 from minifloat.functional.exchange import Local
 from minifloat.nn.etp import etp_weights
 from minifloat.nn.layernorm_linear import LayerNormLinear

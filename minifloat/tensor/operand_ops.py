@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.comm.shard_map import unit_rows
+from minifloat.comm.group import unit_rows
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from minifloat.comm.collectives import exchange_rows
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap, unit_rows
+from minifloat.comm.group import Group, ShardMap, unit_rows
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import DTYPES, Quantizer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifloat.comm.gather import gather
+from minifloat.comm.sharded_cast import gather
 from minifloat.distributed import Group, ShardMap, start_gather
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.gather_cases import (

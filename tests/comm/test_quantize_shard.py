@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from minifloat.comm.gather import gather
+from minifloat.comm.sharded_cast import gather
 from minifloat.distributed import Group, ShardMap, prepare_shard, quantize_shard
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.operand import Quantized

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minifloat.comm.shard_map import MAX_CACHED, cached, unit_rows
+from minifloat.comm.group import MAX_CACHED, cached, unit_rows
 from minifloat.distributed import Group, ShardMap
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, parse
 from minifloat.ops.quantize import code_shape, scale_shape

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import minifloat
 from minifloat import DelayedScaling, LayerNormLinear, Linear, autocast
 from minifloat.comm.collectives import Pending
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
 from minifloat.distributed import reduce_replicated
 from minifloat.functional.etp import weight
 from minifloat.functional.etp.lane import Lane

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import minifloat
-from minifloat.comm import gather
+from minifloat.comm import sharded_cast
 from minifloat.comm.collectives import start_all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
@@ -207,7 +207,7 @@ class Gathers:
 
     def __init__(self) -> None:
         self.sent: list[int] = []
-        self._patch = mock.patch.object(gather, "start_all_gather_rows", self._start)
+        self._patch = mock.patch.object(sharded_cast, "start_all_gather_rows", self._start)
 
     def _start(self, xs: Any, maps: Any, *args: Any, **options: Any) -> Any:
         assert len(xs) <= 2

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minifloat.comm.gather import gather
+from minifloat.comm.sharded_cast import gather
 from minifloat.distributed import Group, ShardMap, quantize_shard
 from minifloat.formats import parse
 from minifloat.operand import Quantized

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat import checkpoint
-from minifloat.comm.group import Group
-from minifloat.comm.random_state import draw_apart
+from minifloat.comm.group import Group, draw_apart
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.tensor_parallel_layers import BATCH, HIDDEN, Case, step

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import minifloat
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.optim import MasterWeights

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import minifloat
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import fully_shard, pytorch

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
 from minifloat.operand import Quantized
 from minifloat.quantizer import cast_all
 from minifloat.tools.bench.gate import check_step

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import label_of
-from minifloat.comm.ddp import check_same_rows, running
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
+from minifloat.comm.pytorch import check_same_rows, running
 from minifloat.comm.sharded_cast import Repeat, quantize_shards
 from minifloat.functional.grouped_weight import SeparateOperands, join, of_all
 from minifloat.functional.linear_config import FORWARD_SLOTS

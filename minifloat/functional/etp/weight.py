@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from minifloat.arguments import label_of
 from minifloat.comm.collectives import Pending, averages, start_all_reduce, start_reduce_scatter_rows
-from minifloat.comm.gather import start_gather, start_gather_alike
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
+from minifloat.comm.sharded_cast import start_gather, start_gather_alike
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional.autograd import apply, first_order
 from minifloat.functional.etp.lane import Key, Step, lane_of

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from minifloat.comm.collectives import padded_rows, start_all_gather_rows
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
+from minifloat.comm.group import Group, ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp.pytorch import alloc_storage, free_storage, is_allocated, preserved_versions

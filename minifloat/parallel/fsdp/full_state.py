@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import all_reduce_max
-from minifloat.comm.dtensor import sharded_like
-from minifloat.comm.gather import gather
+from minifloat.comm.pytorch import sharded_like
+from minifloat.comm.sharded_cast import gather
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import bind_scale
 from minifloat.operand import Operand

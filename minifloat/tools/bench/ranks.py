@@ -23,10 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat import TransformerLayer
-from minifloat.comm.gather import gather
-from minifloat.comm.group import Group
-from minifloat.comm.shard_map import ShardMap
-from minifloat.comm.sharded_cast import quantize_shard
+from minifloat.comm.group import Group, ShardMap
+from minifloat.comm.sharded_cast import gather, quantize_shard
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.recipe import QuantizerRole, named

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minifloat.comm.dtensor import own_rows, sharded_like
 from minifloat.comm.group import Group
+from minifloat.comm.pytorch import own_rows, sharded_like
 from minifloat.nn.tensor_parallel import Partition
 from minifloat.optim.gradients import clip_grad_norm_
 from minifloat.tools.train.local_tensors import Chunk, LocalTensors

@@ -1,16 +1,64 @@
-"""What layers ask of the ``DistributedDataParallel`` that runs them, and tell it; PyTorch's private names for that."""
+"""PyTorch's ways to split a model, as layers know them: DTensors, and the ``DistributedDataParallel`` around.
+
+The class DTensor is slow to import, so that only FSDP2's users pay for it. DDP is asked by private names, here alone.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import label_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+
+def is_dtensor(t: Tensor) -> bool:
+    """``t`` is a DTensor, as FSDP2 makes them of parameters and gradients."""
+    return hasattr(t, "device_mesh")
+
+
+def own_rows(t: Tensor) -> Tensor:
+    """What this rank has of a DTensor, the very tensor; any other is its own."""
+    local: Tensor = getattr(t, "_local_tensor", t)
+    return local
+
+
+def own_part(values: Tensor, parameter: Tensor) -> Tensor:
+    """Of ``values`` in the whole shape of ``parameter`` what this rank has; all of them unless it is a DTensor."""
+    if is_dtensor(parameter):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        for dim, (length, start) in enumerate(zip(shape, offset, strict=True)):
+            values = values.narrow(dim, min(start, values.shape[dim]), length)
+    return values
+
+
+def sharded_like(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
+    """This rank's rows ``own`` of a tensor of ``shape``, as a DTensor where ``p`` is one, sharded as that is."""
+    if not is_dtensor(p):
+        return own
+    return placed(own, p.device_mesh, p.placements, shape)  # type: ignore[attr-defined]
+
+
+def placed(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
+    """A DTensor of ``shape`` of which this rank has ``own``."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    made: Tensor = DTensor.from_local(own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return made
+
 
 MARK = "minifloat_data_parallel"
 """Attribute of the wrappers that ``data_parallel`` has made."""
