@@ -348,18 +348,13 @@ def model_of(recipe: Any) -> nn.Sequential:
 
 
 def optimized(recipe: Any, kind: str, device: torch.device) -> Results:
-    """Parameters and losses of three steps. ``kind``: masters of quantized parameters, or our AdamW's moments."""
-    quantized = kind in ("fp32 masters", "bf16+remainder masters")
-    with minifloat.quantized_model_init(quantized, recipe, preserve_high_precision_init_val=True):
+    """Parameters and losses of three steps. ``kind``: of the masters of quantized parameters."""
+    with minifloat.quantized_model_init(True, recipe, preserve_high_precision_init_val=True):
         model = model_of(recipe).to(device)
-    optimizer: Any
-    if quantized:
-        master = kind.removesuffix(" masters")
-        if master == "bf16+remainder":
-            model.bfloat16()
-        optimizer = minifloat.optim.MasterWeights(model.parameters(), torch.optim.AdamW, master=master, lr=0.02)
-    else:
-        optimizer = minifloat.optim.AdamW(model.parameters(), lr=0.02, moments=kind)
+    master: Any = kind.removesuffix(" masters")
+    if master == "bf16+remainder":
+        model.bfloat16()
+    optimizer = minifloat.optim.MasterWeights(model.parameters(), torch.optim.AdamW, master=master, lr=0.02)
     out = trained(model, optimizer, device, 3)
     return out | {"optimizer": optimizer.state_dict()["state"]}
 
@@ -442,8 +437,6 @@ def entries() -> dict[str, Entry]:
             found[f"convert{' quantized' * quantized}, {name}"] = lambda device, r=recipe, q=quantized: converted(
                 r, device, q
             )
-    for kind in ("fp32", "bf16", "fp8"):
-        found[f"optimizer {kind} moments"] = lambda device, k=kind: optimized("current", k, device)
     for name, recipe in (MAIN | {"none": "none"}).items():
         found[f"training, {name}"] = partial(training, recipe)
     return found

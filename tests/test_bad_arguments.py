@@ -221,7 +221,6 @@ def _needed() -> dict[str, dict[str, Any]]:
         "start_gather": {"parts": [operands], **gather},
         "prepare_shard": {"x": x, "quantizer": q, "shards": shards, "group": group},
         "quantize_shard": {"x": x, "quantizer": q, "shards": shards, "group": group},
-        "AdamW": {"params": [weight]},
         "MasterWeights": {"params": [weight], "optimizer_class": torch.optim.AdamW, "lr": 1e-3},
         "clip_grad_norm_": {"parameters": [weight], "max_norm": 1.0},
         "gradient_norm": {"parameters": [weight]},

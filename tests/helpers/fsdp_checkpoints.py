@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import minifloat
 from minifloat.distributed import full_state_dict
-from minifloat.optim import AdamW, MasterWeights
+from minifloat.optim import MasterWeights
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.fsdp_cases import MODELS, Case, mesh_of, shard
 
@@ -38,11 +38,11 @@ def sharded(recipe: str, size: int, quantized: bool = True, device: str = "cpu")
         return shard(unsharded(recipe, quantized), Case("linears", recipe), mesh_of(size, device))
 
 
-def optimizer_of(model: nn.Module, moments: Any) -> Any:
+def optimizer_of(model: nn.Module) -> Any:
     """MasterWeights where there is something to have a master."""
     if any(isinstance(p._local_tensor, QuantizedTensor) for p in model.parameters()):  # type: ignore[attr-defined]
-        return MasterWeights(model.parameters(), AdamW, lr=0.1, moments=moments)
-    return AdamW(model.parameters(), lr=0.1, moments=moments)
+        return MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def step(model: Any, optimizer: Any, seed: int) -> None:
@@ -63,21 +63,19 @@ def whole(model: nn.Module, optimizer: Any) -> State:
     return full_state_dict(model, only_rank0=True) | get_optimizer_state_dict(model, optimizer, options=FULL)
 
 
-def saved(rank: int, size: int, folder: Path, recipe: str, quantized: bool, moments: str, device: str = "cpu") -> State:
+def saved(rank: int, size: int, folder: Path, recipe: str, quantized: bool, device: str = "cpu") -> State:
     model = sharded(recipe, size, quantized, device)
-    optimizer = optimizer_of(model, moments)
+    optimizer = optimizer_of(model)
     for seed in range(2):
         step(model, optimizer, seed * size + rank)
     dcp.save(states(model, optimizer), checkpoint_id=folder)
     return whole(model, optimizer)
 
 
-def loaded(
-    rank: int, size: int, folder: Path, recipe: str, quantized: bool, moments: str, device: str = "cpu"
-) -> State:
+def loaded(rank: int, size: int, folder: Path, recipe: str, quantized: bool, device: str = "cpu") -> State:
     torch.manual_seed(1)
     model = sharded(recipe, size, quantized, device)
-    optimizer = optimizer_of(model, moments)
+    optimizer = optimizer_of(model)
     step(model, optimizer, rank)  # something else everywhere
     state = states(model, optimizer)
     dcp.load(state, checkpoint_id=folder)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import minifloat
 from minifloat.distributed import full_state_dict
-from minifloat.optim import AdamW, MasterWeights
+from minifloat.optim import MasterWeights
 from tests.helpers.fsdp_cases import MODELS, Case, mesh_of, shard
 
 EVERY = 2  # steps from one checkpoint to the next
@@ -51,7 +51,7 @@ def train(rank: int, size: int, folder: Path, recipe: str, steps: int) -> tuple[
     with minifloat.quantized_model_init(recipe=recipe):
         model: Any = MODELS["linears"](recipe)
     shard(model, Case("linears", recipe), mesh_of(size))
-    optimizer = MasterWeights(model.parameters(), AdamW, lr=0.01, eps=1e-4)
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01, eps=1e-4)
     start = latest(folder)
     if start:
         _load(model, optimizer, folder / f"step-{start}")

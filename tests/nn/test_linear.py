@@ -30,7 +30,7 @@ from minifloat.functional.linear_config import LinearConfig, linear_config
 from minifloat.nn import LayerNormMLP, Linear, prepare, quantized_model_init
 from minifloat.operand import Operand
 from minifloat.ops.matmul import count_gemms
-from minifloat.optim import AdamW, MasterWeights
+from minifloat.optim import MasterWeights
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, MXFP8BlockScaling, Recipe, named
 from minifloat.recompute import checkpoint
@@ -630,7 +630,9 @@ def test_a_recomputation_is_no_first_microbatch() -> None:
     layer.backward_dw()
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, AdamW, partial(MasterWeights, optimizer_class=torch.optim.SGD)])
+@pytest.mark.parametrize(
+    "make", [torch.optim.SGD, torch.optim.AdamW, partial(MasterWeights, optimizer_class=torch.optim.SGD)]
+)
 def test_no_optimizer_steps_while_a_weight_gradient_waits(make: Any) -> None:
     """It would miss it, or step with that of a step given up; of other parameters it steps."""
     layer, other = Linear(16, 8, name="fc1", delay_wgrad_compute=True, recipe="current"), nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""Master weights against the same optimizer on fp32 parameters, and AdamW against PyTorch's."""
+"""Master weights against the same optimizer on fp32 parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import minifloat
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import Format
-from minifloat.optim import AdamW, MasterWeights, adamw, forget_overflow
+from minifloat.optim import MasterWeights, forget_overflow
 from minifloat.optim.master import Master, join, split
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
@@ -41,8 +41,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw_foreach": partial(torch.optim.AdamW, lr=0.1, foreach=True),
     "adamw_fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
     "adagrad": partial(torch.optim.Adagrad, lr=0.1),
-    "ours": partial(AdamW, lr=0.1),
-    "ours_fp8": partial(AdamW, lr=0.1, moments="fp8"),
 }
 
 
@@ -127,7 +125,7 @@ def test_steps_are_those_of_fp32_parameters(name: str) -> None:
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in params)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "ours_fp8"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad"])
 def test_remainders_are_the_masters(name: str) -> None:
     params = parameters([torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, "mxfp8"])
     plain = shadows(params)
@@ -440,11 +438,7 @@ def through_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-INNER = {
-    "adamw": partial(torch.optim.AdamW, lr=0.05),
-    "fp8": partial(AdamW, lr=0.05, moments="fp8"),
-    "bf16": partial(AdamW, lr=0.05, moments="bf16"),
-}
+INNER = {"adamw": partial(torch.optim.AdamW, lr=0.05), "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9)}
 MASTERS = ["fp32", "bf16+remainder"]
 
 
@@ -519,7 +513,7 @@ def test_resuming_under_delayed_scaling(first: str) -> None:
 @pytest.mark.parametrize("trip", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_go_on_alike(master: Any, trip: Callable[[Any], Any]) -> None:
     model = Net()
-    optimizer = MasterWeights(model.parameters(), INNER["fp8"], master=master)
+    optimizer = MasterWeights(model.parameters(), INNER["adamw"], master=master)
     train(model, optimizer, range(2))
     other, copied = trip((model, optimizer))
     assert train(other, copied, range(2, 4)) == train(model, optimizer, range(2, 4))
@@ -527,7 +521,7 @@ def test_copies_go_on_alike(master: Any, trip: Callable[[Any], Any]) -> None:
     assert not any(p is q for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["adamw", "fp8"])
+@pytest.mark.parametrize("name", ["adamw"])
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_distributed_checkpoint(name: str, master: Any, tmp_path: Any) -> None:
@@ -726,220 +720,11 @@ def test_shards_are_cast_as_the_whole(worker_pool: Pools) -> None:
     assert torch.equal(torch.cat(worker_pool(2).run(stepped_shard)), quantize(full, QUANTIZERS["current"]).dequantize())
 
 
-# ---- AdamW ----
-
-SHAPES = [(37, 53), (129,), (0, 5), (), (3, 4, 16), (1, 300)]
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_has_the_bits_of_pytorchs(foreach: bool, weight_decay: float) -> None:
-    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    plain = shadows(params)
-    options = {"lr": 0.02, "betas": (0.8, 0.97), "eps": 1e-6, "weight_decay": weight_decay}
-    optimizer, reference = AdamW(params, **options), torch.optim.AdamW(plain, foreach=foreach, **options)
-    for step in range(5):
-        give_gradients(params, plain, seed=step)
-        params[1].grad = plain[1].grad = None if step == 2 else params[1].grad
-        optimizer.step()
-        reference.step()
-    assert same(params, plain)
-    assert same(optimizer.state_dict()["state"], reference.state_dict()["state"])
-    swapped = AdamW(params, lr=0.5)
-    swapped.load_state_dict(copy.deepcopy(reference.state_dict()))
-    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert same(swapped.state_dict()["state"], reference.state_dict()["state"])
-    give_gradients(params, plain, seed=9)
-    swapped.step()
-    reference.step()
-    assert same(params, plain)
-    other = torch.optim.AdamW(plain, amsgrad=True).state_dict()
-    with pytest.raises(ValueError, match="amsgrad=True"):
-        swapped.load_state_dict(other)
-
-
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-@pytest.mark.usefixtures("one_thread")
-def test_low_precision_moments_follow_those_in_fp32(kind: Any) -> None:
-    """Rounded to nearest they would stand still: with beta2 = 0.999 each step changes them by a thousandth."""
-    p, plain = nn.Parameter(torch.zeros(32, 64)), nn.Parameter(torch.zeros(32, 64))
-    optimizer, reference = AdamW([p], moments=kind), AdamW([plain])
-    size = torch.logspace(-3, 0, 64)
-    for step in range(700):
-        p.grad = plain.grad = torch.randn(32, 64) * size * (1.0 if step < 200 else 0.1)
-        optimizer.step()
-        reference.step()
-        assert step or torch.equal(p, plain)  # an update takes moments as they were before they were rounded
-    state, wanted = optimizer.state[p], reference.state[plain]
-    names = ("exp_avg", "exp_avg_sq_root" if kind == "fp8" else "exp_avg_sq")
-    m, v = (adamw.load_moments([state], name, kind)[0] for name in names)
-    root = v if kind == "fp8" else v.sqrt()
-    ratio = root / wanted["exp_avg_sq"].sqrt()
-    assert abs(ratio.mean() - 1) < 0.03 and ratio.std() < (0.3 if kind == "fp8" else 0.06)
-    error = (m - wanted["exp_avg"]).norm() / wanted["exp_avg"].norm()
-    assert error < (0.12 if kind == "fp8" else 0.02)
-
-
-@pytest.mark.parametrize("dropped", [1, 2, 16, 20])
-def test_stochastic_rounding_is_exact_in_the_mean(dropped: int) -> None:
-    """Of few bits the mean shows each random number that is missing, or one too many."""
-    draws = torch.Generator().manual_seed(0)
-    x = torch.randn(64) * 3
-    rounded = torch.stack([adamw.stochastic_round(x, dropped, draws) for _ in range(4096)])
-    step = torch.finfo(torch.float32).eps * 2**dropped * x.abs()  # at most, between neighbours
-    assert ((rounded - x).abs() <= step).all() and (rounded.view(torch.int32) & (1 << dropped) - 1).eq(0).all()
-    assert ((rounded.double().mean(0) - x).abs() <= 5 * step / 2 / 4096**0.5).all()
-    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # all bits of the mantissa
-    special = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0]), nans])
-    for _ in range(4):
-        kept = adamw.stochastic_round(special, dropped, draws)
-        assert torch.equal(kept.nan_to_num(7.0), special.nan_to_num(7.0)) and kept.isnan().sum() == 4
-
-
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_random_bits_follow_from_the_step(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both moments, all buckets and all steps have bits of their own; a resumed run has those of the step."""
-    monkeypatch.setattr(adamw, "_BUCKET", 1)
-    round_one, states = adamw.stochastic_round, list[tuple[int, ...]]()
-
-    def recorded(x: Tensor, dropped: int, generator: torch.Generator) -> Tensor:
-        states.append(tuple(generator.get_state().tolist()))
-        assert dropped == 23 - {"bf16": 7, "fp8": 3}[kind]  # what is left is what the dtype has
-        return round_one(x, dropped, generator)
-
-    monkeypatch.setattr(adamw, "stochastic_round", recorded)
-    params = [nn.Parameter(torch.randn(3, 130)) for _ in range(3)]
-    optimizer = AdamW(params, moments=kind)
-    for step in range(3):
-        if step == 2:
-            resumed = AdamW(shadows(params), moments=kind)
-            resumed.load_state_dict(through_file(optimizer.state_dict()))
-        torch.manual_seed(step)  # which the bits do not depend on
-        give_gradients(params, seed=step)
-        optimizer.step()
-    assert len(states) == len(set(states)) == 3 * 3 * 2
-    give_gradients(resumed.param_groups[0]["params"], seed=2)
-    resumed.step()
-    assert states[-6:] == states[-12:-6]
-
-
-def test_a_tiny_second_moment_is_not_lost() -> None:
-    """An update divides by its root: where that became zero a small gradient would move the parameter far."""
-    p = nn.Parameter(torch.zeros(1, 128))
-    optimizer = AdamW([p], lr=0.1, moments="fp8", weight_decay=0.0)
-    p.grad = torch.full((1, 128), 1e-9)
-    p.grad[0, 0] = 1e3
-    for _ in range(3):
-        optimizer.step()
-    assert (optimizer.state[p]["exp_avg_sq_root"] > 0).all() and (p.abs() <= 0.3 + 1e-6).all()
-
-
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.usefixtures("one_thread")
-def test_low_precision_moments_train_as_well(kind: Any, wrapped: bool) -> None:
-    """A regression with noise: the loss comes down to nearly what fp32 moments reach."""
-    draws = torch.Generator().manual_seed(0)
-    x = torch.randn(256, 32, generator=draws)
-    y = torch.tanh(x @ torch.randn(32, 4, generator=draws))
-
-    def loss_after(moments: Any) -> float:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(32, 33), nn.Tanh(), nn.Linear(33, 4))
-        model = model.bfloat16() if wrapped else model
-        make = partial(AdamW, lr=0.02, moments=moments)
-        optimizer = MasterWeights(model.parameters(), make) if wrapped else make(model.parameters())
-        loss = torch.zeros(())
-        for _ in range(150):
-            optimizer.zero_grad()
-            loss = (model(x.bfloat16() if wrapped else x).float() - y).square().mean()
-            loss.backward()
-            optimizer.step()
-        return loss.item()
-
-    start, wanted, got = y.square().mean().item(), loss_after("fp32"), loss_after(kind)
-    assert wanted < 0.05 * start and got < wanted + 0.02 * start
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
-def test_state_of_odd_shapes_and_its_size(kind: Any) -> None:
-    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    params.append(nn.Parameter(torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)))
-    optimizer = AdamW(params, lr=0.1, moments=kind)
-    for step in range(3):
-        give_gradients(params, seed=step)
-        optimizer.step()
-    for p in params:
-        state = optimizer.state[p]
-        own: Any = "fp32" if kind == "fp8" and p.dim() < 2 else kind
-        names = ("exp_avg", "exp_avg_sq_root" if own == "fp8" else "exp_avg_sq")
-        assert all(state[name].shape == p.shape and state[name].dtype == adamw.FORMS[own].dtype for name in names)
-        held = sum(t.numel() * t.element_size() for key, t in state.items() if key != "step")
-        blocks = len(p) * -(-p[0].numel() // 128) if p.numel() and p.dim() else 0
-        assert held == {"fp32": 8 * p.numel(), "bf16": 4 * p.numel(), "fp8": 2 * p.numel() + 8 * blocks}[own]
-        assert p.isfinite().all()
-    again = AdamW(shadows(params), lr=0.1, moments=kind)
-    again.load_state_dict(through_file(optimizer.state_dict()))
-    assert same(again.state_dict(), optimizer.state_dict())
-
-
-def test_moments_of_a_group_and_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets bound memory and change no bit."""
-
-    def run() -> tuple[list[Tensor], Any]:
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-        optimizer = AdamW([{"params": params[:3], "moments": "fp8"}, {"params": params[3:]}], lr=0.1, moments="bf16")
-        for step in range(3):
-            give_gradients(params, seed=step)
-            optimizer.step()
-        assert optimizer.state[params[0]]["exp_avg"].dtype == torch.uint8
-        assert optimizer.state[params[4]]["exp_avg"].dtype == torch.bfloat16
-        return params, optimizer.state_dict()["state"]
-
-    wanted = run()
-    monkeypatch.setattr("minifloat.optim.adamw._BUCKET", 1 << 30)
-    assert same(run(), wanted)
-
-
-def test_adamw_returns_the_loss_of_its_closure() -> None:
-    p = nn.Parameter(torch.ones(3))
-    optimizer = AdamW([p], lr=0.1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) == 3.0 and (p < 1).all()
-    assert AdamW([nn.Parameter(torch.ones(2))]).step() is None
-
-
-def test_adamw_mistakes() -> None:
-    p = nn.Parameter(torch.zeros(3))
-    for options, match in (
-        ({"moments": "int8"}, "moments is 'int8'; 'fp32', 'bf16' or 'fp8'"),
-        ({"lr": -1.0}, "lr is -1.0; a number of at least 0"),
-        ({"eps": float("nan")}, "eps is nan"),
-        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
-        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            AdamW([p], **options)  # type: ignore[arg-type]
-    optimizer = AdamW([p])
-    for dtype in (torch.bfloat16, torch.float64, torch.complex64):
-        with pytest.raises(ValueError, match=f"in {dtype}: use MasterWeights"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=dtype))]})
-    with pytest.raises(ValueError, match="use MasterWeights"):
-        optimizer.add_param_group({"params": [parameter(torch.zeros(3, 4), "mxfp8")]})
-    assert len(optimizer.param_groups) == 1
-    table = nn.Embedding(5, 3, sparse=True)
-    sparse = AdamW(table.parameters())
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"shape \(5, 3\) is sparse"):
-        sparse.step()
-    assert not sparse.state
+def test_what_is_gone_says_the_way_out() -> None:
+    with pytest.raises(AttributeError, match=r"torch.optim.AdamW, .*torchao.optim.AdamW8bit"):
+        minifloat.optim.AdamW  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'Adam'"):
+        minifloat.optim.Adam  # noqa: B018
 
 
 # ---- on a device ----
@@ -959,8 +744,3 @@ def test_on_a_device(master: Any) -> None:
         optimizer.step()
         reference.step()
     assert same(masters_of(optimizer), [p.detach() for p in plain])
-    low = AdamW(shadows(params), lr=0.1, moments="fp8")
-    for p in low.param_groups[0]["params"]:
-        p.grad = torch.randn_like(p)
-    low.step()
-    assert all(p.isfinite().all() for p in low.param_groups[0]["params"])

@@ -26,7 +26,7 @@ from minifloat import (
     quantized_model_init,
 )
 from minifloat.distributed import reduce_replicated
-from minifloat.optim import AdamW, MasterWeights, clip_grad_norm_, gradient_norm
+from minifloat.optim import MasterWeights, clip_grad_norm_, gradient_norm
 from minifloat.parallel.layout import SavedShard
 from minifloat.parallel.state_dict import (
     load_sharded_optimizer_state_dict,
@@ -320,7 +320,6 @@ def _step_rows(rank: int, size: int, name: str) -> None:
     makers: Any = {
         "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
         "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-        "minifloat": lambda p: AdamW(p, lr=0.1),
         "master": lambda p: MasterWeights(p, torch.optim.AdamW, lr=0.1),
         "remainder": lambda p: MasterWeights(p, torch.optim.AdamW, lr=0.1, master="bf16+remainder"),
     }
@@ -357,9 +356,7 @@ def _rows_of(layer: Linear) -> dict[Tensor, tuple[int, slice]]:
     return {layer._weight(name): extent for name, extent in layer._etp.rows.extents().items()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("foreach", marks=pytest.mark.slow), "fused", "minifloat", "master", "remainder"]
-)
+@pytest.mark.parametrize("name", [pytest.param("foreach", marks=pytest.mark.slow), "fused", "master", "remainder"])
 def test_optimizers_step_rows(worker_pool: Pools, name: str) -> None:
     worker_pool(4).run(_step_rows, name)
 

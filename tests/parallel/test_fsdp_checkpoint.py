@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,14 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import minifloat
 from minifloat.distributed import full_state_dict, load_full_state_dict
-from minifloat.optim import AdamW, MasterWeights
+from minifloat.optim import MasterWeights
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.fsdp_cases import Case, mesh_of, shard
+from tests.helpers.fsdp_cases import Case, shard
 from tests.helpers.fsdp_checkpoints import (
     State,
     differences,
@@ -52,7 +51,7 @@ FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_dcp_on_more_ranks(worker_pool: Pools, tmp_path: Path, recipe: str) -> None:
     """Three ranks: shards that are no whole blocks, and an empty one, which has the one scale of a tensor too."""
-    case = tmp_path, recipe, True, "fp8"
+    case = tmp_path, recipe, True
     wanted = worker_pool(2).run(saved, *case)[0]
     assert not differences(worker_pool(3).run(loaded, *case)[0], wanted)
 
@@ -60,14 +59,14 @@ def test_dcp_on_more_ranks(worker_pool: Pools, tmp_path: Path, recipe: str) -> N
 def saved_meanwhile(rank: int, size: int, folder: Path, recipe: str) -> list[str]:
     """``async_save``: what there is when it is called, though training goes on."""
     model = sharded(recipe, size)
-    optimizer = optimizer_of(model, "fp8")
+    optimizer = optimizer_of(model)
     step(model, optimizer, rank)
     wanted = copy.deepcopy(whole(model, optimizer))
     aside = dist.new_group(backend="gloo")
     written = dcp.async_save(states(model, optimizer), checkpoint_id=folder, process_group=aside)
     step(model, optimizer, size + rank)
     written.result()
-    found = loaded(rank, size, folder, recipe, True, "fp8")
+    found = loaded(rank, size, folder, recipe, True)
     return differences(found, wanted) if rank == 0 else []
 
 
@@ -81,7 +80,7 @@ def test_async_save(worker_pool: Pools, tmp_path: Path, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_dcp_matrix(worker_pool: Pools, tmp_path: Path, recipe: str, quantized: bool) -> None:
     for ranks in (1, 2, 3, 4) if quantized else (2,):
-        case = tmp_path / str(ranks), recipe, quantized, "fp8" if quantized else "bf16"
+        case = tmp_path / str(ranks), recipe, quantized
         wanted = worker_pool(ranks).run(saved, *case)[0]
         for others in (1, 2, 3, 4):
             assert not differences(worker_pool(others).run(loaded, *case)[0], wanted), (ranks, others)
@@ -90,7 +89,7 @@ def test_dcp_matrix(worker_pool: Pools, tmp_path: Path, recipe: str, quantized: 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(8, 3), (2, 8)])
 def test_dcp_of_eight_ranks(worker_pool: Pools, tmp_path: Path, ranks: tuple[int, int]) -> None:
-    case = tmp_path, "nvfp4", True, "fp8"
+    case = tmp_path, "nvfp4", True
     wanted = worker_pool(ranks[0]).run(saved, *case)[0]
     assert not differences(worker_pool(ranks[1]).run(loaded, *case)[0], wanted)
 
@@ -120,7 +119,7 @@ def of_unsharded(rank: int, size: int, folder: Path, recipe: str) -> State:
 @pytest.mark.parametrize("recipe", ["delayed", *[pytest.param(r, marks=pytest.mark.slow) for r in RECIPES[1:]]])
 def test_unsharded_models(worker_pool: Pools, tmp_path: Path, recipe: str) -> None:
     """They load what ranks have saved, by DCP or as a whole; and the other way round."""
-    wanted = worker_pool(2).run(saved, tmp_path / "ranks", recipe, True, "fp8")[0]
+    wanted = worker_pool(2).run(saved, tmp_path / "ranks", recipe, True)[0]
     optimizer_state = {key: wanted.pop(key) for key in ("state", "param_groups")}
     by_dcp, by_state, precise = unsharded(recipe), unsharded(recipe), unsharded("none", quantized=False)
     for model in (by_dcp, by_state):
@@ -133,7 +132,7 @@ def test_unsharded_models(worker_pool: Pools, tmp_path: Path, recipe: str) -> No
     values = {key: value.dequantize() for key, value in wanted.items() if isinstance(value, QuantizedTensor)}
     assert not differences({key: value for key, value in precise.state_dict().items() if key in values}, values)
 
-    optimizer = MasterWeights(by_state.parameters(), AdamW, lr=0.1, moments="fp8")
+    optimizer = MasterWeights(by_state.parameters(), torch.optim.AdamW, lr=0.1)
     set_optimizer_state_dict(by_state, optimizer, copy.deepcopy(optimizer_state))
     assert not differences(get_optimizer_state_dict(by_state, optimizer), optimizer_state)
     assert not differences(by_state.state_dict(), wanted)
@@ -160,7 +159,7 @@ def into_another_recipe(rank: int, size: int, folder: Path) -> list[str]:
     for other in (folder, folder / "values"):
         with pytest.raises(CheckpointException, match="load the state of MasterWeights, whose masters are written"):
             dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=other)
-    optimizer = optimizer_of(model, "fp8")
+    optimizer = optimizer_of(model)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -174,13 +173,13 @@ def into_another_recipe(rank: int, size: int, folder: Path) -> list[str]:
 
 
 def in_high_precision(rank: int, size: int, folder: Path, recipe: str) -> State:
-    return loaded(rank, size, folder, recipe, False, "fp32")
+    return loaded(rank, size, folder, recipe, False)
 
 
 def test_between_recipes(worker_pool: Pools, tmp_path: Path) -> None:
-    worker_pool(2).run(saved, tmp_path / "codes", "mxfp8", True, "fp8")
+    worker_pool(2).run(saved, tmp_path / "codes", "mxfp8", True)
     assert worker_pool(2).run(into_another_recipe, tmp_path / "codes") == [[]] * 2
-    wanted = worker_pool(2).run(saved, tmp_path / "values", "current", False, "fp32")[0]
+    wanted = worker_pool(2).run(saved, tmp_path / "values", "current", False)[0]
     assert not differences(worker_pool(2).run(in_high_precision, tmp_path / "values", "nvfp4")[0], wanted)
 
 
@@ -293,30 +292,12 @@ def test_copies_of_shards(worker_pool: Pools, recipe: str) -> None:
 
 
 def stepped(rank: int, size: int) -> None:
-    """Our AdamW steps DTensors as PyTorch's does; clipping and loss scaling are those of the unsharded model."""
-    models = [sharded("mxfp8", size, quantized=False) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [AdamW(models[0].parameters(), lr=0.1), torch.optim.AdamW(models[1].parameters(), lr=0.1)]
-    for seed in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            step(model, optimizer, seed * size + rank)
-    states = [whole(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
-    if rank == 0:
-        assert not differences(*[state["state"] for state in states])
-
-    columns = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh_of(size), [Shard(1)]))
-    columns.grad = torch.zeros_like(columns)
-    with pytest.raises(ValueError, match="cuts: use moments='bf16'"):
-        AdamW([columns], moments="fp8").step()
-    columns.grad = columns.grad.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="redistribute it first"):
-        AdamW([columns]).step()
-
+    """Clipping and loss scaling are those of the unsharded model."""
     torch.manual_seed(3)
     plain = unsharded("mxfp8")
     model = sharded("mxfp8", size)
     load_full_state_dict(model, plain.state_dict())
-    pairs = [(each, MasterWeights(each.parameters(), AdamW, lr=0.1)) for each in (plain, model)]
+    pairs = [(each, MasterWeights(each.parameters(), torch.optim.AdamW, lr=0.1)) for each in (plain, model)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1) for _ in pairs]
     for seed in range(3):
         norms = []

@@ -40,7 +40,7 @@ VALUES = {
         "--vocabulary 70000 --tokenizer": "nowhere.json",
     },
     "study TEXT --model micro": {
-        "--recipes": "fp7 current,current nvfp4+fast current+no-rht current+parameters+fp8-moments",
+        "--recipes": "fp7 current,current nvfp4+fast current+no-rht current+parameters+parameters",
         "--seeds": f"1 0 -1 x 1,1 {HUGE}", "--resolution": "0", "--warmup": "2", "--clip": "0",
         "--experts": "-1", "--steps": f"0 {HUGE} x",
         "--batch-size": f"0 {HUGE}", "--learning-rate": "0 nan", "--evaluations": f"0 {HUGE}", "--workers": f"0 {HUGE}",

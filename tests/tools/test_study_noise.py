@@ -112,7 +112,7 @@ def given(corpus: Corpus, **changed: object) -> Conditions:
     return replace(made, **changed)
 
 
-NAMES = ["nvfp4+no-rht", "nvfp4+no-sr+last-bf16", "nvfp4+no-2d", "current+parameters", "block+fp8-moments", "w4a8"]
+NAMES = ["nvfp4+no-rht", "nvfp4+no-sr+last-bf16", "nvfp4+no-2d", "current+parameters", "block+last-bf16", "w4a8"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,6 @@
 ``no-2d``          NVFP4 with weights in strips
 ``last-bf16``      the last quarter of the layers in bf16
 ``parameters``     weights kept as codes, under fp32 masters in the optimizer
-``fp8-moments``    the optimizer's moments in FP8
 =================  =====================================================================================
 """
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from minifloat import quantized_model_init
-from minifloat.optim import AdamW, MasterWeights
+from minifloat.optim import MasterWeights
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.recipe.scaling import NVFP4BlockScaling
 from minifloat.tensor import QuantizedTensor
@@ -27,7 +26,7 @@ from minifloat.tools.train.run import TrainConfig
 from minifloat.tools.train.step import make_optimizer, parameter_groups
 
 NVFP4 = "no-rht", "no-sr", "no-2d"
-OPTIONS = (*NVFP4, "last-bf16", "parameters", "fp8-moments")
+OPTIONS = (*NVFP4, "last-bf16", "parameters")
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class Variant:
                 raise ValueError(f"--recipes: {name}: {of_nvfp4[0]} is an option of nvfp4; leave it out")
             rht, sr, tiles = (option in options for option in NVFP4)
             recipe = replace(recipe, disable_rht=rht, disable_stochastic_rounding=sr, disable_2d_quantization=tiles)
-        if len(set(options)) < len(options) or {"parameters", "fp8-moments"} <= set(options):
-            raise ValueError(f"--recipes: {name}: name each option once, and one of parameters and fp8-moments")
+        if len(set(options)) < len(options):
+            raise ValueError(f"--recipes: {name}: name each option once")
         return cls(recipe, frozenset(options))
 
     def quantized_layers(self, sizes: ModelConfig) -> int:
@@ -62,7 +61,7 @@ class Variant:
     @property
     def can_stop(self) -> bool:
         """Checkpoints hold what its optimizer has; otherwise a run that was stopped starts anew."""
-        return not self.options & {"parameters", "fp8-moments"}
+        return "parameters" not in self.options
 
     def model(self, sizes: ModelConfig, seed: int) -> nn.Module:
         """The model, whose initial values are those of a plain one, rounded where weights are codes."""
@@ -89,6 +88,4 @@ class Variant:
         groups, rate, betas = parameter_groups(model, config), config.learning_rate, (0.9, 0.95)
         if "parameters" in self.options:
             return MasterWeights(groups, torch.optim.AdamW, lr=rate, betas=betas, fused=True)
-        if "fp8-moments" in self.options:
-            return AdamW(groups, lr=rate, betas=betas, moments="fp8")
         return make_optimizer(model, config)
