@@ -1,11 +1,11 @@
-"""A linear of many experts: the exchange and the weight source of operands that are made for groups of rows."""
+"""Linears and MLPs of many experts: exchange, weights and autograd function of operands made for groups of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +13,23 @@ from torch import Tensor
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional import batch_invariant
+from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
 from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradient, grouped_casts, multiply, values
 from minifloat.functional.grouped_weight import SeparateOperands, multiply_weight
+from minifloat.functional.linear import Given, LinearCall, grad_input, gradients, output, pack, save_x, unpack
+from minifloat.functional.norm_activation import Activation
 from minifloat.functional.permutation import Routing
+from minifloat.functional.quantize import delayed_scale
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
-from minifloat.operand import Quantized
+from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
+from minifloat.ops.activation import out_columns
+from minifloat.ops.grouped.activation import grouped_activation, grouped_activation_backward
 from minifloat.ops.permute import unpermute_rows
 from minifloat.quantizer import Amaxes
 from minifloat.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from minifloat.functional.linear import Given
 
 
 class Tokens(NamedTuple):
@@ -172,3 +175,200 @@ def quantize_weight(casts: GroupedCasts, weight: Tensor, delayed_call: DelayedCa
     weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
     layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
     return casts(weight.flatten(0, 1), layout.offsets, delayed_call)
+
+
+# ---- MLPs ----
+
+
+class GroupedMLPCall(NamedTuple):
+    """The activation, both linears' calls, and the rows of each expert."""
+
+    activation: Activation
+    fc1: LinearCall
+    fc2: LinearCall
+    layout: GroupLayout
+
+
+class GroupedMLPFunction(torch.autograd.Function):
+    """H_g = X_g W1_g^T + b1_g, A = p act(H), Y_g = A_g W2_g^T + b2_g for the rows of each expert g, and the gradients.
+
+    ======  ==========  ===================  ===============================
+    tensor  shape       contracted over      quantized along, in each group
+    ======  ==========  ===================  ===============================
+    X       [M, K]      K (M_g in wgrad)     rowwise (columnwise)
+    W1      [G, F', K]  K (F' in dgrad)      rowwise (columnwise)
+    H       [M, F']     (F' = 2 F if the activation is gated, else F)
+    p       [M]         (fp32; without it 1)
+    A       [M, F]      F (M_g in wgrad)     rowwise (columnwise)
+    W2      [G, K, F]   F (K in dgrad)       rowwise (columnwise)
+    dY      [M, K]      K (M_g in wgrad)     rowwise (columnwise)
+    dH      [M, F']     F' (M_g in wgrad)    rowwise (columnwise)
+    ======  ==========  ===================  ===============================
+
+    fprop H and Y as above; dgrad dA_g = dY_g W2_g, dX_g = dH_g W1_g; wgrad dW2_g = dY_g^T A_g, dW1_g = dH_g^T X_g.
+    With a routing X, Y and their gradients are tokens [T, K]: each goes to k rows, read where they are cast, and gets
+    the sum of k. dH = act'(H) p dA; dp = the sum of act(H) dA over a row. Saved are H, p, and the columnwise operands
+    of X and A; under ``recompute_x`` of the second linear backward casts A again, from H. Each direction casts twice,
+    weights apart.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mlp: GroupedMLPCall,
+        x: Tensor,
+        probabilities: Tensor | None,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+    ) -> Tensor:
+        (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
+        activation, offsets = mlp.activation, mlp.layout.offsets
+        x_operands, w_operands, own = exchange1.quantize_inputs(spec1, source1, given1, x, w1)
+        given1.w = None  # what is not saved must not take memory during what follows
+        h = exchange1.fprop(spec1, x_operands, w_operands, b1)
+        saved_w = source1.save(spec1, w1, w_operands) if spec1.options.needs_x else None
+        saved1 = save_x(spec1, exchange1, None, own), saved_w
+        del x_operands, w_operands, own
+        scales = delayed_scale(given2.delayed, "input", keep=True) if spec2.recompute_x else None
+        casts = grouped_casts(spec2.x, "input", spec2.options.device)
+        given2.x = act_operands(casts, activation, h, probabilities, offsets, given2.delayed, scales)
+        a_operands, w_operands, own = exchange2.quantize_inputs(spec2, source2, given2, None, w2)
+        given2.x = given2.w = None
+        y = exchange2.fprop(spec2, a_operands, w_operands, b2)
+        saved_w = source2.save(spec2, w2, w_operands) if spec2.options.needs_x else None
+        tensors, ctx.layouts = pack(*saved1, save_x(spec2, exchange2, None, own), saved_w)
+        ctx.mlp, ctx.x_shape = mlp, x.shape
+        ctx.save_for_backward(
+            *tensors, scales, h if spec2.options.needs_x else None,
+            None if probabilities is None else guarded(probabilities),
+        )  # fmt: skip
+        return output(spec2, exchange2, y, x.shape, given2.delayed)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        mlp: GroupedMLPCall = ctx.mlp
+        (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
+        activation, layout = mlp.activation, mlp.layout
+        *tensors, scales, h, probabilities = ctx.saved_tensors
+        x, w1, a, w2 = unpack(ctx.layouts, tensors)
+        db2 = exchange2.bias_gradient(spec2, dy) if spec2.options.needs_b else None
+        if spec2.recompute_x:
+            a = _recompute(spec2, activation, h, probabilities, layout, scales)
+        da, dw2 = gradients(spec2, exchange2, source2, exchange2.quantize_dy(spec2, dy, given2.delayed), a, w2)
+        del a, w2
+        if given2.delayed is not None:
+            given2.delayed.backward_finished()
+        dx = dw1 = db1 = dp = None
+        if da is not None:
+            casts = grouped_casts(spec1.dy, "grad_output", spec1.options.device)
+            operands, dp, value = dact_operands(
+                casts, activation, da, h, probabilities, layout.offsets, given1.delayed, spec1.options.needs_b
+            )
+            del da, h
+            db1 = None if value is None else exchange1.bias_gradient(spec1, value)
+            dx, dw1 = gradients(spec1, exchange1, source1, operands, x, w1)
+            if given1.delayed is not None:
+                given1.delayed.backward_finished()
+        if dx is not None:
+            dx = grad_input(spec1, dx, ctx.x_shape, given1.delayed)
+        dp = dp if probabilities is not None and ctx.needs_input_grad[2] else None
+        return None, dx, dp, dw1, db1, dw2, db2
+
+
+def _recompute(
+    spec: Spec,
+    activation: Activation,
+    h: Tensor,
+    probabilities: Tensor | None,
+    layout: GroupLayout,
+    scales: Tensor | None,
+) -> Operand:
+    """What wgrad reads of A, from H again; nothing is recorded a second time."""
+    casts = grouped_casts(spec.config.input.with_usage(rowwise=False), "input", spec.options.device)
+    return act_operands(casts, activation, h, probabilities, layout.offsets, None, scales, True).along(COLUMNWISE)
+
+
+# ---- the activation in between ----
+
+
+_RECOMPUTED = grouped_activation.for_recompute()
+_VALUES: tuple[Any, ...] = (), (), ()
+"""No formats, dims and memory orders: the values, not casts."""
+
+
+class GroupedActivationFunction(torch.autograd.Function):
+    """A = p act(H) and its gradients, dH = act'(H) p dA and dp = the sum of act(H) dA over a row; keeps H and p.
+
+    H [M, N], or [M, 2 N] if the activation is gated; p fp32 [M] or None. Rows that are no group's are 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, probabilities: Tensor | None, offsets: Tensor, of: Activation) -> Tensor:
+        y, _ = grouped_activation(h, probabilities, offsets, None, of.name, of.parameters, False, *_VALUES)
+        kept = () if probabilities is None else (guarded(probabilities),)
+        ctx.save_for_backward(guarded(h), offsets, *kept)
+        ctx.of = of
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
+        h, offsets, *kept = ctx.saved_tensors
+        probabilities = kept[0] if kept else None
+        of: Activation = ctx.of
+        how = None, of.name, of.parameters, False, *_VALUES
+        dh, _, dp = grouped_activation_backward(da, h, probabilities, offsets, *how)
+        return dh, dp if kept else None, None, None
+
+
+def act_operands(
+    casts: GroupedCasts,
+    of: Activation,
+    h: Tensor,
+    probabilities: Tensor | None,
+    offsets: Tensor,
+    delayed_call: DelayedCall | None,
+    scales: Tensor | None = None,
+    recompute: bool = False,
+) -> Quantized:
+    """A = p act(H), cast group by group; arguments as of :class:`GroupedCasts`, which records amaxes likewise.
+
+    ``recompute``: backward recomputes what its forward computed, see ``Operation.for_recompute``.
+    """
+    how = of.name, of.parameters
+    forward = _RECOMPUTED if recompute else grouped_activation
+    if not casts.in_kernel:
+        y, amax = forward(h, probabilities, offsets, None, *how, casts.one_amax, *_VALUES)
+        return casts(y, offsets, delayed_call, scales, amax if casts.one_amax else None)
+    scales = casts.scales(delayed_call, scales)
+    made = forward(h, probabilities, offsets, scales, *how, False, *casts.specs)
+    like = h[:, : out_columns(of.name, h.shape[1])]
+    return casts.operands(like, offsets, made, [scales] * len(casts.formats), delayed_call)
+
+
+def dact_operands(
+    casts: GroupedCasts,
+    of: Activation,
+    da: Tensor,
+    h: Tensor,
+    probabilities: Tensor | None,
+    offsets: Tensor,
+    delayed_call: DelayedCall | None,
+    with_value: bool,
+) -> tuple[Quantized, Tensor, Tensor | None]:
+    """dH = act'(H) p dA, cast group by group; dp, [0] without probabilities; and the value, if it is read too.
+
+    The cast of blocks that straddle the halves of a gated activation's input is a kernel of its own.
+    """
+    how = of.name, of.parameters
+    straddles = of.gated and casts.in_kernel and (h.shape[1] // 2) % max(casts.formats[0].block, 1) != 0
+    if with_value or straddles or not casts.in_kernel:
+        dh, amax, dp = grouped_activation_backward(da, h, probabilities, offsets, None, *how, casts.one_amax, *_VALUES)
+        operands = casts(dh, offsets, delayed_call, None, amax if casts.one_amax else None)
+        return operands, dp, dh if with_value else None
+    scales = casts.scales(delayed_call)
+    *made, dp = grouped_activation_backward(da, h, probabilities, offsets, scales, *how, False, *casts.specs)
+    return casts.operands(h, offsets, made, [scales] * len(casts.formats), delayed_call), dp, None

@@ -3,7 +3,7 @@
 A call varies along three axes, each an object with methods: its :class:`~minifloat.functional.spec.Spec` (what is
 computed: formats, dtypes, which gradients), its exchange (what ranks tell each other about activations:
 ``exchange.py``) and its weight source (where W's operands come from and where dW goes: ``weight_source.py``). Fused
-modules (``layernorm_linear.py``, ``layernorm_mlp.py``, ``grouped_mlp.py``) compose the same three.
+modules (``layernorm_linear.py``, ``layernorm_mlp.py``, ``experts.py``) compose the same three.
 """
 
 from __future__ import annotations

@@ -13,9 +13,14 @@ from minifloat import finite, recompute
 from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.autograd import apply, as_output
-from minifloat.functional.experts import Experts, Tokens
+from minifloat.functional.experts import (
+    Experts,
+    GroupedActivationFunction,
+    GroupedMLPCall,
+    GroupedMLPFunction,
+    Tokens,
+)
 from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.grouped_mlp import GroupedActivationFunction, GroupedMLPCall, GroupedMLPFunction
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.functional.permutation import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import parse
-from minifloat.functional import grouped, grouped_mlp
+from minifloat.functional import experts, grouped
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.norm_activation import Activation
 from minifloat.ops import matmul
@@ -83,7 +83,7 @@ def test_gradient_blocks_of_an_activation(
 ) -> None:
     """They are those of a cast of the gradient, where blocks straddle the halves of a gated activation's input, too."""
     if kernels:
-        monkeypatch.setattr(grouped_mlp, "grouped_activation_backward", activation_kernels.backward)
+        monkeypatch.setattr(experts, "grouped_activation_backward", activation_kernels.backward)
     casts, block = GroupedCasts(Quantizer(parse(spec)), "grad_output", ""), parse(spec).block
     assert casts.in_kernel
     offsets, rows = offsets_of(COUNTS, device), sum(COUNTS)
@@ -91,8 +91,8 @@ def test_gradient_blocks_of_an_activation(
         h = torch.randn(rows, columns * (2 if activation.gated else 1), device=device).bfloat16()
         da, p = torch.randn(rows, columns, device=device).bfloat16(), torch.rand(rows, device=device)
         arguments: Any = casts, activation, da, h, p, offsets, None
-        operands, dp, none = grouped_mlp.dact_operands(*arguments, False)
-        again, same, value = grouped_mlp.dact_operands(*arguments, True)
+        operands, dp, none = experts.dact_operands(*arguments, False)
+        again, same, value = experts.dact_operands(*arguments, True)
         assert none is None and value is not None
         torch.testing.assert_close(dp, same)
         for found, other, wanted in zip(operands, again, casts(value, offsets), strict=True):

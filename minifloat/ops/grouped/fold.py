@@ -6,8 +6,6 @@ of a group's result that have a tile that could not be folded are computed again
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE
 from minifloat.formats.elements import E4M3
-from minifloat.ops.grouped.gemm import Side, begin, grid_row, group_of, rows_of
+from minifloat.ops.grouped.gemm import Cast, Side, begin, grid_row, group_of, rows_of
 from minifloat.ops.grouped.spread import most_rows, sizes
 from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul import fold_kernels, transpose
@@ -205,10 +203,11 @@ class FoldedWeight:
     Codes that are packed along rows are transposed first, so that all are packed along the dim that is consecutive.
     """
 
-    def __init__(self, cast: Any) -> None:
+    def __init__(self, cast: Cast) -> None:
         self.cast = cast
         packed_rows, groups = cast.dim == COLUMNWISE, cast.groups
         self.codes = transpose.k_major_copy(cast.codes, True, (1, 1)) if packed_rows else ready(cast.codes)
+        assert cast.scale_inv is not None
         self.scales = at_16_bytes(cast.scale_inv)
         self.contracts_rows = cast.along == COLUMNWISE
         self.cols = cols = sizes(cast.codes, cast.format, cast.dim)[1]

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import ROWWISE
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
+from minifloat.ops.grouped import layout
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import extent
 
@@ -21,12 +22,38 @@ BLOCK = tl.constexpr(128)
 """Elements of the contracted dim under one scale, of formats whose scales are applied to partial sums."""
 
 
+def unit_of(fmt: Format, dim: int) -> int:
+    """Of :func:`begin`."""
+    return layout.unit(fmt) if fmt.quantized and dim == COLUMNWISE else 0
+
+
+class Cast(NamedTuple):
+    """An operand as ``grouped_mm`` is given it, and the dim that is contracted."""
+
+    codes: Tensor
+    scale_inv: Tensor | None
+    amax: Tensor | None
+    format: Format
+    dim: int
+    offsets: Tensor
+    along: int
+
+    @property
+    def groups(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def unit(self) -> int:
+        """Of :func:`begin`."""
+        return unit_of(self.format, self.dim)
+
+
 class Side(NamedTuple):
     """An operand as a kernel reads it.
 
     Args:
         matrix: of FP8, bf16, fp16 or fp32, one dim consecutive in memory.
-        offsets, along, unit: of :class:`~minifloat.ops.grouped.products.Cast`.
+        offsets, along, unit: of :class:`Cast`.
         scale: factors, or the grid of blocks.
         strides: of the grid: from one row to the next, outer block to the next and segment to the next.
         step: a factor for each row that is not contracted (1), or one for a group (0).

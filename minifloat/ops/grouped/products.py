@@ -18,7 +18,7 @@ Loads are wide where rows are multiples of 16 elements, and two bytes or fewer a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,7 +30,7 @@ from minifloat.ops import grouped, matmul
 from minifloat.ops.grouped import gemm as kernels
 from minifloat.ops.grouped import hopper, spread
 from minifloat.ops.grouped.fold import FoldedWeight
-from minifloat.ops.grouped.gemm import Side
+from minifloat.ops.grouped.gemm import Cast, Side
 from minifloat.ops.launch import allocate, ready
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive
 from minifloat.ops.quantize.job import aligned
@@ -44,27 +44,6 @@ SWEEP = 8
 """Rows of tiles that consecutive programs work on."""
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class Cast(NamedTuple):
-    """An operand as ``grouped_mm`` is given it, and the dim that is contracted."""
-
-    codes: Tensor
-    scale_inv: Tensor | None
-    amax: Tensor | None
-    format: Format
-    dim: int
-    offsets: Tensor
-    along: int
-
-    @property
-    def groups(self) -> int:
-        return self.offsets.numel() - 1
-
-    @property
-    def unit(self) -> int:
-        """Of ``gemm.begin``."""
-        return spread.unit_of(self.format, self.dim)
 
 
 def multiply(
@@ -92,7 +71,7 @@ def multiply(
         sides, kind = (_blocks(left), weight.side()), "block"
     else:
         matmul.record(gemm, a_format, b_format, "emulated" if kind == "half" else "native")
-        prepare = {"fp8": _whole, "block": _blocks, "half": _written_out}[kind]
+        prepare = {"fp8": _whole, "block": _blocks, "half": spread.spread}[kind]
         sides = prepare(left), prepare(right)
     kind += "_fast" if kind == "fp8" and fast_accum else ""
     kind = {torch.bfloat16: "half", torch.float16: "half", torch.float32: "float"}.get(sides[0].matrix.dtype, kind)
@@ -160,14 +139,6 @@ def _blocks(cast: Cast) -> Side:
     row, col = scale.stride()
     outer, segment = (row, col) if cast.along == ROWWISE else (col, row)
     return side._replace(scale=at_16_bytes(scale), strides=(row, outer, segment), tile=cast.format.tile)
-
-
-def _written_out(cast: Cast) -> Side:
-    """bf16, with what each row, or group, is to be multiplied by."""
-    codes, scale, amax, fmt, dim, offsets, along = cast
-    assert scale is not None
-    values, factor, step, divisor = spread.spread(codes, scale, amax, fmt, dim, offsets, along)
-    return Side(values, offsets, along, cast.unit, factor, step=step, divisor=divisor)
 
 
 def _values(gemm: str, a: Cast, b: Cast, rows: int, cols: int, out_dtype: torch.dtype) -> tuple[Side, Side]:

@@ -5,8 +5,6 @@ For the product the values lie where the codes do. What is between groups, and b
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +12,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Element, Format, parse
 from minifloat.ops import grouped
-from minifloat.ops.grouped import layout
-from minifloat.ops.grouped.gemm import begin, grid_row, group_of, rows_of
+from minifloat.ops.grouped.gemm import Cast, Side, begin, grid_row, group_of, rows_of, unit_of
 from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul.spread import LARGEST, largest_scale
 from minifloat.ops.quantize import gpu, hadamard
@@ -99,18 +96,6 @@ _largest = Kernel(grouped_largest_kernel)
 _decode = Kernel(grouped_decode_kernel)
 
 
-class Written(NamedTuple):
-    """bf16 values where the codes were, and what they are to be multiplied by: fp32 factors over ``divisor``.
-
-    ``step``: 1 for a factor of each row that is not contracted, 0 for one a group.
-    """
-
-    values: Tensor
-    factor: Tensor
-    step: int
-    divisor: float
-
-
 def fits(fmt: Format) -> bool:
     """Codes of the format times their scales fit bf16, and there are Triton functions for both."""
     rule = fmt.scaling
@@ -120,13 +105,16 @@ def fits(fmt: Format) -> bool:
     return decodes and (fmt.scale_rule == "two_level" or (rule.own and rule.power_of_two))
 
 
-def spread(
-    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int, offsets: Tensor, along: int
-) -> Written:
-    """``emulated.spread`` of each group; the rows of a group that is rotated go on to a multiple of 16."""
-    codes, scale_inv = consecutive(codes), at_16_bytes(scale_inv)
-    groups, (_, cols) = offsets.numel() - 1, sizes(codes, fmt, dim)
-    of_groups, most = along == COLUMNWISE, most_rows(codes, fmt, dim, groups)
+def spread(cast: Cast) -> Side:
+    """``emulated.spread`` of each group, and what each row, or group, is to be multiplied by.
+
+    The rows of a group that is rotated go on to a multiple of 16.
+    """
+    fmt, dim, offsets, amax = cast.format, cast.dim, cast.offsets, cast.amax
+    assert cast.scale_inv is not None
+    codes, scale_inv = consecutive(cast.codes), at_16_bytes(cast.scale_inv)
+    groups, cols = cast.groups, sizes(codes, fmt, dim)[1]
+    of_groups, most = cast.along == COLUMNWISE, most_rows(codes, fmt, dim, groups)
     factors, step = Factors(None, scale_inv, "none", scale_inv, (0, 0), 1.0, 0), int(fmt.amax_per_row)
     divisor = 1.0
     if fmt.scale_rule == "two_level":
@@ -139,7 +127,7 @@ def spread(
         _largest(
             programs, (scale_inv, largest, at_16_bytes(offsets)), (most, cols, groups, *scale_inv.stride()),
             (
-                fmt.scaling, of_groups, padded, unit_of(fmt, dim), fmt.block, fmt.tile,
+                fmt.scaling, of_groups, padded, cast.unit, fmt.block, fmt.tile,
                 triton.next_power_of_2(groups + 1), LARGEST.rows, LARGEST.cols,
             ),
             LARGEST.warps,
@@ -149,8 +137,9 @@ def spread(
         factors, step = Factors(fmt.scaling, scale_inv, "largest", largest, strides, 1.0, 0), 1
     transposed = codes.stride(1) != 1 and not fmt.packed
     values = allocate(sizes(codes, fmt, dim), torch.bfloat16, codes.device, transposed=transposed)
-    _decode_to(values, codes, fmt, dim, offsets, factors, of_groups, cols, unit_of(fmt, dim))
-    return Written(values, at_16_bytes(factors.levels.contiguous()), step, divisor)
+    _decode_to(values, codes, fmt, dim, offsets, factors, of_groups, cols, cast.unit)
+    factor = at_16_bytes(factors.levels.contiguous())
+    return Side(values, offsets, cast.along, cast.unit, factor, step=step, divisor=divisor)
 
 
 def dequantize(
@@ -229,11 +218,6 @@ def sizes(codes: Tensor, fmt: Format, dim: int) -> tuple[int, int]:
     return (2 * rows if fmt.packed and dim == COLUMNWISE else rows), (
         2 * cols if fmt.packed and dim == ROWWISE else cols
     )
-
-
-def unit_of(fmt: Format, dim: int) -> int:
-    """Of ``gemm.begin``."""
-    return layout.unit(fmt) if fmt.quantized and dim == COLUMNWISE else 0
 
 
 def most_rows(codes: Tensor, fmt: Format, dim: int, groups: int) -> int:

@@ -92,7 +92,6 @@ def launch(
     integers: Sequence[Place],
     constants: tuple[Any, ...],
     warps: int,
-    same: Sequence[int] = (),
 ) -> None:
     """Launches a kernel on many matrices, whose first two integers are ``starts`` and ``Ms``, on the groups.
 
@@ -103,7 +102,6 @@ def launch(
         tensors: those of the groups, with where each begins; others as they are.
         integers: those that follow the first two.
         constants: of the kernel, for matrices in a table.
-        same: integers behind all others that it takes once, not for each matrix.
     """
     own = [each[1] for each in tensors if isinstance(each, tuple)]
     places = [number(0), of_units(unit, programs), *dict.fromkeys([*own, *integers])]
@@ -112,35 +110,7 @@ def launch(
     found = dict(zip(places[2:], rest, strict=True))
     of_groups = [(each[0], found[each[1]]) if isinstance(each, tuple) else each for each in tensors]
     arguments = [*of_groups, (starts,), (sizes,), *[(found[place],) for place in integers]]
-    kernel((rows // unit + groups) * programs, arguments, same, constants, warps)
-
-
-def launch_on_tiles(
-    kernel: Kernel,
-    offsets: Tensor,
-    rows: int,
-    unit: int,
-    programs: int,
-    tensors: Sequence[Tensor | tuple[Tensor, Place]],
-    same: Sequence[int],
-    constants: tuple[Any, ...],
-    warps: int,
-    rest_too: bool,
-) -> None:
-    """Launches a kernel on tiles of ``unit`` rows, with ``programs`` for each, whose first integers are the sizes.
-
-    The tensor before them is the order of the tiles, int32 [2, tiles], where a program finds its own in one load
-    (``fused.tile_of``). Other arguments as of :func:`launch`; ``rest_too``: the rows that are no group's are one more.
-    """
-    own = [each[1] for each in tensors if isinstance(each, tuple)]
-    places = [number(0), *dict.fromkeys(own)]
-    groups = offsets.numel() - 1 + rest_too
-    tiles = rows // unit + groups
-    order = torch.empty(2 * tiles, dtype=torch.int32, device=offsets.device)
-    sizes, *rest = _computed(offsets, places, False, order, groups, rows, unit, tiles)
-    found = dict(zip(places[1:], rest, strict=True))
-    of_groups = [(each[0], found[each[1]]) if isinstance(each, tuple) else each for each in tensors]
-    kernel(tiles * programs, [*of_groups, order, (sizes,)], same, constants, warps)
+    kernel((rows // unit + groups) * programs, arguments, (), constants, warps)
 
 
 def _computed(
@@ -292,18 +262,23 @@ def launch_to(
 ) -> None:
     """Launches ``kernel`` on tiles of ``rows`` and ``columns``.
 
-    Its arguments are ``tensors``, those of ``out``, the order of tiles, sizes of groups, columns, rows of the memory of
-    columnwise codes, number of groups, strides of scales, ``constants``, AMAX, ALIGNED_N, BLOCK_M, BLOCK_N, LAYOUTS.
+    Its arguments are ``tensors``, those of ``out``, the order of tiles, int32 [2, tiles], where a program finds its own
+    in one load (:func:`tile_of`), sizes of groups, columns, rows of the memory of columnwise codes, number of groups,
+    strides of scales, ``constants``, AMAX, ALIGNED_N, BLOCK_M, BLOCK_N, LAYOUTS.
     """
     groups, offsets = offsets.numel() - 1, offsets.contiguous()
     same = columns, out.stored, groups, *out.strides
-    programs = triton.cdiv(columns, choice.cols)
-    arguments = [*tensors, *out.tensors]
     sizes = columns % out.unit == 0, choice.rows, choice.cols
     constants = *constants, out.with_amax, *sizes, out.layouts(choice)
-    launch_on_tiles(
-        kernel, offsets, rows, choice.rows, programs, arguments, same, constants, choice.warps, out.constants is VALUE
-    )  # fmt: skip
+    arguments = [*tensors, *out.tensors]
+    places = [number(0), *dict.fromkeys(place for _, place in arguments)]
+    groups += out.constants is VALUE  # the rows that are no group's are one more
+    tiles = rows // choice.rows + groups
+    order = torch.empty(2 * tiles, dtype=torch.int32, device=offsets.device)
+    counts, *rest = _computed(offsets, places, False, order, groups, rows, choice.rows, tiles)
+    found = dict(zip(places[1:], rest, strict=True))
+    of_groups = [(each, found[place]) for each, place in arguments]
+    kernel(tiles * triton.cdiv(columns, choice.cols), [*of_groups, order, (counts,)], same, constants, choice.warps)
 
 
 def wanted(tensor: Tensor | None, place: Place, other: Tensor) -> Argument:
