@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,21 +37,11 @@ def test_other_types() -> None:
     assert torch.empty(()).isnan()
 
 
-def test_leaves_stay_leaves() -> None:
-    tensor = torch.empty(3, requires_grad=True)
-    assert tensor.is_leaf and tensor.requires_grad and tensor._version == 0
-
-
 def test_meta_and_fake_tensors() -> None:
     with torch.device("meta"):
         assert torch.empty(3).is_meta and torch.nn.Linear(2, 2).weight.is_meta
     with FakeTensorMode():
         assert torch.empty(3).new_empty(4).shape == (4,)
-
-
-def test_modules_initialise() -> None:
-    module = torch.nn.Linear(4, 4)
-    assert module.weight.isfinite().all() and copy.deepcopy(module).weight.isfinite().all()
 
 
 def test_dispatch_modes_do_not_see_it() -> None:

@@ -23,10 +23,6 @@ def test_steps() -> None:
     assert 0 < spent["backward", "accumulate", "wgrad"] < spent["backward", "accumulate"] < spent["backward",]
 
 
-def test_pytorchs_linear_has_no_steps() -> None:
-    assert set(steps.time_steps("torch", (4, 8, 8), "cpu", 2)) == {("forward",), ("backward",)}
-
-
 @pytest.mark.parametrize("recipe", ["torch", "current"])
 @pytest.mark.parametrize("calling_thread", [False, True])
 def test_the_thread_of_the_backward(recipe: str, calling_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,28 +42,3 @@ def test_the_thread_of_the_backward(recipe: str, calling_thread: bool, monkeypat
     with pytest.raises(KeyError):
         steps.time_steps(recipe, (4, 8, 8), "cpu", 3, calling_thread=calling_thread)
     assert torch.autograd.is_multithreading_enabled()
-
-
-@pytest.mark.parametrize("wait", [False, True])
-def test_waits(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each call, or once before those that are timed; in no step."""
-    waits: list[str] = []
-    monkeypatch.setattr(steps, "synchronize", waits.append)
-    found = steps.time_steps("torch", (4, 8, 8), "cpu", 3, wait=wait)
-    assert waits == ["cpu"] * (24 if wait else 1) and set(found) == {("forward",), ("backward",)}
-
-
-def test_the_command_says_what_ran(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given: list[dict[str, Any]] = []
-
-    def recorded(*_: Any, **options: Any) -> dict[tuple[str, ...], list[float]]:
-        given.append(options)
-        return {("forward",): [1.0, 2.5]}
-
-    monkeypatch.setattr(steps, "time_steps", recorded)
-    arguments = ["torch", "--device", "cpu"]
-    for more, told in (([], "cpu"), (["--calling-thread", "--no-wait"], "calling thread, no waits")):
-        steps.main([*arguments, *more])
-        first, second = capsys.readouterr().out.split("\n")[1:3]
-        assert first.endswith(told) and second.split() == ["forward", "1.0", "calls", "2.5", "us"]
-    assert given == [{"calling_thread": False, "wait": True}, {"calling_thread": True, "wait": False}]

@@ -14,13 +14,13 @@ from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear
 from minifloat.operand import Quantized
 from minifloat.ops.quantize import draw_seed
 from minifloat.quantizer import cast_all
-from minifloat.recipe import DelayedScaling, Recipe, named
+from minifloat.recipe import Recipe, named
 from tests.helpers import tensor_parallel_oracle as oracle
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, fill, run
-from tests.helpers.recipes import FUSED_RECIPES, LINEAR_NAMED, SOME_LINEAR, batch_scales, for_each
+from tests.helpers.recipes import FUSED_RECIPES, SOME_LINEAR, batch_scales, for_each
 from tests.helpers.sample import each_twice
-from tests.helpers.tensor_parallel_oracle import Group, in_rank_order, order_bound, shard, unshard
+from tests.helpers.tensor_parallel_oracle import Group, in_rank_order, order_bound, unshard
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
@@ -89,41 +89,11 @@ def test_one_rank_is_a_fused_module(kind: str, recipe: Recipe | None) -> None:
 # ---- Exact numbers --------------------------------------------------------------------------------------------------
 
 
-def integers(*shape: int) -> Tensor:
-    return torch.randint(-3, 4, shape).float()
-
-
 def by_mode(xs: Tensor, split: bool, size: int, rows: Sequence[int] | None) -> list[Tensor]:
     """The columns of each rank, its rows, or all."""
     if split:
         return list(xs.chunk(size, 1))
     return [xs] * size if rows is None else list(xs.split(list(rows)))
-
-
-@MODES
-@BOTH
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_linear_is_the_unsharded_one_on_integers(size: int, sequence_parallel: bool, mode: Any) -> None:
-    """Where no sum rounds: output and gradients of the ranks, put together, are autograd's."""
-    x, dy, w, b = (t.requires_grad_() for t in (integers(13, 12), integers(13, 24), integers(24, 12), integers(24)))
-    y = torch.nn.functional.linear(x, w, b)
-    y.backward(dy)
-    rows = [[13], [4, 9], [6, 0, 7], [1, 5, 4, 3]][size - 1] if sequence_parallel else None
-    parts = [12, 12] if mode == "column" else None
-    model = oracle.Linear(w, b, mode, Group(size, sequence_parallel), None, parts=parts)
-    with torch.no_grad():
-        ys = model.forward(by_mode(x, mode == "row", size, rows), rows)
-        if mode == "column":
-            dys = [shard(dy, rank, size, 1, parts) for rank in range(size)]
-        else:
-            dys = by_mode(dy, False, size, rows)
-        dxs = model.backward(dys)
-    assert torch.equal(unshard(ys, 1, parts) if mode == "column" else whole(ys, rows), y)
-    assert torch.equal(torch.cat(dxs, 1) if mode == "row" else whole(dxs, rows), x.grad)
-    dim = 0 if mode == "column" else 1
-    assert torch.equal(unshard([grads["weight"] for grads in model.grads], dim, parts), w.grad)
-    dbs = [grads["bias"] for grads in model.grads]
-    assert torch.equal(unshard(dbs, 0, parts) if mode == "column" else same(dbs), b.grad)
 
 
 def whole(xs: Sequence[Tensor], rows: Sequence[int] | None) -> Tensor:
@@ -163,43 +133,6 @@ def test_a_fused_module_is_the_unsharded_one_in_fp32(kind: str, size: int, seque
     assert together.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(together[name], value, rtol=1e-5, atol=2e-5)
-
-
-@for_each({name: LINEAR_NAMED[name] for name in ("delayed", "mxfp8")})
-def test_a_column_parallel_output_is_that_of_the_unsharded_linear(recipe: Recipe) -> None:
-    """Where a weight's shards have the scales of the whole: rows of a product depend on nothing else."""
-    module = Linear(40, 64)
-    x, dy = torch.randn(19, 40).bfloat16(), torch.randn(19, 64).bfloat16()
-    expected = run(module, x, dy, recipe)
-    for size in (2, 4):
-        model = oracle.of(module, Group(size, True), recipe)
-        found = oracle.step(model, list(x.tensor_split(size)), list(dy.chunk(size, 1)))
-        assert torch.equal(torch.cat([r["y"] for r in found], 1), expected["y"])
-        assert torch.equal(torch.cat([r["weight"] for r in found]), expected["weight"])
-        assert torch.equal(torch.cat([r["bias"] for r in found]), expected["bias"])
-
-
-@for_each(FUSED_RECIPES)
-@pytest.mark.parametrize("kind", ["layernorm_mlp", "layernorm_mlp gated"])
-def test_sequence_parallel_changes_no_bits(kind: str, recipe: Recipe) -> None:
-    """Who has which rows is no matter, except to sums over rows: gradients of norm and fc2's bias."""
-    module = modules()[kind]
-    split, (replicated, sequence) = (3, 16), (oracle.of(module, Group(2, on), recipe) for on in (False, True))
-    for scale in batch_scales(recipe):
-        x, dy = (torch.randn(19, 24).mul(scale).bfloat16() for _ in range(2))
-        one = oracle.step(replicated, [x, x], [dy, dy])
-        other = oracle.step(sequence, x.split(split), dy.split(split))
-        for name in ("x", "y"):
-            assert torch.equal(whole([r[name] for r in other], split), same([r[name] for r in one]))
-        for mine, theirs in zip(one, other, strict=True):
-            assert mine.keys() == theirs.keys()
-            for name in mine.keys() - {"x", "y"}:
-                if "norm" in name or name == "fc2.bias":
-                    size = float(mine[name].abs().max())
-                    torch.testing.assert_close(mine[name], theirs[name], rtol=2**-7, atol=2**-7 * size)
-                else:
-                    assert torch.equal(mine[name], theirs[name]), name
-        assert_same(oracle_state(replicated), oracle_state(sequence))
 
 
 # ---- Two ranks by hand ----------------------------------------------------------------------------------------------
@@ -280,58 +213,6 @@ def test_gathered_operands_are_those_of_the_whole(mode: Any, recipe: Recipe) -> 
         )
 
 
-def test_given_seeds_decide() -> None:
-    """The same seeds, the same bits; another seed of one rank changes that rank's gradients alone."""
-    x, dy, w = torch.randn(16, 32).bfloat16(), torch.randn(16, 64).bfloat16(), torch.randn(64, 32)
-
-    def gradients(*seeds: int) -> list[Tensor]:
-        model = oracle.Linear(w, None, "column", Group(2, True), named("nvfp4"))
-        model.rngs = {"grad_output": [torch.tensor([seed, 0]) for seed in seeds]}
-        model.forward(list(x.chunk(2)))
-        model.backward(list(dy.chunk(2, 1)))
-        return [grads["weight"] for grads in model.grads]
-
-    first, second, again = gradients(1, 2), gradients(1, 3), gradients(1, 2)
-    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@BOTH
-def test_five_steps_of_delayed_scaling(sequence_parallel: bool) -> None:
-    """Histories hold the largest amax of all ranks, whoever had it, and scales follow from them."""
-    recipe = DelayedScaling(amax_history_len=3, margin=1)
-    module = LayerNormMLP(24, 40, activation="relu")
-    fill(module)
-    model = oracle.of(module, Group(2, sequence_parallel), recipe)
-    assert isinstance(model, oracle.LayerNormMLP)
-    seen: dict[str, list[float]] = {"fc1.weight": [], "fc2.input": [], "fc2.grad_output": []}
-    for number in range(5):
-        x, dy = (torch.randn(10, 24) * 2.0**-number for _ in range(2))
-        split = (7, 3) if sequence_parallel else None
-        model.first.linear.weights[number % 2].mul_(3)  # now one rank has the largest, now the other
-        scale = model.first.linear.histories[0].scale[:1].clone()
-        oracle.step(model, by_mode(x, False, 2, split), by_mode(dy, False, 2, split))
-        operand = model.first.linear.gathered["input"].rowwise
-        assert operand is not None and operand.scale_inv is not None
-        assert torch.equal(operand.scale_inv, scale.reciprocal())
-        seen["fc1.weight"].append(max(float(w.abs().max()) for w in model.first.linear.weights))
-        seen["fc2.input"].append(max(float(h.relu().max()) for h in model.hs))
-        seen["fc2.grad_output"].append(float(dy.abs().max()))
-        for key, amaxes in seen.items():
-            name, kind = key.split(".")
-            direction = 0 if kind in oracle.FORWARD_SLOTS else 1
-            slot = (oracle.BACKWARD_SLOTS if direction else oracle.FORWARD_SLOTS).index(kind)
-            history = model.linears[name].histories[direction]
-            newest = torch.tensor(amaxes[-2:])  # a history of three: the step in progress, which is 0, and two more
-            assert (
-                torch.equal(history.amax_history[3 - len(newest) :, slot], newest)
-                and history.amax_history[0, slot] == 0
-            )
-            largest = max(amaxes[-3:])  # of which the oldest leaves with the update
-            expected = torch.tensor((448.0, 57344.0)[direction]) / torch.tensor(largest) * 0.5
-            torch.testing.assert_close(history.scale[slot], expected, rtol=1e-6, atol=0)
-
-
 # ---- Sums -----------------------------------------------------------------------------------------------------------
 
 
@@ -353,17 +234,3 @@ def test_sums_of_a_backend(size: int, dtype: torch.dtype, worker_pool: Pools) ->
     backwards = in_rank_order(parts[::-1])
     difference = (backwards.double() - in_rank_order(parts).double()).abs()
     assert (difference <= order_bound(parts)).all() and bool(difference.any()) == (size > 2)
-
-
-def test_shards_of_fused_parts() -> None:
-    x = torch.arange(12)
-    assert [shard(x, rank, 2, 0, [8, 4]).tolist() for rank in range(2)] == [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7, 10, 11]]
-    assert torch.equal(unshard([shard(x, rank, 2, 0, [8, 4]) for rank in range(2)], 0, [8, 4]), x)
-    with pytest.raises(AssertionError):
-        shard(x, 0, 5)
-
-
-def test_a_replicated_input_must_be_the_same() -> None:
-    model = oracle.Linear(torch.randn(4, 3), None, "column", Group(2), None)
-    with pytest.raises(AssertionError):
-        model.forward([torch.randn(5, 3), torch.randn(5, 3)])

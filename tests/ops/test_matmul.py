@@ -231,14 +231,20 @@ def test_public_functions_choose_these_operands(gemm: str, a_fmt: Format, b_fmt:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=ids)
-@pytest.mark.parametrize("pair", [(STRIP, TILE), (MX, MX), (NV, NV_TILE), (E4, E4)], ids=lambda pair: pair[0].spec)
-def test_reference_rounds_once_to_the_output_dtype(pair: tuple[Format, Format], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("backend", "pair"),
+    [("reference", (E4, E4)), *[(of, pair) for of in ("reference", "emulated") for pair in
+     ((STRIP, TILE), (MX, MX), (NV, NV_TILE), (NV_ROWS, NV))]],
+    ids=lambda each: each if isinstance(each, str) else each[0].spec,
+)  # fmt: skip
+def test_output_is_rounded_once(backend: str, pair: tuple[Format, Format], dtype: torch.dtype) -> None:
     """Output dtype: the fp32 result plus the bias, in fp32, rounded once; the bias is one of the output dtype."""
     a, b = operands("fprop", *pair, (17, 19, 300), normal)
     bias = torch.randn(19)
-    exact = multiply("fprop", a, b)
-    assert torch.equal(multiply("fprop", a, b, dtype), exact.to(dtype))
-    assert torch.equal(multiply("fprop", a, b, dtype, bias), (exact + bias.to(dtype).float()).to(dtype))
+    exact = multiply("fprop", a, b, backend=backend)
+    assert torch.equal(multiply("fprop", a, b, dtype, backend=backend), exact.to(dtype))
+    biased = multiply("fprop", a, b, dtype, bias, backend=backend)
+    assert torch.equal(biased, (exact + bias.to(dtype).float()).to(dtype))
 
 
 def _outs(like: Tensor) -> list[Tensor]:
@@ -304,6 +310,10 @@ def test_empty_product_is_zero_or_the_bias(gemm: str, a_fmt: Format, b_fmt: Form
         if gemm == "fprop":
             bias = torch.randn(size[1])
             assert torch.equal(call(gemm, a, b, torch.bfloat16, bias), bias.bfloat16().expand(size[:2]))
+        if capability.emulates(a_fmt, b_fmt, torch.device("cpu"))[0]:
+            bias = torch.randn(size[1])
+            assert torch.equal(multiply(gemm, a, b, backend="emulated"), torch.zeros(size[:2]))
+            assert torch.equal(multiply(gemm, a, b, bias=bias, backend="emulated"), bias.expand(size[:2]))
 
 
 def _only_rows(x: Operand, rows: Tensor) -> Operand:
@@ -501,29 +511,6 @@ def test_emulated_is_within_fp32_accumulation(gemm: str, a_fmt: Format, b_fmt: F
             model.assert_within(y, product, model.bound(product, torch.float32), f"{size} bias={bias is not None}")
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=ids)
-@pytest.mark.parametrize("pair", [(STRIP, TILE), (MX, MX), (NV, NV_TILE), (NV_ROWS, NV)], ids=lambda pair: pair[0].spec)
-def test_emulated_rounds_once_to_the_output_dtype(pair: tuple[Format, Format], dtype: torch.dtype) -> None:
-    """Output dtype: the fp32 result plus the bias, in fp32, rounded once."""
-    a, b = operands("fprop", *pair, (17, 19, 300), normal)
-    bias = torch.randn(19)
-    exact = multiply("fprop", a, b, backend="emulated")
-    assert torch.equal(multiply("fprop", a, b, dtype, backend="emulated"), exact.to(dtype))
-    biased = multiply("fprop", a, b, dtype, bias, backend="emulated")
-    assert torch.equal(biased, (exact + bias.to(dtype).float()).to(dtype))
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("pair", [(MX, MX), (MX5, MX), (NV, NV_TILE)], ids=lambda pair: pair[0].spec)
-def test_emulated_empty_product_is_zero_or_the_bias(gemm: str, pair: tuple[Format, Format]) -> None:
-    """M, N or K = 0: an empty result, or zeros, or the bias."""
-    for size in [(0, 5, 32), (4, 0, 32), (4, 5, 0)]:
-        a, b = operands(gemm, *pair, size)
-        bias = torch.randn(size[1])
-        assert torch.equal(multiply(gemm, a, b, backend="emulated"), torch.zeros(size[:2]))
-        assert torch.equal(multiply(gemm, a, b, bias=bias, backend="emulated"), bias.expand(size[:2]))
-
-
 @each_pair
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("pair", [(MX, MX), (MX, MX_TILE), (MX5, MX), (STRIP, TILE)], ids=lambda pair: pair[0].spec)
@@ -599,21 +586,6 @@ def test_emulated_flushes_what_is_2_to_the_124_below_its_row() -> None:
         y = multiply("fprop", a, b, backend="emulated") * 2.0 ** (below - 100)
         assert y[0, 32] == smallest and y[0, 33] == 1.0, below
         assert y[1, 32] == 2.0**-9 and y[1, 33] == 1.0, below
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("fmt", [STRIP, MX, MX5, NV], ids=ids)
-def test_emulated_nan_scale_reaches_its_row_only(fmt: Format, gemm: str) -> None:
-    """NaN as the scale of one strip (E8M0: code 255) makes its row NaN; other rows keep their bits."""
-    a, b = operands(gemm, fmt, fmt, (9, 11, 150), normal)
-    clean = multiply(gemm, a, b, backend="emulated")
-    assert a.scale_inv is not None
-    scales = a.scale_inv.clone()
-    strip = scales[4] if GEMMS[gemm][0] == ROWWISE else scales[:, 4]
-    strip[1] = {"pow2": float("nan"), "e8m0": 255, "two_level": 0x7F}[fmt.scale_rule]
-    dirty = multiply(gemm, a._replace(scale_inv=scales), b, backend="emulated")
-    others = torch.arange(9) != 4
-    assert torch.equal(dirty[others], clean[others]) and dirty[4].isnan().all()
 
 
 def test_emulated_is_not_for_fp32_block_scales() -> None:
@@ -763,15 +735,21 @@ def test_a_poisoned_code_of_the_right_operand_reaches_its_column_only(
     assert torch.equal(dirty[:, others], clean[:, others]) and dirty[:, 3].isnan().all()
 
 
-@pytest.mark.parametrize("fmt", [STRIP32, MX, NV], ids=ids)
-def test_a_nan_scale_reaches_its_row_only(fmt: Format) -> None:
-    """NaN as the scale of one strip makes its row NaN; other rows keep their bits."""
-    a, b = operands("fprop", fmt, fmt, (9, 11, 150), normal)
-    clean = multiply("fprop", a, b)
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize(
+    ("backend", "fmt"),
+    [*[("reference", fmt) for fmt in (STRIP32, MX, NV)], *[("emulated", fmt) for fmt in (STRIP, MX, MX5, NV)]],
+    ids=ids,
+)
+def test_a_nan_scale_reaches_its_row_only(backend: str, fmt: Format, gemm: str) -> None:
+    """NaN as the scale of one strip (E8M0: code 255) makes its row NaN; other rows keep their bits."""
+    a, b = operands(gemm, fmt, fmt, (9, 11, 150), normal)
+    clean = multiply(gemm, a, b, backend=backend)
     assert a.scale_inv is not None
     scales = a.scale_inv.clone()
-    scales[4, 1] = {"fp32": float("nan"), "e8m0": 255, "two_level": 0x7F}[fmt.scale_rule]
-    dirty = multiply("fprop", a._replace(scale_inv=scales), b)
+    strip = scales[4] if GEMMS[gemm][0] == ROWWISE else scales[:, 4]
+    strip[1] = {"e8m0": 255, "two_level": 0x7F}.get(fmt.scale_rule, float("nan"))
+    dirty = multiply(gemm, a._replace(scale_inv=scales), b, backend=backend)
     others = torch.arange(9) != 4
     assert torch.equal(dirty[others], clean[others]) and dirty[4].isnan().all()
 
@@ -881,6 +859,15 @@ GPU_BLOCK = [
     ("fprop", STRIP, TILE), ("dgrad", STRIP, TILE), ("wgrad", STRIP, STRIP), ("fprop", TILE, STRIP),
     ("fprop", STRIP32, TILE32), ("dgrad", STRIP32, TILE32), ("wgrad", STRIP32, STRIP32),
 ]  # fmt: skip
+GPU_NATIVE = [(*case, fast) for case in GPU_PER_TENSOR for fast in (False, True)] + [
+    (*case, False) for case in GPU_BLOCK
+]
+EMULATED_ON_A_GPU = [
+    ("fprop", MX, MX), ("dgrad", MX5, MX), ("wgrad", MX, MX), ("fprop", MX, MX_TILE), ("dgrad", MX, MX_TILE),
+    ("fprop", NV, NV_TILE), ("dgrad", NV_46, NV_46_TILE), ("wgrad", NV_ROTATED, NV_ROTATED),
+    ("fprop", NV_ROWS, NV_TILE), ("dgrad", E4, NV_TILE), ("fprop", E5, E5), ("wgrad", STRIP, MX),
+    ("fprop", STRIP5, TILE), ("wgrad", STRIP5, STRIP),
+]  # fmt: skip
 
 
 def needs_native(a: Format, b: Format) -> None:
@@ -909,26 +896,34 @@ def assert_near_reference(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
-@pytest.mark.parametrize(("gemm", "a_fmt", "b_fmt"), GPU_PER_TENSOR, ids=ids)
-def test_gpu_per_tensor_is_exact_on_integers(gemm: str, a_fmt: Format, b_fmt: Format, fast: bool) -> None:
-    """Sums of at most 3 * 3 * 417 fit the 13 bits that even fast accumulation keeps; bias and output round once."""
-    needs_native(a_fmt, b_fmt)
+@pytest.mark.parametrize(
+    ("backend", "gemm", "a_fmt", "b_fmt", "fast"),
+    [*[("native", *case) for case in GPU_NATIVE], *[("emulated", *case, False) for case in EMULATED_ON_A_GPU]],
+    ids=ids,
+)
+def test_gpu_is_exact_on_integers(backend: str, gemm: str, a_fmt: Format, b_fmt: Format, fast: bool) -> None:
+    """Small integers under powers of two: a scale in the wrong place would show; bias and output round once.
+
+    Sums of at most 3 * 3 * 417 fit the 13 bits that even fast accumulation keeps.
+    """
+    if backend == "native":
+        needs_native(a_fmt, b_fmt)
     for rows in GPU_ROWS:
         for n, depth in GPU_SIDES:
-            a = small_integers(shape_along(rows, depth, GEMMS[gemm][0]), 3, a_fmt.element, "cuda")
-            b = small_integers(shape_along(n, depth, GEMMS[gemm][1]), 3, b_fmt.element, "cuda")
+            a, b = (
+                random_codes(fmt, along, shape_along(size, depth, along), (-2, 2), "cuda")
+                for fmt, along, size in zip((a_fmt, b_fmt), GEMMS[gemm], (rows, n), strict=True)
+            )
             for dtype in FLOATS:
                 for bias in (None, torch.randint(-7, 8, (n,), device="cuda").to(dtype)):
-                    native = multiply(gemm, a, b, dtype, bias, fast, "native")
-                    assert torch.equal(native, multiply(gemm, a, b, dtype, bias)), (rows, n, depth, dtype, bias)
+                    y = multiply(gemm, a, b, dtype, bias, fast, backend)
+                    assert torch.equal(y, multiply(gemm, a, b, dtype, bias)), (rows, n, depth, dtype, bias)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
-@pytest.mark.parametrize(("gemm", "a_fmt", "b_fmt"), GPU_PER_TENSOR, ids=ids)
-def test_gpu_per_tensor_is_within_its_bound(gemm: str, a_fmt: Format, b_fmt: Format, fast: bool) -> None:
-    """Native per tensor products are within what the accumulator of the tensor cores keeps."""
+@pytest.mark.parametrize(("gemm", "a_fmt", "b_fmt", "fast"), GPU_NATIVE, ids=ids)
+def test_gpu_native_is_within_its_bound(gemm: str, a_fmt: Format, b_fmt: Format, fast: bool) -> None:
+    """Aligned and ragged, within what the accumulator of the tensor cores keeps, of blocks in a segment of 128."""
     needs_native(a_fmt, b_fmt)
     for rows in GPU_ROWS:
         for n, depth in GPU_SIDES:
@@ -946,43 +941,6 @@ def test_gpu_rows_with_a_bias_of_few_tiles(shape: tuple[int, int, int]) -> None:
     a, b = operands("fprop", ROWS, ROWS, shape, normal, "cuda")
     bias = torch.randn(shape[1], device="cuda").bfloat16()
     assert_near_reference("fprop", a, b, torch.bfloat16, bias, True, 128)
-
-
-def block_integers(shape: tuple[int, int], fmt: Format, along: int) -> Operand:
-    """Integers up to 3 under block scales of random powers of two."""
-    codes = torch.randint(-3, 4, shape, device="cuda").float().to(torch.float8_e4m3fn).view(torch.uint8)
-    grid = [-(-size // block) for size, block in zip(shape, fmt.scale_block(along), strict=True)]
-    scales = torch.exp2(torch.randint(-2, 3, grid, device="cuda").float())
-    return Operand(codes, scales, None, fmt, along, shape, torch.float32)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("gemm", "a_fmt", "b_fmt"), GPU_BLOCK, ids=ids)
-def test_gpu_block_is_exact_on_integers(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
-    """128-block products of small integers under powers of two are exact: a scale in the wrong place would show."""
-    needs_native(a_fmt, b_fmt)
-    for rows in GPU_ROWS:
-        for n, depth in GPU_SIDES:
-            a_along, b_along = GEMMS[gemm]
-            a = block_integers(shape_along(rows, depth, a_along), a_fmt, a_along)
-            b = block_integers(shape_along(n, depth, b_along), b_fmt, b_along)
-            for dtype in FLOATS:
-                for bias in (None, torch.randint(-7, 8, (n,), device="cuda").to(dtype)):
-                    native = multiply(gemm, a, b, dtype, bias, backend="native")
-                    assert torch.equal(native, multiply(gemm, a, b, dtype, bias)), (rows, n, depth, dtype, bias)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("gemm", "a_fmt", "b_fmt"), GPU_BLOCK, ids=ids)
-def test_gpu_block_is_within_its_bound(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
-    """Native 128-block products, aligned and ragged, are within what the tensor cores keep in a segment of 128."""
-    needs_native(a_fmt, b_fmt)
-    for rows in GPU_ROWS:
-        for n, depth in GPU_SIDES:
-            a, b = operands(gemm, a_fmt, b_fmt, (rows, n, depth), normal, "cuda")
-            for dtype in FLOATS:
-                for bias in (None, torch.randn(n, device="cuda").to(dtype)):
-                    assert_near_reference(gemm, a, b, dtype, bias, False, 128)
 
 
 @pytest.mark.gpu
@@ -1006,30 +964,6 @@ def test_gpu_poisoned_code_reaches_its_row_only(a_fmt: Format, b_fmt: Format) ->
     dirty = multiply("fprop", a._replace(codes=codes), b, backend="native")
     others = torch.arange(129, device="cuda") != 4
     assert torch.equal(dirty[others], clean[others]) and dirty[4].isnan().all()
-
-
-EMULATED_ON_A_GPU = [
-    ("fprop", MX, MX), ("dgrad", MX5, MX), ("wgrad", MX, MX), ("fprop", MX, MX_TILE), ("dgrad", MX, MX_TILE),
-    ("fprop", NV, NV_TILE), ("dgrad", NV_46, NV_46_TILE), ("wgrad", NV_ROTATED, NV_ROTATED),
-    ("fprop", NV_ROWS, NV_TILE), ("dgrad", E4, NV_TILE), ("fprop", E5, E5), ("wgrad", STRIP, MX),
-    ("fprop", STRIP5, TILE), ("wgrad", STRIP5, STRIP),
-]  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("gemm", "a_fmt", "b_fmt"), EMULATED_ON_A_GPU, ids=ids)
-def test_gpu_emulated_is_exact_on_integers(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
-    """Integers under powers of two: the tensor cores' fp32 sums are exact, so the reference's bits come out."""
-    for rows in GPU_ROWS:
-        for n, depth in GPU_SIDES:
-            a, b = (
-                random_codes(fmt, along, shape_along(size, depth, along), (-2, 2), "cuda")
-                for fmt, along, size in zip((a_fmt, b_fmt), GEMMS[gemm], (rows, n), strict=True)
-            )
-            for dtype in FLOATS:
-                for bias in (None, torch.randint(-7, 8, (n,), device="cuda").to(dtype)):
-                    y = multiply(gemm, a, b, dtype, bias, backend="emulated")
-                    assert torch.equal(y, multiply(gemm, a, b, dtype, bias)), (rows, n, depth, dtype)
 
 
 @pytest.mark.gpu

@@ -82,24 +82,10 @@ def test_to_float8(source: str, element: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_between_wide_types(source: torch.dtype, target: torch.dtype, device: torch.device) -> None:
-    x = every_bf16(device).view(torch.float16) if source == torch.float16 else hard_floats(device).to(source)
-    x = every_bf16(device) if source == torch.bfloat16 else x
-    assert_same_bits_or_nan(converted(x, target), x.to(target))
-
-
-@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("source", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_from_float8(source: torch.dtype, target: torch.dtype, device: torch.device) -> None:
     x = torch.arange(256, dtype=torch.uint8, device=device).view(source)
     assert_same_bits_or_nan(converted(x, target), x.float().to(target))
-
-
-@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32], ids=str)
-def test_from_integers(target: torch.dtype, device: torch.device) -> None:
-    x = torch.randint(-(2**31), 2**31, (5000,), dtype=torch.int64, device=device).int()
-    assert_same_bits_or_nan(converted(x, target), x.to(target))
 
 
 @triton.jit
@@ -112,19 +98,6 @@ def bitcasts(codes, floats, values, words, signed, n, BLOCK: tl.constexpr):
     x = tl.load(floats + i, mask=i < n, other=0.0)
     tl.store(words + i, (x.to(tl.uint32, bitcast=True) >> 23) & 0xFF, mask=i < n)
     tl.store(signed + i, ((x.to(tl.int32, bitcast=True) >> 23) << 23).to(tl.float32, bitcast=True), mask=i < n)
-
-
-def test_bitcasts(device: torch.device) -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    flipped, values = codes.clone(), nan_like(256, device=device)
-    floats, _ = pairs(device, 256)
-    words, signed = torch.full((256,), -1, dtype=torch.int32, device=device), nan_like(256, device=device)
-    bitcasts[(1,)](flipped, floats, values, words, signed, 256, BLOCK=256)
-    assert_same_bits_or_nan(values, codes.view(torch.float8_e4m3fn).float())
-    assert_same_bits_or_nan(flipped, codes.masked_fill(codes == 0xFF, 0x7F) ^ 0x80)
-    bits = floats.view(torch.int32)
-    assert_same_bits_or_nan(words, (bits >> 23) & 0xFF)
-    assert_same_bits_or_nan(signed, (bits >> 23 << 23).view(torch.float32))
 
 
 @triton.jit
@@ -244,20 +217,6 @@ def integers(a, b, out, n, BLOCK: tl.constexpr):
     tl.store(out + 5 * n + i, x % 7, mask=i < n)
 
 
-def test_integers(device: torch.device) -> None:
-    a, b = torch.randint(-(2**31), 2**31, (2, 1000), device=device).int()
-    out = torch.full((6, 1000), -1, dtype=torch.int32, device=device)
-    integers[(4,)](a, b, out, 1000, BLOCK=256)
-    wide = [each.cpu().numpy().astype(np.uint32).astype(np.uint64) for each in (a, b)]
-    high = torch.from_numpy(((wide[0] * wide[1]) >> 32).astype(np.uint32).view(np.int32))
-    assert_same_bits_or_nan(out[0], high)
-    assert_same_bits_or_nan(out[1], high)
-    assert_same_bits_or_nan(out[2], (a.long() * 0xD2511F53).int())
-    assert_same_bits_or_nan(out[3], a + b)  # wraps
-    assert_same_bits_or_nan(out[4], torch.div(a, 7, rounding_mode="trunc"))
-    assert_same_bits_or_nan(out[5], a.fmod(7))
-
-
 @triton.jit
 def to_integers(x, words, unsigned, codes, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -326,18 +285,6 @@ def shapes(x, halves, packed, blocks, turned, M: tl.constexpr, N: tl.constexpr):
     tl.store(blocks + tl.arange(0, M * N), tl.reshape(parts, (M * N,)))
 
 
-def test_shapes(device: torch.device) -> None:
-    x = torch.randint(0, 16, (8, 16), dtype=torch.uint8, device=device)
-    halves = torch.full((8, 8), 255, dtype=torch.uint8, device=device)
-    packed, blocks = torch.full_like(x, 255), torch.full_like(x, 255)
-    turned = torch.full((16, 8), 255, dtype=torch.uint8, device=device)
-    shapes[(1,)](x, halves, packed, blocks, turned, M=8, N=16)
-    assert_same_bits_or_nan(halves, x[:, ::2] | (x[:, 1::2] << 4))
-    assert_same_bits_or_nan(packed, x.reshape(8, 8, 2).flip(2).reshape(8, 16))
-    assert_same_bits_or_nan(turned, x.t())
-    assert_same_bits_or_nan(blocks.flatten(), x.reshape(2, 4, 8, 2).transpose(1, 2).flatten())
-
-
 @triton.jit
 def dot(a, b, out, K, SIZE: tl.constexpr):
     m, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
@@ -348,15 +295,6 @@ def dot(a, b, out, K, SIZE: tl.constexpr):
         right = tl.load(b + m[:, None] * K + (k + start)[None, :], mask=inside[None, :], other=0.0)
         total = tl.dot(left, tl.trans(right), total)
     tl.store(out + m[:, None] * SIZE + m[None, :], total)
-
-
-@pytest.mark.parametrize("b_type", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_dot(b_type: torch.dtype, device: torch.device) -> None:
-    a_type = torch.float8_e4m3fn if b_type.itemsize == 1 else b_type
-    a, b = (torch.randint(-8, 9, (32, 80), device=device).float().to(t) for t in (a_type, b_type))
-    out = nan_like(32, 32, device=device)
-    dot[(1,)](a, b, out, 80, SIZE=32)
-    assert_same_bits_or_nan(out, a.float() @ b.float().t())
 
 
 # ---- arguments, pointers, programs ----
@@ -381,30 +319,10 @@ def grouped(sources, targets, sizes, start, scale, flip: tl.int1, BLOCK: tl.cons
     tl.store(target + i, value + tl.num_programs(0) + tl.cdiv(size, BLOCK), mask=i < size)
 
 
-@pytest.mark.parametrize("flip", [False, True])
-def test_tuples_and_selected_pointers(flip: bool, device: torch.device) -> None:
-    sources = tuple(torch.randn(size, device=device) for size in (50, 1, 33))
-    targets = tuple(nan_like(len(each) + 1, device=device) for each in sources)
-    sizes = tuple(len(each) for each in sources)
-    grouped[(12,)](
-        sources, targets, sizes, 4, 0.5, flip, BLOCK=16, COUNT=3, num_warps=1, num_stages=1, enable_fp_fusion=False
-    )
-    for source, target in zip(sources, targets, strict=True):
-        assert_same_bits_or_nan(target[:-1], source * (-0.5 if flip else 0.5) + 12.0 + (len(source) + 15) // 16)
-        assert target[-1].isnan()
-
-
 @triton.jit
 def scaled(x, out, scale, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(out + i, tl.load(x + i) * scale)
-
-
-def test_float_arguments_are_fp32(device: torch.device) -> None:
-    x, out = torch.tensor([1.0, 3.0], device=device), nan_like(2, device=device)
-    for scale in (0.1, 1e-40):
-        scaled[(1,)](x, out, scale, BLOCK=2)
-        assert_same_bits_or_nan(out, x * torch.tensor(scale, device=device))
 
 
 @triton.jit
@@ -416,21 +334,6 @@ def atomics(x, floats, integers, counts, n, BLOCK: tl.constexpr):
     tl.atomic_max(integers, largest.to(tl.int32, bitcast=True), sem="relaxed")
     tl.atomic_max(floats + 1 + i % 2, value, mask=i < n)
     tl.atomic_add(counts, 1)
-
-
-def test_atomics(device: torch.device) -> None:
-    x = torch.randn(1000, device=device)
-    floats, integers = torch.full((3,), -torch.inf, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    counts = torch.zeros(1, dtype=torch.int32, device=device)
-    atomics[(8,)](x, floats, integers, counts, 1000, BLOCK=128)
-    assert_same_bits_or_nan(floats, torch.stack([x.abs().max(), x[::2].max(), x[1::2].max()]))
-    assert_same_bits_or_nan(integers.view(torch.float32), x.abs().max().reshape(1))
-    assert counts.item() == 8
-
-
-def test_nothing_to_do(device: torch.device) -> None:
-    empty = torch.empty(0, device=device)
-    convert[(1,)](empty, empty, 0, BLOCK=16)
 
 
 @triton.jit
@@ -474,11 +377,6 @@ LAUNCHES: list[Any] = [
 def test_compiles_for_sm90(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     compiled = compile_for(kernel, *args, **options)
     assert compiled.spills == 0 and 0 < compiled.registers < 256 and ".target sm_90a" in compiled.ptx
-
-
-def test_compiles_for_tensors_as_for_types() -> None:
-    x = torch.empty(1000)
-    assert compile_for(scaled, x, x, 0.5, BLOCK=128).ptx == compile_for(scaled, F32, F32, 0.5, BLOCK=128).ptx
 
 
 def test_inductor_still_compiles() -> None:
