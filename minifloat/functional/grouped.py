@@ -23,7 +23,6 @@ from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale, record_groups
 from minifloat.operand import Quantized
 from minifloat.ops import grouped, matmul, new
-from minifloat.ops.grouped import gathered_amax, gathered_cast
 from minifloat.ops.permute import permute_rows
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Quantizer, as_matrix, casts
@@ -171,12 +170,14 @@ class GroupedCasts:
         delayed_call: DelayedCall | None = None,
         scales: Tensor | None = None,
         amax: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Quantized:
         """The operands of ``x`` [..., K].
 
         Args:
             scales: fp32 [G] of delayed scaling, if not those of its history.
             amax: of each group, fp32 [G], if it is known and all that its scale comes from.
+            rows: int32 [M], the rows of ``x`` that are cast, where :attr:`from_tokens`.
         """
         x, scales = as_matrix(x), self.scales(delayed_call, scales)
         request = self.request
@@ -191,8 +192,8 @@ class GroupedCasts:
         if self.formats:
             stochastic = any(fmt.rounding == "stochastic" for fmt in self.formats)
             rng = grouped.draw_seeds(offsets) if stochastic else None
-            made = grouped.grouped_cast(x, offsets, given, rng, *self.specs)
-        return self.operands(x, offsets, made, given, delayed_call)
+            made = grouped.grouped_cast(x, offsets, given, rng, *self.specs, rows)
+        return self.operands(grouped.gathered(x, rows), offsets, made, given, delayed_call)
 
     def scales(self, delayed_call: DelayedCall | None, known: Tensor | None = None) -> Tensor | None:
         """The scales of delayed scaling, fp32 [G]; None if no cast takes them. ``known``: those of an earlier time."""
@@ -210,10 +211,8 @@ class GroupedCasts:
         offsets = routing.offsets
         if not self.from_tokens:
             return self(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call)
-        level = gathered_amax(x, rows, offsets) if self.one_amax else self.scales(delayed_call)
-        made = gathered_cast(x, rows, offsets, level, *self.specs)
-        like = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])  # of the shape of the rows
-        return self.operands(like, offsets, made, [level] * len(self.formats), delayed_call)
+        amax = grouped.gathered_amax(x, rows, offsets) if self.one_amax else None
+        return self(x, offsets, delayed_call, amax=amax, rows=rows)
 
     def operands(
         self,

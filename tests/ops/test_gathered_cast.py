@@ -40,19 +40,24 @@ def inputs(counts: Sequence[int], columns: int, device: torch.device) -> tuple[T
     return x.bfloat16().to(device), rows.to(device), offsets.to(device)
 
 
-def run(name: str, kernels: bool, *arguments: Any) -> Any:
-    operation = getattr(grouped, f"gathered_{name}")
+def amax(kernels: bool, *arguments: Any) -> Any:
     if not kernels:
-        return operation.reference(*arguments)
+        return grouped.gathered_amax.reference(*arguments)
     with confined():
-        return getattr(casts, f"gathered_{name}")(*arguments)
+        return casts.gathered_amax(*arguments)
+
+
+def arguments_of(
+    x: Tensor, rows: Tensor, offsets: Tensor, level: Tensor | None, formats: Any, dims: Any, k_major: Any
+) -> Any:
+    return x, offsets, [level] * len(dims), None, formats, dims, k_major, rows
 
 
 @IMPLEMENTATIONS
 def test_amaxes(kernels: bool, device: torch.device) -> None:
     for counts in ((5, 0, 18), (0, 0)):
         x, rows, offsets = inputs(counts, 37, device)
-        found = run("amax", kernels, x, rows, offsets)
+        found = amax(kernels, x, rows, offsets)
         matrix = x[rows.long()]
         assert_same_bits(found, grouped.grouped_amax.reference(matrix, offsets, [Format().spec], [ROWWISE])[0])
         assert found.shape == grouped.gathered_amax.shapes(x, rows, offsets).shape
@@ -65,12 +70,14 @@ def test_casts(spec: str, kernels: bool, device: torch.device) -> None:
     for counts in ((5, 0, 18), (0, 0)):
         for columns, dims, k_major in ((160, BOTH, True), (37, (COLUMNWISE,), not fmt.block), (37, (ROWWISE,), False)):
             x, rows, offsets = inputs(counts, columns, device)
-            level = None if fmt.block else run("amax", False, x, rows, offsets) + (fmt.scale_rule == "given")
+            level = None if fmt.block else amax(False, x, rows, offsets) + (fmt.scale_rule == "given")
             how = [spec] * len(dims), dims, [k_major] * len(dims)
-            found = run("cast", kernels, x, rows, offsets, level, *how)
+            arguments = arguments_of(x, rows, offsets, level, *how)
+            with confined():
+                found = (casts.cast if kernels else grouped.grouped_cast.reference)(*arguments)
             matrix = x[rows.long()]
             expected = grouped.grouped_cast.reference(matrix, offsets, [level] * len(dims), None, *how)
-            promised = grouped.gathered_cast.shapes(x, rows, offsets, level, *how)
+            promised = grouped.grouped_cast.shapes(*arguments)
             for each, promise in zip(found, promised, strict=True):
                 assert each.shape == promise.shape and each.dtype == promise.dtype and strides(each) == strides(promise)
             for i, dim in enumerate(dims):
@@ -88,9 +95,10 @@ def test_a_rule_without_a_kernel(device: torch.device) -> None:
     x, rows, offsets = inputs((5, 0, 18), 32, device)
     level, how = casts.gathered_amax(x, rows, offsets), (["e4m3/tensor/gathered_only"] * 2, BOTH, [True] * 2)
     with count_launches() as launches:
-        found = casts.gathered_cast(x, rows, offsets, level, *how)
+        found = casts.cast(*arguments_of(x, rows, offsets, level, *how))
     assert not launches
-    for mine, other in zip(found, grouped.gathered_cast.reference(x, rows, offsets, level, *how), strict=True):
+    expected = grouped.grouped_cast.reference(*arguments_of(x, rows, offsets, level, *how))
+    for mine, other in zip(found, expected, strict=True):
         assert_same_bits(mine, other)
 
 
@@ -100,7 +108,7 @@ def test_launches(device: torch.device) -> None:
         x, rows, offsets = inputs(counts, 32, device)
         with count_launches() as launches:
             level = casts.gathered_amax(x, rows, offsets)
-            casts.gathered_cast(x, rows, offsets, level, ["e4m3/tensor/fp32"] * 2, BOTH, [True] * 2)
+            casts.cast(*arguments_of(x, rows, offsets, level, ["e4m3/tensor/fp32"] * 2, BOTH, [True] * 2))
         assert launches == {
             "token_amax_kernel": 1, "gathered_amax_kernel": 1, "group_table_kernel": 1, "grouped_cast_kernel": 1
         }  # fmt: skip

@@ -83,6 +83,7 @@ def grouped_cast(
     formats: Sequence[str],
     dims: Sequence[int],
     k_major: Sequence[bool],
+    rows: Tensor | None = None,
 ) -> list[Tensor]:
     """Of each cast of ``x`` [M, K] codes, scales and amaxes, in the shapes of ``layout.py``.
 
@@ -92,22 +93,26 @@ def grouped_cast(
             [G]; None where blocks find their own.
         rng: int64 [G, 2], seed and offset of each group for stochastic rounding.
         k_major: columnwise codes lie in memory with rows consecutive.
+        rows: cast in lieu of ``x`` the matrix that :func:`gathered_amax` measures, which never stands in memory. The
+            formats are one format with one amax or scale a group and columnwise codes ``k_major``, or one of
+            ``quantize.casts_blocks``.
 
     Returns:
         The third is the groups' own amaxes, fp32 [G], where scales were given, else empty.
     """
+    x = x if rows is None else x[rows.long()]
     outputs: list[Tensor] = []
     for level, spec, dim, transposed in zip(given, formats, dims, k_major, strict=True):
         fmt = parse(spec)
         codes, scales, amax = empty_cast(x, offsets.numel() - 1, fmt, dim, transposed)
         for tensor in (codes, scales, amax):
             tensor.zero_()
-        for group, first, rows in _groups(offsets):
-            own = None if level is None else level[layout.own_rows("amax", fmt, dim, first, rows, group)]
-            own = own.reshape(-1) if own is not None else None
-            made = reference.cast(x[first : first + rows], own, None if rng is None else rng[group], fmt, dim)
-            codes[layout.own_rows("codes", fmt, dim, first, rows, group)] = made.codes
-            place = layout.own_rows("scale_inv", fmt, dim, first, rows, group)
+        for group, first, count in _groups(offsets):
+            where = fmt, dim, first, count, group
+            own = None if level is None else level[layout.own_rows("amax", *where)].reshape(-1)
+            made = reference.cast(x[first : first + count], own, None if rng is None else rng[group], fmt, dim)
+            codes[layout.own_rows("codes", *where)] = made.codes
+            place = layout.own_rows("scale_inv", *where)
             scales[place] = made.scale_inv.view_as(scales[place])
             if amax.numel():
                 amax[group] = made.amax[0]
@@ -116,8 +121,22 @@ def grouped_cast(
 
 
 @grouped_cast.fake
-def _(x: Tensor, offsets: Tensor, _given: Any, _rng: Any, *how: Any) -> list[Tensor]:
-    return empty_casts(x, offsets, *how)
+def _(
+    x: Tensor,
+    offsets: Tensor,
+    _given: Any,
+    _rng: Any,
+    formats: Any,
+    dims: Any,
+    k_major: Any,
+    rows: Tensor | None = None,
+) -> list[Tensor]:
+    return empty_casts(gathered(x, rows), offsets, formats, dims, k_major)
+
+
+def gathered(x: Tensor, rows: Tensor | None) -> Tensor:
+    """``x``, or a matrix of the shape that its ``rows`` have."""
+    return x if rows is None else x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])
 
 
 def empty_casts(
@@ -150,31 +169,6 @@ def gathered_amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
 @gathered_amax.fake
 def _(x: Tensor, _rows: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, dtype=torch.float32)
-
-
-@operation("grouped.casts:gathered_cast")
-def gathered_cast(
-    x: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    level: Tensor | None,
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-) -> list[Tensor]:
-    """What :data:`grouped_cast` gives of it, with the same ``level`` for each cast: amaxes or scales, fp32 [G].
-
-    The formats are one format: of one scale a group, with columnwise codes ``k_major``, or of
-    ``quantize.casts_blocks``.
-    """
-    matrix = x[rows.long()]
-    return grouped_cast.reference(matrix, offsets, [level] * len(formats), None, formats, dims, k_major)
-
-
-@gathered_cast.fake
-def _(x: Tensor, rows: Tensor, offsets: Tensor, _level: Any, *how: Any) -> list[Tensor]:
-    matrix = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])
-    return empty_casts(matrix, offsets, *how)
 
 
 @operation("grouped.products:multiply")

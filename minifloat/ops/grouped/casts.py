@@ -172,17 +172,18 @@ def cast(
     formats: Sequence[str],
     dims: Sequence[int],
     k_major: Sequence[bool],
+    rows: Tensor | None = None,
 ) -> list[Tensor]:
     """As the operation; a rowwise cast and the columnwise one that follows it are one pass where ``gpu.cast`` is."""
     parsed, groups = [parse(spec) for spec in formats], offsets.numel() - 1
     if not all(map(gpu.casts, parsed)):
-        return grouped.grouped_cast.reference(x, offsets, given, rng, formats, dims, k_major)
+        return grouped.grouped_cast.reference(x, offsets, given, rng, formats, dims, k_major, rows)
     x, offsets = ready(x), offsets.contiguous()
-    if groups and x.shape[1] and _is_one(given, parsed, dims, k_major):
+    if rows is not None or (groups and x.shape[1] and _is_one(given, parsed, dims, k_major)):
         gpu.check(x, given[0], parsed[0], dims[0])
-        out, made = casts_to(x, offsets, formats, dims, k_major)
+        out, made = casts_to(grouped.gathered(x, rows), offsets, formats, dims, k_major)
         level = None if given[0] is None else given[0].float()
-        cast_to(out, x, None, offsets, level)
+        cast_to(out, x, rows, offsets, level)
         return as_declared(made, formats, dims, k_major)
     outputs: list[Tensor] = []
     jobs: list[Job] = []
@@ -335,22 +336,3 @@ def gathered_amax(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     _of_tokens(triton.cdiv(T, count), (x, of_tokens), (T, K), (aligned([K]), count, cols), warps)
     _of_groups(groups, (of_tokens, ready(rows), at_16_bytes(offsets), found), (), (_ROWS,), 4)
     return found
-
-
-def gathered_cast(
-    x: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    level: Tensor | None,
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-) -> list[Tensor]:
-    """The operation: a token's row goes to each of its experts without a copy between."""
-    if not gpu.casts(parse(formats[0])):
-        return grouped.gathered_cast.reference(x, rows, offsets, level, formats, dims, k_major)
-    x = ready(x)
-    matrix = x.new_empty(1, 1).expand(rows.shape[0], x.shape[1])
-    out, made = casts_to(matrix, offsets, formats, dims, k_major)
-    cast_to(out, x, rows, offsets, level)
-    return as_declared(made, formats, dims, k_major)
