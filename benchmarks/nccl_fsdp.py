@@ -2,7 +2,7 @@
 
 Every recipe, kind of parameters, module and way to shard it, beside an unsharded replica: in each of 20 steps the codes
 and scales that GEMMs read have the bytes of the quantized whole, and so have outputs, gradients of inputs and buffers.
-Then trajectories that are not synchronized, bytes handed to the backend, memory, fewer ranks for backward, meshes of
+Then trajectories that are not synchronized, bytes handed to the backend, memory, meshes of
 two dims, offloaded shards, checkpoints, ``DistributedDataParallel``. A line a case; ends with an error if any differs.
 """
 
@@ -86,13 +86,6 @@ def free(recipe: str, kind: str, steps: int, rank: int, size: int, device: str) 
 # ---- other ways to spread data ----
 
 
-def fewer(case: Case, kind: str, rank: int, size: int, device: str) -> str:
-    """``reshard_after_forward=<number>``: half as many ranks gather for backward as for forward."""
-    if size < 4:
-        return "[needs 4 ranks]"
-    return KINDS[kind](rank, size, case._replace(reshard=size // 2), 5, device)
-
-
 def data_parallel(case: ddp_cases.Case, rank: int, size: int, device: str) -> str:
     """DDP beside one process that has the data of all ranks, which adds their gradients in the order of two."""
     if (size > 2) != (case.model == "tensor_parallel"):
@@ -146,20 +139,11 @@ def checkpointed(recipe: str, quantized: bool, rank: int, size: int, device: str
     """Saved by DCP, and loaded into a model that has made other steps: parameters and moments, bit for bit."""
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
-    case = Path(str(folder[0])), recipe, quantized, "fp8" if quantized else "bf16", device
+    case = Path(str(folder[0])), recipe, quantized, device
     wanted, found = saved(rank, size, *case), loaded(rank, size, *case)
     return ", ".join(differences(found, wanted)) if rank == 0 else ""
 
 
-FEWER = (
-    (Case("linears", "delayed", options=("checkpoint",)), "high-precision"),
-    (Case("linears", "current"), "quantized"),
-    (Case("linears", "block", options=("keep",)), "high-precision"),
-    (Case("linears", "mxfp8", options=("accumulate",)), "quantized"),
-    (Case("linears", "nvfp4"), "high-precision"),
-    (Case("TransformerLayer", "current", "nested"), "high-precision"),
-    (Case("TransformerLayer", "block"), "quantized"),
-)
 DATA_PARALLEL = (
     *[ddp_cases.Case("fused", recipe) for recipe in RECIPES],
     *[ddp_cases.Case("fused", recipe, ("quantized", "accumulate")) for recipe in RECIPES],
@@ -310,7 +294,6 @@ def checks(steps: int) -> dict[str, Check]:
     found |= {f"offload-{recipe}": partial(offloaded, recipe) for recipe in RECIPES} | {"meshes": on_meshes}
     for recipe, quantized in product(RECIPES, (True, False)):
         found[f"checkpoint-{recipe}{'-quantized' * quantized}"] = partial(checkpointed, recipe, quantized)
-    found |= {"-".join(("fewer", *case[:3], *case.options, kind)): partial(fewer, case, kind) for case, kind in FEWER}
     found |= {"-".join(("ddp", *case[:2], *case.options)): partial(data_parallel, case) for case in DATA_PARALLEL}
     return found | {"-".join(("matrix", *case)): matrix_case(*case, steps) for case in MATRIX}
 

@@ -28,8 +28,7 @@ from minifloat.nn.multihead_attention import MultiheadAttention, check_parallel
 from minifloat.nn.quantized_parameters import quantized_weight
 from minifloat.nn.tensor_parallel import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
-from minifloat.parallel.data_parallel import ReducedGradients
-from minifloat.parallel.etp import Ranks, check_once, plan_rows, shard_rows, weight_rows
+from minifloat.parallel.data_parallel import Ranks, ReducedGradients, check_once, plan_rows, shard_rows, weight_rows
 from minifloat.tensor import QuantizedTensor, quantize
 
 Style = Literal["column", "row", "vocabulary", "sequence", "replicated"]

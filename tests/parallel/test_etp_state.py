@@ -27,8 +27,8 @@ from minifloat import (
 )
 from minifloat.distributed import reduce_replicated
 from minifloat.optim import MasterWeights, clip_grad_norm_, gradient_norm
-from minifloat.parallel.layout import SavedShard
 from minifloat.parallel.state_dict import (
+    SavedShard,
     load_sharded_optimizer_state_dict,
     load_sharded_state_dict,
     sharded_optimizer_state_dict,

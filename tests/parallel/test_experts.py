@@ -18,8 +18,7 @@ import minifloat
 from minifloat.nn import MoE
 from minifloat.optim import MasterWeights
 from minifloat.parallel.data_parallel import data_parallel
-from minifloat.parallel.fsdp.api import fully_shard
-from minifloat.parallel.fsdp.full_state import full_state_dict
+from minifloat.parallel.fsdp.api import full_state_dict, fully_shard
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.selection import diagonals
 

@@ -25,8 +25,7 @@ from minifloat.comm.group import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import fully_shard, pytorch
-from minifloat.parallel.fsdp.buffers import GatheredWeight
-from minifloat.parallel.fsdp.weight import ShardedWeight
+from minifloat.parallel.fsdp.weight import GatheredWeight, ShardedWeight
 from minifloat.tensor.rows import row_unit
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fsdp_cases import Case, RecordedGathers, gathered_bytes, layers, linears, mesh_of, shard, step

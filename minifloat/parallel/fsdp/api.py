@@ -1,4 +1,4 @@
-"""``fully_shard``: PyTorch's FSDP2, with the weights of quantized linears gathered as codes."""
+"""``fully_shard`` on top of PyTorch's, and the state dict of a sharded model as that of the unsharded one, and back."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minifloat.arguments import checked
-from minifloat.comm.sharded_cast import is_plain
+from minifloat.arguments import Device, checked
+from minifloat.comm.collectives import all_reduce_max
+from minifloat.comm.pytorch import sharded_like
+from minifloat.comm.sharded_cast import gather, is_plain
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.etp import etp_parameters
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
+from minifloat.nn.quantized_parameters import bind_scale
+from minifloat.operand import Operand
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
 from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards, owners
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
-from minifloat.tensor import QuantizedTensor
-from minifloat.tensor.rows import row_unit, rows_of
+from minifloat.tensor import QuantizedTensor, operand_ops
+from minifloat.tensor.rows import QuantizedRows, row_unit, rows_of
 
 _TP_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts")
 """What a tensor-parallel parameter says of itself, and the DTensor that takes its place must say too."""
@@ -66,8 +72,13 @@ def fully_shard(
     Raises:
         TypeError, ValueError: ``recipe`` is not one; several modules, which take a call each.
         ValueError: a linear fuses or delays its weight gradient, which FSDP2 would not reduce; rows that ``etp_group``
-            shares out are not among ``ignored_params``.
+            shares out are not among ``ignored_params``; ``reshard_after_forward`` is a number of ranks.
     """
+    if not isinstance(reshard_after_forward, bool | None):
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={reshard_after_forward!r} would gather both orientations of the "
+            "codes in forward, as many bytes as backward saves; use True or False, on a mesh of fewer ranks if need be"
+        )
     _check_ignored(module, ignored_params or set())
     _set_recipes(module, recipe)
     options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
@@ -205,3 +216,131 @@ def _cast(parameters: list[ShardedParameter]) -> None:
     weights = dict.fromkeys(parameter.weight for parameter in parameters)
     columnwise = torch.is_grad_enabled()
     cast_shards([weight for weight in weights if not weight.is_gathered(columnwise)], columnwise)
+
+
+@checked
+@torch.no_grad()
+def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank0: bool = False) -> dict[str, Any]:
+    """``model.state_dict()`` as the unsharded model has it, for its ``load_state_dict``; a collective.
+
+    Quantized parameters are whole :class:`~minifloat.QuantizedTensor`, with the codes and scales of the shards, bit for
+    bit. ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` gives the values that they stand for instead,
+    which another cast may round otherwise.
+
+    Args:
+        device: where all tensors are put, one by one; None: each stays where the model is.
+        only_rank0: the other ranks get an empty dict.
+    """
+    _check_not_tensor_parallel(model)
+    kept = not only_rank0 or dist.get_rank() == 0
+    state: dict[str, Any] = {}
+    for key, value in model.state_dict().items():
+        whole = _unsharded(value) if isinstance(value, DTensor) else value
+        if kept:
+            state[key] = whole.to(device) if device is not None and isinstance(whole, Tensor) else whole
+    return state
+
+
+@checked
+@torch.no_grad()
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, from_rank0: bool = False
+) -> None:
+    """Loads what :func:`full_state_dict`, or the unsharded model's ``state_dict()``, gave; a collective.
+
+    Where codes go to a parameter of the same formats they are taken as they are. All else is a cast of the values, with
+    amaxes that the ranks reduce: codes of another recipe, or high precision, give those of the unsharded model.
+
+    Args:
+        state: on every rank, or with ``from_rank0`` on rank 0, which sends the others one tensor after the other.
+        strict: as of ``load_state_dict``.
+
+    Raises:
+        RuntimeError: what ``load_state_dict`` raises: keys that are missing or unknown, another shape.
+    """
+    own = model.state_dict()
+    sent_on = next((t.device_mesh.device_type for t in own.values() if isinstance(t, DTensor)), "cpu")
+    described = [[(key, v.detach().to("meta") if isinstance(v, Tensor) else v) for key, v in state.items()]]
+    if from_rank0:
+        dist.broadcast_object_list(described, 0)
+    local: dict[str, Any] = {}
+    layers = owners(model)
+    for key, description in described[0]:
+        value, target = state.get(key), own.get(key)
+        if from_rank0:
+            value = _broadcast_from_rank0(value, description, sent_on)
+        fits = isinstance(value, Tensor) and isinstance(target, DTensor) and value.shape == target.shape
+        path, _, name = key.rpartition(".")
+        layer = layers.get((model.get_submodule(path), name)) if fits else None
+        local[key] = _resharded(layer, value, target) if fits else value  # type: ignore[arg-type]
+    model.load_state_dict(local, strict)
+
+
+def _check_not_tensor_parallel(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            raise ValueError(
+                f"{name} is tensor-parallel, and its FSDP2 ranks together have one tensor-parallel rank's share of it: "
+                "save each share in a folder of its own, dcp.save(state, checkpoint_id=f'{folder}/tp{rank}', "
+                "process_group=...) with the group that fully_shard shards over"
+            )
+
+
+def _unsharded(sharded: DTensor) -> Tensor:
+    rows = sharded._local_tensor
+    if not isinstance(rows, QuantizedRows):
+        there: Any = sharded.to(sharded.device_mesh.device_type)  # where offloaded shards are gathered, too
+        whole: Tensor = there.full_tensor()
+        return whole
+    cover, part = rows.cover, rows.part
+    assert cover.group is not None
+    rowwise, columnwise = (operand is not None for operand in part)
+    operands = gather(part, cover.all_owned, cover.group, rowwise=rowwise, columnwise=columnwise)
+    return QuantizedTensor.from_operands(
+        operand_ops.each(operands, lambda o: _with_reduced_amax(o, cover.group)),
+        rows.quantizer,
+        sharded.shape,
+        rows.dtype,
+    )
+
+
+def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
+    """Delayed scaling has measured it on each rank's rows."""
+    if operand.format.scale_rule != "given" or operand.amax is None:
+        return operand
+    return operand._replace(amax=all_reduce_max([operand.amax], group)[0])
+
+
+def _resharded(layer: tuple[LinearState, Any, str] | None, whole: Tensor, target: DTensor) -> Tensor:
+    """A tensor of the model in the way that ``target`` is, the weight of a ``layer`` if it is one."""
+    rows = target._local_tensor
+    if isinstance(rows, QuantizedRows) and isinstance(whole, QuantizedTensor) and rows.quantizer == whole.quantizer:
+        assert rows.cover.group is not None
+        return sharded_like(target, rows_of(whole, rows.cover.shards, rows.cover.group).to(rows.device), target.shape)
+    values = (whole.dequantize() if isinstance(whole, QuantizedTensor) else whole).to(target.device)
+    if not isinstance(rows, QuantizedRows):
+        return distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None)
+    if layer is not None:
+        bind_scale(layer[0], layer[2], rows, [values])  # a delayed one: that of these values, unsharded, too
+    shards, rank = rows.cover.shards, rows.cover.rank
+    return sharded_like(target, values[shards.first(rank) : shards.end(rank)], target.shape)
+
+
+def _broadcast_from_rank0(value: Any, described: Any, device: str) -> Any:
+    """What rank 0 has, on all ranks; ``described``: the same, tensors on meta."""
+    if not isinstance(described, Tensor):
+        return described
+
+    def memory(t: Tensor) -> Tensor:
+        return (
+            torch.empty_like(t, device=device, memory_format=torch.contiguous_format)
+            if t.is_meta
+            else (t.detach().to(device).contiguous())
+        )
+
+    source = value if dist.get_rank() == 0 else described
+    tensor = source._map(memory) if isinstance(source, QuantizedTensor) else memory(source)
+    for buffer in tensor._buffers().values() if isinstance(tensor, QuantizedTensor) else (tensor,):
+        if buffer.numel():
+            dist.broadcast(buffer.view(-1).view(torch.uint8), 0)
+    return tensor

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage, free_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -23,8 +23,7 @@ from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.rows import adopt_group
 
 if TYPE_CHECKING:
-    from minifloat.parallel.fsdp.buffers import Buffer
-    from minifloat.parallel.fsdp.weight import ShardedWeight
+    from minifloat.parallel.fsdp.weight import Buffer, ShardedWeight
 
 __all__ = ["alloc_storage", "free_storage"]
 
@@ -46,7 +45,6 @@ class ShardedParameter(FSDPParam):
     fsdp_pre_all_gather = fsdp_post_all_gather = None  # what tells FSDP2 that a parameter is gathered otherwise
     _memory: list[Tensor]  # what a gather allocates and resharding frees; parameters of a weight may share it
     _gathering: list[tuple[Buffer, Tensor]]  # the gather under way, and this rank's rows of it
-    _shares: list[tuple[Buffer, Tensor]]  # the same of what fewer ranks gather for backward
 
     @staticmethod
     def hook(param: Any, weight: ShardedWeight, number: int, name: str) -> ShardedParameter:
@@ -54,7 +52,7 @@ class ShardedParameter(FSDPParam):
         param.shards, param.group = shards_of(param)
         param.__class__ = ShardedParameter
         param.weight, param.number, param.name = weight, number, name
-        param._memory, param._gathering, param._shares = [], [], []
+        param._memory, param._gathering = [], []
         param._init_extensions()
         hooked: ShardedParameter = param
         return hooked
@@ -79,10 +77,7 @@ class ShardedParameter(FSDPParam):
     @property
     def all_gather_inputs(self) -> list[Tensor]:
         """What this rank sends, 1-D tensors of equal sizes on all ranks."""
-        if self.sharded_state == ShardedState.SHARDED_POST_FORWARD:
-            self._gathering, self._shares = self._shares, []
-        else:
-            self._gathering = self.weight.begin_gather(self.number)
+        self._gathering = self.weight.begin_gather(self.number)
         self.register_storage([buffer for buffer, _ in self._gathering])
         return [buffer.padded(own) for buffer, own in self._gathering]
 
@@ -105,21 +100,6 @@ class ShardedParameter(FSDPParam):
     def free_unsharded_param(self) -> None:
         for tensor in self._memory:
             free_storage(tensor)
-
-    def to_sharded_post_forward(self) -> None:
-        """Keeps this rank's share of what backward reads, which fewer ranks gather then."""
-        self._assert_in_states(ShardedState.UNSHARDED)
-        if self.is_dtensor:
-            raise NotImplementedError("PyTorch reshards tensor-parallel parameters to all ranks only")
-        fewer: Any = self.post_forward_mesh_info
-        if self.number == 0:  # of all parameters of the weight, before the memory that they share is freed
-            dims, place = self.weight.held_for_backward(), (fewer.shard_mesh_rank, fewer.shard_mesh_size)
-            for each in self.weight.parameters:
-                buffers = self.weight.gathered.buffers(dims, each.number)
-                each._shares = [buffer.share(*place) for buffer in buffers]
-        self._setattr_on_modules(self.sharded_param)
-        self.free_unsharded_param()
-        self.sharded_state = ShardedState.SHARDED_POST_FORWARD
 
     def reset_sharded_param(self) -> None:
         """Takes note of what others have made of the parameter; codes need no padding, and would not stand it."""
@@ -149,7 +129,7 @@ class ShardedGroup(FSDPParamGroup):
     @property
     def gathers_for_backward(self) -> bool:
         """What backward reads is gathered of all ranks then, and not needed yet when a forward begins."""
-        return bool(self._reshard_after_forward) and not self._use_post_forward_mesh
+        return bool(self._reshard_after_forward)
 
 
 class CastingState(FSDPState):
