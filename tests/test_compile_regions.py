@@ -135,8 +135,14 @@ def test_converted_blocks() -> None:
     assert run(list(model)) == 1
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        pytest.param(kind, recipe, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, kind in enumerate(KINDS)
+        for j, recipe in enumerate(("delayed", "current"))
+    ],
+)
 def test_layers_of_any_names(kind: str, recipe: str) -> None:
     make, call = KINDS[kind]
     layers = [make(f"layer{i}") for i in range(3)]
