@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minifloat
-from minifloat.functional.grouped_mlp import GroupedActivationFunction
+from minifloat.functional.experts import GroupedActivationFunction
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedLinear, GroupedMLP, Linear, MoE, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
