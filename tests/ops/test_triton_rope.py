@@ -75,7 +75,7 @@ def test_compiled_for_sm_90(interleaved: bool) -> None:
     """Accesses of halves of heads are 16 bytes wide; nothing spills or is contracted."""
     half = (interleaved, False, not interleaved, 16, 64, 0)
     compiled = triton_interpreter.compile_for(
-        kernels.rotate_kernel, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, *[7] * 13, *half,
+        kernels.rotate_kernel, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, *[7] * 12, *half,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     assert compiled.spills == 0 and "fma.rn.f32" not in compiled.ptx

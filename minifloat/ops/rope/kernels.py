@@ -10,7 +10,7 @@ from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import extent
 
 ELEMENTS = 2048
-"""Of a program, which takes some heads of some tokens."""
+"""Of a program, which takes some heads of one token."""
 
 
 @triton.jit
@@ -22,27 +22,28 @@ def begin(base, wide_part, WIDE: tl.constexpr):
 @triton.jit
 def rotate_kernel(
     x, cos, sin, out,
-    rows, B, H, D, R, x_a, x_b, x_h, out_a, out_b, out_h, angle_a, angle_b,
+    B, H, D, R, x_a, x_b, x_h, out_a, out_b, out_h, angle_a, angle_b,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b, h = (row // H % B).to(tl.int64), (row % H).to(tl.int64)
-    a = (row // H // B).to(tl.int64)
+    token = tl.program_id(0) // tl.cdiv(H, HEADS)
+    a, b = (token // B).to(tl.int64), (token % B).to(tl.int64)
+    h = (tl.program_id(0) % tl.cdiv(H, HEADS) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     source = begin(x, a * x_a + b * x_b + h * x_h, WIDE)[:, None]
     target = begin(out, a * out_a + b * out_b + h * out_h, WIDE)[:, None]
-    angle = (a * angle_a + b * angle_b)[:, None]
-    pair, half = tl.arange(0, PAIRS), extent(R // 2, WIDE)
-    inside = (row[:, None] < rows) & (pair[None, :] < half)
-    first = pair[None, :] * STEP
+    angle = a * angle_a + b * angle_b  # all heads turn by the same: loaded once
+    cos, sin = begin(cos, angle, WIDE), begin(sin, angle, WIDE)
+    pair, half = tl.arange(0, PAIRS)[None, :], extent(R // 2, WIDE)
+    turned, inside = pair < half, (h[:, None] < H) & (pair < half)
+    first = pair * STEP
     second = first + (1 if INTERLEAVED else half)
     p = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
     q = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
-    p_cos = tl.load(cos + angle + first, mask=inside, other=0.0)
-    q_cos = tl.load(cos + angle + second, mask=inside, other=0.0)
-    p_sin = tl.load(sin + angle + first, mask=inside, other=0.0)
-    q_sin = tl.load(sin + angle + second, mask=inside, other=0.0)
+    p_cos = tl.load(cos + first, mask=turned, other=0.0)
+    q_cos = tl.load(cos + second, mask=turned, other=0.0)
+    p_sin = tl.load(sin + first, mask=turned, other=0.0)
+    q_sin = tl.load(sin + second, mask=turned, other=0.0)
     if BACK:
         p_turned = p * p_cos + q * q_sin
         q_turned = q * q_cos - p * p_sin
@@ -53,7 +54,7 @@ def rotate_kernel(
     tl.store(target + second, q_turned.to(out.dtype.element_ty), mask=inside)
     if REST > 0:
         c = R + tl.arange(0, REST)
-        kept = (row[:, None] < rows) & (c[None, :] < D)
+        kept = (h[:, None] < H) & (c[None, :] < D)
         tl.store(target + c[None, :], tl.load(source + c[None, :], mask=kept, other=0.0), mask=kept)
 
 
@@ -65,13 +66,9 @@ def rotate_into(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: b
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     assert out.stride(-1) == 1 and cos.stride() == sin.stride()
     (A, B, H, D), R = x.shape, cos.shape[-1]
-    strides = *x.stride()[:3], *out.stride()[:3]
-    wide = (R // 2) % 16 == 0 and not any(s % 16 for s in strides) and not (x.data_ptr() | out.data_ptr()) & 15
+    strides = *x.stride()[:3], *out.stride()[:3], *cos.stride()[:2]
+    wide = not any(n % 16 for n in (R // 2, *strides, *[t.data_ptr() for t in (x, cos, sin, out)]))
     pairs, rest = triton.next_power_of_2(R // 2), triton.next_power_of_2(D - R) if D > R else 0
-    height = max(1, ELEMENTS // (2 * max(pairs, rest)))
-    _rotate(
-        triton.cdiv(A * B * H, height),
-        (x, cos, sin, out),
-        (A * B * H, B, H, D, R, *strides, *cos.stride()[:2]),
-        (interleaved, back, wide, height, pairs, rest),
-    )
+    heads = max(1, min(triton.next_power_of_2(H), ELEMENTS // (2 * max(pairs, rest))))
+    constants = interleaved, back, wide, heads, pairs, rest
+    _rotate(A * B * triton.cdiv(H, heads), (x, cos, sin, out), (B, H, D, R, *strides), constants)
