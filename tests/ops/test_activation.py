@@ -10,36 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minifloat.formats import Format
-from minifloat.functional.norm_activation import Activation, act_value, dact_value
+from minifloat.functional.norm_activation import Activation
 from minifloat.ops.activation import (
-    NAMES,
     activation_backward,
     activation_backward_cast,
     activation_cast,
     activation_forward,
-    gated,
     out_columns,
     parameters_of,
     reference,
 )
-from minifloat.quantizer import Quantizer
-from tests.helpers import oracle
 from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, activation_inputs, error_scale
-from tests.helpers.compare import DTYPES, U, assert_same_operands, assert_within
+from tests.helpers.compare import DTYPES, U, assert_within
 from tests.helpers.fused_output import (
-    RECIPE_NAMES,
     SCALE,
-    SEED_AND_OFFSET,
-    act_quantize,
-    amaxes_for,
-    dact_quantize,
-    quantizers,
 )
 from tests.helpers.sample import each_twice
 
 SHAPES = [(1, 2), (3, 10), (16, 64), (7, 130)]
-FOR_EACH_NAME = pytest.mark.parametrize("name", NAMES)
 
 
 def forward(x: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
@@ -204,112 +192,6 @@ def test_fakes(act: Activation, shape: tuple[int, int]) -> None:
 
 
 # ---- Followed by a cast --------------------------------------------------------------------------------------------
-
-
-@each_twice
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@FOR_EACH_NAME
-def test_producer_is_the_cast_of_its_value(name: str, recipe: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Bit for bit, and the value is the one the kernel returns: in fp32 for delayed scaling, else rounded."""
-    act, x, rng = Activation.of(name), activation_inputs((33, 96), dtype, device), SEED_AND_OFFSET.to(device)
-    dy = activation_inputs((33, out_columns(name, 96)), dtype, device)
-    for quantizer in quantizers(recipe):
-        fp32 = recipe == "delayed"
-        value = forward(x, act, torch.float32 if fp32 else dtype)
-        amaxes = amaxes_for(quantizer, value)
-        got = act_quantize(x, act, quantizer, amaxes, rng)
-        assert_same_operands(got.quantized, quantizer.cast(value, amaxes, rng, gemm_ready=True))
-        assert got.saved == ()
-
-        gradient = backward(dy, x, act, torch.float32 if fp32 and not gated(name) else dtype)
-        amaxes = amaxes_for(quantizer, gradient)
-        got_dx = dact_quantize(dy, x, act, quantizer, amaxes, rng)
-        assert_same_operands(got_dx.quantized, quantizer.cast(gradient, amaxes, rng, gemm_ready=True))
-        assert all(o is None or o.dtype == dtype for o in (*got.quantized, *got_dx.quantized))
-
-
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
-def test_returned_value_is_what_was_cast(name: str, recipe: str, device: torch.device) -> None:
-    """Who asks for the value gets that very one in the dtype of the input, delayed scaling too."""
-    act, x, rng = Activation.of(name), activation_inputs((33, 96), torch.bfloat16, device), SEED_AND_OFFSET.to(device)
-    dy = activation_inputs((33, out_columns(name, 96)), torch.bfloat16, device)
-    for quantizer in quantizers(recipe):
-        for rounded, produce in (
-            (forward(x, act, torch.bfloat16), lambda *args: act_quantize(x, act, *args, return_value=True)),
-            (backward(dy, x, act, torch.bfloat16), lambda *args: dact_quantize(dy, x, act, *args, return_value=True)),
-        ):
-            amaxes = amaxes_for(quantizer, rounded)
-            got = produce(quantizer, amaxes, rng)
-            assert got.value is not None and torch.equal(got.value, rounded)
-            assert_same_operands(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
-
-
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_phases_equal_the_whole(recipe: str, device: torch.device) -> None:
-    act, x, rng = (
-        Activation.of("swiglu"),
-        activation_inputs((33, 96), torch.bfloat16, device),
-        SEED_AND_OFFSET.to(device),
-    )
-    dy = activation_inputs((33, 48), torch.bfloat16, device)
-    for quantizer in quantizers(recipe):
-        for produced, whole in (
-            (act_value(x, act, quantizer), lambda *args: act_quantize(x, act, *args)),
-            (dact_value(dy, x, act, quantizer), lambda *args: dact_quantize(dy, x, act, *args)),
-        ):
-            amaxes = amaxes_for(quantizer, produced.value)
-            agreed = tuple(None if amax is None else amax * 2 for amax in amaxes)
-            for given in (amaxes, agreed):
-                assert_same_operands(produced.cast(quantizer, given, rng), whole(quantizer, given, rng).quantized)
-
-
-def test_delayed_scaling_is_not_rounded_first() -> None:
-    """Codes and amax are the oracle's for the fp32 result; MXFP8's are the oracle's for the rounded one."""
-    act, x = Activation.of("gelu"), activation_inputs((64, 128), torch.bfloat16)
-    fp32 = forward(x, act, torch.float32)
-    operand = act_quantize(
-        x, act, Quantizer(Format("e4m3", scale_rule="given")), (torch.tensor([SCALE]),)
-    ).quantized.any
-    codes, _, amax = oracle.per_tensor_given(fp32.numpy(), "e4m3", SCALE)
-    assert (operand.codes.numpy() == codes).all()
-    assert operand.amax is not None and operand.amax.item() == amax == fp32.abs().max()
-    assert not (oracle.per_tensor_given(fp32.bfloat16().float().numpy(), "e4m3", SCALE)[0] == codes).all()
-
-    operand = act_quantize(x, act, Quantizer(Format("e4m3", 32, scale_rule="e8m0"))).quantized.any
-    codes, scales = oracle.mxfp8(fp32.bfloat16().float().numpy(), "e4m3", -1)
-    assert (operand.codes.numpy() == codes).all()
-    assert operand.scale_inv is not None and (operand.scale_inv.numpy() == scales).all()
-
-
-def test_leading_dims() -> None:
-    act, x = Activation.of("swiglu"), activation_inputs((24, 40), torch.bfloat16).view(2, 3, 4, 40)
-    quantizer = quantizers("block")[0]
-    got = act_quantize(x, act, quantizer, return_value=True)
-    assert got.value is not None and got.value.shape == (2, 3, 4, 20)
-    assert_same_operands(got.quantized, act_quantize(x.view(24, 40), act, quantizer).quantized)
-    assert dact_value(got.value, x, act, quantizer).value.shape == x.shape
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Activation.of("mish"), "mish.*gelu"),
-        (lambda: Activation("mish"), "mish"),
-        (lambda: Activation("clamped_swiglu"), r"3 parameters, got 0; use Activation\.of"),
-        (lambda: Activation.of("swiglu", {"limit": 7.0}), "swiglu has no parameter limit; it has none"),
-        (lambda: Activation.of("clamped_swiglu", {"beta": 1.0}), "no parameter beta; it has limit, alpha"),
-        (
-            lambda: act_value(torch.ones(2, 5), Activation("swiglu"), Quantizer.identity()),
-            "which is 5; it must be even",
-        ),
-        (lambda: act_value(torch.ones(2, 4).double(), Activation("gelu"), Quantizer.identity()), "float64"),
-    ],
-)
-def test_mistakes_are_value_errors(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def test_parameters_by_name() -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minifloat.formats import Format
-from minifloat.functional.norm_activation import FusedOutput, Norm, norm_value
+from minifloat.functional.norm_activation import Norm
 from minifloat.ops.norm import NORMALIZATIONS, norm_backward, norm_forward
-from minifloat.quantizer import Quantizer, cast_all
-from tests.helpers import oracle
-from tests.helpers.compare import DTYPES, assert_same_operands
-from tests.helpers.fused_output import RECIPE_NAMES, SCALE, SEED_AND_OFFSET, amaxes_for, norm_quantize, quantizers
+from tests.helpers.compare import DTYPES
 from tests.helpers.norm_model import (
     FOR_EACH_NORM,
     assert_norm_forward,
@@ -23,7 +17,7 @@ from tests.helpers.norm_model import (
     norm_float64,
     norm_inputs,
 )
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_pair
 
 SHAPES = [(1, 1), (3, 5), (16, 64), (7, 129), (2, 1000)]
 
@@ -161,134 +155,6 @@ def test_fakes(norm: Norm, shape: tuple[int, int]) -> None:
 
 
 # ---- Followed by a cast ----------------------------------------------------------------------------------------------
-
-
-@each_pair
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", RECIPE_NAMES)
-@FOR_EACH_NORM
-def test_producer_is_the_cast_of_its_value(norm: Norm, name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Bit for bit, and the value is the one the kernel returns: in fp32 for delayed scaling, else rounded."""
-    x, gamma, beta = norm_inputs(norm, (33, 80), dtype, device)
-    rng = SEED_AND_OFFSET.to(device)
-    for quantizer in quantizers(name):
-        value, mean, rsigma = forward(norm, x, gamma, beta, torch.float32 if name == "delayed" else dtype)
-        amaxes = amaxes_for(quantizer, value)
-        got = norm_quantize(x, gamma, beta, norm, quantizer, amaxes, rng)
-        assert_same_operands(got.quantized, quantizer.cast(value, amaxes, rng, gemm_ready=True))
-        assert torch.equal(got.saved[0], mean) and torch.equal(got.saved[1], rsigma)
-        assert all(operand is None or operand.dtype == dtype for operand in got.quantized)
-
-
-@each_twice
-@pytest.mark.parametrize("name", RECIPE_NAMES)
-@FOR_EACH_NORM
-def test_returned_value_is_what_was_cast(norm: Norm, name: str, device: torch.device) -> None:
-    """Who asks for the value gets that very one in the dtype of the input, delayed scaling too."""
-    x, gamma, beta = norm_inputs(norm, (33, 80), torch.bfloat16, device)
-    rng = SEED_AND_OFFSET.to(device)
-    for quantizer in quantizers(name):
-        rounded = forward(norm, x, gamma, beta, torch.bfloat16)[0]
-        amaxes = amaxes_for(quantizer, rounded)
-        got = norm_quantize(x, gamma, beta, norm, quantizer, amaxes, rng, return_value=True)
-        assert got.value is not None and torch.equal(got.value, rounded)
-        assert_same_operands(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
-
-
-def test_delayed_scaling_is_not_rounded_first() -> None:
-    """Codes and amax are the oracle's for the fp32 result, and differ from those of the rounded one."""
-    norm = Norm()
-    x, gamma, beta = norm_inputs(norm, (64, 128), torch.bfloat16, torch.device("cpu"))
-    quantizer = Quantizer(Format("e4m3", scale_rule="given"))
-    scale = torch.tensor([SCALE])
-    operand = norm_quantize(x, gamma, beta, norm, quantizer, (scale,)).quantized.any
-    fp32 = forward(norm, x, gamma, beta, torch.float32)[0]
-    codes, scale_inv, amax = oracle.per_tensor_given(fp32.numpy(), "e4m3", SCALE)
-    assert (operand.codes.numpy() == codes).all()
-    assert operand.scale_inv is not None and operand.amax is not None
-    assert operand.scale_inv.item() == scale_inv and operand.amax.item() == amax == fp32.abs().max()
-    rounded = quantizer.cast(fp32.bfloat16(), (scale,)).any
-    assert not torch.equal(rounded.codes, operand.codes)
-    assert operand.dequantize().dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", RECIPE_NAMES)
-def test_phases_equal_the_whole(name: str, device: torch.device) -> None:
-    """Value, amaxes, cast: alone, in one launch with another tensor's, and with a larger amax agreed between ranks."""
-    norm = Norm()
-    x, gamma, beta = norm_inputs(norm, (33, 80), torch.bfloat16, device)
-    weight, rng = torch.randn(48, 80, device=device).bfloat16(), SEED_AND_OFFSET.to(device)
-    for quantizer in quantizers(name):
-        produced = norm_value(x, gamma, beta, norm, quantizer)
-        amaxes = amaxes_for(quantizer, produced.value)
-        whole = norm_quantize(x, gamma, beta, norm, quantizer, amaxes, rng)
-        assert_same_operands(produced.cast(quantizer, amaxes, rng), whole.quantized)
-
-        weight_quantizer = Quantizer(Format("e4m3", 32, scale_rule="e8m0"))
-        cast, other = cast_all(
-            [produced.value, weight],
-            [quantizer, weight_quantizer],
-            [amaxes, (None, None)],
-            [rng, None],
-            gemm_ready=True,
-        )
-        assert_same_operands(produced.label(cast), whole.quantized)
-        assert all(operand is None or operand.dtype == torch.bfloat16 for operand in produced.label(cast))
-        assert_same_operands(other, weight_quantizer(weight))
-
-        agreed = tuple(None if amax is None else amax * 2 for amax in amaxes)
-        got = norm_quantize(x, gamma, beta, norm, quantizer, agreed, rng)
-        assert_same_operands(got.quantized, quantizer.cast(produced.value, agreed, rng, gemm_ready=True))
-
-
-def test_leading_dims(device: torch.device) -> None:
-    norm = Norm("RMSNorm")
-    x, gamma, beta = norm_inputs(norm, (24, 40), torch.bfloat16, device)
-    quantizer = quantizers("block")[0]
-    deep = norm_quantize(x.view(2, 3, 4, 40), gamma, beta, norm, quantizer, return_value=True)
-    flat = norm_quantize(x, gamma, beta, norm, quantizer, return_value=True)
-    assert deep.value is not None and deep.value.shape == (2, 3, 4, 40)
-    assert_same_operands(deep.quantized, flat.quantized)
-    dx, _, _ = norm.gradients(deep.value, x.view(2, 3, 4, 40), gamma, deep.saved)
-    assert dx.shape == (2, 3, 4, 40)
-
-
-def test_unquantized_and_mixed_formats_are_rounded_first() -> None:
-    """Delayed scaling in one orientation only, or a copy cast from the other, does not read fp32."""
-    norm = Norm()
-    x, gamma, beta = norm_inputs(norm, (33, 80), torch.bfloat16, torch.device("cpu"))
-    delayed, block = Format("e4m3", scale_rule="given"), Format("e4m3", 128, scale_rule="pow2")
-    chained = Quantizer(delayed, block, columnwise_source="rowwise_dequantized")
-    for quantizer in (Quantizer.identity(), Quantizer(delayed, block), chained, Quantizer(block, delayed)):
-        assert norm_value(x, gamma, beta, norm, quantizer).value.dtype == torch.bfloat16
-    assert norm_value(x, gamma, beta, norm, Quantizer(delayed, block, columnwise=False)).value.dtype == torch.float32
-    kept = norm_quantize(x, gamma, beta, norm, Quantizer.identity()).quantized
-    assert torch.equal(kept.dequantize(), forward(norm, x, gamma, beta, torch.bfloat16)[0])
-
-
-def test_label_keeps_what_is_shared() -> None:
-    operand = Quantizer(Format("e4m3"))(torch.ones(2, 2))
-    row, column = FusedOutput(torch.ones(2, 2), torch.bfloat16).label(operand)
-    assert row is column and row is not None and row.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x, g: Norm("BatchNorm"), "BatchNorm"),
-        (lambda x, g: norm_value(x, g[:3], None, Norm(), Quantizer.identity()), r"gamma has shape \(3,\)"),
-        (lambda x, g: norm_value(x, g, g[:3], Norm(), Quantizer.identity()), r"beta has shape \(3,\)"),
-        (lambda x, g: norm_value(x, g, g, Norm("RMSNorm"), Quantizer.identity()), "RMSNorm has no beta"),
-        (lambda x, g: norm_value(x.double(), g, None, Norm(), Quantizer.identity()), "float64"),
-        (
-            lambda x, g: norm_quantize(x, g, None, Norm(), Quantizer(Format("e4m3", scale_rule="given"))),
-            r"amaxes=\(scale,\)",
-        ),
-    ],
-)
-def test_mistakes_are_value_errors(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(torch.ones(2, 4), torch.ones(4))
 
 
 @pytest.mark.gpu
