@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import minifloat
-from minifloat.functional import grouped_mlp, layernorm_linear, layernorm_mlp, linear
+from minifloat.functional import experts, layernorm_linear, layernorm_mlp, linear
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.nn.linear_state import LinearState
@@ -125,7 +125,7 @@ class Reads:
             mock.patch.object(linear, "unpack", unpacked),
             mock.patch.object(layernorm_linear, "unpack", unpacked),
             mock.patch.object(layernorm_mlp, "unpack", unpacked),
-            mock.patch.object(grouped_mlp, "unpack", unpacked),
+            mock.patch.object(experts, "unpack", unpacked),
         ):
             yield
 

@@ -15,7 +15,7 @@ from minifloat import CustomRecipe, Float8CurrentScaling, Quantizer
 from minifloat.comm.group import Group
 from minifloat.functional import sort_by_expert, unpermute
 from minifloat.functional.autograd import apply
-from minifloat.functional.grouped_mlp import GroupedActivationFunction
+from minifloat.functional.experts import GroupedActivationFunction
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedMLP
 from minifloat.recipe import Recipe
