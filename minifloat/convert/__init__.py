@@ -2,8 +2,8 @@
 
 from minifloat.convert.convert import convert, revert
 from minifloat.convert.export import export
-from minifloat.convert.mxfp4 import load_mxfp4, save_mxfp4
 from minifloat.convert.select import ConversionReport, Converted, DefaultFilter, FilterFn, LeftAlone, Rule
+from minifloat.convert.weights import load_mxfp4, save_mxfp4
 
 __all__ = [
     "ConversionReport",

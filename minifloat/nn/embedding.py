@@ -19,7 +19,7 @@ from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.exchange import Local, in_mode
 from minifloat.nn.etp import SharedRows, shard_rows
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.options import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import Partition, mark, tensor_parallel
 from minifloat.nn.uncompiled import run_eager
 from minifloat.recompute import exchange_of

@@ -12,7 +12,7 @@ from minifloat.comm.group import Group
 from minifloat.comm.pytorch import check_same_rows, check_when_wrapping
 from minifloat.functional.etp.rows import EtpRows, Reduction
 from minifloat.functional.etp.weight import EtpWeight
-from minifloat.nn.parameters import replace
+from minifloat.nn.options import replace
 
 
 class SharedRows(nn.Module):

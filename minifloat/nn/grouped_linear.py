@@ -25,11 +25,11 @@ from minifloat.functional.grouped_weight import JoinedWeights, are_alike, join_a
 from minifloat.functional.linear import LinearFunction, apply_eagerly
 from minifloat.functional.quantize import as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec
-from minifloat.nn import linear_call, parameters
+from minifloat.nn import linear_call, options
 from minifloat.nn.etp import shard_rows
 from minifloat.nn.inputs import layout_of
 from minifloat.nn.linear_state import LinearState, fitting
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.options import InitMethod, one_dtype
 from minifloat.nn.quantized_parameters import (
     bind_scales,
     given_format,
@@ -360,7 +360,7 @@ class GroupedLinear(LinearState):
                 if values is None:
                     continue
                 if kind == "weight":
-                    parameters.initialize(values, self.init_method)
+                    options.initialize(values, self.init_method)
                 else:
                     nn.init.uniform_(values, -bound, bound)
                 if own is not None and values is not own:

@@ -26,8 +26,7 @@ from minifloat.functional.permutation import Routing, permute, permute_probabili
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.inputs import check_groups, check_meta, check_tensor, layout_of
-from minifloat.nn.options import LinearOptions, place
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.options import InitMethod, LinearOptions, place
 from minifloat.nn.uncompiled import compiles_backward
 from minifloat.recipe import Recipe
 

@@ -16,8 +16,7 @@ from minifloat.functional.quantize import as_quantized_tensor
 from minifloat.nn import linear_call, parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
-from minifloat.nn.options import DenseOptions, place
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.options import DenseOptions, InitMethod, place
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recompute import exchange_of
 

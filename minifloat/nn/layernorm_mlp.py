@@ -17,8 +17,7 @@ from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import linear_call, parts
 from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
-from minifloat.nn.options import DenseOptions, place
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.options import DenseOptions, InitMethod, place
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.recompute import checkpoint_without_dropout, exchange_of
 

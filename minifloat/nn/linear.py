@@ -21,11 +21,11 @@ from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction, apply_eagerly, find_operands, keep_operands
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import as_quantized_tensor, calibrate, reuse
-from minifloat.nn import linear_call, parameters
+from minifloat.nn import linear_call, options
 from minifloat.nn.etp import shard_rows
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.parameters import InitMethod, one_dtype
+from minifloat.nn.options import InitMethod, one_dtype
 from minifloat.nn.quantized_parameters import parameter_init, quantize_weights, write
 from minifloat.nn.tensor_parallel import mark, partitions, tensor_parallel
 from minifloat.nn.uncompiled import needs_eager, run_eager
@@ -299,7 +299,7 @@ class Linear(LinearState, nn.Linear):
         self._reset_histories()
         fan_in = self.in_features * (self._exchange.group.size if self._exchange.mode == "row" else 1)
         bound = 0.0 if self.init_method is not None or not fan_in else fan_in**-0.5
-        self._fill("weight", self._weight_names, lambda weight: parameters.initialize(weight, self.init_method))
+        self._fill("weight", self._weight_names, lambda weight: options.initialize(weight, self.init_method))
         self._fill("bias", self._bias_names, lambda bias: nn.init.uniform_(bias, -bound, bound))
 
     def _fill(self, kind: str, names: Sequence[str], init: InitMethod) -> None:

@@ -22,7 +22,7 @@ from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LOCAL_WEIGHT, LocalWeight
 from minifloat.nn.configs import LinearConfigs
 from minifloat.nn.etp import SharedRows
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.options import InitMethod
 from minifloat.nn.quantized_parameters import bind_scale, bind_scales, keep_quantized, load_scales, quantized_rows
 from minifloat.nn.tensor_parallel import Partition
 from minifloat.operand import Quantized

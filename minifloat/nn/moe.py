@@ -19,8 +19,7 @@ from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear import Linear
-from minifloat.nn.options import LinearOptions, Placement, place
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.options import InitMethod, LinearOptions, Placement, place
 from minifloat.nn.router import TopKRouter
 from minifloat.recompute import checkpoint_without_dropout, drops_side_effects, recomputes
 

@@ -19,8 +19,7 @@ from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
 from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.linear import Linear
-from minifloat.nn.options import DenseOptions, TensorParallelOptions, chosen, place
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.options import DenseOptions, InitMethod, TensorParallelOptions, chosen, place
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recompute import checkpoint, checkpoint_without_dropout, exchange_of
 

@@ -13,7 +13,7 @@ from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, chec
 from minifloat.functional.autograd import as_output, autocast_to
 from minifloat.functional.norm_activation import Norm, normalize
 from minifloat.nn.inputs import check_meta, check_tensor
-from minifloat.nn.parameters import one_dtype
+from minifloat.nn.options import one_dtype
 
 
 class _Norm(nn.Module):

@@ -18,7 +18,7 @@ from minifloat.comm.group import Group
 from minifloat.comm.pytorch import own_part, own_rows
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.functional.linear_config import FORWARD_SLOTS
-from minifloat.nn.parameters import replace
+from minifloat.nn.options import replace
 from minifloat.ops.delayed import FLT_MAX
 from minifloat.quantizer import DTYPES, Quantizer, find_amaxes
 from minifloat.recipe import Recipe, RecipeLike, as_recipe

@@ -29,7 +29,7 @@ from minifloat.functional.router import (
     z_loss,
 )
 from minifloat.nn.inputs import check_meta, check_tensor
-from minifloat.nn.parameters import InitMethod, initialize, one_dtype
+from minifloat.nn.options import InitMethod, initialize, one_dtype
 from minifloat.recompute import recomputes
 
 

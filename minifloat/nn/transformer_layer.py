@@ -15,8 +15,7 @@ from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import MultiheadAttention
-from minifloat.nn.options import DenseOptions, place
-from minifloat.nn.parameters import InitMethod
+from minifloat.nn.options import DenseOptions, InitMethod, place
 from minifloat.nn.parts import LayerOfLinears, Normalization, call_on_stream, part_name
 from minifloat.recompute import exchange_of
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.ops import grouped
 from minifloat.ops.grouped import layout
-from minifloat.ops.quantize import hadamard, reference, scale_shape
+from minifloat.ops.quantize import reference, scale_shape
 
 
 class Operand(NamedTuple):
@@ -95,7 +95,7 @@ def values(operand: Operand, group: int, cols: int) -> Tensor:
     scales = scale_inv[layout.own_rows("scale_inv", fmt, dim, first, rows, group)]
     found = codes[layout.own_rows("codes", fmt, dim, first, rows, group)]
     if fmt.transform == "hadamard16":
-        rows, fmt = hadamard.padded(rows), parse(spec.replace("/hadamard16", ""))
+        rows, fmt = reference.rotated_rows(rows), parse(spec.replace("/hadamard16", ""))
     scales = scales.reshape(scale_shape(fmt, dim, rows, cols))
     return reference.dequantize(found, scales, level, fmt, dim, rows, cols).double()
 

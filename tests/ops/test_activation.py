@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.functional.norm_activation import Activation
+from minifloat.ops import activation
 from minifloat.ops.activation import (
     activation_backward,
     activation_backward_cast,
@@ -18,7 +19,6 @@ from minifloat.ops.activation import (
     activation_forward,
     out_columns,
     parameters_of,
-    reference,
 )
 from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, activation_inputs, error_scale
 from tests.helpers.compare import DTYPES, U, assert_within
@@ -76,15 +76,15 @@ def test_derivatives_in_float64(act: Activation) -> None:
     x = activation_inputs((5, 12), torch.float32).double()
     dy = torch.randn(5, out_columns(act.name, 12), dtype=torch.float64)
     leaf = x.clone().requires_grad_()
-    y = reference.forward(leaf, act.name, act.parameters)
+    y = activation.forward(leaf, act.name, act.parameters)
     (want,) = torch.autograd.grad(y, leaf, dy)
     torch.testing.assert_close(y.detach(), activation_float64(x, act), rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(reference.backward(dy, x, act.name, act.parameters), want, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(activation.backward(dy, x, act.name, act.parameters), want, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", [name for name in reference.POINTWISE if name not in ("relu",)])
+@pytest.mark.parametrize("name", [name for name in activation.POINTWISE if name not in ("relu",)])
 def test_gradcheck(name: str) -> None:
-    function, derivative = reference.POINTWISE[name]
+    function, derivative = activation.POINTWISE[name]
 
     class Checked(torch.autograd.Function):
         @staticmethod
@@ -103,7 +103,7 @@ def test_gradcheck(name: str) -> None:
 def test_gelu_is_the_tanh_form() -> None:
     x = torch.linspace(-6, 6, 201, dtype=torch.float64)
     torch.testing.assert_close(
-        reference.POINTWISE["gelu"].function(x), F.gelu(x, approximate="tanh"), rtol=1e-6, atol=1e-8
+        activation.POINTWISE["gelu"].function(x), F.gelu(x, approximate="tanh"), rtol=1e-6, atol=1e-8
     )
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from minifloat.formats import COLUMNWISE, ELEMENTS, IDENTITY, ROWWISE, Format, elements, parse
 from minifloat.operand import Operand
 from minifloat.ops import quantize
-from minifloat.ops.quantize import philox
+from minifloat.ops.quantize import reference
 from minifloat.quantizer import Quantizer, cast_all, find_amaxes
 from tests.helpers import oracle, oracle_nvfp4, vectors
 from tests.helpers.oracle_casts import SEED, OracleCast, differences, oracle_cast, oracle_values, same, to_numpy
@@ -319,7 +319,7 @@ def test_stochastic_rounding_of_given_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     """With the amax 448 * 6 and a 6 in the block, both scales are 1 and the numbers meet the grid as they are."""
     fmt = Format("e2m1", 16, scale_rule="two_level", rounding="stochastic")
     bits = torch.from_numpy(vectors.STOCHASTIC_BYTES).repeat(len(vectors.STOCHASTIC), 1)
-    monkeypatch.setattr(philox, "random_bytes", lambda *_: torch.nn.functional.pad(bits, (0, 1)))
+    monkeypatch.setattr(reference, "random_bytes", lambda *_: torch.nn.functional.pad(bits, (0, 1)))
     x = torch.tensor([[value] * 5 + [6.0] for value, _ in vectors.STOCHASTIC])
     got = quantizer(fmt, ROWWISE).cast(x, (torch.tensor([448.0 * 6]),), torch.zeros(2, dtype=torch.int64))
     assert got.dequantize()[:, :5].tolist() == [values for _, values in vectors.STOCHASTIC]
@@ -342,13 +342,13 @@ def test_stochastic_rounding_is_unbiased(dim: int) -> None:
 def test_philox_known_answers(device: torch.device) -> None:
     for counter, key, answer in vectors.PHILOX:
         words = torch.tensor(counter, device=device)[:, None].expand(-1, 3), torch.tensor(key, device=device)
-        assert philox.philox4x32_10(*words).tolist() == [[word] * 3 for word in answer]
+        assert reference.philox4x32_10(*words).tolist() == [[word] * 3 for word in answer]
 
 
 @pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
 @pytest.mark.parametrize("seed", [(0, 0), SEED, (2**62 - 1, 2**62 - 1)])
 def test_random_bytes(seed: tuple[int, int], dim: int, device: torch.device) -> None:
-    got = philox.random_bytes(torch.tensor(seed, device=device), torch.Size((7, 45)), dim)
+    got = reference.random_bytes(torch.tensor(seed, device=device), torch.Size((7, 45)), dim)
     assert same(to_numpy(got), oracle_nvfp4.random_bytes(*seed, 7, 45, 0 if dim == ROWWISE else 1))
 
 
@@ -356,11 +356,11 @@ def test_random_bytes(seed: tuple[int, int], dim: int, device: torch.device) -> 
 @pytest.mark.parametrize(("first", "rows"), [(0, 7), (1, 6), (3, 2), (16, 5), (5, 0)])
 def test_random_bytes_of_rows_of_a_whole(first: int, rows: int, dim: int, device: torch.device) -> None:
     """A rank's rows have the bytes that they have in the whole, also where the first one begins inside of a block."""
-    whole = philox.random_bytes(torch.tensor(SEED, device=device), torch.Size((21, 45)), dim)
+    whole = reference.random_bytes(torch.tensor(SEED, device=device), torch.Size((21, 45)), dim)
     for start in (0, 2**33 - 5):  # a row number that exceeds 32 bits
         if start:
-            whole = philox.random_bytes(torch.tensor([*SEED, start], device=device), torch.Size((21, 45)), dim)
-        part = philox.random_bytes(torch.tensor([*SEED, start + first], device=device), torch.Size((rows, 45)), dim)
+            whole = reference.random_bytes(torch.tensor([*SEED, start], device=device), torch.Size((21, 45)), dim)
+        part = reference.random_bytes(torch.tensor([*SEED, start + first], device=device), torch.Size((rows, 45)), dim)
         assert torch.equal(part, whole[first : first + rows])
 
 

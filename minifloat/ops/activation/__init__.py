@@ -1,19 +1,107 @@
-"""Activations, forward and backward, as ``torch.library`` operations that compute in fp32."""
+"""Activations, forward and backward: the definition in plain PyTorch, and ``torch.library`` operations in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format, parse
-from minifloat.ops.activation import reference
-from minifloat.ops.activation.reference import DEFAULTS, NAMES, gated
 from minifloat.ops.library import operation
 from minifloat.ops.quantize import empty_fused_cast, fused_cast
 from minifloat.ops.quantize import reference as quantize
+
+
+class Pointwise(NamedTuple):
+    """A function of one number and its derivative."""
+
+    function: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """The tanh form of Hendrycks and Gimpel (2016): sqrt(2 / pi) (x + 0.044715 x^3) inside."""
+    return x * (0.5 + 0.5 * torch.tanh(x * (0.79788456 + 0.03567741 * x * x)))
+
+
+def _gelu_derivative(x: Tensor) -> Tensor:
+    # Beyond 10 the derivative is 0 or 1 to the last bit, but x * x may overflow, and 0 * inf is not 0.
+    x = x.clamp(-10, 10)
+    t = torch.tanh(x * (0.79788456 + 0.03567741 * x * x))
+    return 0.5 * x * (1 - t * t) * (0.79788456 + 3 * 0.03567741 * x * x) + 0.5 * (1 + t)
+
+
+def swish(slope: float) -> Pointwise:
+    """``x * sigmoid(slope * x)``: silu with 1, qgelu with 1.702."""
+
+    def derivative(x: Tensor) -> Tensor:
+        s = (slope * x).sigmoid_()
+        return (x * s).mul_(1 - s).mul_(slope).add_(s)
+
+    return Pointwise(lambda x: (slope * x).sigmoid_() * x, derivative)
+
+
+def _sigmoid_derivative(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s)
+
+
+POINTWISE: dict[str, Pointwise] = {
+    "gelu": Pointwise(_gelu, _gelu_derivative),
+    "qgelu": swish(1.702),
+    "relu": Pointwise(torch.relu, lambda x: (x > 0).to(x.dtype)),
+    "srelu": Pointwise(lambda x: torch.relu(x).square(), lambda x: 2 * torch.relu(x)),
+    "silu": swish(1.0),
+    "sigmoid": Pointwise(torch.sigmoid, _sigmoid_derivative),
+}
+GATES = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid"}
+"""Gated activations, ``function(first half) * second half`` of the last dim, by the function of their gate."""
+
+CLAMPED = "clamped_swiglu"
+"""The gate of gpt-oss: both halves are clamped, and the second is shifted."""
+
+DEFAULTS: dict[str, dict[str, float]] = {CLAMPED: {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}}
+"""Parameters of the activations that have any, in the order in which operations take them."""
+
+NAMES = (*POINTWISE, *GATES, CLAMPED)
+
+
+def gated(name: str) -> bool:
+    """It multiplies two halves of its input, so that its output is half as wide."""
+    return name not in POINTWISE
+
+
+def forward(x: Tensor, name: str, parameters: Sequence[float]) -> Tensor:
+    """The activation of ``x`` [M, K]: [M, K], or [M, K / 2] if gated."""
+    if name in POINTWISE:
+        return POINTWISE[name].function(x)
+    gate, a, b = _halves(x, name, parameters)
+    return gate.function(a) * b
+
+
+def backward(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float]) -> Tensor:
+    """The gradient with respect to ``x`` [M, K]; 0 where :data:`CLAMPED` clamps."""
+    if name in POINTWISE:
+        return dy * POINTWISE[name].derivative(x)
+    gate, a, b = _halves(x, name, parameters)
+    da, db = (dy * b).mul_(gate.derivative(a)), gate.function(a).mul_(dy)
+    if name == CLAMPED:
+        first, second = x.chunk(2, dim=-1)
+        da = torch.where(first > parameters[0], 0.0, da)
+        db = torch.where(second.abs() > parameters[0], 0.0, db)
+    return torch.cat([da, db], dim=-1)
+
+
+def _halves(x: Tensor, name: str, parameters: Sequence[float]) -> tuple[Pointwise, Tensor, Tensor]:
+    """The gate's function, what it is applied to, and what its value multiplies."""
+    a, b = x.chunk(2, dim=-1)
+    if name != CLAMPED:
+        return POINTWISE[GATES[name]], a, b
+    limit, alpha, offset = parameters
+    return swish(alpha), a.clamp(max=limit), b.clamp(-limit, limit) + offset
+
 
 __all__ = [
     "DEFAULTS", "NAMES", "activation_backward", "activation_backward_cast", "activation_cast", "activation_forward",
@@ -63,7 +151,7 @@ def activation_forward(
     The amax is that of the result after rounding, fp32 [1]; [0] if it was not asked for. NaNs are dropped.
     """
     out_columns(name, x.shape[-1])
-    y = reference.forward(x.float(), name, parameters).to(dtype).contiguous()
+    y = forward(x.float(), name, parameters).to(dtype).contiguous()
     return y, _amax(y, with_amax)
 
 
@@ -85,7 +173,7 @@ def activation_cast(
     ``k_major`` is as in ``quantize.cast``.
     """
     out_columns(name, x.shape[-1])
-    y = reference.forward(x.float(), name, parameters)
+    y = forward(x.float(), name, parameters)
     y = y.to(x.dtype) if scale is None else y
     return fused_cast(y, scale, parse(format), rowwise, columnwise, k_major)
 
@@ -141,7 +229,7 @@ def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 def _gradient(dy: Tensor, x: Tensor, name: str, parameters: Sequence[float]) -> Tensor:
     assert dy.shape == (x.shape[0], out_columns(name, x.shape[-1])), (dy.shape, name, x.shape)
-    return reference.backward(dy.float(), x.float(), name, parameters)
+    return backward(dy.float(), x.float(), name, parameters)
 
 
 _TENSOR = Format()

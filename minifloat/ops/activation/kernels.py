@@ -24,8 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import Format, parse
-from minifloat.ops.activation import out_columns
-from minifloat.ops.activation.reference import CLAMPED, GATES, gated
+from minifloat.ops.activation import CLAMPED, GATES, gated, out_columns
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize import empty_fused_cast
 from minifloat.ops.quantize.blocks import held, held_values

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
-from minifloat.ops import grouped
-from minifloat.ops.activation import out_columns, reference
+from minifloat.ops import activation, grouped
+from minifloat.ops.activation import out_columns
 from minifloat.ops.library import operation
 
 
@@ -42,7 +42,7 @@ def grouped_activation(
         formats: one format: of the rule "given", with columnwise codes ``k_major``, or of ``quantize.casts_blocks``.
     """
     out_columns(name, x.shape[1])
-    y = reference.forward(x.float(), name, parameters)
+    y = activation.forward(x.float(), name, parameters)
     if probabilities is not None:
         y = y * probabilities.float()[:, None]
     y = torch.where(_some_groups(x, offsets), y, 0.0).to(x.dtype).contiguous()
@@ -76,9 +76,9 @@ def grouped_activation_backward(
     present, incoming = _some_groups(x, offsets), dy.float()
     sums = _empty_sums(x, probabilities)
     if probabilities is not None:
-        sums = torch.where(present, incoming * reference.forward(x.float(), name, parameters), 0.0).sum(1)
+        sums = torch.where(present, incoming * activation.forward(x.float(), name, parameters), 0.0).sum(1)
         incoming = incoming * probabilities.float()[:, None]
-    dx = torch.where(present, reference.backward(incoming, x.float(), name, parameters), 0.0).to(x.dtype).contiguous()
+    dx = torch.where(present, activation.backward(incoming, x.float(), name, parameters), 0.0).to(x.dtype).contiguous()
     return [*_results(dx, offsets, scales, with_amax, formats, dims, k_major), sums]
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.ops.activation import out_columns
+from minifloat.ops.activation import gated, out_columns
 from minifloat.ops.activation.kernels import (
     SHOWN,
     formula,
@@ -24,7 +24,6 @@ from minifloat.ops.activation.kernels import (
     pointwise,
     within_half,
 )
-from minifloat.ops.activation.reference import gated
 from minifloat.ops.grouped.layout import of_groups, of_rows
 from minifloat.ops.grouped.table import (
     Outputs,

@@ -28,7 +28,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from minifloat.formats import ROWWISE, Format
-from minifloat.ops.quantize import hadamard
+from minifloat.ops.quantize import reference
 
 UNIT = 32
 """Rows, at least, that columnwise codes of a group begin at a multiple of: a GPU's memory has sectors of 32 bytes."""
@@ -118,5 +118,5 @@ def own_rows(name: Name, fmt: Format, dim: int, offset: int, rows: int, group: i
     where = place(name, fmt, dim)
     first = where.at(offset, group)
     if where.unit > 1 and fmt.transform == "hadamard16":
-        rows = hadamard.padded(rows)
+        rows = reference.rotated_rows(rows)
     return slice(first, first + (-(-rows * where.by_unit // where.unit) if where.by_unit else 1))

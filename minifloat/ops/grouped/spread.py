@@ -15,7 +15,7 @@ from minifloat.ops import grouped
 from minifloat.ops.grouped.gemm import Cast, Side, begin, grid_row, group_of, rows_of, unit_of
 from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul.spread import LARGEST, largest_scale
-from minifloat.ops.quantize import gpu, hadamard
+from minifloat.ops.quantize import gpu, reference
 from minifloat.ops.quantize.decode import TILE, Factors, at_16_bytes, consecutive, decode_tile, level_strides
 from minifloat.ops.quantize.device import extent
 from minifloat.ops.quantize.job import aligned
@@ -123,7 +123,7 @@ def spread(cast: Cast) -> Side:
     elif fmt.block:
         largest = allocate((groups if of_groups else 1, cols if of_groups else most), torch.float32, codes.device)
         programs = groups * triton.cdiv(cols, LARGEST.rows) if of_groups else most // LARGEST.rows + groups
-        padded = hadamard.GROUP if fmt.transform == "hadamard16" else 1
+        padded = reference.GROUP if fmt.transform == "hadamard16" else 1
         _largest(
             programs, (scale_inv, largest, at_16_bytes(offsets)), (most, cols, groups, *scale_inv.stride()),
             (
@@ -163,7 +163,7 @@ def dequantize(
     if not out.numel() or offsets.numel() < 2:
         return out
     scale_inv, between = ready(scale_inv), level_strides(fmt, dim)
-    signs = hadamard.NEGATIVE if fmt.transform == "hadamard16" else 0
+    signs = reference.NEGATIVE if fmt.transform == "hadamard16" else 0
     factors = Factors(fmt.scaling, scale_inv, "none", scale_inv, between, 1.0, signs)
     if fmt.scale_rule == "two_level":
         assert amax is not None
@@ -204,7 +204,7 @@ def _decode_to(
         (
             k_major, out_k_major, aligned([cols, codes.shape[1]]), aligned(lines), fmt.encoding,
             fmt.packed and dim == COLUMNWISE, factors.rule, factors.level, factors.inverse, factors.signs, of_groups,
-            hadamard.GROUP if fmt.transform == "hadamard16" and dim == COLUMNWISE else 1, unit_of(fmt, dim), fmt.block,
+            reference.GROUP if fmt.transform == "hadamard16" and dim == COLUMNWISE else 1, unit_of(fmt, dim), fmt.block,
             fmt.tile, unit, scale_rows or TILE.rows, scale_cols or TILE.cols, triton.next_power_of_2(groups + 1),
             TILE.rows, TILE.cols,
         ),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops.library import SymInt, operation
-from minifloat.ops.quantize import hadamard, reference
+from minifloat.ops.quantize import reference
 from minifloat.ops.quantize.reference import read_amaxes
 
 
@@ -150,7 +150,7 @@ def amax_shape(fmt: Format, dim: int, rows: int, cols: int) -> tuple[int, ...]:
 
 def code_shape(fmt: Format, dim: int, rows: int, cols: int) -> tuple[int, int]:
     """Shape of the codes: [M, K], halved along ``dim`` if packed; M rounded up to 16 by a Hadamard transform."""
-    rows = hadamard.padded(rows) if fmt.transform == "hadamard16" else rows
+    rows = reference.rotated_rows(rows) if fmt.transform == "hadamard16" else rows
     if fmt.packed and dim == ROWWISE:
         return rows, (cols + 1) // 2
     return ((rows + 1) // 2, cols) if fmt.packed else (rows, cols)
@@ -158,7 +158,7 @@ def code_shape(fmt: Format, dim: int, rows: int, cols: int) -> tuple[int, int]:
 
 def scale_shape(fmt: Format, dim: int, rows: int, cols: int) -> tuple[int, ...]:
     """Shape of the scales: [1], or one an element of the grid of blocks."""
-    rows = hadamard.padded(rows) if fmt.transform == "hadamard16" else rows
+    rows = reference.rotated_rows(rows) if fmt.transform == "hadamard16" else rows
     return _grid(fmt, dim, rows, cols) if fmt.grid else (1,)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, ScaleRule, parse
 from minifloat.ops.launch import Kernel
-from minifloat.ops.quantize import hadamard
+from minifloat.ops.quantize import reference
 from minifloat.ops.quantize.device import corner, extent
 from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import Tile
@@ -85,7 +85,7 @@ def butterfly(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def rotate_back(x, ROWS: tl.constexpr, COLS: tl.constexpr, NEGATIVE: tl.constexpr):
-    """``hadamard.inverse``: groups of 16 rows times H16, then the signs; NEGATIVE has bit i set where sign i is -1."""
+    """``reference.unrotated``: groups of 16 rows times H16, then signs; bit i of NEGATIVE: sign i is -1."""
     x = butterfly(x, 1, ROWS, COLS)
     x = butterfly(x, 2, ROWS, COLS)
     x = butterfly(x, 4, ROWS, COLS)
@@ -199,7 +199,7 @@ def dequantize(
         assert amax is not None
         levels, strides, inverse = amax.contiguous(), level_strides(fmt, dim), 1.0 / (6 * fmt.block_scale_max)
     level = "none" if levels is scale_inv else "amax"
-    signs = hadamard.NEGATIVE if fmt.transform == "hadamard16" else 0
+    signs = reference.NEGATIVE if fmt.transform == "hadamard16" else 0
     out = torch.empty(rows, cols, dtype=dtype, device=codes.device)
     decode(codes, fmt, dim, Factors(fmt.scaling, scale_inv, level, levels, strides, inverse, signs), out)
     return out

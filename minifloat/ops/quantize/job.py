@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One matrix ``x`` [M, K], contiguous, and its casts; ``rng`` is for stochastic rounding, see philox.py."""
+    """One matrix ``x`` [M, K], contiguous, and its casts; ``rng`` is for stochastic rounding, see reference.py."""
 
     x: Tensor
     rng: Tensor | None

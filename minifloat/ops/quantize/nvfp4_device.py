@@ -14,7 +14,7 @@ from minifloat.formats.device import MINUS_INFINITY_BITS, reciprocal
 from minifloat.ops.quantize.device import FLT_MAX, append
 
 GROUP = tl.constexpr(16)
-_NEGATIVE = tl.constexpr(0xD7E8)  # the signs of the rotation, see hadamard.py
+_NEGATIVE = tl.constexpr(0xD7E8)  # the signs of the rotation, see reference.py
 _SIXTH = tl.constexpr(0.1666666716337204)  # fp32(1 / 6)
 _INTEGERS = tl.constexpr(8388608.0)  # 2^23: fp32 numbers from here to twice this are the integers
 _INTEGER_BITS = tl.constexpr(0x4B000000)  # the bits of 2^23

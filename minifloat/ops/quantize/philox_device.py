@@ -1,4 +1,4 @@
-"""Random bits for stochastic rounding in Triton: those of philox.py, for groups as nvfp4_device.py has them."""
+"""Random bits for stochastic rounding in Triton: those of reference.py, for groups as nvfp4_device.py has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minifloat.ops.quantize.nvfp4_device import GROUP, columns_of_16, stack_4
 
 @triton.jit
 def _philox(rng, block, COLUMN: tl.constexpr):
-    """The four words of Philox blocks (int64), see philox.py."""
+    """The four words of Philox blocks (int64), see reference.py."""
     seed, offset = tl.load(rng), tl.load(rng + 1)
     low = block.to(tl.uint32)
     high = (block >> 32).to(tl.uint32)

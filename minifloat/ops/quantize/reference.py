@@ -6,6 +6,14 @@ roundings, and CUDA turns ``x / 3.0`` into a multiplication), FP8 casts are clam
 2.13 saturates), and exponents are read from bits, never from ``log2``.
 
 A tensor of [M, K] is viewed as [M/r, r, K/c, c] blocks of r x c elements that share a scale, zero-padded at the edges.
+
+The random Hadamard transform rotates groups of 16 tokens so that outliers spread before a 4-bit cast. Both operands of
+wgrad are rotated by the same orthogonal R, so that it cancels: (R x)^T (R dy) = x^T dy. The product is four butterfly
+stages in a fixed order, since a matrix product's order is free and differs in the last bit.
+
+Random bits for stochastic rounding depend on nothing but (seed, offset, element index, orientation). An element draws
+the same bits in a kernel, here, and on whatever rank of a sharded tensor it lies. Philox4x32-10 of Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3" (2011), 16 elements to one block.
 """
 
 from __future__ import annotations
@@ -20,7 +28,95 @@ from torch._subclasses.fake_tensor import FakeTensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.formats.elements import E2M1, E4M3, FLT_MAX, fp32
 from minifloat.ops import new
-from minifloat.ops.quantize import hadamard, philox
+
+GROUP = 16
+# The fixed random signs of NVFP4 training recipes, bit i set where sign i is -1. Not drawn anew: both operands of
+# wgrad, and every rank of a sharded one, must be rotated alike.
+NEGATIVE = 0xD7E8
+
+
+def rotated_rows(rows: int) -> int:
+    """Rows after the last group is filled up with zeros."""
+    return rows + -rows % GROUP
+
+
+def rotated(x: Tensor, fmt: Format, dim: int) -> Tensor:
+    """``x`` [M, K] as the cast along ``dim`` sees it: itself, or rotated and rounded to bf16, M rounded up to 16."""
+    if fmt.transform == "none":
+        return x
+    if dim != COLUMNWISE:
+        raise ValueError("the Hadamard transform rotates groups of tokens: columnwise casts only")
+    x = torch.nn.functional.pad(x.float(), (0, 0, 0, -x.shape[0] % GROUP))
+    return (_butterflies(_signed(x)) * 0.25).to(torch.bfloat16)
+
+
+def unrotated(x: Tensor) -> Tensor:
+    """Rotates back what :func:`rotated` rotated, [16 n, K] fp32."""
+    return _signed(_butterflies(x) * 0.25)
+
+
+def _signed(x: Tensor) -> Tensor:
+    # Computed where it is used: copying a constant to the device would break CUDA graph capture.
+    negative = (NEGATIVE >> (torch.arange(x.shape[0], device=x.device) % GROUP)) & 1
+    return x * (1 - 2 * negative)[:, None].float()
+
+
+def _butterflies(x: Tensor) -> Tensor:
+    """v @ H16 for each group, strides 1, 2, 4, 8; H16[i, j] = (-1)^popcount(i & j)."""
+    for stride in (1, 2, 4, 8):
+        pairs = x.reshape(x.shape[0] // (2 * stride), 2, stride, x.shape[1])
+        upper, lower = pairs[:, :1], pairs[:, 1:]
+        x = torch.cat([upper + lower, upper - lower], dim=1).reshape(x.shape)
+    return x
+
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def random_bytes(rng: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """uint8 [M, K]: byte ``i % 16`` of Philox block ``i // 16`` for element ``i = m * K + k``.
+
+    Args:
+        rng: int64 [2], seed and offset, or [3], with the number of the first of these rows in the whole of a tensor
+            that is sharded along M. They stay on the device: reading them would stall it.
+    """
+    count = shape.numel()
+    block = torch.arange((count + 15) // 16 + rng.numel() - 2, dtype=torch.int64, device=rng.device)
+    first = rng[2:] * shape[1]  # element of the whole, [0] or [1]
+    if first.numel():
+        block = block + first // 16
+    orientation = 0 if dim == ROWWISE else 1 << 31
+    high, low = (rng[:2] >> 32) & _LOW, rng[:2] & _LOW  # of seed and offset
+    counter = [block & _LOW, (block >> 32) | orientation, low[1].expand_as(block), high[1].expand_as(block)]
+    words = philox4x32_10(torch.stack(counter), torch.stack([low[0], high[0]]))
+    # The low four of an int64's eight bytes, which every device that PyTorch runs on stores lowest first.
+    found = words.t().contiguous().view(torch.uint8).reshape(-1, 4, 8)[..., :4].reshape(-1)
+    if first.numel():  # which need not begin a block
+        found = found[torch.arange(count, device=rng.device) + first % 16]
+    return found[:count].reshape(shape)
+
+
+def philox4x32_10(counter: Tensor, key: Tensor) -> Tensor:
+    """Ten rounds on ``counter`` [4, blocks] with ``key`` [2]: 32-bit words in int64, for all 64 bits of a product.
+
+    Words 0 and 2 are multiplied and words 1 and 3 are not: two pairs, so that an operation serves two words.
+    """
+    multiplier = _constant(_MULTIPLIERS, key)[:, None]
+    weyl = _constant(_WEYL, key)
+    even, odd = counter[0::2], counter[1::2]
+    for turn in range(10):
+        product = even * multiplier
+        keys = (key + turn * weyl) & _LOW
+        even, odd = ((product >> 32) & _LOW).flip(0) ^ odd ^ keys[:, None], (product & _LOW).flip(0)
+    return torch.stack([even, odd], 1).flatten(0, 1)
+
+
+def _constant(pair: tuple[int, int], like: Tensor) -> Tensor:
+    """int64 [2] made on the device: copying it there would break a CUDA graph's capture."""
+    return torch.arange(2, dtype=torch.int64, device=like.device) * (pair[1] - pair[0]) + pair[0]
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized."""
@@ -96,7 +192,7 @@ def amax(x: Tensor, fmt: Format, dim: int) -> Tensor:
         NaNs are dropped, so the amax of nothing but NaN is 0, as of an empty tensor.
     """
     if fmt.transform != "none":
-        x = hadamard.prepare(x, fmt, dim)
+        x = rotated(x, fmt, dim)
     if fmt.amax_per_row:
         return _amax_of(x, dim)
     if fmt.block and fmt.scale_rule != "two_level":
@@ -123,7 +219,7 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         given = given.float()
         codes = fmt.encoding.encode(x.float() * given)
         return new(Cast, (codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1)))
-    source = x if fmt.transform == "none" else hadamard.prepare(x, fmt, dim)
+    source = x if fmt.transform == "none" else rotated(x, fmt, dim)
     if given is not None and not fmt.grid:
         multiplier, scale_inv = fmt.scaling.scale(given.reshape(1), fmt, largest)
         codes = fmt.encoding.encode(source.float() * multiplier)
@@ -181,7 +277,7 @@ def dequantize(
 
     ``codes`` of bf16 are what a cast gave in lieu of them: times the scales of their blocks.
     """
-    shape = torch.Size((hadamard.padded(rows) if fmt.transform == "hadamard16" else rows, cols))
+    shape = torch.Size((rotated_rows(rows) if fmt.transform == "hadamard16" else rows, cols))
     if codes.dtype == torch.bfloat16:
         scales = fmt.scaling.values(scale_inv)[:, None, :, None]
         values = _blocks(codes.float(), *fmt.scale_block(dim))
@@ -189,7 +285,7 @@ def dequantize(
     else:
         values = _blocks(decode(codes, fmt, dim, shape), *fmt.scale_block(dim))
     restored = _unblock(values * _factors(scale_inv, amax, fmt, dim), shape)
-    return hadamard.inverse(restored)[:rows] if fmt.transform == "hadamard16" else restored
+    return unrotated(restored)[:rows] if fmt.transform == "hadamard16" else restored
 
 
 def _factors(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
@@ -245,7 +341,7 @@ def _cast_two_level(
         scaled = blocks * _two_level_multiplier(scales, encode)
         if fmt.rounding == "stochastic":
             assert rng is not None
-            bits = _blocks(philox.random_bytes(rng, shape, dim), blocks.shape[1], blocks.shape[3])
+            bits = _blocks(random_bytes(rng, shape, dim), blocks.shape[1], blocks.shape[3])
             codes = E2M1.encode_stochastic(scaled, bits)
         else:
             codes = E2M1.encode(scaled)
