@@ -5,7 +5,7 @@ from minifloat.comm import sharded_cast as _cast
 from minifloat.comm.group import Group, ShardMap
 from minifloat.functional import gathered as _gathered
 from minifloat.functional.gathered import gathered_once
-from minifloat.nn.etp import etp_parameters
+from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.parallel.data_parallel import data_parallel, reduce_replicated
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
 from minifloat.parallel.parallelize import parallelize

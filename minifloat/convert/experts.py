@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifloat.autocast import current
 from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.permutation import permute, route, unpermute
+from minifloat.functional.router import permute, route, unpermute
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_call import recipe_in_force, replayed_scale
 from minifloat.quantizer import DTYPES

@@ -2,7 +2,7 @@
 
 from minifloat.arguments import checked
 from minifloat.functional import gemm
-from minifloat.functional.permutation import Routing, permute, permute_probabilities, sort_by_expert, unpermute
+from minifloat.functional.router import Routing, permute, permute_probabilities, sort_by_expert, unpermute
 from minifloat.ops.matmul import Gemm, count_gemms
 
 # What layers call for each forward is checked where users call it.

@@ -19,8 +19,8 @@ from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradien
 from minifloat.functional.grouped_weight import SeparateOperands, multiply_weight
 from minifloat.functional.linear import Given, LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import Activation
-from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale
+from minifloat.functional.router import Routing
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
 from minifloat.operand import Operand, Quantized

@@ -19,8 +19,8 @@ from minifloat.comm.group import cached
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.norm_activation import measures_amax
-from minifloat.functional.permutation import Routing
 from minifloat.functional.quantize import delayed_scale, record_groups
+from minifloat.functional.router import Routing
 from minifloat.operand import Quantized
 from minifloat.ops import grouped, matmul, new
 from minifloat.ops.permute import permute_rows

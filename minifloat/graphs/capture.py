@@ -13,9 +13,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from minifloat.arguments import label_of
 from minifloat.delayed import AmaxHistory
-from minifloat.nn.etp import etp_weights
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.moe import MoE
+from minifloat.nn.tensor_parallel import etp_weights
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Modules: each composes the functions below it with one short autograd function."""
 
-from minifloat.nn.attention import DotProductAttention
+from minifloat.nn.attention import DotProductAttention, RotaryPositionEmbedding
 from minifloat.nn.cast_weights import cast_weights
 from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -13,7 +13,6 @@ from minifloat.nn.moe import MoE, router_losses
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.nn.quantized_parameters import quantized_model_init
-from minifloat.nn.rope import RotaryPositionEmbedding
 from minifloat.nn.router import TopKRouter
 from minifloat.nn.transformer_layer import TransformerLayer
 

@@ -26,7 +26,6 @@ from minifloat.functional.linear import LinearFunction, apply_eagerly
 from minifloat.functional.quantize import as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec
 from minifloat.nn import linear_call, options
-from minifloat.nn.etp import shard_rows
 from minifloat.nn.inputs import layout_of
 from minifloat.nn.linear_state import LinearState, fitting
 from minifloat.nn.options import InitMethod, one_dtype
@@ -38,6 +37,7 @@ from minifloat.nn.quantized_parameters import (
     quantized_rows,
     write,
 )
+from minifloat.nn.tensor_parallel import shard_rows
 from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.operand import Quantized
 from minifloat.ops.grouped import grouped_amax

@@ -22,7 +22,7 @@ from minifloat.functional.experts import (
 )
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.norm_activation import Activation, activate
-from minifloat.functional.permutation import Routing, permute, permute_probabilities, unpermute
+from minifloat.functional.router import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.inputs import check_groups, check_meta, check_tensor, layout_of

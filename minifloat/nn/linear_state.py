@@ -21,10 +21,9 @@ from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, r
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LOCAL_WEIGHT, LocalWeight
 from minifloat.nn.configs import LinearConfigs
-from minifloat.nn.etp import SharedRows
 from minifloat.nn.options import InitMethod
 from minifloat.nn.quantized_parameters import bind_scale, bind_scales, keep_quantized, load_scales, quantized_rows
-from minifloat.nn.tensor_parallel import Partition
+from minifloat.nn.tensor_parallel import Partition, SharedRows
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, OwnRecipe, Recipe, RecipeLike, as_recipe, own_recipe

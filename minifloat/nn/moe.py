@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifloat.arguments import NonNegativeFloat, Size, checked, label_of
 from minifloat.functional.autograd import as_output, exporting
 from minifloat.functional.norm_activation import activate
-from minifloat.functional.permutation import route
+from minifloat.functional.router import route
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.inputs import check_tensor

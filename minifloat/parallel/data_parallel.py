@@ -22,12 +22,12 @@ from minifloat.comm.group import Group
 from minifloat.comm.pytorch import MARK, history_names, is_dtensor, unreduced
 from minifloat.functional.etp.lane import lane_of
 from minifloat.functional.etp.rows import Reduction
-from minifloat.nn import etp
+from minifloat.nn import tensor_parallel
 from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
-from minifloat.nn.etp import check_not_replicated, etp_parameters
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
+from minifloat.nn.tensor_parallel import check_not_replicated, etp_parameters
 from minifloat.parallel.fsdp import pytorch
 from minifloat.tensor import QuantizedTensor
 
@@ -297,7 +297,9 @@ def shard_rows(
         layer = EtpEmbedding._adopt_whole(module) if type(module) is nn.Embedding else module
         assert isinstance(layer, LinearState | EtpEmbedding)
         group = ranks.rows(module)
-        rows = etp.shard_rows(layer, group, reduction, tuple(each for each in ranks.data if each != group), shared)
+        rows = tensor_parallel.shard_rows(
+            layer, group, reduction, tuple(each for each in ranks.data if each != group), shared
+        )
         rows.sharding = rows.sharding._replace(recasts=recast, prefetch=(prefetch, prefetch_bytes))
         layer.invalidate()
     if ranks.data:

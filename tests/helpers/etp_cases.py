@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import minifloat
 from minifloat import autocast, quantized_model_init
-from minifloat.nn.etp import etp_weights
+from minifloat.nn.tensor_parallel import etp_weights
 from minifloat.parallel.parallelize import parallelize
 from minifloat.recipe import Recipe
 from tests.helpers.tensor_parallel_oracle import in_rank_order, order_bound

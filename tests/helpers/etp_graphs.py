@@ -17,7 +17,7 @@ from minifloat import make_graphed_callables
 from minifloat.distributed import parallelize
 from minifloat.formats import ROWWISE
 from minifloat.graphs import capture
-from minifloat.nn.etp import etp_weights
+from minifloat.nn.tensor_parallel import etp_weights
 from minifloat.recipe import DelayedScaling, named
 from tests.helpers.graph_on_cpu import GraphOnCpu
 

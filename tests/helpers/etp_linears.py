@@ -20,7 +20,7 @@ from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
 from minifloat.functional.etp.lane import Lane, lane_of
 from minifloat.functional.etp.weight import EtpWeight
-from minifloat.nn.etp import etp_weights
+from minifloat.nn.tensor_parallel import etp_weights
 from minifloat.recipe import Recipe
 
 WIDTH = 23  # of each layer: odd, so that ranks have different numbers of rows, and blocks straddle them

@@ -3,7 +3,7 @@
 ``make mutants`` runs them, ``tests/test_mutants.py`` checks that they still fit the code. ``tests/mutants/*.txt`` has
 them: a file and what pytest is given for it, then for each mutant a name, some text of the file, and what replaces it::
 
-    == functional/permutation.py: functional/test_permutation.py nn/test_moe.py -k "order or loop"
+    == functional/router.py: functional/test_permutation.py nn/test_moe.py -k "order or loop"
 
     a negative index is kept
     - (flat < 0) | (flat >= num_experts)

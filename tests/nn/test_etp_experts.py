@@ -20,7 +20,7 @@ from minifloat.distributed import reduce_replicated
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional.etp.rows import ExpertRows
 from minifloat.functional.linear_config import linear_config
-from minifloat.nn.etp import shard_rows
+from minifloat.nn.tensor_parallel import shard_rows
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools, process_group
 from tests.helpers.etp_experts import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
-from minifloat.nn.rope import RotaryPositionEmbedding
+from minifloat.nn.attention import RotaryPositionEmbedding
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])

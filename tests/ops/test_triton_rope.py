@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
-from minifloat.nn.rope import RotaryPositionEmbedding
+from minifloat.nn.attention import RotaryPositionEmbedding
 from minifloat.ops.launch import count_launches
 from minifloat.ops.rope import kernels, rotate_into, rotated
 from tests.helpers import triton_interpreter

@@ -102,7 +102,7 @@ def _operand(x: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Plain:
-    """What ``swizzle.py`` does by kernels, in plain PyTorch."""
+    """Does in plain PyTorch what ``layouts.py`` does by kernels."""
 
     @staticmethod
     def swizzle(scale: Tensor, outer: int, outer_block: int, repeat: int) -> Tensor:
@@ -126,6 +126,6 @@ def _writers(x: Tensor) -> Any:
     """The functions that write what the library reads: kernels where they run."""
     if not has_kernels(x):
         return _Plain
-    from minifloat.ops.matmul import swizzle as kernels
+    from minifloat.ops.matmul import layouts as kernels
 
     return kernels

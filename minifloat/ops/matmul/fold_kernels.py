@@ -19,7 +19,7 @@ from minifloat.formats import ROWWISE, Format
 from minifloat.formats.device import power_of_two
 from minifloat.formats.elements import E4M3
 from minifloat.ops.launch import Kernel, allocate
-from minifloat.ops.matmul import native, spread, transpose
+from minifloat.ops.matmul import layouts, native, spread
 from minifloat.ops.matmul.fold import BLOCK, HIGHEST, LEAST, LOWEST, TILE
 from minifloat.ops.matmul.reference import contracted_length
 from minifloat.ops.matmul.replay import Steps
@@ -199,7 +199,7 @@ def source(codes: Tensor, scale_inv: Tensor, fmt: Format, dim: int, along: int, 
     outer_block = fmt.scale_block(dim)[0 if along == ROWWISE else 1]
     if along != ROWWISE:
         scale_inv = scale_inv.t()
-        codes = transpose.k_major_copy(codes, True, (1, 1)) if dim == along else codes.t()
+        codes = layouts.k_major_copy(codes, True, (1, 1)) if dim == along else codes.t()
     return Source(consecutive(codes), at_16_bytes(scale_inv), outer, blocks, dim != along, outer_block, fmt)
 
 

@@ -35,12 +35,12 @@ from minifloat.ops.quantize.nvfp4_device import (
     largest,
     load_columns,
     load_rows,
+    random_bits,
     rotate,
     stack_8,
     stack_16,
     tile_max,
 )
-from minifloat.ops.quantize.philox_device import random_bits
 from minifloat.ops.tiles import Tile, tile
 
 

@@ -19,11 +19,11 @@ from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.pytorch import sharded_like
 from minifloat.comm.sharded_cast import gather, is_plain
 from minifloat.formats import COLUMNWISE
-from minifloat.nn.etp import etp_parameters
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import bind_scale
+from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.operand import Operand
 from minifloat.parallel.fsdp import pytorch
 from minifloat.parallel.fsdp.pytorch import ShardedParameter
