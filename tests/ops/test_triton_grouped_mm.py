@@ -25,7 +25,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.functional import batch_invariant
 from minifloat.ops import grouped, matmul
 from minifloat.ops.grouped import hopper, hopper_device, layout, products
-from minifloat.ops.grouped.gemm import grouped_depth_kernel, grouped_rows_kernel, grouped_sum_kernel
+from minifloat.ops.grouped.gemm import grouped_mm_kernel, grouped_sum_kernel
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import fold_kernels
 from minifloat.ops.tiles import GEMM_SM_90, SM_90
@@ -407,7 +407,7 @@ def test_formats_without_kernels_are_the_references(device: torch.device) -> Non
 def test_launches_do_not_depend_on_the_groups(spec: str, gemm: str, device: torch.device) -> None:
     """One GEMM; formats that are written out as bf16 have a kernel or two for each operand before it."""
     before = {MX: {"grouped_largest_kernel": 2, "grouped_decode_kernel": 2}, NV: {"grouped_decode_kernel": 2}}
-    kernel = "grouped_depth_kernel" if gemm == "wgrad" else "grouped_rows_kernel"
+    kernel = "grouped_mm_kernel"
     if device.type == "cuda" and spec in (E4, STRIP) and torch.cuda.get_device_capability() == (9, 0):
         kernel = "grouped_hopper_kernel"
     for counts in ((3, 4), (0,) * 20, (50,)):
@@ -504,16 +504,13 @@ def compile_product(kind: str, dtype: torch.dtype, gemm: str, tile: bool = False
     promoted = kind == "fp8"
     end = choice.rows, choice.cols, choice.depth, choice.stages
     out, offsets = torch.bfloat16, torch.int32
-    if gemm == "wgrad":
-        return compile_for(
-            grouped_depth_kernel, dtype, dtype, scale, scale, out, offsets, offsets, *[7] * 10,
-            True, True, True, True, unit, unit, eight, eight, False, promoted, scaled, False, tile,
-            eight and not scaled, 0, 0, 1.0, 8, *end, num_warps=choice.warps, enable_fp_fusion=False,
-        )  # fmt: skip
+    deep = gemm == "wgrad"
+    orders = (unit, unit, eight, eight) if deep else (0, unit, True, eight or gemm == "fprop")
     return compile_for(
-        grouped_rows_kernel, dtype, dtype, scale, scale, out, out, offsets, offsets, *[7] * 12,
-        True, True, True, True, 0, unit, True, eight or gemm == "fprop", gemm == "dgrad", promoted, scaled, False, tile,
-        eight and not scaled, 0, 0, 1.0, False, 16, 8, *end, num_warps=choice.warps, enable_fp_fusion=False,
+        grouped_mm_kernel, dtype, dtype, scale, scale, out, out, offsets, offsets, *[7] * 12,
+        True, True, deep, True, not deep, *orders, deep, gemm != "fprop", False, promoted, scaled, False, tile,
+        eight and not scaled, 0, 0, 1.0, False, 1 if deep else 16, 8, *end, num_warps=choice.warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -239,13 +239,13 @@ def finished(
 
 
 @triton.jit
-def grouped_rows_kernel(
+def grouped_mm_kernel(
     a, b, a_scale, b_scale, bias, out, a_offsets, b_offsets,
     M, N, depth, groups, a_stride, b_stride,
     a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
-    ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr, ALIGNED_N: tl.constexpr, ALIGNED_DEPTH: tl.constexpr,
-    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr,
-    B_ROWS: tl.constexpr, PROMOTED: tl.constexpr,
+    ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr,
+    ALIGNED_DEPTH: tl.constexpr, A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr,
+    DEPTH: tl.constexpr, B_ROWS: tl.constexpr, ROTATED: tl.constexpr, PROMOTED: tl.constexpr,
     SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
     FACTORS: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr,
     SEARCH: tl.constexpr, SWEEP: tl.constexpr,
@@ -253,94 +253,64 @@ def grouped_rows_kernel(
 ):  # fmt: skip
     """[M, N]: the rows of each group times the group's own matrix; zeros in rows that are no group's.
 
-    B_ROWS: the rows of the right operand are contracted, as many of them as a group has if ``depth`` is more.
+    With DEPTH [G, M, N]: of each group the sum over its rows of the products of columns; ROTATED: its codes go on to a
+    multiple of 16 rows. B_ROWS: the rows of the right operand are contracted, as many of them as a group has if
+    ``depth`` is more.
     """
     N = extent(N, ALIGNED_N)
-    depth = extent(depth, ALIGNED_DEPTH)
     a_stride = extent(a_stride, ALIGNED_A)
     b_stride = extent(b_stride, ALIGNED_B)
-    tile, column = swept(tl.program_id(0), M // BLOCK_M + groups + 1, tl.cdiv(N, BLOCK_N), SWEEP)
-    group = group_of(a_offsets, tile, groups, BLOCK_M, SEARCH)
-    first, end = rows_of(a_offsets, group, groups, M)
-    done = (tile - first // BLOCK_M - group) * BLOCK_M
-    rows = end - first
-    if done >= rows:
-        return
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    if DEPTH:
+        rows = extent(M, ALIGNED_M)
+        tiles_m = tl.cdiv(rows, BLOCK_M)
+        group = tl.program_id(0) // (tiles_m * tiles_n)
+        tile, column = swept(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, SWEEP)
+        first = tl.load(a_offsets + group)
+        depth = tl.load(a_offsets + group + 1) - first
+        if ROTATED:
+            depth = (depth + 15) // 16 * 16
+        done = tile * BLOCK_M
+        out += group.to(tl.int64) * rows * N
+    else:
+        depth = extent(depth, ALIGNED_DEPTH)
+        tile, column = swept(tl.program_id(0), M // BLOCK_M + groups + 1, tiles_n, SWEEP)
+        group = group_of(a_offsets, tile, groups, BLOCK_M, SEARCH)
+        first, end = rows_of(a_offsets, group, groups, M)
+        done = (tile - first // BLOCK_M - group) * BLOCK_M
+        rows = end - first
+        if done >= rows:
+            return
+        out += first.to(tl.int64) * N
     m = done + tl.arange(0, BLOCK_M)
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    out_at = out + (first + m)[:, None].to(tl.int64) * N + n[None, :]
+    out_at = out + m[:, None].to(tl.int64) * N + n[None, :]
     inside = (m < rows)[:, None] & (n < N)[None, :]
-    if group == groups:
-        tl.store(out_at, tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty), mask=inside)
-        return
+    if not DEPTH:  # noqa: SIM102  (only what is left of a constant decides at compile time)
+        if group == groups:
+            tl.store(out_at, tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty), mask=inside)
+            return
     b_first = tl.load(b_offsets + group)
-    if B_ROWS and not ALIGNED_DEPTH:
+    if B_ROWS and not (ALIGNED_DEPTH or DEPTH):
         depth = tl.minimum(depth, tl.load(b_offsets + group + 1) - b_first)
+    A_ROOM: tl.constexpr = DEPTH and A_K and A_UNIT > 0
     B_ROOM: tl.constexpr = B_ROWS and B_K and B_UNIT > 0 and not ALIGNED_DEPTH
     a_row = begin(first, group, A_UNIT).to(tl.int64)
     b_row = begin(b_first, group, B_UNIT).to(tl.int64)
-    a_grid = grid_row(first, group, A_UNIT, BLOCK, A_TILE)
-    b_grid = grid_row(b_first, group, B_UNIT, BLOCK, B_TILE)
     total = multiply_tile(
-        a + a_row * (a_stride if A_K else 1), b + b_row * (1 if B_K == B_ROWS else b_stride),
-        a_scale + a_grid.to(tl.int64) * a_scale_row, b_scale + b_grid.to(tl.int64) * b_scale_row,
+        a + a_row * (1 if A_K == DEPTH else a_stride), b + b_row * (1 if B_K == B_ROWS else b_stride),
+        a_scale + grid_row(first, group, A_UNIT, BLOCK, A_TILE).to(tl.int64) * a_scale_row,
+        b_scale + grid_row(b_first, group, B_UNIT, BLOCK, B_TILE).to(tl.int64) * b_scale_row,
         m, n, rows, N, depth, a_stride, b_stride, a_scale_outer, a_scale_segment, b_scale_outer, b_scale_segment,
-        A_K, B_K, False, B_ROOM, PROMOTED, SCALED, A_TILE, B_TILE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        A_K, B_K, A_ROOM, B_ROOM, PROMOTED, SCALED, A_TILE, B_TILE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
-    a_factor = a_scale + (first if A_STEP else group)
+    a_factor = a_scale + ((group * rows if DEPTH else first) if A_STEP else group)
     b_factor = b_scale + group * (N if B_STEP else 1)
     result = finished(
         total, a_factor, b_factor, bias + group * N, m, n, rows, N, depth, out.dtype.element_ty,
         FACTORS, A_STEP, B_STEP, INVERSE, BIAS,
     )  # fmt: skip
     tl.store(out_at, result, mask=inside)
-
-
-@triton.jit
-def grouped_depth_kernel(
-    a, b, a_scale, b_scale, out, a_offsets, b_offsets,
-    M, N, a_stride, b_stride,
-    a_scale_row, a_scale_outer, a_scale_segment, b_scale_row, b_scale_outer, b_scale_segment,
-    ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr, ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr,
-    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr,
-    ROTATED: tl.constexpr, PROMOTED: tl.constexpr, SCALED: tl.constexpr, A_TILE: tl.constexpr, B_TILE: tl.constexpr,
-    FACTORS: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, INVERSE: tl.constexpr, SWEEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """[G, M, N]: of each group the sum over its rows of the products of columns.
-
-    ROTATED: codes of a group go on to a multiple of 16 rows.
-    """
-    M = extent(M, ALIGNED_M)
-    N = extent(N, ALIGNED_N)
-    a_stride = extent(a_stride, ALIGNED_A)
-    b_stride = extent(b_stride, ALIGNED_B)
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (tiles_m * tiles_n)
-    row, column = swept(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, SWEEP)
-    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    a_first, b_first = tl.load(a_offsets + group), tl.load(b_offsets + group)
-    depth = tl.load(a_offsets + group + 1) - a_first
-    if ROTATED:
-        depth = (depth + 15) // 16 * 16
-    a_row = begin(a_first, group, A_UNIT).to(tl.int64)
-    b_row = begin(b_first, group, B_UNIT).to(tl.int64)
-    total = multiply_tile(
-        a + a_row * (1 if A_K else a_stride), b + b_row * (1 if B_K else b_stride),
-        a_scale + grid_row(a_first, group, A_UNIT, BLOCK, A_TILE).to(tl.int64) * a_scale_row,
-        b_scale + grid_row(b_first, group, B_UNIT, BLOCK, B_TILE).to(tl.int64) * b_scale_row,
-        m, n, M, N, depth, a_stride, b_stride, a_scale_outer, a_scale_segment, b_scale_outer, b_scale_segment,
-        A_K, B_K, A_K and A_UNIT > 0, B_K and B_UNIT > 0, PROMOTED,
-        SCALED, A_TILE, B_TILE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-    )  # fmt: skip
-    a_factor = a_scale + group * (M if A_STEP else 1)
-    b_factor = b_scale + group * (N if B_STEP else 1)
-    result = finished(
-        total, a_factor, b_factor, out, m, n, M, N, depth, out.dtype.element_ty, FACTORS, A_STEP, B_STEP, INVERSE, False
-    )
-    out_at = out + group.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(out_at, result, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 # ---- sums ----
@@ -367,6 +337,5 @@ def grouped_sum_kernel(
     tl.store(out + group.to(tl.int64) * N + n, found, mask=n < N)
 
 
-multiply_rows = Kernel(grouped_rows_kernel)
-contract_rows = Kernel(grouped_depth_kernel)
+multiply = Kernel(grouped_mm_kernel)
 sum_rows = Kernel(grouped_sum_kernel)

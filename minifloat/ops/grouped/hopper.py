@@ -51,7 +51,7 @@ def grouped_hopper_kernel(
     A_STEP: gl.constexpr, B_STEP: gl.constexpr, BIAS: gl.constexpr, CLEAR: gl.constexpr,
     STRIPS: gl.constexpr, SERIES: gl.constexpr, SWEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``grouped_rows_kernel``, or with DEPTH ``grouped_depth_kernel``, of ``gemm.py``.
+    """``grouped_mm_kernel`` of ``gemm.py``.
 
     ``a_grid`` and ``b_grid`` describe the scales of STRIPS; else they are not used.
     ``a`` and ``b`` describe matrices whose contracted dim is consecutive. B_ROWS: the right one's groups follow each

@@ -79,14 +79,11 @@ def multiply(
     shape = (left.groups * rows, cols) if gemm == "wgrad" else (rows, cols)
     out = allocate(shape, out_dtype, a.device) if into is None else into.view(shape)
     factors = left.format.quantized and right.format.quantized and kind != "block"
-    constants = kind == "fp8", kind == "block", factors
     if kind in ("fp8", "block") and hopper.takes(*sides):
         depth = 0 if gemm == "wgrad" else sides[0].matrix.shape[1]
         hopper.multiply(*sides, rows, bias, out, depth, kind == "block", SWEEP)
-    elif gemm == "wgrad":
-        _contract_rows(*sides, left.format.transform == "hadamard16", rows, cols, out, constants, tile)
     else:
-        _multiply_rows(*sides, left.format.packed, bias, out, constants, tile)
+        _launch(*sides, left.format, bias, out, gemm == "wgrad", kind, factors, tile)
     if weight is not None:
         weight.repair(sides[0], bias, out)
     return out.view(left.groups, rows, cols) if gemm == "wgrad" else out
@@ -168,48 +165,34 @@ def _values(gemm: str, a: Cast, b: Cast, rows: int, cols: int, out_dtype: torch.
     return side(a, (rows, depth)), side(b, (b.groups * depth, cols))
 
 
-def _multiply_rows(
-    a: Side, b: Side, packed: bool, bias: Tensor | None, out: Tensor, constants: tuple[bool, bool, bool], tile: GemmTile
-) -> None:
-    """fprop and dgrad; ``packed``: the left operand's codes may be one more than are contracted."""
-    precise, scaled, factors = constants
-    groups, (M, N), depth = a.offsets.numel() - 1, out.shape, a.matrix.shape[1]
-    b_rows = b.along == COLUMNWISE
-    if not b_rows:
-        depth = min(depth, b.matrix.shape[1])
+def _launch(
+    a: Side, b: Side, codes: Format, bias: Tensor | None, out: Tensor, groups_deep: bool, kind: str, factors: bool,
+    tile: GemmTile,
+) -> None:  # fmt: skip
+    """The kernel of ``gemm.py``; ``codes``: the format of the left operand; ``groups_deep``: rows are contracted."""
+    groups, (M, N), depth, b_rows = a.offsets.numel() - 1, out.shape, a.matrix.shape[1], b.along == COLUMNWISE
+    if groups_deep:
+        M, depth = M // max(groups, 1), 0
+        programs = groups * triton.cdiv(M, tile.rows)
+    else:
+        depth = depth if b_rows else min(depth, b.matrix.shape[1])
+        programs = M // tile.rows + groups + 1
+    # The left operand's packed codes may be one more than are contracted.
+    aligned_depth = not groups_deep and aligned([depth]) and not (b_rows and codes.packed)
     assert not b.tile or tile.cols == kernels.BLOCK.value
-    kernels.multiply_rows(
-        (M // tile.rows + groups + 1) * triton.cdiv(N, tile.cols),
+    kernels.multiply(
+        programs * triton.cdiv(N, tile.cols),
         (
             a.matrix, b.matrix, a.scale, b.scale, out if bias is None else ready(bias), out,
             at_16_bytes(a.offsets), at_16_bytes(b.offsets),
         ),
         (M, N, depth, groups, a.stride, b.stride, *a.strides, *b.strides),
         (
-            aligned([a.stride]), aligned([b.stride]), aligned([N]), aligned([depth]) and not (b_rows and packed),
-            a.unit, b.unit, a.consecutive, b.consecutive, b_rows, precise, scaled,
+            aligned([a.stride]), aligned([b.stride]), aligned([M]) and groups_deep, aligned([N]), aligned_depth,
+            a.unit, b.unit, a.consecutive, b.consecutive, groups_deep, b_rows,
+            groups_deep and codes.transform == "hadamard16", kind == "fp8", kind == "block",
             a.tile, b.tile, factors, a.step, b.step, 1.0 / (a.divisor * b.divisor), bias is not None,
-            triton.next_power_of_2(groups + 1), SWEEP, tile.rows, tile.cols, tile.depth, tile.stages,
-        ),
-        tile.warps,
-    )  # fmt: skip
-
-
-def _contract_rows(
-    a: Side, b: Side, rotated: bool, M: int, N: int, out: Tensor, constants: tuple[bool, bool, bool], tile: GemmTile
-) -> None:
-    """wgrad."""
-    precise, scaled, factors = constants
-    groups = a.offsets.numel() - 1
-    assert not b.tile or tile.cols == kernels.BLOCK.value
-    kernels.contract_rows(
-        groups * triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.cols),
-        (a.matrix, b.matrix, a.scale, b.scale, out, at_16_bytes(a.offsets), at_16_bytes(b.offsets)),
-        (M, N, a.stride, b.stride, *a.strides, *b.strides),
-        (
-            aligned([a.stride]), aligned([b.stride]), aligned([M]), aligned([N]),
-            a.unit, b.unit, a.consecutive, b.consecutive, rotated, precise, scaled,
-            a.tile, b.tile, factors, a.step, b.step, 1.0 / (a.divisor * b.divisor), SWEEP,
+            1 if groups_deep else triton.next_power_of_2(groups + 1), SWEEP,
             tile.rows, tile.cols, tile.depth, tile.stages,
         ),
         tile.warps,
