@@ -16,6 +16,7 @@ import minifloat
 import minifloat.distributed
 import minifloat.functional
 from minifloat.recipe import MMParams
+from tests.helpers.sample import each_twice
 
 OBJECT = object()
 VALUES: dict[str, Any] = {
@@ -311,6 +312,7 @@ def test_what_is_needed_is_enough() -> None:
             target(**needed.get(name, {}))
 
 
+@each_twice
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64])
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 def test_results_of_products_are_floating_point(gemm: str, dtype: torch.dtype) -> None:

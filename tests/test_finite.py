@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import minifloat
 from minifloat import DelayedScaling, LayerNormMLP, Linear, autocast, finite, quantized_model_init
 from minifloat.recipe import Recipe, named
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_pair, each_twice
 
 M, N, K = 48, 40, 56
 POISONED = 3, 5  # row and column of the one element that is not finite
@@ -100,6 +100,7 @@ def model(recipe: str | None = None) -> nn.Sequential:
     )
 
 
+@each_twice
 @pytest.mark.parametrize("kind", ["autocast", "own", "none"])
 @pytest.mark.parametrize(
     ("broken", "message"),

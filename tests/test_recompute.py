@@ -165,6 +165,7 @@ ORDERS = ["f0 f1 b0 b1 f2 b2", "f0 f1 b1 b0 f2 b2"]
 EXACT = [(name, way) for name in RECIPES for way in (plain, reentrant, ours) if name != "delayed" or way is ours]
 
 
+@each_pair
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("name", "way"), [each for each in EXACT if each[0] in ("delayed", "stochastic")])

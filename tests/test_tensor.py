@@ -54,6 +54,8 @@ MORE = [(u, s) for u in USAGES for s in (WHOLE, BROKEN, UNEVEN, (1, 1), (0, 5), 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 everywhere = pytest.mark.parametrize("name", QUANTIZERS)
+VARIANTS = ("current_pow2", "current_e5m2", "block_strips", "block_tiles_pow2", "mxfp8_tiles", "nvfp4_stochastic")
+in_each_kind = pytest.mark.parametrize("name", [name for name in QUANTIZERS if name not in VARIANTS])
 in_usages = pytest.mark.parametrize("usage", USAGES)
 
 
@@ -304,7 +306,7 @@ ROWS: dict[str, Op] = {
 
 
 @each_twice
-@everywhere
+@in_each_kind
 @in_usages
 @pytest.mark.parametrize("shape", [(256, 128), (256, 37)])
 def test_what_stays_quantized(name: str, usage: str, shape: tuple[int, int]) -> None:
@@ -334,7 +336,7 @@ def test_rows_that_break_blocks_give_values() -> None:
     assert type(make("mxfp8", "both", (37, 53))[32:]) is QuantizedTensor  # the last block may be a short one
 
 
-@everywhere
+@in_each_kind
 def test_views_share_memory(name: str) -> None:
     t = make(name, shape=(256, 64))
     views = [
@@ -354,7 +356,7 @@ def test_views_share_memory(name: str) -> None:
     assert all(getattr(copied, f).data_ptr() != b.data_ptr() for f, b in buffers(t).items() if b.numel())
 
 
-@everywhere
+@in_each_kind
 def test_writing_to_a_view_changes_the_tensor(name: str) -> None:
     t, y = make(name, shape=(256, 64)), torch.randn(64, 256).bfloat16()
     torch.manual_seed(2)
@@ -516,7 +518,7 @@ def test_copy_between_formats() -> None:
     assert plain.copy_(source) is plain and same(plain, source.dequantize().float())
 
 
-@everywhere
+@in_each_kind
 def test_quantize_in_place_casts_from_the_dtype_of_the_source(name: str) -> None:
     t, master = make(name), torch.randn(130, 70)
     t.quantize_(master)
@@ -668,7 +670,7 @@ def test_rows_may_be_written_with_the_same_scale() -> None:
 # ---- usage ----
 
 
-@everywhere
+@in_each_kind
 def test_update_usage_drops(name: str) -> None:
     t = make(name)
     row, column = t.operands
@@ -683,7 +685,7 @@ def test_update_usage_drops(name: str) -> None:
     assert other.operands.rowwise is None and (name in ("current", "identity")) <= (column is row)
 
 
-@everywhere
+@in_each_kind
 def test_update_usage_of_what_was_dropped(name: str) -> None:
     t, quantizer = make(name, "rowwise"), QUANTIZERS[name]
     if quantizer.row_format.symmetric and quantizer.column_format is None:
@@ -730,7 +732,7 @@ def test_round_trips(name: str, usage: str, trip: str) -> None:
         assert [o and o.layout for o in back._operands] == [o and o.layout for o in t._operands]
 
 
-@everywhere
+@in_each_kind
 def test_damaged_files_are_refused(name: str) -> None:
     """Fewer codes or scales than a matrix has would be repeated by a write, and read beyond their end by kernels."""
     t = make(name, "both", (64, 96))
@@ -782,7 +784,7 @@ def test_module_state_dict() -> None:
     assert type(module.weight) is QuantizedTensor
 
 
-@everywhere
+@in_each_kind
 def test_module_to(name: str) -> None:
     module = nn.Linear(70, 130)
     module.weight = nn.Parameter(make(name))
@@ -872,7 +874,7 @@ def test_on_a_device(name: str) -> None:
 
 
 @each_twice
-@everywhere
+@in_each_kind
 @in_usages
 def test_gradient_of_a_parameter(name: str, usage: str) -> None:
     p, x = nn.Parameter(make(name, usage)), torch.randn(5, 70).bfloat16()
@@ -890,7 +892,7 @@ def test_dequantize_is_differentiable() -> None:
 
 
 @each_twice
-@everywhere
+@in_each_kind
 @in_usages
 @pytest.mark.parametrize("shape", [WHOLE, (2, 3, 8)])
 def test_what_dequantize_gives_can_be_written(name: str, usage: str, shape: tuple[int, ...]) -> None:

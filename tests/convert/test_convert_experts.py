@@ -17,6 +17,7 @@ from minifloat.convert import DefaultFilter, convert, revert
 from minifloat.functional import count_gemms
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.helpers.experts import IDS, NAMES, E, F, H, Loop, block, experts_only, gpt_oss, inputs, mixtral, qwen3, train
+from tests.helpers.sample import each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
@@ -35,6 +36,7 @@ def gradients(module: nn.Module, x: Tensor, *tensors: Tensor) -> dict[str, Tenso
     return found
 
 
+@each_twice
 @MODELS
 @RECIPES
 def test_as_a_loop_over_linears(make: Callable[[], Any], recipe: Any) -> None:

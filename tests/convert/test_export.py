@@ -37,6 +37,7 @@ from tests.helpers.export_cases import (
     trained,
     two_linears,
 )
+from tests.helpers.sample import each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
@@ -66,6 +67,7 @@ def slow_but(*fast: Any, of: Any) -> list[Any]:
 # ---- what a program holds, and that it computes the same ----
 
 
+@each_pair
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kept", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RECIPES)
@@ -123,6 +125,7 @@ WAYS = [(name, False, False) for name in RECIPES] + [
 """Recipes, whether weights are kept quantized, and whether Dynamo traces."""
 
 
+@each_twice
 @pytest.mark.parametrize(("name", "kept", "strict"), slow_but(("current", False, False), of=WAYS))
 @pytest.mark.parametrize(
     "layer", slow_but("split", "layernorm mlp", "transformer", "grouped", "experts", "twice", of=LAYERS)

@@ -22,6 +22,7 @@ from minifloat.quantizer import Quantizer
 from minifloat.recipe import Float8BlockScaling, Recipe, named
 from tests.helpers.compare import assert_same_operands
 from tests.helpers.fused_model import fill, run
+from tests.helpers.sample import each_twice
 
 BF16 = torch.bfloat16
 STRIPS, MX = Format("e4m3", 128, scale_rule="pow2"), Format("e4m3", 32, scale_rule="e8m0")
@@ -79,6 +80,7 @@ def test_norms(fmt: Format, device: torch.device) -> None:
             assert made.stream is not None and value.stream is not None and torch.equal(made.stream, value.stream)
 
 
+@each_twice
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "clamped_swiglu"])
 @FOR_EACH_FORMAT
 def test_activations(fmt: Format, name: str, device: torch.device) -> None:

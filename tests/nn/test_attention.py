@@ -165,6 +165,7 @@ def test_nothing_crosses_between_packed_sequences() -> None:
     assert torch.equal(other[:3], y[:3])
 
 
+@each_pair
 @pytest.mark.parametrize("by_mask", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "padding_causal_bottom_right"])
@@ -244,6 +245,7 @@ def test_rows_that_see_nothing_give_zero(
     assert y.isfinite().all() and all(g.isfinite().all() for g in gradients)
 
 
+@each_pair
 @pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0)], ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, (1, 0)], ids=str)

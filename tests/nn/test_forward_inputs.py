@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import minifloat
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_pair, each_twice
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "Linear": lambda **options: minifloat.Linear(64, 64, **options),
@@ -68,6 +68,7 @@ def test_other_arguments() -> None:
         minifloat.MultiheadAttention(64, 4, attention_type="cross")(dense, encoder_output="x")
 
 
+@each_twice
 @pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_parameters_on_meta(kind: str, recipe: str | None) -> None:

@@ -174,6 +174,7 @@ def test_options(recipe: str, delay: bool, fuse: bool, save: bool, bias: bool | 
         assert all(map(torch.equal, biases, [torch.stack(expected)] if bias else expected))
 
 
+@each_twice
 @pytest.mark.parametrize("around", [None, "none", "mxfp8", "delayed"])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "delayed"])
 def test_under_other_recipes(recipe: str, around: str | None) -> None:
@@ -317,6 +318,7 @@ def test_a_weight_that_is_replaced(recipe: str, by: str, replaced: int) -> None:
     assert_step_alike(grouped, linears, (7, 4, 23))
 
 
+@each_twice
 @pytest.mark.parametrize("rows", [24, 130, 1, 32])
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "rowwise"])
 def test_what_dgrad_reads_on_a_gpu(recipe: str, rows: int) -> None:

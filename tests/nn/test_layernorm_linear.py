@@ -51,6 +51,7 @@ def test_returned_norm(recipe: Recipe) -> None:
     assert_steps(LinearCase(norm="RMSNorm"), recipe, return_layernorm_output=True)
 
 
+@each_twice
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @for_each(NAMED)
 def test_special_rows(recipe: Recipe, value: float) -> None:

@@ -31,7 +31,7 @@ from minifloat.tensor import QuantizedTensor
 from tests.helpers.fused_cases import LinearCase, MLPCase, assert_as_parts, assert_special_rows, assert_steps, unfused
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import FUSED_RECIPES, NAMED, STATELESS_FUSED, for_each
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,6 +74,7 @@ def test_returned_norm(recipe: Recipe) -> None:
     assert_steps(MLPCase(activation="swiglu"), recipe, return_layernorm_output=True)
 
 
+@each_twice
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @for_each(NAMED)
 def test_special_rows(recipe: Recipe, value: float) -> None:
@@ -453,6 +454,7 @@ def test_copies(case: Any, recipe: Recipe) -> None:
     assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
 
 
+@each_pair
 @pytest.mark.parametrize("outside", [False, True], ids=["own", "autocast"])
 @for_each(NAMED)
 @pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True, "return_bias": True}], ids=["y", "all"])

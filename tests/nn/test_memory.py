@@ -89,6 +89,7 @@ def kept_by_norm(M: int, K: int) -> list[int]:
 FORMULAS = [name for name in RECIPES if " " not in name]
 
 
+@each_twice
 @pytest.mark.parametrize("M", [1, 48, 160])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_layernorm_linear_keeps(name: str, M: int) -> None:

@@ -121,6 +121,7 @@ def test_numbers_of_more_rows(worker_pool: Pools, recipe: Recipe, rows: tuple[in
     test_numbers(worker_pool, recipe, rows, True)
 
 
+@each_pair
 @SEQUENCE
 @pytest.mark.parametrize("options", [{"fuse_qkv_params": True}, {"qk_norm_type": "RMSNorm"}], ids=str)
 @pytest.mark.parametrize("recipe", NAMED.values(), ids=NAMED.keys())

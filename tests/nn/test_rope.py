@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
 from minifloat.nn.attention import RotaryPositionEmbedding
+from tests.helpers.sample import each_pair
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
@@ -27,6 +28,7 @@ def by_complex_numbers(x: Tensor, position: Tensor, r: int, interleaved: bool, b
     return torch.cat((turned, rest), -1)
 
 
+@each_pair
 @INTERLEAVED
 @pytest.mark.parametrize("percent", [1.0, 0.5, 0.3])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -21,7 +21,7 @@ from minifloat.functional.router import multiply_in_fp32
 from minifloat.nn import TopKRouter
 from minifloat.parallel.data_parallel import data_parallel
 from tests.helpers.distributed_pool import Pools, process_group
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_pair, each_twice
 
 H = 12
 LOSSES: dict[str, Any] = {"aux_loss_coefficient": 0.25, "z_loss_coefficient": 0.125}
@@ -308,6 +308,7 @@ def test_masked_tokens_go_nowhere(device: torch.device) -> None:
     assert leaf.grad is not None and leaf.grad[mask].any(-1).all() and not leaf.grad[~mask].any()
 
 
+@each_pair
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("options", [{}, {"bias": True, **LOSSES}, {"logits_dtype": None, "score_function": "sigmoid"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

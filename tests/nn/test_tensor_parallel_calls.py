@@ -163,6 +163,7 @@ def _two_groups(rank: int, size: int, kind: str, recipe: Recipe) -> None:
         dist.destroy_process_group(group)
 
 
+@each_twice
 @pytest.mark.parametrize("recipe", ["current", "block", "nvfp4"])
 @pytest.mark.parametrize("kind", ["column", "row", "norm", "mlp"])
 def test_two_groups(worker_pool: Pools, kind: str, recipe: str) -> None:

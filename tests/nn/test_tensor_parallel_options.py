@@ -22,6 +22,7 @@ from minifloat.tensor import QuantizedTensor, quantize
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import NAMED
+from tests.helpers.sample import each_pair
 from tests.helpers.selection import diagonals
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results
 from tests.helpers.tensor_parallel_oracle import shard
@@ -58,6 +59,7 @@ def values(parameter: Tensor) -> Tensor:
     return parameter.dequantize().detach() if isinstance(parameter, QuantizedTensor) else parameter.detach().clone()
 
 
+@each_pair
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("options", [{}, {"parameters_split": SPLIT}], ids=["whole", "split"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,7 +251,7 @@ OPTIONS = (
 
 @pytest.mark.parametrize(
     ("recipe", "kind", "option"),
-    diagonals(2, RECIPES, KINDS, OPTIONS),
+    diagonals(3, RECIPES, KINDS, OPTIONS),
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_options(worker_pool: Pools, option: Any, kind: str, recipe: Recipe | None) -> None:

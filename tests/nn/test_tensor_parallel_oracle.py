@@ -19,7 +19,7 @@ from tests.helpers import tensor_parallel_oracle as oracle
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, fill, run
 from tests.helpers.recipes import FUSED_RECIPES, SOME_LINEAR, batch_scales, for_each
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_pair, each_twice
 from tests.helpers.tensor_parallel_oracle import Group, in_rank_order, order_bound, unshard
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
@@ -109,6 +109,7 @@ def same(xs: Sequence[Tensor]) -> Tensor:
     return xs[0]
 
 
+@each_pair
 @BOTH
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", modules())

@@ -21,6 +21,7 @@ from minifloat.ops.matmul import hopper
 from minifloat.ops.matmul.spread import Scales, finish
 from minifloat.quantizer import Quantizer
 from tests.helpers.replay_on_cpu import replay_on_cpu
+from tests.helpers.sample import each_twice
 from tests.helpers.triton_interpreter import compile_for
 
 MX, NV = Format("e4m3", 32, scale_rule="e8m0"), Format("e2m1", 16, scale_rule="two_level")
@@ -72,6 +73,7 @@ class Stand:
         return launch
 
 
+@each_twice
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("pair", [(MX, MX), (NV, NV), (MX, NV), (NV, Format())], ids=lambda pair: pair[1].spec)
 def test_what_the_kernel_is_given(gemm: str, pair: tuple[Format, Format], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.helpers.norm_model import (
     norm_float64,
     norm_inputs,
 )
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_pair, each_twice
 
 SHAPES = [(1, 1), (3, 5), (16, 64), (7, 129), (2, 1000)]
 
@@ -91,6 +91,7 @@ def test_zero_rows_and_no_rows(norm: Norm, device: torch.device) -> None:
     assert not dgamma.any() and (dbeta is None or not dbeta.any())
 
 
+@each_twice
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @FOR_EACH_NORM
 def test_one_bad_row_spoils_no_other(norm: Norm, value: float, device: torch.device) -> None:

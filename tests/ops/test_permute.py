@@ -30,6 +30,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device, kind: str = "dr
     }
 
 
+@each_twice
 @pytest.mark.parametrize("dtype", DTYPES)
 @FOR_EACH_CASE
 def test_within_the_rounding_of_fp32(case: Case, dtype: torch.dtype, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from minifloat.ops.matmul.spread import UNSCALED, Scales, finish, finish_kernel,
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
 from minifloat.ops.quantize.decode import TILE, decode_kernel, dequantize
 from tests.helpers.compare import assert_same_bits_or_nan
+from tests.helpers.sample import each_pair, each_twice
 from tests.helpers.triton_interpreter import compile_for
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -186,9 +188,8 @@ def test_dequantize_every_code_under_every_scale(rule: str, device: torch.device
     assert_dequantizes(codes, scales, amax, fmt, ROWWISE, (256, 256 * (2 if fmt.packed else 1)), torch.float32)
 
 
-@FOR_EACH_CAST
-def test_dequantize_nothing(fmt: Format, dim: int, device: torch.device) -> None:
-    for rows, cols in EMPTY:
+def test_dequantize_nothing(device: torch.device) -> None:
+    for (fmt, dim), (rows, cols) in product(CASTS, EMPTY):
         codes, scales, amax = operand(fmt, dim, rows, cols)
         amax = None if amax is None else amax.to(device)
         assert_dequantizes(codes.to(device), scales.to(device), amax, fmt, dim, (rows, cols), torch.bfloat16)
@@ -225,11 +226,11 @@ def test_spread(fmt: Format, dim: int, device: torch.device) -> None:
             assert 1 in values.stride()
 
 
-@FOR_EACH_CAST
+@pytest.mark.parametrize(
+    ("fmt", "dim"), [cast for cast in CASTS if cast[0].block and cast[0].scaling.power_of_two], ids=str
+)
 def test_values(fmt: Format, dim: int, device: torch.device) -> None:
     """Under scales of powers of two: one pass gives ``emulated.values``, NaN and what is cut included."""
-    if not (fmt.block and fmt.scaling.power_of_two):
-        return
     for rows, cols in shapes(device):
         codes, scales, _ = operand(fmt, dim, rows, cols)
         if scales.dtype == torch.float32:
@@ -257,6 +258,7 @@ def test_spread_looks_at_many_scales(device: torch.device) -> None:
 # ---- the epilogue ----
 
 
+@each_twice
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("per_row", [(False, False), (True, False), (False, True), (True, True)], ids=str)
 def test_finish(per_row: tuple[bool, bool], out_dtype: torch.dtype, device: torch.device) -> None:
@@ -326,6 +328,7 @@ def test_transpose_bytes(device: torch.device) -> None:
 # ---- what the compiler makes of them ----
 
 
+@each_pair
 @pytest.mark.parametrize("k_major", [False, True], ids=["row_major", "k_major"])
 @pytest.mark.parametrize("level", ["none", "largest", "saturated"])
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)

@@ -20,7 +20,7 @@ from minifloat.ops.quantize import reference as quantize
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import DTYPES, U, assert_within
 from tests.helpers.norm_model import FOR_EACH_NORM, assert_norm_forward, assert_norm_gradients, norm_inputs
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_pair, each_twice
 
 assert triton_interpreter
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -136,6 +136,7 @@ def test_shapes(check: Any, norm: Norm, dtype: torch.dtype, shape: tuple[int, in
     check(norm, *norm_inputs(norm, shape, dtype, device))
 
 
+@each_twice
 @FOR_EACH_NORM
 @CHECKS
 def test_rows_wider_than_a_tile(check: Any, norm: Norm, device: torch.device) -> None:
@@ -162,6 +163,7 @@ def test_small_variances(check: Any, eps: float, device: torch.device) -> None:
     check(norm, x * 1e-6, gamma, None)
 
 
+@each_pair
 @pytest.mark.parametrize("spec", [SPEC, "e5m2/tensor/given"])
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
 @FOR_EACH_NORM
@@ -179,6 +181,7 @@ def test_no_rows(norm: Norm, device: torch.device) -> None:
     assert dx.shape == (0, 4) and not dgamma.any() and not dbeta.any()
 
 
+@each_twice
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @FOR_EACH_NORM
 def test_one_bad_row_spoils_no_other(norm: Norm, value: float, device: torch.device) -> None:

@@ -56,7 +56,7 @@ def check(x: Tensor, y: Tensor, p: Tensor, *of: Tensor) -> None:
         same(got, want)
 
 
-@pytest.mark.parametrize(("case", "kind", "dtype"), diagonals(2, SHAPES, KINDS, [*DTYPES, torch.float64]), ids=str)
+@pytest.mark.parametrize(("case", "kind", "dtype"), diagonals(4, SHAPES, KINDS, [*DTYPES, torch.float64]), ids=str)
 def test_bit_for_bit(case: Case, kind: str, dtype: torch.dtype, device: torch.device) -> None:
     of = where(case, kind, device)
     x = torch.randn(case.tokens, case.columns).to(dtype).to(device)

@@ -23,6 +23,7 @@ from minifloat.ops.tiles import SM_90
 from minifloat.quantizer import Quantizer
 from tests.helpers.compare import assert_same_bits_or_nan
 from tests.helpers.replay_on_cpu import replay_on_cpu
+from tests.helpers.sample import each_twice
 from tests.helpers.triton_interpreter import compile_for
 
 FORMATS = [Format(element, 32, scale_rule="e8m0") for element in ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2")]
@@ -62,6 +63,7 @@ def wanted(x: Tensor, fmt: Format, dim: int, value: bool) -> tuple[Tensor, Tenso
     return values.clamp(-emulated.LARGEST, emulated.LARGEST).bfloat16(), scales
 
 
+@each_twice
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.spec)
 @pytest.mark.parametrize("as_values", [(True, True), (True, False), (False, True)], ids=str)
 def test_values_are_those_of_the_codes(as_values: tuple[bool, bool], fmt: Format, device: torch.device) -> None:
