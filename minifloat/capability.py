@@ -95,7 +95,7 @@ _MX_ELEMENTS = frozenset({"e4m3", "e5m2", "e2m1", "e2m3", "e3m2"})
 
 
 def is_mxfp4(fmt: Format) -> bool:
-    """E2M1 with a power of two for each 32, in strips or tiles: ``ops/matmul/fold.py`` makes FP8 in tiles of it."""
+    """E2M1 with a power of two for each 32, in strips or tiles: ``fold`` of ``ops/matmul`` makes FP8 in tiles of it."""
     return fmt.element == "e2m1" and fmt.block == 32 and fmt.scale_rule == "e8m0"
 
 

@@ -256,7 +256,7 @@ class Kernel:
         contract: let the compiler contract ``a * b + c`` to one rounding. Off where results are defined to the bit.
         wide: it reads 16 bytes at a time, so that matrices (anything but single elements) must begin at such places.
         table: of more matrices than MOST_BY_VALUE it takes a table, see :func:`in_table`; else tuples of any length.
-        layouts: its last constant is the layouts of a tile (``quantize/layouts.py``), for which Gluon compiles the same
+        layouts: its last constant is the layouts of a tile (``quantize/job.py``), for which Gluon compiles the same
             function, or None, for Triton.
     """
 

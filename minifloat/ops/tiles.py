@@ -48,7 +48,7 @@ SM_90: dict[str, Tile] = {
     "cast_tensor": Tile(64, 128, 4),
     "cast_block": Tile(32, 128, 4),
     "cast_block_columnwise": Tile(128, 128, 4),
-    "cast_block_shared": Tile(128, 128, 8),  # through shared memory, see quantize/layouts.py
+    "cast_block_shared": Tile(128, 128, 8),  # through shared memory, see quantize/job.py
     "cast_mx": Tile(16, 256, 4),
     "cast_mx_columnwise": Tile(32, 128, 2),
     "cast_mx_shared": Tile(32, 256, 4),

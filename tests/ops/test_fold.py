@@ -17,7 +17,8 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.formats.elements import E4M3
 from minifloat.ops import matmul
 from minifloat.ops.launch import count_launches
-from minifloat.ops.matmul import _Matrix, fold, fold_kernels, native
+from minifloat.ops.matmul import _Matrix, fold_kernels, native
+from minifloat.ops.matmul import reference as products
 from minifloat.ops.quantize import reference
 from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -51,7 +52,7 @@ def random(way: str, outer: int, depth: int, spread: int = 14, largest: int = 14
 
 def values(x: _Matrix) -> Tensor:
     """float64 [outer, contracted], zero in blocks that are zero whatever their scale, contracted in whole strips."""
-    length = fold.contracted_length(x.codes, x.format, x.dim, x.along)
+    length = products.contracted_length(x.codes, x.format, x.dim, x.along)
     shape = (x.outer, length) if x.along == ROWWISE else (length, x.outer)
     codes = reference.decode(x.codes, x.format, x.dim, torch.Size(shape)).double()
     rows, cols = x.format.scale_block(x.dim)
@@ -61,14 +62,14 @@ def values(x: _Matrix) -> Tensor:
     return torch.nn.functional.pad(found, (0, -length % 128))
 
 
-def unfolded(x: fold.Folded, outer: int) -> Tensor:
+def unfolded(x: products.Folded, outer: int) -> Tensor:
     """The values that a fold stands for."""
     scale = x.scale.double().repeat_interleave(128, 0)[:outer].repeat_interleave(128, 1)
     return E4M3.decode(x.codes).double() * scale
 
 
-def run(x: _Matrix) -> fold.Folded:
-    return fold.fold(x.codes, x.scale_inv, x.format, x.dim, x.along, x.outer)
+def run(x: _Matrix) -> products.Folded:
+    return products.fold(x.codes, x.scale_inv, x.format, x.dim, x.along, x.outer)
 
 
 @each_twice

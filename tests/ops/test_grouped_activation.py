@@ -18,7 +18,7 @@ from minifloat.ops import grouped
 from minifloat.ops.grouped import activation, activation_kernels, layout
 from minifloat.ops.grouped.table import Outputs
 from minifloat.ops.launch import KNOWN, count_launches
-from minifloat.ops.quantize.fused import VALUE
+from minifloat.ops.quantize.blocks import VALUE
 from minifloat.ops.tiles import tile
 from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, activation_inputs, error_scale
 from tests.helpers.compare import U, assert_same_bits

@@ -22,8 +22,8 @@ from minifloat.ops.activation import kernels, out_columns
 from minifloat.ops.launch import Kernel, count_launches
 from minifloat.ops.norm import kernels as norm_kernels
 from minifloat.ops.quantize import fused_cast
-from minifloat.ops.quantize.fused import cast_constants, fused_tile
-from minifloat.ops.quantize.layouts import layouts
+from minifloat.ops.quantize.blocks import cast_constants, fused_tile
+from minifloat.ops.quantize.job import layouts
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.activation_model import ACTIVATIONS, activation_inputs, backward_inputs

@@ -17,8 +17,7 @@ from minifloat.formats import device as device_functions
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import amax_shape, blocks, nvfp4, per_tensor, pipeline, reference
 from minifloat.ops.quantize import device as device_code
-from minifloat.ops.quantize.job import Aligned, Job
-from minifloat.ops.quantize.layouts import layouts
+from minifloat.ops.quantize.job import Aligned, Job, layouts
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import assert_same_bits
@@ -302,7 +301,7 @@ def test_compiled(rule: str, with_layouts: bool) -> None:
 
 def test_what_goes_through_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts of bf16 along the columns to strips of FP8, of sizes that allow wide accesses."""
-    monkeypatch.setattr("minifloat.ops.quantize.layouts._runs_on", lambda device: True)
+    monkeypatch.setattr("minifloat.ops.quantize.job._runs_on", lambda device: True)
     x, sizes = torch.zeros(32, 48, dtype=torch.bfloat16), Aligned.of([32], [48])
 
     def chosen(x: Tensor, *wanted: Format | None, k_major: bool = True, sizes: Aligned = sizes) -> bool:

@@ -18,7 +18,7 @@ from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import emulated
 from minifloat.ops.quantize import gpu, pipeline, reference
 from minifloat.ops.quantize.blocks import CAST
-from minifloat.ops.quantize.layouts import layouts
+from minifloat.ops.quantize.job import layouts
 from minifloat.ops.tiles import SM_90
 from minifloat.quantizer import Quantizer
 from tests.helpers.compare import assert_same_bits_or_nan

@@ -27,17 +27,18 @@ from minifloat.formats import Format, parse
 from minifloat.ops.activation import CLAMPED, GATES, gated, out_columns
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.quantize import empty_fused_cast
-from minifloat.ops.quantize.blocks import held, held_values
-from minifloat.ops.quantize.device import append, corner, extent, load_tile, tile_places
-from minifloat.ops.quantize.fused import (
+from minifloat.ops.quantize.blocks import (
     VALUE,
     cast_constants,
     fused_tile,
+    held,
+    held_values,
     record_amax,
     scale_strides,
     store_result,
     tile_constants,
 )
+from minifloat.ops.quantize.device import append, corner, extent, load_tile, tile_places
 from minifloat.ops.tiles import Tile, tile
 
 

@@ -17,8 +17,8 @@ from minifloat.ops.grouped.gemm import Cast, Side, begin, grid_row, group_of, ro
 from minifloat.ops.grouped.spread import most_rows, sizes
 from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul import fold_kernels, layouts
-from minifloat.ops.matmul.fold import BLOCK, HIGHEST, LEAST, LOWEST, TILE
 from minifloat.ops.matmul.fold_kernels import any_nan, common_scale, encoded, load_packed, unpacked, used_blocks
+from minifloat.ops.matmul.reference import BLOCK, HIGHEST, LEAST, LOWEST, TILE
 from minifloat.ops.quantize.decode import at_16_bytes, load_elements
 from minifloat.ops.quantize.device import extent
 from minifloat.ops.quantize.job import aligned

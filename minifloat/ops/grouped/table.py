@@ -27,11 +27,9 @@ from minifloat.ops import grouped
 from minifloat.ops.grouped import layout
 from minifloat.ops.grouped.layout import Place, number, of_groups, of_rows, of_units
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.quantize.blocks import block_tile, store_block_cast
+from minifloat.ops.quantize.blocks import VALUE, block_tile, cast_constants, store_block_cast
 from minifloat.ops.quantize.device import FLT_MAX, pick, pick_wide, places, record_max, store_scaled
-from minifloat.ops.quantize.fused import VALUE, cast_constants
-from minifloat.ops.quantize.job import Aligned, aligned
-from minifloat.ops.quantize.layouts import Layouts, layouts, through_shared
+from minifloat.ops.quantize.job import Aligned, Layouts, aligned, layouts, through_shared
 from minifloat.ops.tiles import Tile, tile
 
 _GROUPS = 256
@@ -222,7 +220,7 @@ class Outputs(NamedTuple):
         unit: columns at multiples of which all rows begin at 16 bytes.
         format: of the casts.
         dims: of the casts.
-        shared: they go through shared memory, see ``quantize/layouts.py``.
+        shared: they go through shared memory, see ``quantize/job.py``.
         with_amax: amaxes are measured.
     """
 

@@ -20,8 +20,7 @@ from minifloat.formats.device import power_of_two
 from minifloat.formats.elements import E4M3
 from minifloat.ops.launch import Kernel, allocate
 from minifloat.ops.matmul import layouts, native, spread
-from minifloat.ops.matmul.fold import BLOCK, HIGHEST, LEAST, LOWEST, TILE
-from minifloat.ops.matmul.reference import contracted_length
+from minifloat.ops.matmul.reference import BLOCK, HIGHEST, LEAST, LOWEST, TILE, contracted_length
 from minifloat.ops.matmul.replay import Steps
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive, load_bytes, load_elements
 from minifloat.ops.quantize.device import extent, single_bytes

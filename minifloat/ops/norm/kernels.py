@@ -23,16 +23,16 @@ from minifloat.formats import parse
 from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.norm import check
 from minifloat.ops.quantize import empty_fused_cast
-from minifloat.ops.quantize.blocks import held
-from minifloat.ops.quantize.device import corner, extent, load_tile, record_max, tile_places
-from minifloat.ops.quantize.fused import (
+from minifloat.ops.quantize.blocks import (
     cast_constants,
     fused_tile,
+    held,
     record_amax,
     scale_strides,
     store_result,
     tile_constants,
 )
+from minifloat.ops.quantize.device import corner, extent, load_tile, record_max, tile_places
 from minifloat.ops.tiles import Tile
 
 # ---- how a matrix is split: one configuration for each width, as the order of a row's sums depends on it ----

@@ -84,7 +84,7 @@ def corner(program, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def tile_places(first_m, first_k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUTS: tl.constexpr = None):
-    """Rows and columns of a tile; with ``LAYOUTS`` (see ``layouts.py``) as it is loaded."""
+    """Rows and columns of a tile; with ``LAYOUTS`` (see ``job.py``) as it is loaded."""
     if LAYOUTS is None:
         m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     else:

@@ -1,15 +1,26 @@
-"""What is asked of the cast kernels, and how it is spread over launches and programs."""
+"""Jobs of the cast kernels: what is asked, how it is spread over launches and programs, the layouts of a tile.
+
+*Layouts* say which threads hold which elements of a tile that is cast along rows and columns, where Gluon compiles the
+kernel. Triton chooses layouts itself: both orientations are cast in the one in which the tile was loaded, and the
+transposed codes are put in order byte by byte. Here the tile goes through shared memory in the 16 bits of its input,
+and each orientation reads it as it stores its codes: a thread has neighbours in memory, and most of a block or all of
+it. Columns to be transposed are read by ``ldmatrix``, which transposes on the way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from minifloat.formats import Format
-from minifloat.ops.launch import MOST_BY_VALUE, most_matrices
+from minifloat.ops.launch import KNOWN, MOST_BY_VALUE, most_matrices
+from minifloat.ops.tiles import Tile
 
 T = TypeVar("T")
 
@@ -134,3 +145,77 @@ class Aligned(NamedTuple):
 def input_max(x: Tensor) -> float:
     """The largest finite value of the dtype of ``x``."""
     return float(torch.finfo(x.dtype).max)
+
+
+Basis = list[int]
+"""Where an index bit leads in a tile: so many rows, so many columns."""
+
+
+@dataclass(frozen=True, eq=False)  # a launch looks its kernel up by its constants: :func:`layouts` has one of each
+class Layouts:
+    """As a tile is loaded or computed, in shared memory, as it is cast both ways; most ``registers`` of a thread."""
+
+    registers: int | None
+    loaded: Any
+    shared: Any
+    row: Any
+    column: Any
+
+
+def through_shared(x: Tensor, fmt: Format, column: bool, k_major: bool, sizes: Aligned) -> bool:
+    """A cast of values in the dtype of ``x`` goes through shared memory, where that has run and is faster.
+
+    Elements and rules of the user's may do what Gluon does not compile.
+    """
+    ours = fmt.element in ("e4m3", "e5m2") and fmt.scale_rule in ("fp32", "pow2", "e8m0")
+    strips = column and not fmt.tile and (fmt.block, k_major) in ((128, True), (32, False))
+    wide = sizes.cols and (sizes.stored or not k_major)
+    return ours and strips and wide and x.dtype == torch.bfloat16 and _runs_on(x.device)
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    """Triton's version and the device are those that this has run on."""
+    return device.type == "cuda" and KNOWN and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@lru_cache(256)
+def layouts(choice: Tile, block: int, k_major: bool, as_values: tuple[bool, ...] = (False, False)) -> Layouts | None:
+    """Of a tile in strips of a ``block`` of 16-bit elements; None if it is too small for so many warps.
+
+    Args:
+        k_major: columnwise codes are stored with the columns outermost.
+        as_values: the row's and the column's codes are bf16 values, of which eight neighbours are 16 bytes.
+    """
+    tile, warps = (choice.rows, choice.cols), choice.warps
+    if as_values[1]:
+        column = _layout(tile, _bits(1, 1, 8), [*_bits(1, 8, 64), *_bits(0, 8, 32)], 0, block, warps)
+    elif k_major:
+        column = _layout(tile, _bits(0, 1, 16), [*_bits(0, 16, 64), *_bits(1, 1, 8)], 0, block, warps)
+    else:
+        column = _layout(tile, _bits(1, 1, 4), [*_bits(1, 4, 64), *_bits(0, 16, 32)], 0, block, warps)
+    wide, high = (8, 4) if as_values[0] else (16, 8)
+    row = _layout(tile, _bits(1, 1, wide), [*_bits(1, wide, 64), *_bits(0, 1, high)], 1, block, warps)
+    if row is None or column is None:
+        return None
+    loaded, shared = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0]), gl.NVMMASharedLayout(128, 16, rank=2)
+    return Layouts(choice.registers, loaded, shared, row, column)
+
+
+def _bits(dim: int, first: int, end: int) -> list[Basis]:
+    """The index bits along ``dim`` from ``first`` to below ``end``, powers of two."""
+    return [[0, 1 << i] if dim else [1 << i, 0] for i in range(first.bit_length() - 1, end.bit_length() - 1)]
+
+
+def _layout(
+    tile: tuple[int, int], registers: list[Basis], lanes: list[Basis], dim: int, block: int, warps: int
+) -> gl.DistributedLinearLayout | None:
+    """Elements of a thread and lanes of a warp; what else is in a block along ``dim`` a thread has, then come warps."""
+    others = [bit for axis in (1 - dim, dim) for bit in _bits(axis, 1, tile[axis]) if bit not in registers + lanes]
+    within = [bit for bit in others if 0 < bit[dim] < block]
+    across = [bit for bit in others if bit not in within]
+    split = warps.bit_length() - 1
+    inside = all(bit[0] < tile[0] and bit[1] < tile[1] for bit in registers + lanes)
+    if not inside or len(across) < split:
+        return None
+    return gl.DistributedLinearLayout([*registers, *within, *across[split:]], lanes, across[:split], [], list(tile))
