@@ -52,7 +52,7 @@ def multiply_weight(
     out: Tensor | None = None,
 ) -> Tensor:
     """fprop as of ``grouped_weight.multiply_weight``. Values are multiplied in the dtype of the result."""
-    w = b.joined() if isinstance(b, SeparateOperands) else b
+    w = b.joined()
     if a.scale_inv is not None and w.scale_inv is not None:
         return multiply_groups(gemm, a, w, out_dtype, bias, fast_accum, out)
     matmul.record(gemm, a.format.spec, w.format.spec, "torch")

@@ -16,7 +16,7 @@ from minifloat.functional import batch_invariant
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
 from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradient, grouped_casts, multiply, values
-from minifloat.functional.grouped_weight import SeparateOperands, multiply_weight
+from minifloat.functional.grouped_weight import multiply_weight
 from minifloat.functional.linear import Given, LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import Activation
 from minifloat.functional.quantize import delayed_scale
@@ -61,7 +61,7 @@ class Experts(Local):
         return values(x, self.layout.offsets)
 
     def dequantized(self, operand: Any) -> Any:
-        operand = operand.joined() if isinstance(operand, SeparateOperands) else operand
+        operand = operand.joined()
         return values(operand.dequantize(), operand.offsets)
 
     def quantize_inputs(

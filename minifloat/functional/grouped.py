@@ -126,6 +126,10 @@ class GroupedOperand(NamedTuple):
         """A GEMM may contract it along ``dim``."""
         return self.dim == dim or self.format.symmetric
 
+    def joined(self) -> GroupedOperand:
+        """Itself: all groups lie in one piece of memory."""
+        return self
+
 
 def values(x: Tensor, offsets: Tensor) -> GroupedOperand:
     """``x`` [..., K] in high precision."""

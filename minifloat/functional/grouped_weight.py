@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -111,25 +112,13 @@ class SeparateOperands(tuple[Any, ...]):
         tensors = chain.from_iterable(each[:3] for each in operands)
         return cls((*tensors, first.format, first.dim, shape, first.dtype))
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that a backward saves."""
-        return self[:-4]
-
-    @property
-    def codes(self) -> Tensor:
-        """Of the first expert, for the device."""
-        first: Tensor = self[0]
-        return first
-
-    format: Format = property(lambda self: self[-4])  # type: ignore[assignment]
-    dim: int = property(lambda self: self[-3])  # type: ignore[assignment]
-    shape: tuple[int, int] = property(lambda self: self[-2])  # type: ignore[assignment]
-    dtype: torch.dtype = property(lambda self: self[-1])  # type: ignore[assignment]
-
-    def serves(self, dim: int) -> bool:
-        """A GEMM may contract it along ``dim``."""
-        return self.dim == dim or self.format.symmetric
+    tensors: tuple[Tensor | None, ...] = property(itemgetter(slice(-4)))  # type: ignore[assignment]
+    codes: Tensor = property(itemgetter(0))  # type: ignore[assignment]  # of the first expert, for the device
+    format: Format = property(itemgetter(-4))  # type: ignore[assignment]
+    dim: int = property(itemgetter(-3))  # type: ignore[assignment]
+    shape: tuple[int, int] = property(itemgetter(-2))  # type: ignore[assignment]
+    dtype: torch.dtype = property(itemgetter(-1))  # type: ignore[assignment]
+    serves = Operand.serves
 
     def split(self) -> list[Operand]:
         """That of each expert."""
@@ -149,7 +138,7 @@ class SeparateOperands(tuple[Any, ...]):
 
 def multiply_weight(gemm: str, a: GroupedOperand, b: GroupedOperand | SeparateOperands, *options: Any) -> Tensor:
     """``multiply`` by a weight, which may be of several parameters, and in another memory order than dgrad wants."""
-    weight = b.joined() if isinstance(b, SeparateOperands) else b
+    weight = b.joined()
     codes = weight.codes
     if gemm == "dgrad" and codes.is_cuda and codes.stride(1) == 1 and capability.k_major(weight.format):
         weight = with_rows_consecutive(weight)
