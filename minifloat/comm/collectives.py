@@ -21,7 +21,7 @@ from minifloat.comm.group import Group, ShardMap, group_of_name
 
 
 def other_recipes(recipe: str, group: str, device: str) -> str:
-    """What the ranks of the group of that name run a layer under, if that is not the same on all: a small collective.
+    """Says under which recipes ranks run a layer, if not all under the same: a small collective.
 
     What is gathered would be codes of several formats, and what is summed products of several. All ranks get words for
     an error, "" if there is none.
@@ -39,7 +39,7 @@ def other_recipes(recipe: str, group: str, device: str) -> str:
 
 
 def other_recipes_in_trace(recipe: str, group: str, device: str) -> str:
-    """The same while a compiler traces the layer; once for each recipe, since a rank may trace it alone.
+    """Compares recipes while a compiler traces the layer; once for each, since a rank may trace it alone.
 
     Without the layer's name, which the compiler would guard: equal layers are traced once, whatever their names.
     """
@@ -67,7 +67,7 @@ def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group) ->
 
 
 def check_summed(collective: str, x: Tensor, shards: ShardMap, group: Group) -> None:
-    """The same of rows that are to be summed, and split as ``shards`` says."""
+    """Raises ValueError unless this rank brings as many rows to sum as ``shards`` has."""
     if shards.size != group.size or x.shape[0] != shards.total:
         raise ValueError(
             f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows to sum, of which the ranks are to "

@@ -27,13 +27,13 @@ def is_dtensor(t: Tensor) -> bool:
 
 
 def own_rows(t: Tensor) -> Tensor:
-    """What this rank has of a DTensor, the very tensor; any other is its own."""
+    """Returns this rank's rows of a DTensor, the very tensor; any other tensor is its own."""
     local: Tensor = getattr(t, "_local_tensor", t)
     return local
 
 
 def own_part(values: Tensor, parameter: Tensor) -> Tensor:
-    """Of ``values`` in the whole shape of ``parameter`` what this rank has; all of them unless it is a DTensor."""
+    """Cuts this rank's part out of ``values`` in the whole shape of ``parameter``; all unless it is a DTensor."""
     if is_dtensor(parameter):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -71,7 +71,7 @@ def running() -> DistributedDataParallel | None:
 
 
 def history_names(module: nn.Module) -> set[str]:
-    """What the buffers below ``module`` are called that each rank fills: delayed scaling's, and the counts of routers.
+    """Names the buffers below ``module`` that each rank fills: delayed scaling's, and the counts of routers.
 
     Those of a first forward to come are included.
     """
@@ -94,7 +94,7 @@ def keep_histories() -> None:
 
 
 def check_reduced(layer: object, weight: Tensor) -> None:
-    """To be called by a layer whose weight gradient autograd will not get.
+    """Raises if DDP would miss this layer's weight gradient, which autograd will not get.
 
     Raises:
         ValueError: a wrapper, which does not ignore the weight, would reduce zeros in its place.
@@ -104,7 +104,7 @@ def check_reduced(layer: object, weight: Tensor) -> None:
 
 
 def check_same_rows(layer: object, parameters: Iterable[Tensor]) -> None:
-    """To be called for a layer of whose weight each rank of ``etp_group`` has other rows.
+    """Raises if DDP would average a weight of which each rank of ``etp_group`` has other rows.
 
     Raises:
         ValueError: a wrapper, which does not ignore them, would take them for the same ones.
@@ -138,7 +138,7 @@ def unreduced(label: str) -> ValueError:
 
 
 def check_synchronized(layer: object) -> None:
-    """To be called by a layer with a quantized parameter.
+    """Raises if DDP runs a layer with a quantized parameter and does not synchronize it.
 
     Raises:
         ValueError: the wrapper has not made ranks alike bit by bit: it broadcasts values, and each rank casts them.
@@ -152,7 +152,7 @@ def check_synchronized(layer: object) -> None:
 
 
 def check_no_join() -> None:
-    """To be called where all ranks have to agree in each step.
+    """Raises inside of DDP's ``join``, since all ranks have to agree in each step.
 
     Raises:
         ValueError: inside of the wrapper's ``join()`` ranks that have no more data take part in its collectives alone.

@@ -87,18 +87,18 @@ def quantize_shard(
 
 
 class Repeat(NamedTuple):
-    """What repeats the cast of whole blocks: amaxes that ranks share, and delayed scaling's scale of then, fp32 [1]."""
+    """Repeats the cast of whole blocks: amaxes that ranks share, and delayed scaling's scale of then, fp32 [1]."""
 
     quantizer: Quantizer
     amaxes: Amaxes
     scale: Tensor | None
 
     def serves(self, dims: Collection[int]) -> bool:
-        """There are amaxes for all of these orientations."""
+        """Whether there are amaxes for all of these orientations."""
         return COLUMNWISE not in dims or self.quantizer.columnwise
 
     def along(self, dims: Collection[int]) -> tuple[Quantizer, Amaxes]:
-        """How to cast in these orientations alone; in all, where one operand serves them."""
+        """Returns the cast in these orientations alone; in all, where one operand serves them."""
         rowwise, columnwise = ROWWISE in dims, COLUMNWISE in dims
         if len(self.quantizer.casts) == 1 or (rowwise and columnwise):
             return self.quantizer, self.amaxes
@@ -157,7 +157,7 @@ def quantize_shards(
 
 @cached
 def _sharded_casts(quantizer: Quantizer, shards: ShardMap) -> tuple[list[Quantizer], list[int], bool]:
-    """What gives a rank's part in all orientations, and whether some cast draws random bits.
+    """Returns the quantizers of a rank's part in all orientations, and whether some draw random bits.
 
     One quantizer for both orientations, unless they cast other rows: where some straddle ranks. For each the rows that
     must lie together; 1 where none straddle.
@@ -297,7 +297,7 @@ def start_gather(
 
 
 def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group) -> Pending[list[Operand]]:
-    """The same of operands that are alike in all but their tensors, as those of experts, which are sent side by side.
+    """Starts to gather operands that are alike but for their tensors, as experts', sent side by side.
 
     So their number costs no transfers. The wholes are views, ranges of columns of what was received.
     """

@@ -39,7 +39,7 @@ from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import ParameterInit
 from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe
 
-_BEFORE = "_before_convert"  # the attribute of a converted module that holds its ``Before``
+_BEFORE = "_before_convert"  # the attribute of a converted module that holds its :class:`OriginalModule`
 
 _EXPERTS = "one parameter of all experts is cast in each forward"
 
@@ -48,7 +48,7 @@ Histories = dict[str, nn.Module]
 
 
 class Conv1DLinear(Linear):
-    """What Hugging Face's ``Conv1D`` becomes: a ``Linear`` whose parameter is W^T, [in_features, out_features]."""
+    """A ``Linear`` in place of Hugging Face's ``Conv1D``, with W^T as parameter: [in_features, out_features]."""
 
     def _weight_matrix(self) -> Tensor:
         return self.weight.t()
@@ -63,8 +63,8 @@ class Conv1DLinear(Linear):
         nn.init.zeros_(self.bias)
 
 
-class Before(NamedTuple):
-    """What a module was before it was converted.
+class OriginalModule(NamedTuple):
+    """Class and attributes of a module before it was converted.
 
     Attributes:
         old_class: its class.
@@ -84,7 +84,7 @@ class Before(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """Of one linear: its recipe, and why it is left alone if it is."""
+    """Decision on one linear: its recipe, or why it is left alone."""
 
     recipe: OwnRecipe
     reason: str | None = None
@@ -190,7 +190,7 @@ def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterI
     for layer, init in layers.items():
         if _BEFORE not in layer.__dict__:
             _give_recipe(layer, layer.recipe, {})
-        before: Before = layer.__dict__[_BEFORE]
+        before: OriginalModule = layer.__dict__[_BEFORE]
         layer.__dict__[_BEFORE] = before._replace(quantized=weights.quantize(layer, init))
     return [_unquantized(named, obstacles[named.module]) for named in inits if named.module in obstacles]
 
@@ -216,7 +216,7 @@ def revert(model: nn.Module) -> None:
     """
     converted = [named for named in named_modules(model) if _BEFORE in named.module.__dict__]
     for names, module in converted:
-        before: Before = module.__dict__[_BEFORE]
+        before: OriginalModule = module.__dict__[_BEFORE]
         if before.new_class is not None and type(module) is not before.new_class:
             raise ValueError(
                 f"revert: {names[0]!r} was made a {before.new_class.__name__} and is a {type(module).__name__} now; "
@@ -227,7 +227,7 @@ def revert(model: nn.Module) -> None:
 
 
 def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]) -> _Decision:
-    """What becomes of a linear: what is impossible first, then rules, then the filter."""
+    """Decides on a linear: what is impossible first, then rules, then the filter."""
     names, module = named
     reason = obstacle(module)
     if reason is not None:
@@ -250,7 +250,7 @@ def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]
 
 
 def _converted_histories(model: nn.Module) -> dict[Any, tuple[OwnRecipe, Histories]]:
-    """Of each converted layer, by its identity: its recipe, and the histories that it got since."""
+    """Finds each converted layer's recipe and the histories that it got since, by its identity."""
     found: dict[Any, tuple[OwnRecipe, Histories]] = {}
     for module in model.modules():
         if isinstance(module, LinearState) and _BEFORE in module.__dict__:
@@ -263,7 +263,7 @@ def _converted_histories(model: nn.Module) -> dict[Any, tuple[OwnRecipe, Histori
 
 def _added_submodules(module: nn.Module) -> Histories:
     """Histories, and of experts their linears."""
-    before: Before = module.__dict__[_BEFORE]
+    before: OriginalModule = module.__dict__[_BEFORE]
     children = module._modules.items()
     return {k: m for k, m in children if isinstance(m, (AmaxHistory, ExpertLinear)) and k not in before.submodules}
 
@@ -285,7 +285,7 @@ def _attach(linear: ExpertLinear, recipe: OwnRecipe, histories: Histories) -> No
     """Makes ``linear`` part of its experts, whose class it changes if that is not done yet."""
     experts = linear.experts
     if _BEFORE not in experts.__dict__:
-        before = Before(type(experts), grouped_class(experts), {}, (), tuple(experts._modules))
+        before = OriginalModule(type(experts), grouped_class(experts), {}, (), tuple(experts._modules))
         experts.__class__ = grouped_class(experts)
         experts.__dict__[_BEFORE] = before
     attach(linear, recipe)
@@ -295,7 +295,7 @@ def _attach(linear: ExpertLinear, recipe: OwnRecipe, histories: Histories) -> No
 
 
 def _keep_the_rest(decisions: Iterable[tuple[nn.Module, _Decision]]) -> None:
-    """Where one projection of experts is converted, their forward calls the other one too: in high precision."""
+    """Wraps the unconverted projection of a partly converted experts module, with recipe "none"."""
     for module, decision in decisions:
         if isinstance(module, ExpertLinear) and decision.reason is not None and attached(module.experts):
             attach(module, "none")
@@ -304,7 +304,7 @@ def _keep_the_rest(decisions: Iterable[tuple[nn.Module, _Decision]]) -> None:
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
     plans = ("_recipe", "_configs")  # of delayed scaling they rely on histories
     values = {key: module.__dict__[key] for key in plans}
-    module.__dict__[_BEFORE] = Before(type(module), None, values, (), tuple(module._modules))
+    module.__dict__[_BEFORE] = OriginalModule(type(module), None, values, (), tuple(module._modules))
     module._modules.update(histories)
     module.recipe, module._configs = recipe, LinearConfigs()
     if isinstance(recipe, Recipe):
@@ -320,7 +320,7 @@ def _change_class(module: nn.Module, new: type[Linear], recipe: OwnRecipe, name:
     now = module.__dict__
     values = {key: before[key] for key in now if key in before and before[key] is not now[key]}
     added = tuple(key for key in now if key not in before)
-    now[_BEFORE] = Before(old, new, values, added, tuple(module._modules))
+    now[_BEFORE] = OriginalModule(old, new, values, added, tuple(module._modules))
     module._modules.update(histories)
     if isinstance(module.recipe, Recipe):
         module._config(module.recipe)
@@ -329,7 +329,7 @@ def _change_class(module: nn.Module, new: type[Linear], recipe: OwnRecipe, name:
 def _restore(module: nn.Module) -> None:
     for name in _added_submodules(module):
         del module._modules[name]
-    before: Before = module.__dict__.pop(_BEFORE)
+    before: OriginalModule = module.__dict__.pop(_BEFORE)
     weights.dequantize(module, before.quantized)
     if before.new_class is not None:
         module.__class__ = before.old_class
@@ -375,13 +375,13 @@ def _fast_paths(modules: list[Named], quantized: list[nn.Module]) -> list[str]:
 
 
 def _class_before(module: nn.Module) -> type[nn.Module]:
-    """What it was before it was converted, if it is."""
-    before: Before | None = module.__dict__.get(_BEFORE)
+    """Returns the class before conversion, if the module is converted."""
+    before: OriginalModule | None = module.__dict__.get(_BEFORE)
     return type(module) if before is None else before.old_class
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those of the module itself; of a projection of experts its weight and bias."""
+    """Lists the parameters of the module itself; of a projection of experts its weight and bias."""
     if not isinstance(module, ExpertLinear):
         return list(module.parameters(recurse=isinstance(module, GroupedLinear)))
     held = module.experts._parameters
@@ -389,7 +389,7 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _count_elements(parameters: Iterable[Iterable[nn.Parameter]]) -> int:
-    """How many elements parameters have, shared ones counted once."""
+    """Counts the elements of parameters, shared ones once."""
     each = {id(p): p for own in parameters for p in own if not is_lazy(p)}
     return sum(parameter.numel() for parameter in each.values())
 

@@ -203,7 +203,7 @@ def expert_linears(experts: nn.Module, names: Sequence[str]) -> list[tuple[tuple
 
 
 def identity(module: nn.Module) -> Any:
-    """What tells linears apart: the module itself, or experts and parameter, which have a new module each time."""
+    """Tells linears apart: the module itself, or experts and parameter, which have a new module each time."""
     return (module.experts, module.parameter) if isinstance(module, ExpertLinear) else module
 
 

@@ -160,7 +160,7 @@ def _cast_weights(program: ExportedProgram) -> None:
 
 
 def _read(graph: fx.Graph, computed: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of ``computed`` that something reads; the others are erased."""
+    """Keeps those of ``computed`` that something reads, and erases the others."""
     found = []
     for node in reversed(computed):
         if node.users:
@@ -179,7 +179,7 @@ def _held_by_name(program: ExportedProgram) -> dict[fx.Node, str]:
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """What some operation writes to, in place, and what that is a view of."""
+    """Finds what some operation writes to, in place, and what that is a view of."""
     found: set[fx.Node] = set()
     pending: list[Any] = []
     for node in graph.nodes:
@@ -205,7 +205,7 @@ def _aliased(node: fx.Node, written: bool = False) -> list[fx.Node]:
 
 
 def _computed_of(graph: fx.Graph, inputs: set[fx.Node]) -> list[fx.Node]:
-    """What is computed of ``inputs`` alone, in order, but for what is written to."""
+    """Lists what is computed of ``inputs`` alone, in order, but for what is written to."""
     found: list[fx.Node] = []
     written = _written(graph)
     known = inputs - written
@@ -221,7 +221,7 @@ def _computed_of(graph: fx.Graph, inputs: set[fx.Node]) -> list[fx.Node]:
 
 
 def _expression(node: fx.Node) -> str:
-    """How ``node`` is computed from the inputs of the graph."""
+    """Describes how ``node`` is computed from the inputs of the graph."""
     if node.op == "placeholder":
         return node.name
     return f"{node.target}{fx.map_arg((node.args, node.kwargs), _expression)}"
@@ -233,7 +233,7 @@ def _reads_inner(node: fx.Node) -> bool:
 
 
 def _results(computed: Sequence[fx.Node], casts: set[fx.Node]) -> dict[fx.Node, str]:
-    """What casts give, and what other operations make of that, as one tensor of all experts; and what it is."""
+    """Finds results of casts, and what is made of those, as one tensor of all experts; and names them."""
     found: dict[fx.Node, str] = {}
     for node in computed:
         if _reads_inner(node):
@@ -250,7 +250,7 @@ def _results(computed: Sequence[fx.Node], casts: set[fx.Node]) -> dict[fx.Node, 
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """What ``node`` gives, computed from ``values``, and kept there."""
+    """Computes ``node`` from ``values``, and keeps it there."""
     if node not in values:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _value(each, values))
         function: Any = node.target
@@ -265,7 +265,7 @@ def _held(program: ExportedProgram, name: str) -> Tensor:
 
 
 def _name(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """Of the parameter that ``node`` is computed of: of several, as of experts, the path that they have in common."""
+    """Names the parameter that ``node`` is computed of: of several, as of experts, their common path."""
     sources: set[str] = set()
     pending = [node]
     while pending:

@@ -1,4 +1,4 @@
-"""Which layers of a model are converted: what can be, what rules say, what is best left alone; and the report of it."""
+"""Choice of the layers that are converted: what can be, rules, what is best left alone; and its report."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def named_modules(model: nn.Module) -> list[Named]:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """It is Hugging Face's ``Conv1D``, a linear with the weight transposed, as in GPT-2."""
+    """Whether the module is Hugging Face's ``Conv1D``, a linear with the weight transposed, as in GPT-2."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def is_own(module: nn.Module) -> TypeGuard[Linear | GroupedLinear]:
-    """It is a linear of this library that the model is made of."""
+    """Whether the module is a linear of this library that the model is made of."""
     return isinstance(module, (Linear, GroupedLinear)) and not isinstance(module, ExpertLinear)
 
 
@@ -93,7 +93,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linears_of(modules: Iterable[Named]) -> list[Named]:
-    """What can be converted or stay as it is: linears, and the projections of experts that can be."""
+    """Lists what can be converted or stay as it is: linears, and the projections of experts that can be."""
     found = []
     for named in modules:
         if is_linear(named.module):
@@ -104,7 +104,7 @@ def linears_of(modules: Iterable[Named]) -> list[Named]:
 
 
 def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """It was given to ``fully_shard``."""
+    """Whether the module was given to ``fully_shard``."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)  # whose class is slow to import
 
 
@@ -206,7 +206,7 @@ def _tied(modules: Iterable[Named]) -> Reasons:
 
 
 def _in_stacks(model: nn.Module) -> set[nn.Module]:
-    """What is inside of the blocks of any stack; the blocks themselves are not."""
+    """Lists what is inside of the blocks of any stack; the blocks themselves are not."""
     inside: set[nn.Module] = set()
     for container in model.modules():
         if not isinstance(container, _CONTAINERS):
@@ -272,7 +272,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What became of each linear of a model and each projection of its experts.
+    """Report on each linear of a model and each projection of its experts.
 
     ``print`` shows it as a table, layers of equal blocks in one line.
 

@@ -35,7 +35,7 @@ def wanted(quantize_weights: bool | None) -> bool:
 def formats(
     model: nn.Module, layers: Iterable[tuple[Named, OwnRecipe]], quantize_weights: bool | None
 ) -> dict[Named, ParameterInit]:
-    """How the layers whose weights are to be quantized keep them: all of them or none.
+    """Returns the formats of the layers whose weights are to be quantized: all of them or none.
 
     ``layers``: with their recipes. ``quantize_weights``: None: as modules that are made now keep theirs.
 

@@ -27,7 +27,7 @@ Rounding = Literal["nearest", "stochastic", "four_over_six_mae", "four_over_six_
 
 
 class _Derived:
-    """What follows from the fields of a :class:`Format`, found once, when it is made."""
+    """Facts that follow from the fields of a :class:`Format`, found once, when it is made."""
 
     encoding: Element
     """What ``element`` names."""

@@ -111,7 +111,7 @@ class SmallFloat(Element):
 
     @property
     def unit(self) -> float:
-        """What an fp32 number with the code's exponent and mantissa in its own is multiplied by to give the value."""
+        """Factor from an fp32 number with the code's exponent and mantissa to the code's value."""
         return 2.0 ** (127 - self.bias)
 
     def step(self, magnitude: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def define_element(element: Element) -> Element:
 
 
 def check_name(kind: str, name: str, known: Mapping[str, object]) -> None:
-    """Of a new element or scale rule."""
+    """Checks the name of a new element or scale rule."""
     if not name.isidentifier() or name in known:
         raise ValueError(f"{kind} {name!r}: its name must be an identifier, and none of {', '.join(known)}")
 
@@ -201,7 +201,7 @@ class RuleKernels(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScaleRule:
-    """How scales are found and stored.
+    """Rule by which scales are found and stored.
 
     Args:
         name: what ``Format`` calls it.
@@ -220,7 +220,7 @@ class ScaleRule:
     power_of_two: bool = False
 
     def scale(self, amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
-        """What values with this ``amax`` are multiplied by, and what is stored.
+        """Returns what values with this ``amax`` are multiplied by, and what is stored.
 
         Args:
             largest: finite value of the dtype that is cast.
@@ -228,7 +228,7 @@ class ScaleRule:
         raise NotImplementedError(f"scale rule {self.name!r} finds no scale from an amax alone")
 
     def values(self, stored: Tensor) -> Tensor:
-        """What codes are multiplied by, fp32."""
+        """Returns what codes are multiplied by, fp32."""
         return stored
 
     @property

@@ -114,7 +114,7 @@ def _joined(norms: Sequence[Tensor]) -> Tensor:
 
 
 def _gathered(norms: Tensor, group: Group) -> Tensor:
-    """Those of all ranks, [size, n]."""
+    """Gathers the norms of all ranks, [size, n]."""
     return norms[None] if group.size == 1 else all_gather_rows(norms[None], ShardMap.even(1, group.size), group)
 
 

@@ -86,7 +86,7 @@ class Master:
             self.values.data = join(self.param.detach(), self.remainder)
 
     def rounded(self) -> Tensor:
-        """What is to be written to the parameter; a remainder is kept of it here."""
+        """Rounds the master to the parameter's dtype, and keeps a remainder here."""
         if self.remainder is None:
             return self.values.detach()
         high, remainder = split(self.values.detach())
@@ -118,7 +118,7 @@ class Master:
         self.mark_written()
 
     def _rounds_to(self, now: Tensor) -> Tensor:
-        """Where the values round to ``now``, those of the parameter."""
+        """Marks where the values round to ``now``, those of the parameter."""
         held, values = own_rows(self.param.detach()), own_rows(self.values.detach())
         scale = _scale_of_codes(held)
         if scale is None:
@@ -143,7 +143,7 @@ class Master:
         return not bool(all_reduce_max([differs], Group.of(rows.amax_group))[0])
 
     def state(self) -> dict[str, Tensor]:
-        """What a state dict keeps."""
+        """Entries of a state dict."""
         if self.remainder is not None:
             return {"remainder": self.remainder}
         return {"master": self.values.detach()}

@@ -132,7 +132,7 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def _overflowed(self) -> bool:
-        """What ``GradScaler`` found, which sets ``found_inf`` and ``grad_scale`` for the time of a step."""
+        """Reads what ``GradScaler`` found, which sets ``found_inf`` and ``grad_scale`` for the time of a step."""
         found: Tensor | int | None = getattr(self, "found_inf", None)  # 0 where nothing has a gradient
         if found is None:
             return False
@@ -207,7 +207,7 @@ class MasterWeights(torch.optim.Optimizer):
                 self.state[p] = held
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of the inner optimizer, with ``"master"`` (fp32) or ``"remainder"`` (int16) beside its entries."""
+        """Returns the inner optimizer's, with ``"master"`` (fp32) or ``"remainder"`` (int16) beside its entries."""
         self._refresh_state()
         return super().state_dict()
 

@@ -1,1 +1,1 @@
-"""What is done to whole models: parallelize, FSDP2, DDP and their state dicts."""
+"""Changes to whole models: parallelize, FSDP2, DDP and their state dicts."""

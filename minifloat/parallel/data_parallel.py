@@ -183,7 +183,7 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of(mesh: DeviceMesh | ProcessGroup | Group) -> Ranks:
-        """Of dims of these names; a group, or a mesh of one dim of another name, is ``tp``.
+        """Reads the dims of a mesh by their names; a group, or a mesh of one dim of another name, is ``tp``.
 
         Raises:
             ValueError: one of several dims has another name, or none; PyTorch, which sorts the ranks of a group,
@@ -209,11 +209,11 @@ class Ranks(NamedTuple):
 
     @property
     def data(self) -> tuple[Group, ...]:
-        """Those of several ranks that have other data."""
+        """Groups of several ranks that have other data."""
         return tuple(each for each in (self.etp, self.eetp, self.dp) if each is not None and each.size > 1)
 
     def rows(self, module: nn.Module) -> Group:
-        """Which share the weight of ``module``; its replicas are on all others."""
+        """Returns the ranks that share the weight of ``module``; its replicas are on all others."""
         return self.eetp if self.eetp is not None and isinstance(module, GroupedLinear) else self.etp
 
 
@@ -234,7 +234,7 @@ def check_once(model: nn.Module) -> None:
 def plan_rows(
     model: nn.Module, ranks: Ranks, plan: Mapping[str, str], summed: Set[nn.Module] = frozenset()
 ) -> dict[str, nn.Module]:
-    """By name the modules of whose weight each rank of ``etp`` is to keep some rows.
+    """Lists by name the modules of whose weight each rank of ``etp`` is to keep some rows.
 
     Args:
         plan: as of ``parallelize``.
@@ -272,7 +272,7 @@ def _check_layer(name: str, module: nn.Module) -> None:
 
 
 def weight_rows(layers: Mapping[str, nn.Module]) -> dict[tuple[nn.Module, str], tuple[int, int]]:
-    """By module and name the parameters that are sharded: rows of the matrix, and the first of the parameter."""
+    """Lists sharded parameters by module and name: rows of the matrix, and the first of the parameter."""
     found: dict[tuple[nn.Module, str], tuple[int, int]] = {}
     for module in layers.values():
         names = module._weight_names if isinstance(module, LinearState) else ("weight",)

@@ -43,7 +43,7 @@ _TYPES: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 class Sharding(NamedTuple):
-    """What is to become of one module: how its parameters are cut, by their names, and what is done once they are.
+    """Plan for one module: how its parameters are cut, by their names, and what is done once they are.
 
     ``summed``: autograd has to see its gradients, which are summed over the ranks, so that no rows are shared out.
     """

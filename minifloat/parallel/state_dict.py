@@ -69,7 +69,7 @@ class Entry(NamedTuple):
 
 
 class Layout:
-    """How a model's tensors are cut, and their pieces as DTensors."""
+    """Cuts of a model's tensors, and their pieces as DTensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self.group = _tensor_parallel_group(model)
@@ -107,7 +107,7 @@ class Layout:
         return placed(piece, self._meshes[device], [Replicate() if entry.dim is None else Shard(entry.dim)], shape)
 
     def _place(self, entry: Entry, own: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of rows with ``etp_group`` of shape ``own`` the offsets, and the shape of the whole."""
+        """Returns the offsets of rows with ``etp_group`` of shape ``own``, and the shape of the whole."""
         assert entry.etp is not None
         offsets, shape = [0] * len(own), list(own)
         shape[-2], offsets[-2] = entry.etp[0], entry.etp[1].start
@@ -162,7 +162,7 @@ def _fused_entry(key: str, part: slice, dim: int | None, extent: int, etp: tuple
 
 
 def _etp_extents(model: nn.Module) -> dict[Tensor, tuple[int, slice]]:
-    """Of weights with ``etp_group``: the rows of the tensor-parallel piece, and which of them this rank has."""
+    """Finds the rows of tensor-parallel pieces with ``etp_group``, and which of them this rank has."""
     found: dict[Tensor, tuple[int, slice]] = {}
     for weight in etp_weights(model):
         found |= zip(weight.rows.parameters(), weight.rows.extents().values(), strict=True)
@@ -182,7 +182,7 @@ def _tensor_parallel_group(model: nn.Module) -> Group:
 
 
 def _fused_parameters(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Of parameters made of several, by their keys: the rows of each part on this rank."""
+    """Lists parameters made of several, by their keys, with the rows of each part on this rank."""
     return {
         f"{name}.{linear}.{kind}".lstrip("."): rows
         for name, module in model.named_modules()
@@ -217,7 +217,7 @@ _COPIES = (_aten.detach.default, _aten.clone.default, _aten._to_copy.default, _a
 
 
 class SavedShard(torch.Tensor):
-    """What this rank has of a tensor: ``local``, from ``offsets`` on, in its memory; maybe nothing.
+    """Shard of a tensor for DCP: ``local``, from ``offsets`` on, in its memory; maybe nothing.
 
     Shape, dtype and device are those of the whole, which a DTensor would be if its placements could say how it is cut.
     It computes nothing: DCP asks it for what is saved and loaded, and copies it.
@@ -259,7 +259,7 @@ class SavedShard(torch.Tensor):
     # ---- torch.distributed.checkpoint ----
 
     def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
-        """What this rank saves."""
+        """Lists what this rank saves."""
         return [write_item(fqn, whole, chunk) for chunk in self._chunks()]
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -344,7 +344,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, stric
 
 @checked
 def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The same of an optimizer of PyTorch's kind: ``state.<name>.<key of the parameter>`` and ``param_groups``.
+    """Returns a PyTorch optimizer's state alike: ``state.<name>.<parameter's key>`` and ``param_groups``.
 
     State of the size of its parameter is cut as that is; a number is the same on all ranks. An optimizer that has not
     stepped yet gets its state by a step with a learning rate and gradients of 0.

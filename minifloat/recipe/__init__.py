@@ -113,7 +113,7 @@ def _read(field: str, value: Any, callables: Mapping[str, Callable[..., Any]]) -
 
 
 def own_recipe(recipe: RecipeLike | None) -> OwnRecipe:
-    """What a layer is given for a recipe of its own, looked up if it is a short name.
+    """Looks up a layer's own recipe, if it is a short name.
 
     Raises:
         TypeError: it is not one.

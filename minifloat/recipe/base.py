@@ -45,7 +45,7 @@ class ElementPair(Enum):
 @checked
 @dataclass(frozen=True)
 class MMParams:
-    """How a GEMM accumulates: with a split accumulator, partial sums move to fp32 registers as they grow (Hopper)."""
+    """Accumulation of a GEMM: a split accumulator moves partial sums to fp32 registers as they grow (Hopper)."""
 
     use_split_accumulator: bool = True
 
@@ -59,7 +59,7 @@ def fast() -> MMParams:
 
 
 def split() -> MMParams:
-    """Likewise."""
+    """The other default, by a factory likewise."""
     return SPLIT
 
 
@@ -78,7 +78,7 @@ class QParams:
 @checked
 @dataclass(frozen=True)
 class QuantizerRole:
-    """What a tensor is to a GEMM.
+    """Role of a tensor in a GEMM.
 
     Args:
         module_type: ``"linear"``, ...
@@ -104,7 +104,7 @@ class Recipe:
     """Which of the questions below, which Transformer Engine's users ask, it answers with yes."""
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        """How the tensor of this role is quantized, both orientations wanted."""
+        """Returns the quantizer of the tensor of this role, both orientations wanted."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -132,7 +132,7 @@ class Recipe:
         return {"recipe": type(self).__name__} | {f.name: plain(getattr(self, f.name), f.name) for f in fields(self)}  # type: ignore[arg-type]
 
     def _check(self, fp8_format: ElementPair | None = None, /, **unused: str) -> None:
-        """What all recipes ask of their common fields. ``unused``: why other fields keep their defaults, by name."""
+        """Checks the fields that all recipes have. ``unused``: why other fields keep their defaults, by name."""
         attention = dict.fromkeys(("fp8_dpa", "fp8_mha"), "attention runs in high precision")
         for name, why in (attention | unused).items():
             value, default = getattr(self, name, None), getattr(type(self), name, None)
@@ -174,7 +174,7 @@ class Recipe:
 
 
 def plain(value: Any, name: str) -> Any:
-    """What a dict says of the field ``name``."""
+    """Converts the value of the field ``name`` to what a dict has of it."""
     if isinstance(value, ElementPair):
         return value.name
     if isinstance(value, MMParams):
@@ -240,7 +240,7 @@ class DelayedScaling(Recipe):
 @checked
 @dataclass(frozen=True)
 class DelayedScalingRequest:
-    """What a :class:`CustomRecipe` factory returns for a role that wants delayed scaling."""
+    """Answer of a :class:`CustomRecipe` factory for a role that wants delayed scaling."""
 
     fp8_format: ElementPair = ElementPair.HYBRID
     margin: Margin = 0

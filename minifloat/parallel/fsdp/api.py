@@ -327,7 +327,7 @@ def _resharded(layer: tuple[LinearState, Any, str] | None, whole: Tensor, target
 
 
 def _broadcast_from_rank0(value: Any, described: Any, device: str) -> Any:
-    """What rank 0 has, on all ranks; ``described``: the same, tensors on meta."""
+    """Broadcasts what rank 0 has; ``described``: the same, tensors on meta."""
     if not isinstance(described, Tensor):
         return described
 

@@ -76,7 +76,7 @@ class ShardedParameter(FSDPParam):
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
-        """What this rank sends, 1-D tensors of equal sizes on all ranks."""
+        """Tensors that this rank sends, 1-D, of equal sizes on all ranks."""
         self._gathering = self.weight.begin_gather(self.number)
         self.register_storage([buffer for buffer, _ in self._gathering])
         return [buffer.padded(own) for buffer, own in self._gathering]
@@ -128,7 +128,7 @@ class ShardedGroup(FSDPParamGroup):
 
     @property
     def gathers_for_backward(self) -> bool:
-        """What backward reads is gathered of all ranks then, and not needed yet when a forward begins."""
+        """Whether backward gathers what it reads anew, so that a forward need not gather it."""
         return bool(self._reshard_after_forward)
 
 
@@ -173,7 +173,7 @@ def cast_before_forward(module: nn.Module, cast: Callable[[list[ShardedParameter
 
 
 def param_groups(module: nn.Module) -> list[Any]:
-    """What ``fully_shard`` made for the parameters of a module: none, one, or several for several meshes."""
+    """Lists what ``fully_shard`` made for the parameters of a module: none, one, or one for each mesh."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -242,5 +242,5 @@ def record_stream(tensors: Iterable[Tensor]) -> None:
 
 
 def preserved_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """What is written inside is no change to autograd, which has saved the tensors to read what will be written."""
+    """Hides writes from autograd, which has saved the tensors to read what will be written."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ class Buffer(NamedTuple):
 
     @property
     def memory(self) -> list[Tensor]:
-        """What is allocated to gather it."""
+        """Tensors that are allocated to gather it."""
         return [self.owner, self.received] if self.copies else [self.owner]
 
     def of(self, part: Quantized) -> Tensor:
@@ -58,7 +58,7 @@ class Buffer(NamedTuple):
         return own
 
     def padded(self, own: Tensor) -> Tensor:
-        """What this rank sends of its rows ``own``, 1-D, of one size on all ranks."""
+        """Returns what this rank sends of its rows ``own``, 1-D, of one size on all ranks."""
         if self.rows.size == 1:
             return own.new_empty(0)
         return padded_rows(own, self.rows.largest).contiguous().view(-1)
@@ -145,7 +145,7 @@ class GatheredWeight:
         ]
 
     def buffers(self, dims: Collection[int], number: int) -> list[Buffer]:
-        """What is gathered of a parameter for these dims, in the order in which all ranks send it."""
+        """Lists what is gathered of a parameter for these dims, in the order in which all ranks send it."""
         distinct = (ROWWISE,) if self._symmetric else dims
         return [buffer for dim in distinct for buffer in self._buffers[dim][number]]
 
@@ -253,7 +253,7 @@ class ShardedWeight:
             begin = end
 
     def parts_for(self, dims: Collection[int]) -> Sequence[Quantized]:
-        """What this rank sends of each parameter, with operands for ``dims``."""
+        """Returns what this rank sends of each parameter, with operands for ``dims``."""
         if self._lacks(dims) and (self.cast is None or not self.cast.serves(dims)):
             cast_shards([self])  # the last forward had no grad mode, or there was none
         if self._lacks(dims):
@@ -278,7 +278,7 @@ class ShardedWeight:
     # ---- a gather of FSDP2's ----
 
     def begin_gather(self, number: int) -> list[tuple[Buffer, Tensor]]:
-        """What is gathered of a parameter, and this rank's rows of each."""
+        """Lists what is gathered of a parameter, and this rank's rows of each."""
         if number == 0:
             dims = self._dims_to_gather()
             if self.fsdp.training_state == "FORWARD":
@@ -313,7 +313,7 @@ class ShardedWeight:
         return tensor
 
     def is_gathered(self, columnwise: bool) -> bool:
-        """It is unsharded since an earlier microbatch: forward gathers nothing, and backward the same once more."""
+        """Whether it is unsharded since an earlier microbatch: forward gathers nothing, backward the same once more."""
         dims = self._dims if columnwise else (ROWWISE,)
         return self.fsdp.is_unsharded and self.cast is not None and self.cast.serves(dims)
 
@@ -343,7 +343,7 @@ class ShardedWeight:
                 parameter.register_storage(self.gathered.buffers([*missing, *held], parameter.number))
 
     def fetch_for(self, quantizer: Quantizer, label: str) -> None:
-        """The same for a call of a linear that reads ``quantizer``'s orientations, columnwise if backward will.
+        """Fetches for a call of a linear that reads ``quantizer``'s orientations, columnwise if backward will.
 
         Raises:
             ValueError: the call wants another format.
