@@ -241,7 +241,7 @@ class Linear(LinearState, nn.Linear):
     def whole_weight(self) -> Tensor:
         """W of all ranks of ``etp_group``, in the dtype of the parameter: a collective; without a group W itself.
 
-        For functions that read the weight, as :func:`~minifloat.functional.linear_cross_entropy`: its gradient is
+        For functions that read the weight, as :func:`~minifloat.linear_cross_entropy`: its gradient is
         reduced, and added to that of this rank's rows. Tensor-parallel parts stay as they are.
         """
         return self._weight_matrix() if self._etp is None else self._etp.whole()
