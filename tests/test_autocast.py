@@ -37,7 +37,6 @@ from minifloat.recipe import (
 from minifloat.recompute import checkpoint
 from tests.helpers import oracle
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.sample import each_twice
 
 LENGTH = 4
 DELAYED = DelayedScaling(amax_history_len=LENGTH)
@@ -59,7 +58,6 @@ def formats(recipe: str) -> set[tuple[str, str]]:
     return {("identity", "identity")} if recipe == "none" else {named(recipe).expected_gemms()["fprop"]}
 
 
-@each_twice
 @pytest.mark.parametrize("own", [None, "none", "current", "mxfp8"])
 @pytest.mark.parametrize(
     ("contexts", "given"),

@@ -29,7 +29,6 @@ from minifloat.nn import quantized_model_init
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import quantize
 from tests.helpers.compiled import Pair, compiled, graphs
-from tests.helpers.sample import each_twice
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -266,7 +265,6 @@ def test_uncompiled(kind: Any, option: str, name: str) -> None:
     assert graphs() >= 1
 
 
-@each_twice
 @pytest.mark.parametrize("option", [option for option in UNCOMPILED if option != "fp8_output"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_refused_in_one_graph(kind: Any, option: str) -> None:

@@ -17,7 +17,6 @@ from minifloat.tensor import quantize
 from minifloat.tensor.rows import QuantizedRows, rows_of
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.sample import each_twice
 
 RECIPES = ["current", "block", "rowwise", "mxfp8", "nvfp4", "mxfp4"]
 SHARDS = [(50, 50), (33, 67), (0, 100)]
@@ -31,7 +30,6 @@ def shards_of(recipe: str, rows: tuple[int, ...], group: str = "") -> tuple[Quan
     return whole, [rows_of(whole, ShardMap(rows), each) for each in groups]
 
 
-@each_twice
 @pytest.mark.parametrize("rows", SHARDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_flatten(recipe: str, rows: tuple[int, ...]) -> None:
@@ -57,7 +55,6 @@ def storages(x: Any) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in x._buffers().values() if each.numel()}
 
 
-@each_twice
 @pytest.mark.parametrize("rows", SHARDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory(recipe: str, rows: tuple[int, ...]) -> None:

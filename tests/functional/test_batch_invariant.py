@@ -21,7 +21,6 @@ from minifloat.ops import grouped
 from minifloat.recipe import Float8BlockScaling, NVFP4BlockScaling, as_recipe
 from tests.helpers.compare import U, assert_same_bits, assert_within
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.sample import each_twice
 
 BF16 = torch.bfloat16
 K, N = 140, 72
@@ -100,7 +99,6 @@ def test_large_sizes(recipe: str, sizes: tuple[int, int]) -> None:
             assert_same_bits(linear(x[first:end]), y[first:end])
 
 
-@each_twice
 @pytest.mark.parametrize("recipe", ["none", "rowwise", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_modules(kind: str, recipe: str, device: torch.device) -> None:

@@ -25,7 +25,6 @@ from minifloat.functional.weight_source import computed as computed_gradient
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_linears import Data, differences, lane, make, own, recorded, same, set_prefetch, sgd, step
-from tests.helpers.sample import each_pair
 
 # ---- where gradients go ----
 
@@ -65,7 +64,6 @@ def in_main_grad(rank: int, size: int, dtype: torch.dtype, first: tuple[bool | N
             assert same(layer.weight.main_grad, own(layer, total / size))
 
 
-@each_pair
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -19,7 +19,6 @@ from minifloat.ops.grouped import activation_kernels, products
 from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits
-from tests.helpers.sample import each_pair
 
 COUNTS, N, K = (5, 0, 18), 20, 36
 IMPLEMENTATIONS = pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
@@ -41,7 +40,6 @@ def memories(like: Tensor) -> dict[str, Tensor]:
     }
 
 
-@each_pair
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("spec", ["identity", "e4m3/tensor/fp32", "e4m3/1x128/pow2"])
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
@@ -77,7 +75,6 @@ def test_where_products_go(
             assert_same_bits(held, wanted)
 
 
-@each_pair
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("activation", [Activation.of("swiglu"), Activation.of("srelu")], ids=["swiglu", "srelu"])
 @pytest.mark.parametrize("spec", ["e4m3/1x32/e8m0", "e4m3/1x128/pow2", "e5m2/128x128/fp32"])

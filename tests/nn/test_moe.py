@@ -15,7 +15,6 @@ from minifloat.functional.experts import GroupedActivationFunction
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedLinear, GroupedMLP, Linear, MoE, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
-from tests.helpers.sample import each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -267,7 +266,6 @@ def test_traced() -> None:
         assert x.grad is not None and all(p.grad is not None for p in moe.parameters())
 
 
-@each_twice
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("options", [{}, {"checkpoint_mlp": True}, {"parallel_attention_mlp": True}])
 def test_transformer_layer(recipe: str, options: dict[str, Any]) -> None:
