@@ -146,7 +146,7 @@ def _one_each(kwargs: Any, several: bool, count: int) -> list[Mapping[str, Any]]
 
 
 def _checked_device(modules: Sequence[nn.Module], *arguments: Any) -> torch.device:
-    """Where everything is."""
+    """Returns the one device of all modules and arguments."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     tensors += [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     devices = {tensor.device for tensor in tensors}

@@ -121,7 +121,7 @@ class GraphedCallable:
                     )
 
     def capture_forward(self, captured_by: capture.Graph, place: int) -> None:
-        """As number ``place`` of the pool."""
+        """Captures the forward as number ``place`` of the pool."""
         self.places[0], self.forward_graph = place, captured_by
         self.shared.settle()
         self.outputs = captured_by.capture(self._run)
@@ -131,7 +131,7 @@ class GraphedCallable:
         self.memory = [(tensors, name, _address(tensors[name])) for tensors, name in _tensors_of(self.module)]
 
     def capture_backward(self, captured_by: capture.Graph, place: int) -> None:
-        """As number ``place`` of the pool, after the forward."""
+        """Captures the backward as number ``place`` of the pool, after the forward."""
         for weight, _ in self.main_grads:
             weight.main_grad_is_old = False  # added to: what replaces it is zeroed before
         self.given = [torch.zeros_like(output) for output in self._differentiable()]
@@ -159,7 +159,7 @@ class GraphedCallable:
         return [output for output in self.attached if isinstance(output, Tensor) and output.requires_grad]
 
     def _gradients(self, given: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Of inputs and parameters; frees what the forward has saved."""
+        """Computes gradients of inputs and parameters, and frees what the forward has saved."""
         outputs, self.attached = self._differentiable(), []
         targets = [*[self.leaves[i] for i in self.inputs], *self.parameters]
         if not outputs or not targets:
@@ -171,7 +171,7 @@ class GraphedCallable:
     # ---- replay ----
 
     def __call__(self, *args: Any, is_first_microbatch: bool | None = None, **kwargs: Any) -> Any:
-        """As the module's forward. In another mode (``train``, gradients) than at the capture the module itself runs.
+        """Replays the forward. In another mode (``train``, gradients) than at the capture the module itself runs.
 
         Args:
             is_first_microbatch: as of :class:`~minifloat.Linear`; without ``cache_quantized_params`` each call casts
@@ -318,7 +318,7 @@ _replay: Callable[..., tuple[Tensor, ...]] = _Replay.apply
 
 
 def takes_first_microbatch(module: nn.Module) -> bool:
-    """Its forward has the argument ``is_first_microbatch``."""
+    """Whether the module's forward has the argument ``is_first_microbatch``."""
     return "is_first_microbatch" in inspect.signature(module.forward).parameters
 
 
@@ -333,7 +333,7 @@ def _form(x: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where modules keep what a graph reads."""
+    """Lists the places in which modules keep what a graph reads."""
     places = [own for part in module.modules() for own in (part._parameters, part._buffers)]
     return [(tensors, name) for tensors in places for name, tensor in tensors.items() if tensor is not None]
 
@@ -349,7 +349,7 @@ def _autocast_dtype() -> torch.dtype | None:
 
 
 def _torch_autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """The same without its cache of cast weights, which no replay would cast again."""
+    """Enters the surrounding ``torch.autocast`` without its cache of cast weights, which no replay would cast anew."""
     return (
         nullcontext() if dtype is None else torch.autocast(capture.Graph.device_type, dtype=dtype, cache_enabled=False)
     )

@@ -40,7 +40,7 @@ class CaptureStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """What runs inside comes after all before it, and before all after it."""
+        """Runs what is inside after all before it, and before all after it."""
         outside = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(outside)
         with torch.cuda.stream(self.stream):
@@ -49,7 +49,7 @@ class CaptureStream:
 
 
 class Graph:
-    """What one function launches on a GPU: captured once, and replayed on the stream that is then current.
+    """Launches of one function on a GPU: captured once, and replayed on the stream that is then current.
 
     Args:
         stream: where it is captured. What warms the function up runs there too: autograd's nodes stay on their stream.
@@ -229,7 +229,7 @@ def steps_of(order: Sequence[int] | None, modules: int) -> list[Step]:
 
 
 class Progress:
-    """Which graph of a pool ran last. Memory that one graph has freed belongs to those that were captured after it."""
+    """Notes which graph of a pool ran last: memory that one has freed belongs to those captured after it."""
 
     def __init__(self) -> None:
         self.latest = -1
@@ -258,7 +258,7 @@ class Progress:
 
 
 class SharedWeights:
-    """Those below ``module``.
+    """Sharded weights of ``module`` and its submodules.
 
     A graph gathers and reduces by itself: nothing is in flight over its group where it begins or ends, and no gather is
     predicted across. Gradients are results of the graph of a backward, which autograd adds to ``.grad`` after each
@@ -270,13 +270,13 @@ class SharedWeights:
         self.lanes = list(dict.fromkeys(weight.lane for weight in self.weights))
 
     def settle(self) -> None:
-        """What follows in the stream comes after all that was started over these weights' groups."""
+        """Lets the stream wait for all that was started over these weights' groups."""
         for lane in self.lanes:
             lane.settle()
 
     @contextmanager
     def in_graph(self, collected: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
-        """Inside, a graph is captured, or warmed up, which finishes what it starts.
+        """Inside, a capture or its warm-up finishes what it starts.
 
         That of a forward casts; ``collected``: that of a backward puts there the gradients that autograd adds.
         """

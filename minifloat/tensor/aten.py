@@ -1,4 +1,4 @@
-"""What PyTorch's operations do to a :class:`~minifloat.tensor.QuantizedTensor`: one handler for each that is known."""
+"""PyTorch's operations on a :class:`~minifloat.tensor.QuantizedTensor`: one handler for each that is known."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _as_dtype(operand: Operand, dtype: torch.dtype) -> Operand:
 
 @_handles(READS, "empty_like")
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With a device, as ``module.to_empty`` has it; without, it is the scratch memory of dropout and others."""
+    """Makes a quantized tensor if a device is given (``module.to_empty``), else scratch memory, as of dropout."""
     t, device = args[0], kwargs.get("device")
     if device is None or not _keeps_form(t, kwargs):
         return on_values(func, args, kwargs)
@@ -86,7 +86,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @_handles(READS, "zeros_like ones_like full_like rand_like randn_like")
 def _new_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In high precision; the values of this tensor are not read, let alone gathered from other ranks."""
+    """Makes values in high precision; those of this tensor are not read, let alone gathered from other ranks."""
     t = args[0]
     return func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), *args[1:], **kwargs)
 

@@ -24,17 +24,17 @@ from minifloat.tensor import operand_ops
 
 
 class Gatherer(Protocol):
-    """What gathers a tensor from the shards of other ranks, one orientation at a time, as FSDP2's hooks do."""
+    """Gathers a tensor from the shards of other ranks, one orientation at a time, as FSDP2's hooks do."""
 
     def fetch(self, *dims: int) -> None:
         """Sees to it that the operands that serve ``dims`` are there; a collective."""
 
     def fetch_for(self, quantizer: Quantizer, label: str) -> None:
-        """The same for a call of the layer ``label``, which reads what ``quantizer`` gives."""
+        """Fetches for a call of the layer ``label``, which reads what ``quantizer`` gives."""
 
 
 class CodedTensor(torch.Tensor):
-    """What a :class:`~minifloat.tensor.QuantizedTensor` holds, how it is read and how it is written.
+    """Storage of a :class:`~minifloat.tensor.QuantizedTensor`, and how it is read and written.
 
     An operation of PyTorch runs what :data:`READS` or :data:`WRITES` have for it. Another one computes on the values,
     in high precision, or raises if it would write.
@@ -105,7 +105,7 @@ class CodedTensor(torch.Tensor):
         return values if self._operands.any.format.quantized else values.clone()
 
     def _values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """As :meth:`dequantize`, but the identity format gives its very memory."""
+        """Dequantizes; the identity format gives its very memory."""
         if self.gatherer is not None:
             self.gatherer.fetch(ROWWISE)
         values = self._operands.dequantize(dtype or self.dtype)
@@ -136,7 +136,7 @@ class CodedTensor(torch.Tensor):
 
     @property
     def _whose(self) -> str:
-        """What errors call it."""
+        """Label of the tensor in errors."""
         what = f"{self.owner}: its weight" if self.owner else "a QuantizedTensor"
         return f"{what} of shape {tuple(self.shape)} in {self._operands.any.format.spec}"
 
@@ -213,7 +213,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def copied(x: Tensor) -> Tensor:
-    """In memory of its own, row after row."""
+    """Returns a contiguous copy."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -272,7 +272,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the operation gives on the values, in high precision."""
+    """Runs the operation on the values, in high precision."""
     args, kwargs = tree_map_only(CodedTensor, lambda t: t._values(), (args, kwargs))
     return func(*args, **kwargs)
 
@@ -320,7 +320,7 @@ def assign_all(
     amaxes: Sequence[Amaxes | None] | None = None,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """As :func:`quantize_all_`, of sources that broadcast, with versions left to the caller."""
+    """Quantizes sources that broadcast, as :func:`quantize_all_`, with versions left to the caller."""
     pairs = list(zip(targets, sources, strict=True))
     ready = [s._gathered() if isinstance(s, CodedTensor) and t._same_form(s) else None for t, s in pairs]
     missing = [i for i, operands in enumerate(ready) if operands is None]
@@ -398,7 +398,7 @@ def count_steps(parameters: Iterable[Any]) -> None:
 
 
 def stop_counting(parameters: Iterable[Any]) -> None:
-    """Of ``parameters`` that are about to be replaced: PyTorch swaps no tensor that has a weak reference."""
+    """Forgets ``parameters`` that are about to be replaced: PyTorch swaps no tensor that has a weak reference."""
     for parameter in parameters:
         _counted.pop(parameter, None)
 

@@ -1,4 +1,4 @@
-"""What a :class:`~minifloat.tensor.QuantizedTensor` does to its operands: cut rows, store, describe as plain data."""
+"""Operands of a :class:`~minifloat.tensor.QuantizedTensor`: cutting rows, storing, describing as plain data."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _code_rows(operand: Operand, row: int) -> int:
 
 
 def shared_levels(operand: Operand) -> tuple[Tensor, ...]:
-    """What every row of the operand is scaled with: the one scale of a tensor, or the amax above block scales."""
+    """Scales that every row of the operand shares: the one scale of a tensor, or the amax above block scales."""
     fmt = operand.format
     level = operand.amax if fmt.scale_rule == "two_level" else None if fmt.block else operand.scale_inv
     return () if level is None or (fmt.amax_per_row and operand.dim == ROWWISE) else (level,)

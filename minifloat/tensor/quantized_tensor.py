@@ -249,7 +249,7 @@ class QuantizedTensor(CodedTensor):
         return out
 
     def _part(self, view: Tensor) -> QuantizedTensor | None:
-        """What ``view`` shows of the values, for a view of a meta tensor like this; None if operands cannot hold it."""
+        """Cuts out what ``view`` shows, a view of a meta tensor like this; None if operands cannot hold it."""
         rows, cols = self._operands.any.shape
         shape, stride, offset, count = view.shape, view.stride(), view.storage_offset(), view.numel()
         if view.dtype != self.dtype or not operand_ops.is_dense(shape, stride):
@@ -327,7 +327,7 @@ class QuantizedTensor(CodedTensor):
         return _rebuild, (self._buffers(), context, *geometry, self.requires_grad, others)
 
     def _set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Those that a pickle of :meth:`__reduce_ex__` has: a user's, and the values before the first cast."""
+        """Sets the attributes of a pickle of :meth:`__reduce_ex__`: a user's, and the values before the first cast."""
         self.__dict__.update({name: value for name, value in attributes.items() if name != "_initial"})
         if "_initial" in attributes:
             self.set_high_precision_init_val(attributes["_initial"])
@@ -335,7 +335,7 @@ class QuantizedTensor(CodedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
     ) -> Any:
-        """What PyTorch's own FSDP2 asks for: it would gather values, and of some formats lose rows.
+        """Refuses PyTorch's own FSDP2: it would gather values, and of some formats lose rows.
 
         Raises:
             ValueError: always.
@@ -391,7 +391,7 @@ def _rebuild(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> QuantizedTensor:
-    """What a pickle calls. Its arguments are plain data, so that files outlive the classes of today.
+    """Unpickles. Its arguments are plain data, so that files outlive the classes of today.
 
     ``torch.load(weights_only=True)`` trusts it once this module is imported.
     """

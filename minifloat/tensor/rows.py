@@ -80,7 +80,7 @@ class SavedRows(QuantizedTensor):
         torch.autograd.graph.increment_version(self.source._operands.any.codes)
 
     def _with_amax(self, loaded: Operand) -> Operand:
-        """With the amax of all rows that were loaded, where it was measured on these alone: under delayed scaling."""
+        """Adds the amax of all rows that were loaded, where it was measured on these alone: under delayed scaling."""
         if loaded.format.scale_rule != "given" or loaded.amax is None:
             return loaded
         ranges: dict[tuple[int, int], Tensor] = self.source.__dict__.setdefault("_loaded_amaxes", {})
@@ -92,7 +92,7 @@ class SavedRows(QuantizedTensor):
 
 
 def _saved(self: QuantizedTensor, index: Any) -> Tensor:
-    """What ``torch.distributed.checkpoint`` saves, and loads into, maybe in several ranges of rows."""
+    """Lists what ``torch.distributed.checkpoint`` saves, and loads into, maybe in several ranges of rows."""
     return SavedRows.of(self, self._operands, self.shape, self.stride(), whole=True)
 
 
@@ -224,7 +224,7 @@ class QuantizedRows(QuantizedTensor):
 
     @property
     def part(self) -> Quantized:
-        """What this rank sends: its owned rows; views."""
+        """Views of the rows that this rank sends: those it owns."""
         if self.cover.exact:
             return self._operands
         return cut_rows(self._operands, *[row - self.cover.begin for row in self.cover.owned])
@@ -232,13 +232,13 @@ class QuantizedRows(QuantizedTensor):
     # ---- torch.distributed.checkpoint, which asks the local tensor of a DTensor ----
 
     def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
-        """What this rank saves: whole blocks, at most one range of rows."""
+        """Lists what this rank saves: whole blocks, at most one range of rows."""
         begin, end = self.cover.owned
         first_of_none = self.cover.shards.total == 0 == self.cover.rank  # for the key to be there
         return [write_item(fqn, whole, self._chunk(begin, end))] if end > begin or first_of_none else []
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What this rank loads."""
+        """Lists what this rank loads."""
         return [self._chunk(*self.cover.loaded)]
 
     def _chunk(self, begin: int, end: int) -> Any:
@@ -330,7 +330,7 @@ def _rebuild_rows(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> QuantizedTensor:
-    """What a pickle calls; its arguments are plain data, for ``torch.load(weights_only=True)`` as well."""
+    """Unpickles; its arguments are plain data, for ``torch.load(weights_only=True)`` as well."""
     unit, shards, rank = cover
     context = *context, (unit, ShardMap(tuple(shards)), rank, None)
     self = QuantizedRows.__tensor_unflatten__(inner, context, (), ())

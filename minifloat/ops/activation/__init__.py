@@ -69,7 +69,7 @@ NAMES = (*POINTWISE, *GATES, CLAMPED)
 
 
 def gated(name: str) -> bool:
-    """It multiplies two halves of its input, so that its output is half as wide."""
+    """Whether it multiplies two halves of its input, so that its output is half as wide."""
     return name not in POINTWISE
 
 

@@ -87,7 +87,7 @@ def pointwise(x, NAME: tl.constexpr, SLOPE: tl.constexpr):
 
 @triton.jit
 def halves(a, b, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """What the gate's function is applied to and what its value multiplies; ``LIMIT`` is None where nothing clamps."""
+    """The gate's argument and what its value multiplies; ``LIMIT`` is None where nothing clamps."""
     if LIMIT is not None:
         a = smaller(a, LIMIT)
         b = smaller(larger(b, -LIMIT), LIMIT) + OFFSET

@@ -32,7 +32,7 @@ _SWIZZLED, _PLAIN = SwizzleType.SWIZZLE_32_4_4.value, SwizzleType.NO_SWIZZLE.val
 
 
 def operands(a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor], Any]:
-    """What the library reads of two operands, and the factors that are left to be multiplied in: left, right, divisor.
+    """Prepares what the library reads of two operands, and the factors left: left, right, divisor.
 
     uint8 codes [outer, contracted] and swizzled scales of each, and, where NVFP4's product is the result
     (``direct``), fp32 [2]: the factor of both amaxes, and one.

@@ -43,7 +43,7 @@ def load_packed(codes, first, byte, rows, width, stride, TILE: tl.constexpr):
 
 @triton.jit
 def used_blocks(packed, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of the blocks of such bytes have a code that is not zero."""
+    """Marks the blocks of such bytes that have a code that is not zero."""
     found = tl.reshape((packed & 0x77).to(tl.int32), (TILE, TILE // BLOCK, BLOCK // 2))
     return tl.max(found, axis=2) > 0
 
@@ -162,7 +162,7 @@ _fold = Kernel(fold_kernel)
 _repair = Kernel(repair_kernel)
 
 
-class Source(NamedTuple):
+class FoldSource(NamedTuple):
     """An MXFP4 operand as kernels read it: [outer, contracted] codes, two a byte, and scales of any strides.
 
     Args:
@@ -192,17 +192,17 @@ class Source(NamedTuple):
         return self.codes.stride(1) != 1
 
 
-def source(codes: Tensor, scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -> Source:
+def source(codes: Tensor, scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -> FoldSource:
     """Arguments as of ``fold.fold``."""
     blocks = triton.cdiv(contracted_length(codes, fmt, dim, along), fmt.block)
     outer_block = fmt.scale_block(dim)[0 if along == ROWWISE else 1]
     if along != ROWWISE:
         scale_inv = scale_inv.t()
         codes = layouts.k_major_copy(codes, True, (1, 1)) if dim == along else codes.t()
-    return Source(consecutive(codes), at_16_bytes(scale_inv), outer, blocks, dim != along, outer_block, fmt)
+    return FoldSource(consecutive(codes), at_16_bytes(scale_inv), outer, blocks, dim != along, outer_block, fmt)
 
 
-def fold(weight: Source) -> tuple[Tensor, Tensor]:
+def fold(weight: FoldSource) -> tuple[Tensor, Tensor]:
     """``fold.fold``, of sizes that the library takes, with zero codes around: E4M3 codes and their scales."""
     wide = triton.cdiv(weight.blocks * BLOCK, TILE)
     rows, scale_cols, device = weight.outer + -weight.outer % 16, wide + -wide % 4, weight.codes.device
@@ -223,23 +223,23 @@ def fold(weight: Source) -> tuple[Tensor, Tensor]:
     return target.view(torch.float8_e4m3fn), scales
 
 
-class Left(NamedTuple):
+class FoldRemainder(NamedTuple):
     """What is read after the product: FP8 strips, of which some rows are padding, the MXFP4 operand, folded scales."""
 
     codes: Tensor
     scale: Tensor
     rows: int
-    weight: Source
+    weight: FoldSource
     folded: Tensor
 
 
-def prepare(a: Any, b: Any, direct: bool = True) -> tuple[Sequence[Tensor], Left]:
+def prepare(a: Any, b: Any, direct: bool = True) -> tuple[Sequence[Tensor], FoldRemainder]:
     """The operands of the library's product, of FP8 strips and an MXFP4 operand."""
     codes, scale = native.block128_operand(a)
     weight = source(b.codes, b.scale_inv, b.format, b.dim, b.along, b.outer)
     folded, scales = fold(weight)
     high, wide = scales.shape
-    return (codes, scale, folded, scales.as_strided((wide, high), (1, wide))), Left(
+    return (codes, scale, folded, scales.as_strided((wide, high), (1, wide))), FoldRemainder(
         codes, scale, a.outer, weight, scales
     )
 
@@ -249,7 +249,7 @@ def multiply(operands: Sequence[Tensor], out_dtype: torch.dtype) -> Tensor:
     return native.block128(False, True, operands, out_dtype)
 
 
-def repair(product: Tensor, left: Left) -> None:
+def repair(product: Tensor, left: FoldRemainder) -> None:
     """Computes again those columns of the library's ``product`` that have a scale that could not be folded."""
     codes, scale, rows, weight, folded = left
     _repair(
@@ -267,7 +267,7 @@ def repair(product: Tensor, left: Left) -> None:
     )  # fmt: skip
 
 
-def finish(product: Tensor, left: Left, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def finish(product: Tensor, left: FoldRemainder, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Bias and rounding."""
     return spread.finish(product, spread.UNSCALED, bias, out_dtype)
 

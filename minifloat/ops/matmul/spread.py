@@ -32,7 +32,7 @@ def largest_scale(
     scales, m, outer, blocks, outer_stride, block_stride,
     RULE: tl.constexpr, OUTER_BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Of each of the rows (or columns) ``m`` the largest scale; scales are not negative."""
+    """Finds the largest scale of each of the rows (or columns) ``m``; scales are not negative."""
     row = scales + (m // OUTER_BLOCK)[:, None].to(tl.int64) * outer_stride
     found = tl.zeros((m.shape[0], COLS), tl.int32)
     for first in range(0, blocks, COLS):
@@ -147,7 +147,7 @@ def _largest(scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -
 
 
 class Scales(NamedTuple):
-    """What scales the whole contraction: fp32 factors, [1] or [m] and [n], None for none, and what they are over."""
+    """Factors of the whole contraction: fp32 [1] or [m] and [n], None for none, and what they are over."""
 
     left: Tensor | None
     right: Tensor | None

@@ -39,7 +39,7 @@ from minifloat.ops.tiles import Tile
 
 
 class NormTile(NamedTuple):
-    """What one program holds at a time.
+    """Tile that one program holds at a time.
 
     Args:
         rows, block: of the tile; a row wider than ``block`` is read in chunks of it.
@@ -115,7 +115,7 @@ def row_statistics(
 
 @triton.jit
 def load_scale(gamma, k, K, ZERO_CENTERED: tl.constexpr):
-    """What the columns ``k`` are multiplied by, in fp32: gamma or ``1 + gamma``."""
+    """Loads what the columns ``k`` are multiplied by, in fp32: gamma or ``1 + gamma``."""
     scale = tl.load(gamma + k, mask=k < K, other=0.0).to(tl.float32)
     return scale + 1.0 if ZERO_CENTERED else scale
 
@@ -185,7 +185,7 @@ def norm_forward(
     residual: Tensor | None = None,
     choice: NormTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the operation; with ``dtype`` None the statistics and the total alone."""
+    """Implements the operation; with ``dtype`` None the statistics and the total alone."""
     check(x, residual, gamma, beta, normalization)
     rows, width = x.shape
     x, gamma = ready(x), ready(gamma)
@@ -265,7 +265,7 @@ def norm_cast(
     choice: Tile | None = None,
     sums: NormTile | None = None,
 ) -> tuple[Tensor, ...]:
-    """As the operation; ``choice`` and ``sums`` are tiles other than the pinned ones, of cast and statistics."""
+    """Implements the operation; ``choice`` and ``sums``: tiles other than the pinned ones, of cast and statistics."""
     fmt, shape = parse(format), (x.shape[0], x.shape[1])
     x, gamma = ready(x), ready(gamma)
     _, mean, rsigma, _, total = norm_forward(
@@ -404,7 +404,7 @@ def norm_backward(
     dresidual: Tensor | None = None,
     choice: NormTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the operation."""
+    """Implements the operation."""
     assert dy.shape == x.shape, (dy.shape, x.shape)
     rows, width = x.shape
     dy, x, gamma = ready(dy), ready(x), ready(gamma)

@@ -117,7 +117,7 @@ def _(grad: Tensor, y: Tensor, _probabilities: Tensor, inverse: Tensor, _offsets
 
 
 def _term(y: Tensor, probabilities: Tensor | None, inverse: Tensor, offsets: Tensor, slot: int) -> Tensor:
-    """What one slot of each token adds; what is in the rows of dropped ones, be it NaN, is not read."""
+    """Returns what one slot of each token adds; rows of dropped ones, be they NaN, are not read."""
     values = y.index_select(0, inverse[:, slot]).to(precise(y.dtype))
     if probabilities is not None:
         values = values * probabilities[:, slot, None]

@@ -36,13 +36,13 @@ def rows_tile(columns: int) -> Tile:
 
 @triton.jit
 def places(row, H, h):
-    """Where the elements of some rows and columns are, of H columns."""
+    """Addresses the elements of some rows and columns, of H columns."""
     return row[:, None].to(tl.int64) * H + h[None, :]
 
 
 @triton.jit
 def slot_of(t, j, T, k, experts, inverse, offsets, probabilities, SCALED: tl.constexpr):
-    """Of slot ``j`` of the tokens ``t``: its row, whether it is kept, and its probability where there are any."""
+    """Returns slot ``j`` of the tokens ``t``: its row, whether it is kept, its probability where there are any."""
     slot = t * k + j
     row = tl.load(inverse + slot, mask=t < T, other=0)
     kept = (t < T) & (row < tl.load(offsets + experts))

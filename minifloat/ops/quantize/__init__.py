@@ -186,7 +186,7 @@ def empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype, transposed: bool)
 
 
 class FusedCodes(NamedTuple):
-    """What a cast gives that is fused with what computes its value; what is not wanted or not there is empty, [0].
+    """Codes of a cast that is fused with what computes its value; what is not wanted or not there is empty, [0].
 
     Args:
         row_codes, column_codes: uint8.

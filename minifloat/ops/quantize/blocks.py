@@ -321,7 +321,7 @@ def block_tile(
 def constants(
     job: Job, variant: int, rule: ScaleRule | None, can_skip: bool, sizes: Aligned, choice: Tile, spread: Layouts | None
 ) -> tuple[Any, ...]:
-    """Those of ``cast_block_kernel`` for jobs like this one; without a rule it finds amaxes."""
+    """Returns those of ``cast_block_kernel`` for jobs like this one; without a rule it finds amaxes."""
     (fmt, given), column = _kind(job.targets[0]), job.column
     return (
         variant, job.row is not None, column is not None, column is not None and column.k_major, given, fmt.block,

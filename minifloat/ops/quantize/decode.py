@@ -61,7 +61,7 @@ def block_factor(
     scales, levels, row, col, M, K, scale_stride_m, scale_stride_k, level_stride_m, level_stride_k,
     RULE: tl.constexpr, LEVEL: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """What the blocks that begin at ``row`` and ``col`` are multiplied by, fp32; see :class:`Factors`."""
+    """Loads the factor of the blocks that begin at ``row`` and ``col``, fp32; see :class:`Factors`."""
     inside = (row[:, None] < M) & (col[None, :] < K)
     row = (row // ROWS)[:, None].to(tl.int64)
     col = (col // COLS)[None, :].to(tl.int64)
@@ -163,7 +163,7 @@ _decode = Kernel(decode_kernel)
 
 
 class Factors(NamedTuple):
-    """What the codes of each block are multiplied by.
+    """Factors of the codes of each block.
 
     Args:
         rule: that of ``scale_inv``; None to leave codes unscaled.
@@ -193,7 +193,7 @@ def dequantize(
     cols: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As the operation; codes and scales of any strides."""
+    """Implements the operation; codes and scales of any strides."""
     fmt, levels, strides, inverse = parse(format), scale_inv, (0, 0), 1.0
     if fmt.scale_rule == "two_level":
         assert amax is not None

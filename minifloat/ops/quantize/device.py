@@ -1,4 +1,4 @@
-"""What the cast kernels share, in Triton: picking a matrix from several, loading and storing tiles."""
+"""Device functions that cast kernels share: picking a matrix from several, loading and storing tiles."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def places(tensor, first_m, first_k, GLUON: tl.constexpr):
 
 @triton.jit
 def append(values, value):
-    """To a tuple."""
+    """Appends to a tuple."""
     return values + (value,)
 
 

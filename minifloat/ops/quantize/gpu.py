@@ -15,7 +15,7 @@ from minifloat.ops.quantize.job import Job, Target, groups
 
 
 def casts(fmt: Format) -> bool:
-    """There are kernels for the format; any other is the reference's."""
+    """Whether there are kernels for the format; any other is the reference's."""
     if fmt.scale_rule == "two_level":
         return fmt.block == 16
     whole = fmt.block == 0 and fmt.transform == "none" and (fmt.scaling.own or fmt.scale_rule == "given")
@@ -23,7 +23,7 @@ def casts(fmt: Format) -> bool:
 
 
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
-    """As the operation; those of whole tensors in one launch a dtype, with a rotated one in the same reading."""
+    """Implements the operation; whole tensors in one launch a dtype, a rotated one in the same reading."""
     parsed = [parse(spec) for spec in formats]
     if not all(map(casts, parsed)):
         return quantize.amax.reference(xs, formats, dims)
@@ -68,7 +68,7 @@ def cast(
     noop: Tensor | None,
     as_values: Sequence[bool] = (),
 ) -> list[Tensor]:
-    """As the operation; a rowwise cast and the columnwise one of the same tensor that follows it are one pass.
+    """Implements the operation; a rowwise cast and the columnwise one of the same tensor after it are one pass.
 
     ``as_values``: which casts give bf16 values [M, K] in lieu of codes, where those are numbers of bf16.
     """
@@ -115,7 +115,7 @@ def add(jobs: list[Job], x: Tensor, rng: Tensor | None, target: Target, follows:
 
 
 def check(x: Tensor, level: Tensor | None, fmt: Format, dim: int) -> None:
-    """What a kernel would not notice."""
+    """Checks what a kernel would not notice."""
     if level is not None and level.device != x.device:
         raise ValueError(f"an amax or scale on {level.device} for a tensor on {x.device}; move it there, as by .to()")
     if fmt.transform == "hadamard16" and dim == ROWWISE:

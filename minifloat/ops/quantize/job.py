@@ -82,7 +82,7 @@ def groups(jobs: Sequence[Job]) -> Iterator[list[Job]]:
 
 
 class Programs(NamedTuple):
-    """Which programs of a launch work on which matrix.
+    """Says which programs of a launch work on which matrix.
 
     Args:
         total: number of programs.

@@ -260,7 +260,7 @@ def gives_values(fmt: Format, x: Tensor) -> bool:
 
 
 def constants(job: Job, variant: int, can_skip: bool, aligned_k: bool, choice: Tile) -> tuple[Any, ...]:
-    """Those of ``cast_nvfp4_kernel`` for jobs like this one."""
+    """Returns those of ``cast_nvfp4_kernel`` for jobs like this one."""
     row, column = job.row, job.column
     return (
         variant, row and row.format, column and column.format, column is not None and column.dim == COLUMNWISE,

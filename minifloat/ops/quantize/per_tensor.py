@@ -142,7 +142,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
 
 
 def constants(job: Job, variant: int, can_skip: bool, sizes: Aligned, choice: Tile) -> tuple[Any, ...]:
-    """Those of ``cast_tensor_kernel`` for jobs like this one."""
+    """Returns those of ``cast_tensor_kernel`` for jobs like this one."""
     fmt, column = job.targets[0].format, job.column
     return (
         variant, job.row is not None, column is not None, column is not None and column.k_major,

@@ -145,7 +145,7 @@ class Request(NamedTuple):
 
 
 def read_amaxes(formats: Sequence[str], own_level: Sequence[int]) -> list[int]:
-    """Which amaxes operands keep, as two-level scales do; a cast alone reads the others."""
+    """Says which amaxes operands keep, as two-level scales do; a cast alone reads the others."""
     two_level = [parse(spec).scale_rule == "two_level" for spec in formats]
     return sorted({own for own, read in zip(own_level, two_level, strict=True) if read and own >= 0})
 
@@ -174,7 +174,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 class Cast(NamedTuple):
-    """What a cast returns: uint8 codes, scales, and the tensor's own amax (fp32 [1]) where the scale was given."""
+    """Result of a cast: uint8 codes, scales, and the tensor's own amax (fp32 [1]) where the scale was given."""
 
     codes: Tensor
     scale_inv: Tensor
@@ -289,7 +289,7 @@ def dequantize(
 
 
 def _factors(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
-    """What codes in blocks are multiplied by, fp32."""
+    """Returns what codes in blocks are multiplied by, fp32."""
     factor = scale_inv[:, None, :, None] if fmt.grid else scale_inv
     values = fmt.scaling.values(factor)
     if fmt.scale_rule != "two_level":
