@@ -14,7 +14,7 @@ from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
 from minifloat.recipe.base import BackwardOverride
 
 Mode = Literal["column", "row"]
-"""What runs while rows are communicated: other work, between two handles, or the product that reads or writes them."""
+"""What ranks share of a linear: columns of Y and rows of W, or columns of X and W, which the products contract."""
 
 FORWARD_SLOTS = ("input", "weight", "output")
 BACKWARD_SLOTS = ("grad_output", "grad_input")

@@ -137,7 +137,7 @@ class LayerNormLinear(parts.LayerOfParts):
             dtype = linear_call.compute_dtype(linear, x)
             gamma, beta = norm.weight, norm.bias
             call, weight, b = linear_call.prepare(
-            linear, recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
+                linear, recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
                 exchange=exchange, recompute_x=self.recompute_norm,
             )  # fmt: skip
             of_norm = NormCall(norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
