@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minifloat.formats import COLUMNWISE, ROWWISE, parse
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, parse
 from minifloat.ops import grouped, matmul, quantize
 from minifloat.ops.grouped import layout
 
@@ -125,6 +125,37 @@ def test_products_are_those_of_each_group(spec: str, counts: tuple[int, ...]) ->
         assert torch.equal(dw[group], alone("wgrad", dy[own], x[own], (COLUMNWISE, COLUMNWISE)))
         assert torch.equal(db[group], dy[own].sum(0))
     assert not y[sum(counts) :].any() and not dx[sum(counts) :].any()
+
+
+def test_products_of_values() -> None:
+    """A bias is rounded as Y is; where rows stand alone, fp32 products are added in the order of K."""
+    torch.manual_seed(0)
+    x, w, bias = torch.randn(7, 33), torch.randn(10, 33), torch.randn(2, 5)
+    offsets, of_w = offsets_of((3, 2)), offsets_of((5, 5))
+    sides = [(each.bfloat16(), None, None, IDENTITY.spec, ROWWISE, of) for each, of in ((x, offsets), (w, of_w))]
+    y = grouped.grouped_mm("fprop", *sides[0], *sides[1], 7, 5, torch.bfloat16, bias, False)
+    alone = grouped.rowwise_mm(x, offsets, w, of_w, bias, torch.bfloat16)
+    for own, weight, b in ((slice(0, 3), w[:5], bias[0]), (slice(3, 5), w[5:], bias[1])):
+        expected = torch.nn.functional.linear(x[own].bfloat16(), weight.bfloat16(), b.bfloat16())
+        assert torch.equal(y[own], expected)
+        total = torch.zeros_like(expected, dtype=torch.float32)
+        for k in range(33):
+            total = total + x[own, k, None] * weight[:, k]
+        assert torch.equal(alone[own], (total + b.bfloat16().float()).bfloat16())
+    assert not y[5:].any() and not alone[5:].any()
+
+
+def test_packed_rows_of_an_odd_number_of_columns() -> None:
+    """The last byte has half a code too many; rows of no group are 0."""
+    torch.manual_seed(0)
+    offsets, of_w, spec = offsets_of((3, 2)), offsets_of((5, 5)), "e2m1/1x32/e8m0"
+    x, w = torch.randn(7, 37).bfloat16(), torch.randn(10, 37).bfloat16()
+    (codes, scales, _), _ = cast(x, offsets, spec, ROWWISE)
+    decoded = grouped.grouped_dequantize(codes, scales, None, offsets, spec, ROWWISE, 7, 37, torch.bfloat16)
+    packed, values = (codes, scales, None, spec, ROWWISE, offsets), (w, None, None, IDENTITY.spec, ROWWISE, of_w)
+    y = grouped.grouped_mm("fprop", *packed, *values, 7, 5, torch.bfloat16, None, False)
+    assert torch.equal(y[:3], decoded[:3] @ w[:5].t()) and torch.equal(y[3:5], decoded[3:5] @ w[5:].t())
+    assert not y[5:].any() and not decoded[5:].any() and decoded[:5].any()
 
 
 def test_shapes_follow_from_counts_on_the_device() -> None:
