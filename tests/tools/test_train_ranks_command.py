@@ -121,7 +121,7 @@ def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_command(options: tuple[object, ...], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = torchrun(*options, "--steps", 2, "--tp", 2, "--recipe", "block", "--out", out, "--check-ranks")
+    done = torchrun(*options, "--steps", 2, "--tp", 2, "--recipe", "block", "--out", out)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("block: validation loss") == 1, "the first rank alone talks"
     assert "2, which share each linear; split by tokens elsewhere" in (out / "report.md").read_text()
