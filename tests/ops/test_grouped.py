@@ -134,14 +134,15 @@ def test_products_of_values() -> None:
     offsets, of_w = offsets_of((3, 2)), offsets_of((5, 5))
     sides = [(each.bfloat16(), None, None, IDENTITY.spec, ROWWISE, of) for each, of in ((x, offsets), (w, of_w))]
     y = grouped.grouped_mm("fprop", *sides[0], *sides[1], 7, 5, torch.bfloat16, bias, False)
-    alone = grouped.rowwise_mm(x, offsets, w, of_w, bias, torch.bfloat16)
+    rounded, alone = (grouped.rowwise_mm(x, offsets, w, of_w, bias, to) for to in (torch.bfloat16, torch.float32))
     for own, weight, b in ((slice(0, 3), w[:5], bias[0]), (slice(3, 5), w[5:], bias[1])):
         expected = torch.nn.functional.linear(x[own].bfloat16(), weight.bfloat16(), b.bfloat16())
         assert torch.equal(y[own], expected)
         total = torch.zeros_like(expected, dtype=torch.float32)
         for k in range(33):
             total = total + x[own, k, None] * weight[:, k]
-        assert torch.equal(alone[own], (total + b.bfloat16().float()).bfloat16())
+        assert torch.equal(alone[own], total + b)
+        assert torch.equal(rounded[own], (total + b.bfloat16().float()).bfloat16())
     assert not y[5:].any() and not alone[5:].any()
 
 
