@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
 from minifloat.distributed import parallelize
-from minifloat.functional.etp import lane, rows, weight
+from minifloat.functional.etp import prefetch_queue, rows, weight
 from tests.helpers import etp_graphs
 from tests.helpers.fsdp_cases import MODELS, RECIPES, loss, width
 
@@ -111,7 +111,7 @@ def sleeping(place: str, device: str) -> Iterator[None]:
         "cast": (rows, "quantize_shards"),
         "gather": (weight, "start_gather"),
         "reduction": (weight, "start_reduce_scatter_rows"),
-        "use": (lane.Pending, "wait"),
+        "use": (prefetch_queue.Pending, "wait"),
     }
     holder, name = targets[place]
     run = getattr(holder, name)

@@ -123,7 +123,7 @@ class GraphedCallable:
     def capture_forward(self, captured_by: capture.Graph, place: int) -> None:
         """Captures the forward as number ``place`` of the pool."""
         self.places[0], self.forward_graph = place, captured_by
-        self.shared.settle()
+        self.shared.drain()
         self.outputs = captured_by.capture(self._run)
         self.differentiable = [output.requires_grad for output in self.attached if isinstance(output, Tensor)]
         if self.cache is not None and self.microbatch == 0:
@@ -137,7 +137,7 @@ class GraphedCallable:
         self.given = [torch.zeros_like(output) for output in self._differentiable()]
         if self.given:
             self.places[1], self.backward_graph = place, captured_by
-            self.shared.settle()
+            self.shared.drain()
             self.gradients = captured_by.capture(lambda: self._gradients(self.given))
 
     def _run(self) -> list[Any]:
@@ -265,7 +265,7 @@ class _Run:
         if self.first:
             for weight, _ in of.main_grads:
                 weight.main_grad_is_old = True
-        of.shared.settle()
+        of.shared.drain()
         of.forward_graph.replay()
         return [output.detach() for output in of.outputs if isinstance(output, Tensor)]
 
@@ -286,7 +286,7 @@ class _Run:
             call.backward_begins()
         for own, grad in zip(of.given, grads, strict=True):
             own.copy_(grad)
-        of.shared.settle()
+        of.shared.drain()
         of.backward_graph.replay()
         for weight, _ in of.main_grads:
             weight.grad_added_to_main_grad = True

@@ -267,12 +267,12 @@ class SharedWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self.weights = list(etp_weights(module))
-        self.lanes = list(dict.fromkeys(weight.lane for weight in self.weights))
+        self.queues = list(dict.fromkeys(weight.queue for weight in self.weights))
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Lets the stream wait for all that was started over these weights' groups."""
-        for lane in self.lanes:
-            lane.settle()
+        for queue in self.queues:
+            queue.drain()
 
     @contextmanager
     def in_graph(self, collected: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
@@ -280,20 +280,20 @@ class SharedWeights:
 
         That of a forward casts; ``collected``: that of a backward puts there the gradients that autograd adds.
         """
-        self.settle()
-        for lane in self.lanes:
-            lane.in_graph = {each: None for each in self.weights if collected is None and each.lane is lane}
-            lane.collected = collected
+        self.drain()
+        for queue in self.queues:
+            queue.in_graph = {each: None for each in self.weights if collected is None and each.queue is queue}
+            queue.collected = collected
         try:
             yield
-            self.settle()
+            self.drain()
         except BaseException:
-            for lane in self.lanes:
-                lane.fail()
+            for queue in self.queues:
+                queue.fail()
             raise
         finally:
-            for lane in self.lanes:
-                lane.in_graph = lane.collected = None
+            for queue in self.queues:
+                queue.in_graph = queue.collected = None
 
     def gradients(
         self, targets: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor | None]]

@@ -334,7 +334,7 @@ class GroupedLinear(LinearState):
     def _weight_matrix(self) -> Tensor:
         """W [G, N, K]."""
         if self._etp is not None:
-            return self._etp.stand_in((self.num_gemms, self.out_features, self.in_features))
+            return self._etp.grad_anchor((self.num_gemms, self.out_features, self.in_features))
         if self.single_grouped_weight:
             return self._weight("weight")
         return stack_weights(self._each("weight"), self._joined)

@@ -230,7 +230,7 @@ class Linear(LinearState, nn.Linear):
     def _weight_matrix(self) -> Tensor:
         """W [out_features, in_features], this rank's: the parameter, or all of ``parameters_split`` as one."""
         if self._etp is not None:
-            return self._etp.stand_in((self.out_features, self.in_features))
+            return self._etp.grad_anchor((self.out_features, self.in_features))
         if self.parameters_split is None:
             return self.weight
         own: Any = self._parameters

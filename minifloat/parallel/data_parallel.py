@@ -20,7 +20,7 @@ from minifloat.arguments import checked
 from minifloat.comm.collectives import all_reduce
 from minifloat.comm.group import Group
 from minifloat.comm.pytorch import MARK, history_names, is_dtensor, unreduced
-from minifloat.functional.etp.lane import lane_of
+from minifloat.functional.etp.prefetch_queue import queue_of
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn import tensor_parallel
 from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
@@ -86,7 +86,7 @@ def _reduced(groups: Sequence[Group], reduction: Reduction, gradient: Tensor | N
         return None
     total, size = gradient.clone(), 1
     for group in groups:
-        total = lane_of(group).sum_at_once(partial(all_reduce, total, group))
+        total = queue_of(group).sum_at_once(partial(all_reduce, total, group))
         size *= group.size
     return total.div_(size) if reduction == "mean" else total
 

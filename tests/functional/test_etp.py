@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_leaves
 from minifloat import Linear
 from minifloat.distributed import parallelize
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.etp import lane as lanes
-from minifloat.functional.etp import rows, weight
+from minifloat.functional.etp import prefetch_queue, rows, weight
 from minifloat.functional.linear_config import linear_config
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_linears import Data, lane, make, recorded, set_prefetch, set_recast, sgd, step
+from tests.helpers.etp_linears import Data, make, queue, recorded, set_prefetch, set_recast, sgd, step
 from tests.helpers.memory import live_storages
 from tests.helpers.recipes import STATELESS_LINEAR
 
@@ -88,7 +87,7 @@ def scenarios(
                 sent += calls if sharded else []
         bound = 1e-5 if name == "used twice" or size == 3 else 0.0
         wrong += [f"{name}: {each}" for each in etp.differences(nets[1], nets[0], *results[::-1], bound)]
-        wrong += [f"{name}: a gather is left"] * bool(lane(nets[1])._ahead)
+        wrong += [f"{name}: a gather is left"] * bool(queue(nets[1])._prefetched)
     return wrong, sent
 
 
@@ -135,7 +134,7 @@ def hits(rank: int, size: int, depth: int) -> list[tuple[int, int, int]]:
     """Of each step: gathers, those that were not used, and products that waited for a gather of their own."""
     net, data = make(True), Data(rank)
     set_prefetch(net, depth)
-    ahead = lane(net)
+    ahead = queue(net)
     find, counts = ahead._find, []
     missed = [0]
 
@@ -284,7 +283,7 @@ def writes(rank: int, size: int, recipe: str) -> None:
         each.load_state_dict({name: value * 0.5 for name, value in each.state_dict().items()})
     assert alike()
     scale(3.0)
-    assert alike() and not lane(net)._ahead  # no weight of an evaluation to come is gathered
+    assert alike() and not queue(net)._prefetched  # no weight of an evaluation to come is gathered
     scale(0.5)
     assert alike(first=True) and alike(first=False)
     with torch.no_grad():
@@ -409,13 +408,13 @@ def freed(rank: int, size: int, how: str) -> None:
             step(net, Data(rank), first=True if how == "first" else None)
             sgd(net)
     kept = [ref(each) for each in (*net.parameters(), *etp.sources(net))]
-    lanes_alive = ref(etp.sources(net)[0].lane)
+    queue_alive = ref(etp.sources(net)[0].queue)
     if how == "group":
         dist.destroy_process_group(group)
     del net, group
     gc.collect()
     assert not any(each() is not None for each in kept)
-    assert (lanes_alive() is None) == (how == "group")
+    assert (queue_alive() is None) == (how == "group")
 
 
 @pytest.mark.parametrize("how", ["trained", "first", "evaluated", "group"])
@@ -455,7 +454,7 @@ def prefetched(rank: int, size: int) -> list[int]:
     for net in nets:
         counts: list[int] = []
         for layer in net:
-            layer.register_forward_hook(lambda *_, net=net, counts=counts: counts.append(len(lane(net)._ahead)))
+            layer.register_forward_hook(lambda *_, net=net, counts=counts: counts.append(len(queue(net)._prefetched)))
         for _ in range(3):
             net(torch.ones(2, 8)).sum().backward()
         found.append(max(counts))
@@ -473,14 +472,14 @@ def memory(rank: int, size: int, recipe: str, depth: int) -> None:
     """Steps compute equally many tensors and bytes, and leave equally many; a whole is freed after its product."""
     net, data, made, left = make(True, recipe, 5, bias=False), Data(rank), [], []
     set_prefetch(net, depth)
-    ahead, wholes = lane(net), list[Any]()
+    ahead, wholes = queue(net), list[Any]()
     take = ahead.take
 
     def counted(*args: Any, **options: Any) -> Any:
         assert not [each for each in wholes if each() is not None]
         (gathered,) = take(*args, **options)
         wholes.append(ref(gathered.any.codes))
-        assert len(ahead._ahead) <= depth
+        assert len(ahead._prefetched) <= depth
         return [gathered]
 
     for _ in range(12):
@@ -532,7 +531,7 @@ def race(rank: int, size: int, recipe: str) -> None:
     with (
         recorded(slow=0.0003),
         mock.patch.object(rows, "quantize_shards", late(rows.quantize_shards)),
-        mock.patch.object(lanes.Pending, "wait", late(lanes.Pending.wait)),
+        mock.patch.object(prefetch_queue.Pending, "wait", late(prefetch_queue.Pending.wait)),
     ):
         for repetition in range(100):
             value = 2.0 ** (repetition % 3 - 1)
@@ -560,12 +559,15 @@ def in_a_graph(rank: int, size: int) -> None:
     net = nn.Sequential(*[Linear(16, 16, recipe="current", etp_group=dist.group.WORLD) for _ in range(3)])
     x, started = torch.randn(4, 16), []
     for layer in net:
-        layer.register_forward_hook(lambda *_: started.append(len(lane(net)._ahead)))
+        layer.register_forward_hook(lambda *_: started.append(len(queue(net)._prefetched)))
     with torch.no_grad():
         for _ in range(3):
             expected = net(x)
         assert started[-3:-1] == [1, 1]
-        with mock.patch.object(lanes, "capturing", lambda: True), mock.patch.object(weight, "capturing", lambda: True):
+        with (
+            mock.patch.object(prefetch_queue, "capturing", lambda: True),
+            mock.patch.object(weight, "capturing", lambda: True),
+        ):
             assert torch.equal(net(x), expected) and started[-3:] == [0, 0, 0]
         assert torch.equal(net(x), expected)
 

@@ -19,12 +19,12 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group, ShardMap
 from minifloat.distributed import reduce_replicated
 from minifloat.functional.etp import weight
-from minifloat.functional.etp.lane import Lane
+from minifloat.functional.etp.prefetch_queue import PrefetchQueue
 from minifloat.functional.etp.weight import _send_buffer
 from minifloat.functional.weight_source import computed as computed_gradient
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_linears import Data, differences, lane, make, own, recorded, same, set_prefetch, sgd, step
+from tests.helpers.etp_linears import Data, differences, make, own, queue, recorded, same, set_prefetch, sgd, step
 
 # ---- where gradients go ----
 
@@ -221,31 +221,31 @@ class Use(torch.autograd.Function):
     """Whose backward starts a reduction over the rows, and one over replicas when that has arrived."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lane: Lane, number: int, log: list[str]) -> Tensor:
-        ctx.given = lane, number, log
+    def forward(ctx: Any, x: Tensor, queue: PrefetchQueue, number: int, log: list[str]) -> Tensor:
+        ctx.given = queue, number, log
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        lane, number, log = ctx.given
+        queue, number, log = ctx.given
 
         def pending(name: str) -> Pending[Tensor]:
             log.append(f"start {name}{number}")
             return Pending([], lambda: log.append(f"wait {name}{number}") or dy)
 
         def further(total: Tensor) -> None:
-            lane.later(pending("b").wait)
+            queue.later(pending("b").wait)
 
-        lane.reduce(Mock(sums_after=0), lambda: pending("a"), further)
+        queue.reduce(Mock(sums_after=0), lambda: pending("a"), further)
         return dy, None, None, None
 
 
 def test_no_reduction_is_awaited_as_soon_as_it_starts() -> None:
-    lane, log = Lane(), list[str]()
+    queue, log = PrefetchQueue(), list[str]()
     x = torch.zeros((), requires_grad=True)
     y = x
     for number in (3, 2, 1):
-        y = Use.apply(y, lane, number, log)
+        y = Use.apply(y, queue, number, log)
     y.backward()
     during = ["start a1", "start a2", "wait a1", "start b1", "start a3", "wait a2", "start b2", "wait b1"]
     assert log == [*during, "wait a3", "start b3", "wait b2", "wait b3"]
@@ -280,24 +280,26 @@ class Sized(torch.autograd.Function):
     """Whose backward makes room for a reduction of some bytes, and gives it away."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lane: Lane, nbytes: int, log: list[str]) -> Tensor:
-        ctx.given = lane, nbytes, log
+    def forward(ctx: Any, x: Tensor, queue: PrefetchQueue, nbytes: int, log: list[str]) -> Tensor:
+        ctx.given = queue, nbytes, log
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        lane, nbytes, log = ctx.given
-        lane.make_room(nbytes)
+        queue, nbytes, log = ctx.given
+        queue.make_room(nbytes)
         log.append(f"allocate {nbytes}")
-        lane.reduce(Mock(sums_after=0), lambda: Pending([], lambda: dy), lambda _: log.append(f"free {nbytes}"), nbytes)
+        queue.reduce(
+            Mock(sums_after=0), lambda: Pending([], lambda: dy), lambda _: log.append(f"free {nbytes}"), nbytes
+        )
         return dy, None, None, None
 
 
 def test_a_smaller_reduction_is_finished_before_a_larger_one_is_allocated() -> None:
-    lane, log = Lane(), list[str]()
+    queue, log = PrefetchQueue(), list[str]()
     y = x = torch.zeros((), requires_grad=True)
     for nbytes in (2, 2, 1, 4, 2):
-        y = Sized.apply(y, lane, nbytes, log)
+        y = Sized.apply(y, queue, nbytes, log)
     y.backward()
     allocated = ["allocate 2", "free 2", "allocate 4", "allocate 1", "free 4", "free 1", "allocate 2", "allocate 2"]
     assert log == [*allocated, "free 2", "free 2"] and x.grad is not None
@@ -409,9 +411,9 @@ def failure(rank: int, size: int) -> list[str]:
         with pytest.raises(ArithmeticError):
             y.backward(data.draw())
         if net is nets[1]:
-            ahead = lane(net)
-            ahead.settle()
-            assert not ahead._ahead and not ahead._reducing and not ahead.sums
+            ahead = queue(net)
+            ahead.drain()
+            assert not ahead._prefetched and not ahead._reducing and not ahead.sums
             assert [layer.weight.grad is None for layer in net.layers] == [True, True, True, False]
         net.zero_grad()
         results.append(etp.steps(net, data))

@@ -17,7 +17,7 @@ from minifloat.comm import sharded_cast
 from minifloat.comm.collectives import start_all_gather_rows
 from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
-from minifloat.functional.etp.lane import lane_of
+from minifloat.functional.etp.prefetch_queue import queue_of
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.recipe import Recipe
 from tests.helpers.distributed_pool import process_group
@@ -173,8 +173,8 @@ def compare(model: nn.Module, reference: nn.Module, case: Case, x: Tensor, step:
 def beside(rank: int, size: int, case: Case, steps: int = 1, prepare: Callable[[nn.Module], None] | None = None) -> int:
     """Compares a sharded model with an unsharded one in each of some steps; gives the number of gathers."""
     group = process_group()
-    lane = lane_of(Group.of(group))
-    before = lane.gathered
+    queue = queue_of(Group.of(group))
+    before = queue.gathered
     model, reference = made(case, etp_group=group, etp_reduction=case.reduction), made(case)
     set_prefetch(model, case.depth)
     if case.recast:
@@ -191,7 +191,7 @@ def beside(rank: int, size: int, case: Case, steps: int = 1, prepare: Callable[[
         compare(model, reference, case, x * (1.0, 8.0, 0.25)[step % 3], step)
         for each in (model, reference) if step + 1 < steps else ():
             scale_parameters(each, (1.0, 3.0, 0.5)[step % 3])
-    return lane.gathered - before
+    return queue.gathered - before
 
 
 @torch.no_grad()

@@ -67,8 +67,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and torch.equal(a, b)
 
 
-def lanes_of(model: nn.Module) -> list[Any]:
-    return list(dict.fromkeys(weight.lane for weight in etp_weights(model)))
+def queues_of(model: nn.Module) -> list[Any]:
+    return list(dict.fromkeys(weight.queue for weight in etp_weights(model)))
 
 
 def step(model: nn.Module, rank: int, seed: int) -> dict[Any, Tensor]:
@@ -93,7 +93,7 @@ def compare(
 
     class Watched(GraphOnCpu if device == "cpu" else capture.Graph):  # type: ignore[misc]
         def replay(self) -> None:
-            graphs.append(not any(lane._ahead or lane._reducing for lane in lanes_of(model)))
+            graphs.append(not any(queue._prefetched or queue._reducing for queue in queues_of(model)))
             super().replay()
 
     with mock.patch.object(capture, "Graph", Watched):
@@ -114,7 +114,7 @@ def compare(
         wasted = 0
         for number in range(5):
             if number == 3:
-                wasted = sum(lane.wasted for lane in lanes_of(model))
+                wasted = sum(queue.wasted for queue in queues_of(model))
             for part in range(2):
                 found, wanted = (step(each, rank, 2 * number + part) for each in (model, twin))
                 wrong += [f"{name} of step {number}, {part}" for name in different(found, wanted)]
@@ -124,7 +124,7 @@ def compare(
                 each.zero_grad(set_to_none=number % 2 == 0)
         wrong += ["something was in flight at a graph's begin"] * (not all(graphs) or len(graphs) != 40)
         wrong += [f"hook of {name}: {count}" for name, count in runs.items() if count != 10]
-        if sum(lane.wasted for lane in lanes_of(model)) > wasted:
+        if sum(queue.wasted for queue in queues_of(model)) > wasted:
             wrong.append("gathers were predicted across a graph")
         for each in (model, twin):
             each.eval()
@@ -211,8 +211,8 @@ def after_a_failure(rank: int, size: int, backward: bool) -> list[str]:
             if captured:
                 with suppress(ArithmeticError):
                     make_graphed_callables(model, (torch.randn(8, 2, HIDDEN).requires_grad_(),))
-                (lane,) = lanes_of(model)
-                assert lane.in_graph is None and not lane._ahead and not lane._reducing
+                (queue,) = queues_of(model)
+                assert queue.in_graph is None and not queue._prefetched and not queue._reducing
                 assert all(p.grad is None for p in model.parameters())
             model.calls = 3
             results.append(step(model, rank, 5) | state_of(model))

@@ -18,7 +18,7 @@ import minifloat
 from minifloat import Linear
 from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
-from minifloat.functional.etp.lane import Lane, lane_of
+from minifloat.functional.etp.prefetch_queue import PrefetchQueue, queue_of
 from minifloat.functional.etp.weight import EtpWeight
 from minifloat.nn.tensor_parallel import etp_weights
 from minifloat.recipe import Recipe
@@ -68,10 +68,10 @@ def set_recast(model: nn.Module) -> None:
         weight.rows.sharding = weight.sharding._replace(recasts=True)
 
 
-def lane(net: nn.Module) -> Lane:
+def queue(net: nn.Module) -> PrefetchQueue:
     """That of all ranks."""
-    found = lane_of(Group.of(dist.group.WORLD))
-    assert all(each.lane is found for each in sources(net))
+    found = queue_of(Group.of(dist.group.WORLD))
+    assert all(each.queue is found for each in sources(net))
     return found
 
 

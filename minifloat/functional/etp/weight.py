@@ -17,7 +17,7 @@ from minifloat.comm.group import Group, ShardMap
 from minifloat.comm.sharded_cast import start_gather, start_gather_alike
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional.autograd import apply, first_order
-from minifloat.functional.etp.lane import Key, Step, lane_of
+from minifloat.functional.etp.prefetch_queue import Key, Step, queue_of
 from minifloat.functional.etp.rows import Cast, EtpRows, Parts, Sharding, Wanted, cast_together
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.spec import Spec
@@ -52,12 +52,12 @@ class EtpWeight:
         sums_after: how many short sums the latest backward waited for between its reduction and the next gather.
         following: the weight that was first used after this one in the latest pass.
         successors: what was gathered next, by what was gathered before it and what of it.
-        leaf: what stood in for W in the latest forward.
+        leaf: what autograd saw in place of W in the latest forward.
     """
 
     def __init__(self, rows: EtpRows) -> None:
         self.rows = rows
-        self.lane = lane_of(rows.sharding.group)
+        self.queue = queue_of(rows.sharding.group)
         self.number = next(_numbers)
         self.casts = 0
         self.sums_after = 0
@@ -94,12 +94,12 @@ class EtpWeight:
                 latest pass; False: not even delayed scaling's new scale changes what they are cast to.
             scales: delayed scaling's that a recomputation reads in place of the layer's; what they give is not kept.
         """
-        lane = self.lane
-        lane.begin_use(self)
-        known, unseen = self._cast, first is not False and self not in (lane.renewed if first else lane.cast)
-        lane.renewed.discard(self)
+        queue = self.queue
+        queue.begin_use(self)
+        known, unseen = self._cast, first is not False and self not in (queue.recast_this_step if first else queue.cast)
+        queue.recast_this_step.discard(self)
         self._keeps_cast = first is not None
-        anew = unseen or scales is not None or (capturing() if lane.in_graph is None else self in lane.in_graph)
+        anew = unseen or scales is not None or (capturing() if queue.in_graph is None else self in queue.in_graph)
         if known is not None and known.dtype == dtype and known.quantizer.same_formats(quantizer):
             quantizer = quantizer.with_usage(
                 rowwise=quantizer.rowwise or known.quantizer.rowwise,
@@ -108,19 +108,19 @@ class EtpWeight:
             if quantizer == known.quantizer and not anew and self._is_current(known, scales=first is not False):
                 return self._parts.matrices
         casts: dict[EtpWeight, Wanted] = {self: (self.rows, quantizer, dtype)}
-        for each in () if scales is not None else self._used_after() if lane.in_graph is None else lane.in_graph:
-            theirs, seen = each._cast, each in lane.cast and not first
-            too = lane.in_graph is not None or (unseen and not seen)
+        for each in () if scales is not None else self._used_after() if queue.in_graph is None else queue.in_graph:
+            theirs, seen = each._cast, each in queue.cast and not first
+            too = queue.in_graph is not None or (unseen and not seen)
             if theirs is not None and (too or not each._is_current(theirs)):
                 casts.setdefault(each, (each.rows, *theirs[:2]))
         for each, made in zip(casts, cast_together(list(casts.values()), scales), strict=True):
             count_steps(made.parameters)
             each._cast, each.casts = made, each.casts + 1
-            lane.cast.add(each)
-            if lane.in_graph is not None:
-                lane.in_graph.pop(each, None)
+            queue.cast.add(each)
+            if queue.in_graph is not None:
+                queue.in_graph.pop(each, None)
             elif unseen and each is not self:
-                lane.renewed.add(each)
+                queue.recast_this_step.add(each)
         return self._parts.matrices
 
     def _used_after(self) -> list[EtpWeight]:
@@ -177,7 +177,7 @@ class EtpWeight:
 
     def start(self, dim: int, parts: Parts) -> Pending[list[Quantized]]:
         """Gathers ``parts``, for products that contract ``dim``."""
-        self.lane.gathered += 1
+        self.queue.gathered += 1
         (matrices, shards), group, rowwise = parts, self.sharding.group, dim == ROWWISE
         if self.sharding.matrices == 1:
             return start_gather(matrices, shards, group, rowwise=rowwise, columnwise=not rowwise, gemm_ready=True)
@@ -192,7 +192,7 @@ class EtpWeight:
 
     def forward(self) -> Quantized:
         """The weight for fprop, gathered from what :meth:`cast` gave last."""
-        return self.rows.join(self.lane.take(self, ROWWISE, lambda: self._parts, self.casts))
+        return self.rows.join(self.queue.take(self, ROWWISE, lambda: self._parts, self.casts))
 
     def saved(self, dim: int, *, values: bool = False) -> tuple[Any, Saved]:
         """This rank's part of the operand for ``dim``, or of the weight in high precision, and what it is of.
@@ -231,19 +231,19 @@ class EtpWeight:
                 f"{label_of(self.rows.layer)}: the weight was written between a forward and its backward, which casts "
                 "it again; write it after backward, or do without parallelize(recast=True)"
             )
-        return self.rows.join(self.lane.take(self, dim, own, of.number, values=values)).along(dim)
+        return self.rows.join(self.queue.take(self, dim, own, of.number, values=values)).along(dim)
 
     def whole(self) -> Tensor:
         """The matrix [N, K] of all ranks, in the dtype of the parameter, whose gradient is that of its rows."""
         like = self.rows.parameters()[0]
-        stand_in = self.stand_in((self.sharding.shards.total, like.shape[-1]))
+        grad_anchor = self.grad_anchor((self.sharding.shards.total, like.shape[-1]))
         self.cast(_VALUES, like.dtype)
         whole: Tensor = self.forward().along(ROWWISE).codes
-        return apply(_Whole, self, stand_in, whole)
+        return apply(_Whole, self, grad_anchor, whole)
 
     # ---- the gradient ----
 
-    def stand_in(self, shape: Sequence[int]) -> Tensor:
+    def grad_anchor(self, shape: Sequence[int]) -> Tensor:
         """What an autograd function gets for W: a tensor of its shape, dtype and device that has no memory of its own.
 
         The gradient of the parameters goes past autograd, which would call their hooks without one. Autograd comes to
@@ -261,7 +261,7 @@ class EtpWeight:
             self.leaf = leaf
         # Those with hooks are left out: autograd would call them, without a gradient.
         seen = [each for each in parameters if not (each._backward_hooks or each._post_accumulate_grad_hooks)]
-        return apply(_StandIn, self.rows.layer, leaf, *seen)
+        return apply(_GradAnchor, self.rows.layer, leaf, *seen)
 
     def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool, delayed: bool) -> None:
         """Gives this rank's rows of the reduced gradient to ``sink``, once later work has been started.
@@ -282,33 +282,33 @@ class EtpWeight:
         dtype = wanted.main_grad.dtype if main_grad else wanted.dtype
         rows = self.sharding.matrices * shards.largest
         nbytes = group.size * rows * wanted.shape[-1] * dtype.itemsize
-        self.lane.make_room(nbytes)
+        self.queue.make_room(nbytes)
         send = _send_buffer(wanted, self.sharding.matrices, dtype, product, shards)
         groups = (group, *self.sharding.replicas)
         mean = self.sharding.reduction == "mean"
         divided = mean and averages(send, groups)
         start = partial(start_reduce_scatter_rows, send, ShardMap.even(rows, group.size), group, mean=divided)
-        if self.lane.collected is not None and not main_grad:
-            sink = partial(_collect, self.lane.collected)
+        if self.queue.collected is not None and not main_grad:
+            sink = partial(_collect, self.queue.collected)
         give = partial(self._give, sink, math.prod([each.size for each in groups]) if mean and not divided else 1)
         finish = give if delayed else partial(self._add, give)
         for ranks in reversed(self.sharding.replicas):
             finish = partial(self._reduce_further, ranks, divided, finish)
-        self.lane.reduce(self, start, finish, nbytes)
+        self.queue.reduce(self, start, finish, nbytes)
 
     def _reduce_further(self, ranks: Group, mean: bool, finish: Callable[[Tensor], None], total: Tensor) -> None:
         pending = start_all_reduce(total, ranks, mean=mean)
-        self.lane.later(lambda: finish(pending.wait()))
+        self.queue.later(lambda: finish(pending.wait()))
 
     def _add(self, give: Callable[[Tensor], None], own: Tensor) -> None:
-        _, known = self.lane.sums.get(self, (give, None))
-        self.lane.sums[self] = give, own if known is None else known.add_(own)
+        _, known = self.queue.sums.get(self, (give, None))
+        self.queue.sums[self] = give, own if known is None else known.add_(own)
 
     def _deliver(self, rounds: int) -> None:
         """Gives the sum away once all of it has arrived; ``rounds``: of reductions that are still to be started."""
         if rounds:
-            self.lane.later(partial(self._deliver, rounds - 1))
-        elif (found := self.lane.sums.pop(self, None)) is not None:
+            self.queue.later(partial(self._deliver, rounds - 1))
+        elif (found := self.queue.sums.pop(self, None)) is not None:
             give, total = found
             give(total)
 
@@ -320,7 +320,7 @@ class EtpWeight:
         for parameter, own in self.rows.gradients(each):
             if parameter.requires_grad:
                 sink(parameter, partial(computed, own))
-                if self.lane.collected is None:
+                if self.queue.collected is None:
                     accumulated(parameter)
 
 
@@ -358,10 +358,10 @@ class GatheredWeight(LocalWeight):
 
 
 class _Whole(torch.autograd.Function):
-    """A gathered weight as what the rows of all ranks make up; ``stand_in``: what autograd sees of it."""
+    """A gathered weight as what the rows of all ranks make up; ``grad_anchor``: what autograd sees of it."""
 
     @staticmethod
-    def forward(ctx: Any, source: EtpWeight, stand_in: Tensor, whole: Tensor) -> Tensor:
+    def forward(ctx: Any, source: EtpWeight, grad_anchor: Tensor, whole: Tensor) -> Tensor:
         ctx.source = source
         return whole.view_as(whole)
 
@@ -372,8 +372,8 @@ class _Whole(torch.autograd.Function):
         return None, None, None
 
 
-class _StandIn(torch.autograd.Function):
-    """A view of ``leaf`` that stands in for ``parameters``; what asks for the gradient of these alone is refused."""
+class _GradAnchor(torch.autograd.Function):
+    """A view of ``leaf`` in the place of ``parameters``; what asks for the gradient of these alone is refused."""
 
     @staticmethod
     def forward(ctx: Any, layer: nn.Module, leaf: Tensor, *parameters: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ Later = tuple[int, Callable[[], object]]
 """What is done in its turn, and the bytes of the reduction that it waits for."""
 
 
-class Ahead(NamedTuple):
+class Prefetched(NamedTuple):
     """A gather that was started because it is likely to be the next."""
 
     key: Key
@@ -60,7 +60,7 @@ class Ahead(NamedTuple):
     pending: Pending[list[Quantized]]
 
 
-class Lane:
+class PrefetchQueue:
     """The gathers and reductions of one group.
 
     A pass is a forward and its backward, or several forwards and the first backward that ends after them; of an
@@ -69,15 +69,15 @@ class Lane:
 
     The order of gathers is a prediction (what followed the two latest ones last time); a wrong one costs a gather.
     Nothing that was started outlives the backward in which it was not used, and no prediction crosses the end of a
-    pass. A lane outlives models and keeps none of their weights. Nothing that it does depends on which of those are
+    pass. A queue outlives models and keeps none of their weights. Nothing that it does depends on which of those are
     still in memory, which ranks need not agree on: what is cast or gathered for a weight, that weight keeps.
 
     Attributes:
         gathered, wasted: gathers so far, and those of them that were started and not used.
         in_graph: what a CUDA graph has still to cast, where one is being captured, or warmed up, that begins and ends
-            with :meth:`settle`; else None.
+            with :meth:`drain`; else None.
         collected: likewise the gradients of parameters that the graph of a backward gives to autograd.
-        cast: what was cast in this pass; ``renewed``: before its layer was told that it may have changed.
+        cast: what was cast in this pass; ``recast_this_step``: before its layer was told that it may have changed.
         sums: what has been reduced so far of a weight that a backward may use several times, and who is given the sum.
     """
 
@@ -86,9 +86,9 @@ class Lane:
         self.in_graph: dict[EtpWeight, None] | None = None
         self.collected: dict[Tensor, Tensor] | None = None
         self.cast: WeakSet[EtpWeight] = WeakSet()
-        self.renewed: WeakSet[EtpWeight] = WeakSet()
+        self.recast_this_step: WeakSet[EtpWeight] = WeakSet()
         self.sums: dict[EtpWeight, tuple[Callable[[Tensor], None], Tensor]] = {}
-        self._ahead: deque[Ahead] = deque()
+        self._prefetched: deque[Prefetched] = deque()
         self._before: Key | None = None
         self._latest: tuple[Key, ref[EtpWeight]] | None = None
         self._used: WeakKeyDictionary[EtpWeight, bool] = WeakKeyDictionary()  # in this pass; latest in grad mode?
@@ -119,7 +119,7 @@ class Lane:
         self._end_prediction()
         for each in self.cast:
             each.end_pass()
-        self.cast, self.renewed = WeakSet(), WeakSet()
+        self.cast, self.recast_this_step = WeakSet(), WeakSet()
         if self._newest is not None and (newest := self._newest()) is not None:
             newest.following = None
         self._used, self._newest = WeakKeyDictionary(), None
@@ -152,15 +152,15 @@ class Lane:
     def _find(self, key: Key, cast: int) -> Pending[list[Quantized]] | None:
         """What was started for this step; what was to be used before it is dropped."""
         if capturing() and self.in_graph is None:
-            self._ahead.clear()  # started outside of the graph, which cannot wait for it
-        while self._ahead:
-            guess = self._ahead.popleft()
+            self._prefetched.clear()  # started outside of the graph, which cannot wait for it
+        while self._prefetched:
+            guess = self._prefetched.popleft()
             if guess.key[:3] == key[:3] and guess.cast == cast:
                 return guess.pending
             self._drop(guess)
         return None
 
-    def _drop(self, guess: Ahead) -> None:
+    def _drop(self, guess: Prefetched) -> None:
         self.wasted += 1
         guess.pending.wait()  # its memory is free for what follows in the stream
 
@@ -184,9 +184,9 @@ class Lane:
             if step is None:
                 return
             before, latest = latest.key, step
-            if place < len(self._ahead):
-                nbytes += self._ahead[place].nbytes
-                if self._ahead[place].key != step.key:
+            if place < len(self._prefetched):
+                nbytes += self._prefetched[place].nbytes
+                if self._prefetched[place].key != step.key:
                     return
                 continue
             parts = step.source.parts(step.dim, step.values)
@@ -196,7 +196,7 @@ class Lane:
             nbytes += own
             if place and most_bytes is not None and nbytes > most_bytes:
                 return
-            self._ahead.append(Ahead(step.key, step.source.casts, own, step.source.start(step.dim, parts)))
+            self._prefetched.append(Prefetched(step.key, step.source.casts, own, step.source.start(step.dim, parts)))
 
     # ---- reductions ----
 
@@ -263,7 +263,7 @@ class Lane:
     # ---- the end of a pass ----
 
     def _in_backward(self) -> bool:
-        """A backward is running; the outermost one that the lane knows of ends the pass."""
+        """A backward is running; the outermost one that the queue knows of ends the pass."""
         self._drop_failed()
         if self._end_of_backward is None and _graph_task() != -1:
             callback = partial(self._end)
@@ -279,7 +279,7 @@ class Lane:
         self._finish_all()
         self._forget()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Ends what is in flight, and predicts no gather across: here a CUDA graph begins or ends.
 
         Collectives of a graph and of eager code are then never in flight together.
@@ -292,7 +292,7 @@ class Lane:
         """Nothing is added to gradients of a backward that has raised."""
         self._to_start = self._reduced = None
         self._reducing.clear()  # unwaited: a rank that has raised earlier may never take part
-        self._ahead.clear()
+        self._prefetched.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -302,16 +302,16 @@ class Lane:
 
     def _end_prediction(self) -> None:
         """Nothing follows what was gathered last, be it that something once did."""
-        while self._ahead:
-            self._drop(self._ahead.popleft())
+        while self._prefetched:
+            self._drop(self._prefetched.popleft())
         if self._latest is not None and (source := self._latest[1]()) is not None:
             source.successors.pop((self._before, self._latest[0]), None)
         self._before = self._latest = None
 
 
-_lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
+_queues: WeakKeyDictionary[dist.ProcessGroup, PrefetchQueue] = WeakKeyDictionary()
 
 
-def lane_of(group: Group) -> Lane:
+def queue_of(group: Group) -> PrefetchQueue:
     """The one of a group as long as that exists: whoever gathers over it does so in one order."""
-    return _lanes.setdefault(group.process_group, Lane())
+    return _queues.setdefault(group.process_group, PrefetchQueue())
