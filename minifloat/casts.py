@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.arguments import shown
 from minifloat.formats import Format
 from minifloat.operand import Operand, Quantized
@@ -36,7 +36,7 @@ def directly(xs: Sequence[Tensor]) -> bool:
     for x in xs:
         if type(x) not in _PLAIN or x.device != device or (graph and x.requires_grad):
             return False
-    return xs[0].is_cpu or (xs[0].is_cuda and capability.kernels(device.index)[0])
+    return xs[0].is_cpu or (xs[0].is_cuda and backends.kernels(device.index)[0])
 
 
 class Arrangement(NamedTuple):
@@ -130,7 +130,7 @@ class Casts:
                     request.cast_of.append(i)
                     request.formats.append(fmt.spec)
                     request.dims.append(dim)
-                    request.k_major.append(k_major and capability.k_major(fmt))
+                    request.k_major.append(k_major and backends.k_major(fmt))
                     self._as_values.append(dim in passing)
                     request.own_level.append(numbers[twin])
                     if fmt.scale_rule == "two_level" and numbers[twin] not in self._read:

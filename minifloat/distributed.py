@@ -3,8 +3,8 @@
 from minifloat.arguments import checked
 from minifloat.comm import sharded_cast as _cast
 from minifloat.comm.group import Group, ShardMap
-from minifloat.functional import gathered as _gathered
-from minifloat.functional.gathered import gathered_once
+from minifloat.functional import activation_gather as _gather
+from minifloat.functional.activation_gather import gathered_once
 from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.parallel.data_parallel import data_parallel, reduce_replicated
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights
@@ -19,7 +19,7 @@ from minifloat.parallel.state_dict import (
 # What layers call for each forward is checked where users call it.
 gather = checked(_cast.gather)
 start_gather = checked(_cast.start_gather)
-prepare_shard = checked(_gathered.prepare_shard)
+prepare_shard = checked(_gather.prepare_shard)
 quantize_shard = checked(_cast.quantize_shard)
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.arguments import checked
 from minifloat.casts import Amaxes as Amaxes
 from minifloat.casts import Arrangement, Casts, Wanted, check_scale
@@ -123,7 +123,7 @@ class Quantizer:
         Those that read codes with the contracted dim consecutive need both memory orders, symmetric format or not.
         """
         casts = self.casts
-        if gemm_ready_on != "cuda" or len(casts) != 1 or self.chained or not capability.k_major(casts[0][0]):
+        if gemm_ready_on != "cuda" or len(casts) != 1 or self.chained or not backends.k_major(casts[0][0]):
             return casts
         wanted = [ROWWISE] * self.rowwise + [COLUMNWISE] * self.columnwise
         return tuple((casts[0][0], dim) for dim in wanted)

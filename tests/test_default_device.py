@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import minifloat
-from minifloat import autocast, capability
+from minifloat import autocast, backends
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from tests.helpers.compare import assert_same_bits
 
@@ -106,7 +106,7 @@ def test_kernels_of_groups(spec: str, device: torch.device) -> None:
                     sides += matrix, None, None, spec, ROWWISE, of
                     continue
                 level = casts.amax(matrix, of, [spec], [dim])[0] if parse(spec).needs_amax else None
-                order = [capability.k_major(parse(spec))]
+                order = [backends.k_major(parse(spec))]
                 codes, scales, _ = casts.cast(matrix, of, [level], None, [spec], [dim], order)
                 found.append(spread.dequantize(codes, scales, None, of, spec, dim, *matrix.shape, torch.float32))
                 sides += codes, scales, None, spec, dim, of

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.comm.collectives import (
     Pending,
     all_reduce_max,
@@ -374,7 +374,7 @@ def _assemble(found: dict[int, Operand], gemm_ready: bool) -> Quantized:
 def _gemm_layout(operand: Operand, dim: int) -> Operand:
     """The operand with its tensors in memory as GEMMs that contract ``dim`` read them on its device."""
     fmt = operand.format
-    if not operand.codes.is_cuda or not capability.k_major(fmt):
+    if not operand.codes.is_cuda or not backends.k_major(fmt):
         return operand
     if dim == COLUMNWISE:
         return operand._replace(codes=_transposed(operand.codes), dim=COLUMNWISE)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import checked
-from minifloat.capability import is_mxfp4
+from minifloat.backends import is_mxfp4
 from minifloat.comm.pytorch import is_dtensor
 from minifloat.convert.select import Named
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.arguments import label_of
 from minifloat.functional.autograd import apply, first_order, guarded
 from minifloat.functional.gemm import check_operands
@@ -38,7 +38,7 @@ def check_rows_alone(layer: object, config: LinearConfig, options: Options) -> N
             f"{label_of(layer)}: autocast(batch_invariant=True), but the backend chooses the order in which it sums "
             f"{ranks.group.size} ranks; two have one order"
         )
-    if options.device == "cuda" and not (runs := capability.kernels(torch.cuda.current_device()))[0]:
+    if options.device == "cuda" and not (runs := backends.kernels(torch.cuda.current_device()))[0]:
         raise ValueError(f"{label_of(layer)}: autocast(batch_invariant=True) needs the Triton kernels: {runs[1]}")
 
 

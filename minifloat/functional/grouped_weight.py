@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.comm.group import cached
 from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import COLUMNWISE, Format
@@ -140,7 +140,7 @@ def multiply_weight(gemm: str, a: GroupedOperand, b: GroupedOperand | SeparateOp
     """``multiply`` by a weight, which may be of several parameters, and in another memory order than dgrad wants."""
     weight = b.joined()
     codes = weight.codes
-    if gemm == "dgrad" and codes.is_cuda and codes.stride(1) == 1 and capability.k_major(weight.format):
+    if gemm == "dgrad" and codes.is_cuda and codes.stride(1) == 1 and backends.k_major(weight.format):
         weight = with_rows_consecutive(weight)
     return multiply(gemm, a, weight, *options)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.comm.group import cached
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.autograd import apply, as_output, first_order, guarded
@@ -99,7 +99,7 @@ class OutputCast:
             return self.dtype, self.facts.one_amax
         dims = [dim for _, dim in self.layouts]
         fmt = self.layouts[0][0]
-        k_major = self.scale is not None or (self.x.device.type == "cuda" and capability.k_major(fmt))
+        k_major = self.scale is not None or (self.x.device.type == "cuda" and backends.k_major(fmt))
         return self.scale, fmt.spec, ROWWISE in dims, COLUMNWISE in dims, k_major
 
     def output(self, outputs: Sequence[Tensor], shape: Sequence[int], **others: Any) -> FusedOutput:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig
@@ -217,7 +217,7 @@ def pairs_with(w: Quantized, config: LinearConfig, dgrad: bool) -> bool:
     for dim, other in others:
         held = [o.format for o in w if o is not None and o.serves(dim)]
         if not any(
-            capability.folds(other, mine)
+            backends.folds(other, mine)
             or (mine.block, mine.grid, mine.packed, mine.transform)
             == (other.block, other.grid, other.packed, other.transform)
             for mine in held

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import batch_invariant, gemm
 from minifloat.functional.linear_config import LinearConfig, Options
@@ -133,7 +133,7 @@ def _passing(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], t
         return (), ()
 
     def emulated(a: Quantizer, b: Quantizer, a_dim: int, b_dim: int) -> bool:
-        return capability.backend(a.format(a_dim), b.format(b_dim), torch.device("cuda")) == "emulated"
+        return backends.backend(a.format(a_dim), b.format(b_dim), torch.device("cuda")) == "emulated"
 
     alone = not options.batch_invariant and emulated(config.input, config.weight, ROWWISE, ROWWISE)
     forward = (ROWWISE,) if alone else ()

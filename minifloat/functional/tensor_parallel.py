@@ -15,8 +15,8 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group, ShardMap
 from minifloat.comm.sharded_cast import start_gather
 from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.activation_gather import Gathered
 from minifloat.functional.autograd import apply, first_order
-from minifloat.functional.gathered import Gathered
 from minifloat.functional.linear_config import Mode, Ranks
 from minifloat.operand import Quantized
 

@@ -1,7 +1,7 @@
 """Modules: each composes the functions below it with one short autograd function."""
 
 from minifloat.nn.attention import DotProductAttention, RotaryPositionEmbedding
-from minifloat.nn.cast_weights import cast_weights
+from minifloat.nn.cast_model_weights import cast_weights
 from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.grouped_mlp import GroupedMLP

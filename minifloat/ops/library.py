@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from minifloat import capability
+from minifloat import backends
 
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,7 +52,7 @@ class Operation(Generic[R]):
     Args:
         reference: in plain PyTorch, for every device: the definition.
         gpu: names, as "module:function" of this package, the same on kernels of our own, for GPUs that run them
-            (``capability.kernels``). Imported when the first CUDA tensor comes, so that nothing else imports Triton.
+            (``backends.kernels``). Imported when the first CUDA tensor comes, so that nothing else imports Triton.
         prepares: that takes the lists alone, once for each spelling, and returns what takes the other arguments.
         mutates: the arguments that the operation writes to.
         random: it draws from PyTorch's generator: a compiler must neither deduplicate nor reorder it.
@@ -160,7 +160,7 @@ class Operation(Generic[R]):
         return self.reference(*self.read(args))
 
     def _on_gpu(self, *args: Any) -> R:
-        runs, _ = capability.kernels(torch.cuda.current_device())
+        runs, _ = backends.kernels(torch.cuda.current_device())
         if not runs:
             return self._on_any(*args)
         return self._prepared_for(args) if self._prepares else self._kernels()(*self.read(args))
@@ -205,7 +205,7 @@ def directly(x: Any) -> str:
         return "cpu" if x.is_cpu and not torch.is_grad_enabled() else ""
     index = x.get_device()
     graph = x.requires_grad and torch.is_grad_enabled()
-    return "cuda" if not graph and capability.kernels(index)[0] and index == torch.cuda.current_device() else ""
+    return "cuda" if not graph and backends.kernels(index)[0] and index == torch.cuda.current_device() else ""
 
 
 @lru_cache(MOST_SPELLINGS)

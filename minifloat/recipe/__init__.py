@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.arguments import Accepts
 from minifloat.recipe.base import (
     CustomRecipe,
@@ -47,7 +47,7 @@ _NAMED: dict[str, Recipe] = {
     "w4a8": W4A8BlockScaling(),
 }
 NAMES = tuple(_NAMED)
-capability.PAIRS.extend(pair for each in _NAMED.values() for pair in each.pairs)
+backends.PAIRS.extend(pair for each in _NAMED.values() for pair in each.pairs)
 RecipeLike = Annotated[Recipe | str, Accepts(f"a minifloat recipe or one of the names {', '.join(NAMES)}")]
 """What stands for a recipe where one is asked for."""
 OwnRecipe = Recipe | Literal["none"] | None

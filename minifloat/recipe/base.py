@@ -99,7 +99,7 @@ class Recipe:
     fp8_gemm_wgrad: MMParams = SPLIT
     backward_override: BackwardOverride = None
     pairs: ClassVar[tuple[tuple[str, Format, Format], ...]] = ()
-    """Rows of the capability table: the operands that its GEMMs multiply, by the name a report gives them."""
+    """Rows of the table of backends: the operands that its GEMMs multiply, by the name a report gives them."""
     kinds: ClassVar[frozenset[str]] = frozenset()
     """Which of the questions below, which Transformer Engine's users ask, it answers with yes."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minifloat import Linear
 from minifloat.distributed import gathered_once
-from minifloat.functional import gathered, linear
+from minifloat.functional import activation_gather, linear
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.gather_cases import Wire
 
@@ -73,20 +73,20 @@ def freed(rank: int, size: int) -> None:
     x = torch.randn(4, K, requires_grad=True)
     with gathered_once():
         y = layers[0](x)
-        whole = gathered._local.whole
+        whole = activation_gather._local.whole
         assert whole is not None and whole[1].rowwise is not None
         codes = ref(whole[1].rowwise.codes)
         del whole
         other = layers[1](x * 2)
         gc.collect()
         assert codes() is None, "another tensor was gathered"
-        whole = gathered._local.whole
+        whole = activation_gather._local.whole
         codes = ref(whole[1].rowwise.codes)  # type: ignore[index, union-attr]
         del whole
     gc.collect()
-    assert codes() is None and gathered._local.whole is None
+    assert codes() is None and activation_gather._local.whole is None
     layers[2](x)
-    assert gathered._local.whole is None
+    assert activation_gather._local.whole is None
     (y.sum() + other.sum()).backward()
 
 

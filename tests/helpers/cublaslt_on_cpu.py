@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.ops.matmul import cublaslt
 
 OK, INVALID, NOT_SUPPORTED = 0, 7, 15
@@ -138,7 +138,7 @@ def cublaslt_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(cublaslt, "_local", cublaslt._Local())
-    monkeypatch.setattr(capability, "cublaslt", lambda device: True)
+    monkeypatch.setattr(backends, "cublaslt", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: HANDLE)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)

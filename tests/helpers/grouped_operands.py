@@ -35,7 +35,7 @@ def offsets_of(counts: tuple[int, ...]) -> Tensor:
 
 
 def k_major(spec: str) -> bool:
-    """Columnwise codes have rows consecutive in memory, as ``capability.k_major`` wants them."""
+    """Columnwise codes have rows consecutive in memory, as ``backends.k_major`` wants them."""
     fmt = parse(spec)
     return fmt.encoding.dtype is not None and fmt.block in (0, 128)
 

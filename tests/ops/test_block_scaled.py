@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minifloat import Linear, capability
+from minifloat import Linear, backends
 from minifloat.formats import Format
 from minifloat.formats.elements import E2M1
 from minifloat.ops import matmul
@@ -173,7 +173,7 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4", "mxfp4", "mxfp6", "w4a8"])
 def test_linear(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, backward and accumulation of a layer, as the capability table of such a GPU has them multiplied."""
+    """Forward, backward and accumulation of a layer, as the table of backends of such a GPU has them multiplied."""
 
     def step() -> list[Tensor]:
         torch.manual_seed(0)
@@ -186,11 +186,11 @@ def test_linear(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return [y, x.grad, layer.weight.main_grad, layer.bias.grad]
 
     want = step()
-    assert {capability.backend(*pair, torch.device("cpu")) for _, *pair in named(recipe).pairs} == {"reference"}
+    assert {backends.backend(*pair, torch.device("cpu")) for _, *pair in named(recipe).pairs} == {"reference"}
     library = Library(128 if recipe in ("block", "nvfp4") else 32)
     monkeypatch.setattr(torch, "_scaled_mm_v2", library)
-    monkeypatch.setattr(capability, "_device_facts", lambda device: ((10, 0), (13, 0)))
-    monkeypatch.setattr(capability, "choose", capability.choose.__wrapped__)
+    monkeypatch.setattr(backends, "_device_facts", lambda device: ((10, 0), (13, 0)))
+    monkeypatch.setattr(backends, "choose", backends.choose.__wrapped__)
     monkeypatch.setattr(matmul, "product", matmul.product.__wrapped__)  # none that was prepared before
     if recipe == "w4a8":  # whose wgrad is of strips of 128
         monkeypatch.setattr(library, "segment", 32)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat import Linear, capability
+from minifloat import Linear, backends
 from minifloat.ops.matmul import cublaslt, native
 from minifloat.ops.matmul.cublaslt import ONE, STRIPS, add
 from tests.helpers.compare import assert_same_bits
@@ -31,7 +31,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def _hopper() -> None:
-    if not capability.cublaslt(torch.cuda.current_device()):
+    if not backends.cublaslt(torch.cuda.current_device()):
         pytest.skip("PyTorch's call multiplies on this device")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifloat import LayerNormLinear, LayerNormMLP, Linear, autocast, capability
+from minifloat import LayerNormLinear, LayerNormMLP, Linear, autocast, backends
 from minifloat.functional.linear_config import linear_config
 from minifloat.ops import matmul
 from minifloat.ops.matmul import native
@@ -113,7 +113,7 @@ def test_layernorm_mlp(name: str, seen: list[Call]) -> None:
 
 def test_block_scaling(seen: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLASLt's block scaling sums in fp32: never fast."""
-    monkeypatch.setattr(capability, "backend", lambda a, b, device: "native")
+    monkeypatch.setattr(backends, "backend", lambda a, b, device: "native")
     monkeypatch.setattr(matmul, "product", matmul.product.__wrapped__)  # none that was prepared before
     step(Linear(WIDTH, OUT, params_dtype=torch.bfloat16), named("block"), torch.bfloat16)
     assert [fast for _, fast in seen] == [False] * 3

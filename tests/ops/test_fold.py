@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.formats.elements import E4M3
 from minifloat.ops import matmul
@@ -172,7 +172,7 @@ def left(rows: int, depth: int) -> _Matrix:
 @pytest.mark.parametrize("way", WAYS)
 def test_product(way: str, size: tuple[int, int, int], kernels: torch.device) -> None:
     """That of the reference in every column, whether its tiles fold or not; where sums are exact to the bit."""
-    if kernels.type == "cuda" and not capability.supports(STRIP, MX4, kernels)[0]:
+    if kernels.type == "cuda" and not backends.supports(STRIP, MX4, kernels)[0]:
         pytest.skip("no product of FP8 blocks here")
     m, n, depth = size
     product = matmul.by_kernels("native", STRIP, MX4)

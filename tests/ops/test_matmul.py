@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import COLUMNWISE, ELEMENTS, IDENTITY, ROWWISE, Format
 from minifloat.functional.gemm import dgrad, fprop, wgrad
 from minifloat.operand import Operand, Quantized
@@ -168,7 +168,7 @@ def quantized(operand: Operand, along: int) -> Quantized:
 def call(
     gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype = torch.float32, bias: Tensor | None = None
 ) -> Tensor:
-    """The product through the public function of this GEMM, on the backend that the capability table chooses."""
+    """The product through the public function of this GEMM, on the backend that the table of backends chooses."""
     left, right = quantized(a, GEMMS[gemm][0]), quantized(b, GEMMS[gemm][1])
     if gemm == "fprop":
         return fprop(left, right, bias, out_dtype=out_dtype)
@@ -221,9 +221,9 @@ def test_reference_is_the_oracle(gemm: str, a_fmt: Format, b_fmt: Format) -> Non
 
 @for_each_case(PAIRS, 1)
 def test_public_functions_choose_these_operands(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
-    """``fprop``, ``dgrad`` and ``wgrad`` are the same product, on the backend of the capability table."""
+    """``fprop``, ``dgrad`` and ``wgrad`` are the same product, on the backend of the table of backends."""
     a, b = operands(gemm, a_fmt, b_fmt, (9, 7, 50))
-    backend = capability.backend(a_fmt, b_fmt, torch.device("cpu"))
+    backend = backends.backend(a_fmt, b_fmt, torch.device("cpu"))
     with count_gemms() as counts:
         y = call(gemm, a, b)
     assert counts == {Gemm(gemm, a_fmt.spec, b_fmt.spec, backend): 1}
@@ -311,7 +311,7 @@ def test_empty_product_is_zero_or_the_bias(gemm: str, a_fmt: Format, b_fmt: Form
         if gemm == "fprop":
             bias = torch.randn(size[1])
             assert torch.equal(call(gemm, a, b, torch.bfloat16, bias), bias.bfloat16().expand(size[:2]))
-        if capability.emulates(a_fmt, b_fmt, torch.device("cpu"))[0]:
+        if backends.emulates(a_fmt, b_fmt, torch.device("cpu"))[0]:
             bias = torch.randn(size[1])
             assert torch.equal(multiply(gemm, a, b, backend="emulated"), torch.zeros(size[:2]))
             assert torch.equal(multiply(gemm, a, b, bias=bias, backend="emulated"), bias.expand(size[:2]))
@@ -593,9 +593,9 @@ def test_emulated_flushes_what_is_2_to_the_124_below_its_row() -> None:
 def test_emulated_is_not_for_fp32_block_scales() -> None:
     """Block scales that are any fp32 number do not fit bf16: the table leaves them to the reference."""
     for a, b in [(STRIP32, TILE32), (STRIP32, STRIP), (NV, STRIP32)]:
-        emulates, reason = capability.emulates(a, b, torch.device("cpu"))
+        emulates, reason = backends.emulates(a, b, torch.device("cpu"))
         assert not emulates and "powers of two" in reason
-    assert capability.backend(MX, MX, torch.device("cpu")) == "reference"
+    assert backends.backend(MX, MX, torch.device("cpu")) == "reference"
 
 
 # ---- Which backend --------------------------------------------------------------------------------------------------
@@ -603,14 +603,14 @@ def test_emulated_is_not_for_fp32_block_scales() -> None:
 ON_CPU = dict.fromkeys(("FP8 per tensor", "FP8 per tensor, E5M2 gradient", "FP8 rowwise"), "native")
 
 
-@pytest.mark.parametrize(("name", "a_fmt", "b_fmt"), capability.PAIRS, ids=[name for name, _, _ in capability.PAIRS])
+@pytest.mark.parametrize(("name", "a_fmt", "b_fmt"), backends.PAIRS, ids=[name for name, _, _ in backends.PAIRS])
 def test_backend_is_that_of_the_capability_table(name: str, a_fmt: Format, b_fmt: Format, device: torch.device) -> None:
     """What runs is what ``supports``, ``emulates`` and ``table`` say, and on a CPU what is written here."""
     a, b = operands("fprop", a_fmt, b_fmt, (16, 32, 256), device=device)
-    native, reason = capability.supports(a_fmt, b_fmt, a.codes.device)
-    emulates, _ = capability.emulates(a_fmt, b_fmt, a.codes.device)
-    chosen = capability.backend(a_fmt, b_fmt, a.codes.device)
-    rows = {row.formats: row for row in capability.table(a.codes.device) if row.operation == "scaled product"}
+    native, reason = backends.supports(a_fmt, b_fmt, a.codes.device)
+    emulates, _ = backends.emulates(a_fmt, b_fmt, a.codes.device)
+    chosen = backends.backend(a_fmt, b_fmt, a.codes.device)
+    rows = {row.formats: row for row in backends.table(a.codes.device) if row.operation == "scaled product"}
     with count_gemms() as counts:
         call("fprop", a, b)
     assert counts == {Gemm("fprop", a_fmt.spec, b_fmt.spec, chosen): 1}
@@ -699,7 +699,7 @@ POISON = {"nan": 0x7F, "negative nan": 0xFF, "inf": 0x7C, "negative inf": 0xFC}
 def _poison_cases() -> Iterator[tuple[str, str, Format, Format]]:
     for a, b in [(E4, E4), (E5, E4), (E5, E5), (STRIP, TILE), (MX, MX), (MX5, MX), (E4, NV)]:
         yield from ((backend, gemm, a, b) for backend in ("reference", "emulated") for gemm in ("fprop", "dgrad"))
-        if capability.supports(a, b, torch.device("cpu"))[0]:
+        if backends.supports(a, b, torch.device("cpu"))[0]:
             yield "native", "fprop", a, b
 
 
@@ -872,7 +872,7 @@ EMULATED_ON_A_GPU = [
 
 def needs_native(a: Format, b: Format) -> None:
     """Skips where the GPU does not multiply these natively."""
-    supported, reason = capability.supports(a, b, torch.device("cuda", torch.cuda.current_device()))
+    supported, reason = backends.supports(a, b, torch.device("cuda", torch.cuda.current_device()))
     if not supported:
         pytest.skip(reason)
 

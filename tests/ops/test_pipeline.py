@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat import capability, casts, quantizer
+from minifloat import backends, casts, quantizer
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize
@@ -404,7 +404,7 @@ def test_operations_replay_too(case: str, device: torch.device) -> None:
     casts = [(i, fmt, dim) for i, q in enumerate(quantizers) for fmt, dim in q.layouts("cuda")]
     of, formats, dims = zip(*[(i, fmt.spec, dim) for i, fmt, dim in casts], strict=True)
     needs = [fmt.needs_amax for _, fmt, _ in casts]
-    k_major = [capability.k_major(fmt) for _, fmt, _ in casts]
+    k_major = [backends.k_major(fmt) for _, fmt, _ in casts]
     for call in range(2):
         matrices = values(device, (32, 48), (17, 33), scale=10.0**call)
         xs = [matrices[i] for i in of]

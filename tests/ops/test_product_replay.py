@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.operand import Operand
 from minifloat.ops import matmul
@@ -78,7 +78,7 @@ def expected(pair: tuple[Format, Format], a: _Matrix, b: _Matrix, dtype: torch.d
 
 
 def runs_here(pair: tuple[Format, Format], device: torch.device) -> bool:
-    return device.type == "cpu" or capability.backend(*pair, device) == backend_of(pair)
+    return device.type == "cpu" or backends.backend(*pair, device) == backend_of(pair)
 
 
 @pytest.mark.parametrize(("name", "gemm", "size"), diagonals(3, PAIRS, GEMMS, SIZES))

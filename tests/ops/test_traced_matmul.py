@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional import gemm
 from minifloat.ops import matmul
@@ -37,13 +37,13 @@ OURS, NATIVE = torch.ops.minifloat.scaled_mm.default, torch.ops.aten._scaled_mm.
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Any CUDA device is an sm_90; what was found for it is forgotten."""
-    facts = capability._device_facts
+    facts = backends._device_facts
     hopper = (9, 0), (13, 0)
-    monkeypatch.setattr(capability, "_device_facts", lambda device: hopper if device.type == "cuda" else facts(device))
-    for cache in (capability.choose, capability.kernels, matmul.product):
+    monkeypatch.setattr(backends, "_device_facts", lambda device: hopper if device.type == "cuda" else facts(device))
+    for cache in (backends.choose, backends.kernels, matmul.product):
         cache.cache_clear()
     yield
-    for cache in (capability.choose, capability.kernels, matmul.product):
+    for cache in (backends.choose, backends.kernels, matmul.product):
         cache.cache_clear()
 
 

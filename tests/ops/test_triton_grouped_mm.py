@@ -20,7 +20,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import MockTensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.functional import batch_invariant
 from minifloat.ops import grouped, matmul
@@ -229,7 +229,7 @@ def test_within_the_bound(gemm: str, a_spec: str, b_spec: str, device: torch.dev
         bias = torch.randn(len(counts), case.width) if gemm == "fprop" else None
         found = case.multiply(dtype, bias, fast, device).cpu()
         eight = all(parse(x).encoding.dtype and parse(x).block in (0, 128) for x in (a_spec, b_spec))
-        eight |= gemm != "wgrad" and capability.folds(parse(a_spec), parse(b_spec))
+        eight |= gemm != "wgrad" and backends.folds(parse(a_spec), parse(b_spec))
         for group in range(len(counts)):
             want, magnitude, a, b = exact(case, group, bias, dtype)
             step = 2.0**-22 if device.type == "cuda" else U

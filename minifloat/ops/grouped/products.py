@@ -24,7 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import grouped, matmul
 from minifloat.ops.grouped import gemm as kernels
@@ -108,7 +108,7 @@ def multiply_into(out: Tensor, *arguments: Any) -> None:
 
 def _kind(gemm: str, a: Format, b: Format) -> str:
     """The line of the table above."""
-    if gemm in FOLDS and capability.folds(a, b):
+    if gemm in FOLDS and backends.folds(a, b):
         return "fold"
     if not (a.quantized and b.quantized):
         return "values"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
@@ -81,7 +81,7 @@ class Product:
     Args:
         gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
         a, b: ``Format.spec`` of the operands, the dim that each was cast along, and the dim that is contracted.
-        backend: of the capability table.
+        backend: of the table of backends.
         kernels: our own run on the device.
         swizzled: the native product is that of ``block_scaled``.
     """
@@ -168,11 +168,11 @@ def product(
     device: torch.device,
     backend: str = "",
 ) -> Product:
-    """The GEMM of such operands on a device; ``backend`` "" lets the capability table choose."""
+    """The GEMM of such operands on a device; ``backend`` "" lets the table of backends choose."""
     formats = parse(a), parse(b)
-    chosen = backend or capability.backend(*formats, device)
-    kernels = device.type == "cuda" and capability.kernels(device.index or 0)[0]
-    swizzled = chosen == "native" and capability.swizzled(*formats, device)[0]
+    chosen = backend or backends.backend(*formats, device)
+    kernels = device.type == "cuda" and backends.kernels(device.index or 0)[0]
+    swizzled = chosen == "native" and backends.swizzled(*formats, device)[0]
     return Product(gemm, (a, a_dim, a_along), (b, b_dim, b_along), chosen, kernels, swizzled)
 
 
@@ -282,7 +282,7 @@ def by_kernels(backend: str, a: Format, b: Format, swizzled: bool = False) -> _B
     if swizzled:
         direct, multiply = partial(block_scaled.is_direct, a, b), partial(block_scaled.multiply, a, b)
         return RecordedProduct(Steps(block_scaled.operands, multiply, direct, spread.finish))
-    if capability.is_mxfp4(b):
+    if backends.is_mxfp4(b):
         return RecordedProduct(fold_kernels.STEPS)
     tiles = partial(native.block128, a.tile, b.tile)
     steps = Steps(native.block128_operands, tiles, native.block128_is_direct, spread.finish, adds=True)
@@ -302,7 +302,7 @@ def scaled_mm(
     b: Tensor, b_scale: Tensor, b_amax: Tensor | None, b_format: str, b_dim: int, b_along: int, n: SymInt,
     out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, backend: str,
 ) -> Tensor:  # fmt: skip
-    """[m, n] = a b^T with both operands contracted along ``*_along``; ``backend`` "": the capability table chooses."""
+    """[m, n] = a b^T with both operands contracted along ``*_along``; ``backend`` "": the table of backends chooses."""
     prepared = product(gemm, a_format, a_dim, a_along, b_format, b_dim, b_along, a.device, backend)
     return prepared.run(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat import capability
+from minifloat import backends
 
 ONE, STRIPS = 0, 4
 """What each fp32 scale of both operands is for, in the library's numbers: all of it, or 1 x 128 codes."""
@@ -99,7 +99,7 @@ def _fits(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, scaled: int, o
     (m, depth), n = a.shape, b.shape[0]
     return (
         len({x.get_device() for x in (a, a_scale, b, b_scale, out)}) == 1
-        and capability.cublaslt(a.get_device())
+        and backends.cublaslt(a.get_device())
         and {a.dtype, b.dtype} <= set(_FP8) and (a.dtype, b.dtype) != (torch.float8_e5m2, torch.float8_e5m2)
         and m > 0 and n > 0 and depth > 0 and b.shape[1] == depth and depth % 16 == 0 and n % 16 == 0
         and out.shape == (m, n) and a.is_contiguous() and b.is_contiguous() and out.is_contiguous()

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.formats import ROWWISE, Format
 from minifloat.ops.matmul import cublaslt
 
 
 def has_kernels(x: Tensor) -> bool:
     """Our own kernels run where ``x`` is."""
-    return x.is_cuda and capability.kernels(x.get_device())[0]
+    return x.is_cuda and backends.kernels(x.get_device())[0]
 
 
 def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> Tensor:

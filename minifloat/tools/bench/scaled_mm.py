@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.capability import supports
+from minifloat.backends import supports
 from minifloat.formats import Format
 from minifloat.tools.bench import gate
 from minifloat.tools.bench.registry import Call, Contender, Outputs, UnavailableError

@@ -8,7 +8,7 @@ import platform
 import torch
 
 import minifloat
-from minifloat.capability import table
+from minifloat.backends import table
 from minifloat.tools.cli import device_name
 
 PACKAGES = ("torch", "triton", "typer", "rich", "matplotlib")

@@ -1,4 +1,4 @@
-"""What runs where, and why: one table that the operations consult, ``minifloat doctor`` prints and the tests run.
+"""The table of backends, what runs where and why: operations consult it, ``minifloat doctor`` prints it, tests run it.
 
 Every operation runs on every device: where nothing faster is known to give the same numerics, its reference does.
 Backends of the scaled product: ``native`` is a library's, ``emulated`` a bf16 product of operands written out without

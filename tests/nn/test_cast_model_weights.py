@@ -19,7 +19,7 @@ from minifloat import (
     Linear,
     Quantizer,
     autocast,
-    capability,
+    backends,
     cast_weights,
     checkpoint,
     quantized_model_init,
@@ -153,7 +153,7 @@ def test_autocast_checkpoint_and_inference(recipe: str, device: torch.device, ca
     found = steps(model, together, lambda x: model.experts(checkpoint(model.layers, x), split(x)))
     assert_same(found + results, wanted)
     weights = {each.weight.data_ptr() for each in linears(model) if each.parameters_split is None}
-    if not (recipe == "mxfp8" and capability.backend(MX, MX, device) == "emulated"):  # reads casts of its own
+    if not (recipe == "mxfp8" and backends.backend(MX, MX, device) == "emulated"):  # reads casts of its own
         assert not weights.intersection(address for each in casts for address in each)
 
 

@@ -1,4 +1,4 @@
-"""The thresholds of the capability table: which backend multiplies what on GPUs that need not be here."""
+"""The thresholds of the table of backends: which backend multiplies what on GPUs that need not be here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from minifloat import capability
-from minifloat.capability import PAIRS
+from minifloat import backends
+from minifloat.backends import PAIRS
 from minifloat.formats import Format
 from minifloat.formats.elements import Quotient, define_scale_rule
 
@@ -42,7 +42,7 @@ def facts(monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], cuda: str) -> No
 @pytest.fixture(autouse=True)
 def _nothing_cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is found for a patched GPU is forgotten again."""
-    caches = capability._device_facts, capability.choose, capability.kernels
+    caches = backends._device_facts, backends.choose, backends.kernels
     for cache in caches:
         cache.cache_clear()
     found = importlib.util.find_spec
@@ -80,14 +80,14 @@ def test_rows(
     for name, (a, b) in FORMATS.items():
         emulated = bf16 and "fp32" not in name
         wanted = "native" if name in native else "emulated" if emulated else "reference"
-        chosen, reason = capability.choose(a, b, GPU)
+        chosen, reason = backends.choose(a, b, GPU)
         assert (name, chosen) == (name, wanted) and reason
-        assert capability.supports(a, b, GPU)[0] == (name in native)
-        assert capability.emulates(a, b, GPU)[0] == emulated
-    assert capability.kernels(0)[0] == triton
-    rows = {row.formats: row.backend for row in capability.table(GPU) if row.operation == "scaled product"}
-    assert rows == {name: capability.backend(a, b, GPU) for name, a, b in PAIRS}
-    for row in capability.table(GPU):
+        assert backends.supports(a, b, GPU)[0] == (name in native)
+        assert backends.emulates(a, b, GPU)[0] == emulated
+    assert backends.kernels(0)[0] == triton
+    rows = {row.formats: row.backend for row in backends.table(GPU) if row.operation == "scaled product"}
+    assert rows == {name: backends.backend(a, b, GPU) for name, a, b in PAIRS}
+    for row in backends.table(GPU):
         if row.operation in ("amax, cast, dequantize", "norm, activation"):
             assert row.backend == ("triton" if triton else "reference")
 
@@ -113,23 +113,23 @@ REASONS = [
 def test_reasons(sm: tuple[int, int], cuda: str, name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why something slower runs."""
     facts(monkeypatch, sm, cuda)
-    assert reason in capability.choose(*FORMATS[name], GPU)[1]
+    assert reason in backends.choose(*FORMATS[name], GPU)[1]
 
 
 def test_a_gpu_without_cuda_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one of AMD's, which PyTorch calls cuda too."""
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert {capability.backend(a, b, GPU) for _, a, b in PAIRS} == {"reference"}
-    assert not capability.kernels(0)[0]
+    assert {backends.backend(a, b, GPU) for _, a, b in PAIRS} == {"reference"}
+    assert not backends.kernels(0)[0]
 
 
 def test_block_scales_of_a_rule_of_the_users_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing says that a code times such a scale fits bf16, whether or not it follows from the amax alone."""
     facts(monkeypatch, (9, 0), "13.0")
     for own in (True, False):
-        define_scale_rule(Quotient(f"capability_{own}", own=own))
-        fmt = Format(block=32, scale_rule=f"capability_{own}")
-        emulated, reason = capability.emulates(fmt, fmt, GPU)
+        define_scale_rule(Quotient(f"backends_{own}", own=own))
+        fmt = Format(block=32, scale_rule=f"backends_{own}")
+        emulated, reason = backends.emulates(fmt, fmt, GPU)
         assert not emulated and "no powers of two" in reason
 
 
@@ -137,5 +137,5 @@ def test_compiled_code_asks_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     """Dynamo refuses to trace what looks for an installed package."""
     facts(monkeypatch, (9, 0), "12.9")
     monkeypatch.setattr(importlib.util, "find_spec", FIND_SPEC)
-    run = torch.compile(lambda x: x + capability.kernels(0)[0], backend="eager", fullgraph=True)
-    assert run(torch.zeros(())) == capability.kernels(0)[0]
+    run = torch.compile(lambda x: x + backends.kernels(0)[0], backend="eager", fullgraph=True)
+    assert run(torch.zeros(())) == backends.kernels(0)[0]

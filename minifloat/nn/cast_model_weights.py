@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from minifloat import capability
+from minifloat import backends
 from minifloat.arguments import checked
 from minifloat.comm.sharded_cast import is_plain
 from minifloat.delayed import History
@@ -92,7 +92,7 @@ class _Weight:
 def _is_emulated(config: LinearConfig, weight: Tensor) -> bool:
     """A cast for the product alone gives values, which costs less than codes that are kept."""
     formats = config.input.format(ROWWISE), config.weight.format(ROWWISE)
-    return weight.is_cuda and capability.backend(*formats, weight.device) == "emulated"
+    return weight.is_cuda and backends.backend(*formats, weight.device) == "emulated"
 
 
 @torch.no_grad()
