@@ -3,8 +3,8 @@
 from minifloat.arguments import checked
 from minifloat.comm import sharded_cast as _cast
 from minifloat.comm.group import Group, ShardMap
-from minifloat.functional import activation_gather as _gather
-from minifloat.functional.activation_gather import gathered_once
+from minifloat.functional import tensor_parallel as _gather
+from minifloat.functional.tensor_parallel import gathered_once
 from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.parallel.data_parallel import data_parallel, reduce_replicated
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights

@@ -32,7 +32,7 @@ from minifloat.convert.select import (
     read_rules,
 )
 from minifloat.delayed import AmaxHistory
-from minifloat.nn.configs import LinearConfigs
+from minifloat.functional.spec import LinearConfigs
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState

@@ -16,11 +16,17 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.activation_gather import Gathered, offer, one_orientation, prepare_shard, shared_whole
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import cast_with, delayed_scale, record, reuse, values_of
 from minifloat.functional.spec import Spec
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.tensor_parallel import (
+    Gathered,
+    TensorParallel,
+    offer,
+    one_orientation,
+    prepare_shard,
+    shared_whole,
+)
 from minifloat.functional.weight_source import LocalWeight
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix

@@ -1,10 +1,10 @@
-"""Decides what one kind of call of a linear computes: formats, dtypes, gradients; once, and found by its options."""
+"""Decides what one kind of call of a linear computes: formats, dtypes, gradients; and keeps it for a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from minifloat.functional import batch_invariant, gemm
 from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.functional.quantize import RoleCasts
 from minifloat.quantizer import Quantizer
-from minifloat.recipe.base import BackwardOverride
+from minifloat.recipe import CustomRecipe, Recipe
+from minifloat.recipe.base import BackwardOverride, equal_in_graph
 
 Saved = Literal["nothing", "values", "operand"]
+_MOST_CUSTOM = 8  # recipes of a layer: a program that makes one for each step must not fill the memory
 
 
 class LinearCasts(NamedTuple):
@@ -141,3 +143,70 @@ def _passing(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], t
     if not options.delays_wgrad and emulated(config.grad_output, config.input, COLUMNWISE, COLUMNWISE):
         backward += (COLUMNWISE,)
     return forward, backward
+
+
+# ---- the recipes of a layer, and the specs that followed ----
+
+
+class Configured(NamedTuple):
+    """A recipe, how it quantizes a layer's tensors, and the specs that follow; read at once: threads take turns."""
+
+    recipe: Recipe
+    config: LinearConfig
+    specs: dict[Options, Spec]
+
+
+class LinearConfigs:
+    """The configs of a layer, each asked of its recipe at the first use, and kept.
+
+    Attributes:
+        latest: what was asked for last.
+        custom: those of the latest few custom recipes, which may take turns: a factory is asked once.
+    """
+
+    def __init__(self) -> None:
+        self.latest: Configured | None = None
+        self.custom: list[tuple[Recipe, LinearConfig]] = []
+
+    def under(self, recipe: Recipe, make: Callable[[Recipe], LinearConfig]) -> Configured:
+        """That of ``recipe``; ``make``: asks it."""
+        if torch.compiler.is_compiling():
+            return Configured(recipe, self._in_graph(recipe, make), {})
+        latest = self.latest
+        if latest is None or latest.recipe is not recipe:
+            config = self._of_custom(recipe, make) if isinstance(recipe, CustomRecipe) else make(recipe)
+            latest = self.latest = Configured(recipe, config, {})
+        return latest
+
+    def _in_graph(self, recipe: Recipe, make: Callable[[Recipe], LinearConfig]) -> LinearConfig:
+        """The same in traced code: an equal recipe is the same one, or a loop that makes its recipe would recompile.
+
+        To keep what is found changes the layer, for which the graph is compiled once more. So it is kept where it is
+        asked for later: a factory is called once, and checkpoints ask how histories are reduced. Of factories that are
+        made anew the first is kept, and the others are traced: their code and what it reads are guarded.
+        """
+        latest = self.latest
+        if latest is not None and equal_in_graph(latest.recipe, recipe):
+            return latest.config
+        custom = isinstance(recipe, CustomRecipe)
+        for known, config in self.custom if custom else ():
+            if equal_in_graph(known, recipe):
+                return config
+        config = make(recipe)
+        if custom and not self.custom:
+            self.custom = [(recipe, config)]
+        if config.delayed is not None:
+            self.latest = Configured(recipe, config, {})
+        return config
+
+    def _of_custom(self, recipe: Recipe, make: Callable[[Recipe], LinearConfig]) -> LinearConfig:
+        for known, config in self.custom:
+            if known is recipe:
+                return config
+        config = make(recipe)
+        self.custom = [*self.custom[1 - _MOST_CUSTOM :], (recipe, config)]
+        return config
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no specs: what is prepared in them is the original's."""
+        return self.__dict__ | {"latest": self.latest and self.latest._replace(specs={})}

@@ -23,7 +23,7 @@ from minifloat.functional.attention import (
     simplified,
 )
 from minifloat.functional.autograd import autocast_to
-from minifloat.nn.inputs import check_tensor
+from minifloat.nn.options import check_tensor
 
 RotaryPercent = Annotated[float, Accepts("a number above 0, at most 1", lambda value: 0 < value <= 1)]
 

@@ -18,9 +18,9 @@ from minifloat.functional.autograd import apply, as_output, first_order
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.exchange import Local, in_mode
+from minifloat.nn.linear_call import run_eager
 from minifloat.nn.options import InitMethod, one_dtype
 from minifloat.nn.tensor_parallel import Partition, SharedRows, mark, shard_rows, tensor_parallel
-from minifloat.nn.uncompiled import run_eager
 from minifloat.recompute import exchange_of
 
 

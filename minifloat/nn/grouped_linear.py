@@ -26,9 +26,9 @@ from minifloat.functional.linear import LinearFunction, apply_eagerly
 from minifloat.functional.quantize import as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec
 from minifloat.nn import linear_call, options
-from minifloat.nn.inputs import layout_of
+from minifloat.nn.linear_call import needs_eager, run_eager
 from minifloat.nn.linear_state import LinearState, fitting
-from minifloat.nn.options import InitMethod, one_dtype
+from minifloat.nn.options import InitMethod, layout_of, one_dtype
 from minifloat.nn.quantized_parameters import (
     bind_scales,
     given_format,
@@ -38,7 +38,6 @@ from minifloat.nn.quantized_parameters import (
     write,
 )
 from minifloat.nn.tensor_parallel import shard_rows
-from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.operand import Quantized
 from minifloat.ops.grouped import grouped_amax
 from minifloat.quantizer import Quantizer, as_matrix

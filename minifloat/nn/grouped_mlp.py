@@ -25,9 +25,8 @@ from minifloat.functional.norm_activation import Activation, activate
 from minifloat.functional.router import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
-from minifloat.nn.inputs import check_groups, check_meta, check_tensor, layout_of
-from minifloat.nn.options import InitMethod, LinearOptions, place
-from minifloat.nn.uncompiled import compiles_backward
+from minifloat.nn.linear_call import compiles_backward
+from minifloat.nn.options import InitMethod, LinearOptions, check_groups, check_meta, check_tensor, layout_of, place
 from minifloat.recipe import Recipe
 
 

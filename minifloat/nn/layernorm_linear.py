@@ -10,14 +10,13 @@ from torch import Tensor
 
 from minifloat.arguments import Count, NonNegativeFloat, Size, checked
 from minifloat.functional.autograd import apply
-from minifloat.functional.layernorm_linear import LayerNormLinearFunction, NormCall
+from minifloat.functional.fused_layers import LayerNormLinearFunction, NormCall
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import as_quantized_tensor
 from minifloat.nn import linear_call, parts
-from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
-from minifloat.nn.options import DenseOptions, InitMethod, place
-from minifloat.nn.uncompiled import needs_eager, run_eager
+from minifloat.nn.linear_call import needs_eager, run_eager
+from minifloat.nn.options import DenseOptions, InitMethod, check_meta, check_tensors, place
 from minifloat.recompute import exchange_of
 
 

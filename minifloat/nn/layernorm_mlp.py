@@ -11,14 +11,12 @@ from torch import Tensor
 
 from minifloat.arguments import NonNegativeFloat, Size, checked
 from minifloat.functional.autograd import apply
-from minifloat.functional.layernorm_linear import NormCall
-from minifloat.functional.layernorm_mlp import LayerNormMLPFunction, MLPCall
+from minifloat.functional.fused_layers import LayerNormMLPFunction, MLPCall, NormCall
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import linear_call, parts
-from minifloat.nn.inputs import check_meta, check_tensors
 from minifloat.nn.linear import Linear
-from minifloat.nn.options import DenseOptions, InitMethod, place
-from minifloat.nn.uncompiled import needs_eager, run_eager
+from minifloat.nn.linear_call import needs_eager, run_eager
+from minifloat.nn.options import DenseOptions, InitMethod, check_meta, check_tensors, place
 from minifloat.recompute import checkpoint_without_dropout, exchange_of
 
 

@@ -22,12 +22,11 @@ from minifloat.functional.linear import LinearFunction, apply_eagerly, find_oper
 from minifloat.functional.linear_config import Mode
 from minifloat.functional.quantize import as_quantized_tensor, calibrate, reuse
 from minifloat.nn import linear_call, options
-from minifloat.nn.inputs import check_tensor
+from minifloat.nn.linear_call import needs_eager, run_eager
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.options import InitMethod, one_dtype
+from minifloat.nn.options import InitMethod, check_tensor, one_dtype
 from minifloat.nn.quantized_parameters import parameter_init, quantize_weights, write
 from minifloat.nn.tensor_parallel import mark, partitions, shard_rows, tensor_parallel
-from minifloat.nn.uncompiled import needs_eager, run_eager
 from minifloat.ops import matmul
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import Recipe, RecipeLike

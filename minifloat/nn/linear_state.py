@@ -18,9 +18,8 @@ from minifloat.functional.etp.weight import GatheredWeight
 from minifloat.functional.exchange import LOCAL, Local
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, Mode, linear_config
 from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, record, reuse
-from minifloat.functional.spec import Spec
+from minifloat.functional.spec import LinearConfigs, Spec
 from minifloat.functional.weight_source import LOCAL_WEIGHT, LocalWeight
-from minifloat.nn.configs import LinearConfigs
 from minifloat.nn.options import InitMethod
 from minifloat.nn.quantized_parameters import bind_scale, bind_scales, keep_quantized, load_scales, quantized_rows
 from minifloat.nn.tensor_parallel import Partition, SharedRows

@@ -17,9 +17,8 @@ from minifloat.functional.norm_activation import activate
 from minifloat.functional.router import route
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
-from minifloat.nn.inputs import check_tensor
 from minifloat.nn.linear import Linear
-from minifloat.nn.options import InitMethod, LinearOptions, Placement, place
+from minifloat.nn.options import InitMethod, LinearOptions, Placement, check_tensor, place
 from minifloat.nn.router import TopKRouter
 from minifloat.recompute import checkpoint_without_dropout, drops_side_effects, recomputes
 

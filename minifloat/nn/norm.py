@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, Size, checked
 from minifloat.functional.autograd import as_output, autocast_to
 from minifloat.functional.norm_activation import Norm, normalize
-from minifloat.nn.inputs import check_meta, check_tensor
-from minifloat.nn.options import one_dtype
+from minifloat.nn.options import check_meta, check_tensor, one_dtype
 
 
 class _Norm(nn.Module):

@@ -1,4 +1,4 @@
-"""How parameters are made, and the keyword arguments that layers hand on to the linears in them."""
+"""What layers are given: options that they hand on to the linears in them, and tensors, which are checked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.arguments import Device, FloatDtype, Size
+from minifloat import finite
+from minifloat.arguments import Device, FloatDtype, Size, label_of
+from minifloat.autocast import checks_finite, surrounding_recipe
 from minifloat.functional.etp.rows import Reduction
+from minifloat.functional.grouped import GroupLayout
 from minifloat.recipe import RecipeLike
 
 InitMethod = Callable[[Tensor], object]
@@ -88,3 +91,79 @@ def place(label: str, options: Placement) -> Placement:
 def chosen(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Those of ``options`` that the ``TypedDict`` ``kind`` has."""
     return {name: value for name, value in options.items() if name in kind.__annotations__}
+
+
+# ---- the tensors of a call: errors name the layer, the argument, what came and the way out ----
+
+_STRIDED = torch.strided
+_CONVERTED = {"list": "torch.tensor(...)", "tuple": "torch.tensor(...)", "ndarray": "torch.from_numpy(...)"}
+
+
+def check_tensor(x: Any, module: nn.Module, name: str = "input") -> None:
+    """Raises unless ``x``, the argument ``name`` of ``module``, is one dense tensor with its values on this rank.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: a sparse or nested tensor, or a DTensor for a layer that computes with operations of ours.
+    """
+    if type(x) is not Tensor or x.layout is not _STRIDED or x.is_nested:
+        _check_unusual(x, module, name)
+
+
+def check_tensors(x: Any, residual: Any, module: nn.Module) -> None:
+    """:func:`check_tensor` of an input and a residual, if there is one."""
+    check_tensor(x, module)
+    if residual is not None:
+        check_tensor(residual, module, "residual")
+
+
+def check_meta(x: Tensor, module: nn.Module, parameter: Tensor | None) -> None:
+    """Raises a ValueError if ``parameter`` is on ``meta``, where there are no values, and ``x`` is not."""
+    if parameter is not None and parameter.is_meta and not x.is_meta:
+        raise ValueError(
+            f"{label_of(module)}: the parameters are on the meta device, without values, and the input is on "
+            f"{x.device}; use to_empty(device=...) and then reset_parameters() or load_state_dict(...)"
+        )
+
+
+def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, layer: object) -> GroupLayout:
+    """The layout of the rows of ``x`` [..., width] in so many groups; ``m_splits``: as of ``GroupedLinear.forward``."""
+    rows = x.numel() // width if width else x.shape[:-1].numel()
+    layout = m_splits
+    if not isinstance(layout, GroupLayout):
+        layout = GroupLayout.of(m_splits, rows, x.device, layer, wait=finite.active and checks_finite())
+    check_groups(layout, groups, layer)
+    if layout.rows != rows:
+        raise ValueError(f"{label_of(layer)}: the layout is for {layout.rows} rows, and the input has {rows}")
+    return layout
+
+
+def check_groups(layout: GroupLayout, groups: int, layer: object) -> None:
+    """Raises if the layout is of another number of groups."""
+    if layout.offsets.shape[0] != groups + 1:
+        raise ValueError(
+            f"{label_of(layer)}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the "
+            f"{groups} experts"
+        )
+
+
+def _check_unusual(x: Any, module: nn.Module, name: str) -> None:
+    if not isinstance(x, Tensor):
+        kind = type(x).__name__
+        way_out = f", as {_CONVERTED[kind]} makes it" if kind in _CONVERTED else ""
+        raise TypeError(f"{label_of(module)}: {name} is {'None' if x is None else kind}; a tensor is needed{way_out}")
+    if x.is_nested:
+        raise ValueError(
+            f"{label_of(module)}: {name} is a nested tensor; use a padded one (to_padded_tensor), or all tokens one "
+            "after the other, with qkv_format='thd' and cu_seqlens for attention"
+        )
+    if x.layout != _STRIDED:
+        raise ValueError(f"{label_of(module)}: {name} is a tensor of layout {x.layout}; use a dense one: to_dense()")
+    own: Any = module.__dict__.get("_recipe", module)
+    plain = own == "none" or (own is None and surrounding_recipe() is None)  # PyTorch's own linear
+    if hasattr(x, "to_local") and not plain:
+        raise ValueError(
+            f"{label_of(module)}: {name} is a DTensor, as parallelize_module of PyTorch makes it, and minifloat's "
+            "layers split their work over ranks themselves; use parallel_mode='column' or 'row' with tp_group, or "
+            "minifloat.distributed.parallelize, or give the layer to_local()"
+        )

@@ -28,8 +28,7 @@ from minifloat.functional.router import (
     multiply_in_fp32,
     z_loss,
 )
-from minifloat.nn.inputs import check_meta, check_tensor
-from minifloat.nn.options import InitMethod, initialize, one_dtype
+from minifloat.nn.options import InitMethod, check_meta, check_tensor, initialize, one_dtype
 from minifloat.recompute import recomputes
 
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from minifloat.arguments import Count, Fraction, NonNegativeFloat, PositiveFloat, Probability, Size, checked
 from minifloat.comm.group import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
-from minifloat.nn.inputs import check_tensor
 from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import MultiheadAttention
-from minifloat.nn.options import DenseOptions, InitMethod, place
+from minifloat.nn.options import DenseOptions, InitMethod, check_tensor, place
 from minifloat.nn.parts import LayerOfLinears, Normalization, call_on_stream, part_name
 from minifloat.recompute import exchange_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minifloat import Linear
 from minifloat.distributed import gathered_once
-from minifloat.functional import activation_gather, linear
+from minifloat.functional import linear, tensor_parallel
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.gather_cases import Wire
 
@@ -73,20 +73,20 @@ def freed(rank: int, size: int) -> None:
     x = torch.randn(4, K, requires_grad=True)
     with gathered_once():
         y = layers[0](x)
-        whole = activation_gather._local.whole
+        whole = tensor_parallel._shared.whole
         assert whole is not None and whole[1].rowwise is not None
         codes = ref(whole[1].rowwise.codes)
         del whole
         other = layers[1](x * 2)
         gc.collect()
         assert codes() is None, "another tensor was gathered"
-        whole = activation_gather._local.whole
+        whole = tensor_parallel._shared.whole
         codes = ref(whole[1].rowwise.codes)  # type: ignore[index, union-attr]
         del whole
     gc.collect()
-    assert codes() is None and activation_gather._local.whole is None
+    assert codes() is None and tensor_parallel._shared.whole is None
     layers[2](x)
-    assert activation_gather._local.whole is None
+    assert tensor_parallel._shared.whole is None
     (y.sum() + other.sum()).backward()
 
 

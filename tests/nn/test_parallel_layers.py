@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from minifloat import MultiheadAttention, QuantizedTensor, TransformerLayer, autocast, prepare, quantized_model_init
-from minifloat.functional.activation_gather import Gathered
 from minifloat.functional.exchange import LOCAL
+from minifloat.functional.tensor_parallel import Gathered
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools

@@ -28,7 +28,7 @@ from minifloat import (
 )
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
-from minifloat.nn.configs import LinearConfigs
+from minifloat.functional.spec import LinearConfigs
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
 from tests.helpers.sample import each_pair, each_twice

@@ -23,8 +23,7 @@ import minifloat
 from minifloat.autocast import autocast
 from minifloat.comm.collectives import Pending
 from minifloat.functional import gemm
-from minifloat.functional.activation_gather import Gathered
-from minifloat.functional.tensor_parallel import TensorParallel
+from minifloat.functional.tensor_parallel import Gathered, TensorParallel
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
