@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import minifloat
-from minifloat.functional import experts, layernorm_linear, layernorm_mlp, linear
+from minifloat.functional import experts, fused_layers, linear
 from minifloat.functional.grouped import GroupedCasts, GroupLayout
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.nn.linear_state import LinearState
@@ -123,8 +123,7 @@ class Reads:
         with (
             mock.patch.object(LinearState, "_weight_operands", ready),
             mock.patch.object(linear, "unpack", unpacked),
-            mock.patch.object(layernorm_linear, "unpack", unpacked),
-            mock.patch.object(layernorm_mlp, "unpack", unpacked),
+            mock.patch.object(fused_layers, "unpack", unpacked),
             mock.patch.object(experts, "unpack", unpacked),
         ):
             yield

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.autocast import autocast
-from minifloat.functional import layernorm_mlp as mlp_functions
+from minifloat.functional import fused_layers as mlp_functions
 from minifloat.functional.norm_activation import activate
 from minifloat.nn.layernorm_linear import LayerNormLinear
 from minifloat.nn.layernorm_mlp import LayerNormMLP
