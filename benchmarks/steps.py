@@ -101,7 +101,7 @@ def _time_steps(
     inner += [(LocalWeight, step) for step in ("save", "for_dgrad", "accumulate")]
     if device == "cuda":
         from minifloat.ops.launch import Prepared
-        from minifloat.ops.quantize.pipeline import Recording
+        from minifloat.ops.replay import Recording
 
         inner += [(Recording, "replay"), (Prepared, "run")]
     before = [getattr(owner, name) for owner, name in inner]

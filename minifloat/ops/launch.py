@@ -119,20 +119,48 @@ def _table(
 @contextmanager
 def recorded() -> Iterator[Log]:
     """Logs what this thread launches inside, to be launched again with other tensors."""
-    outer, _local.log = _local.log, Log([], [])
+    outer, _local.log = _local.log, Log([], [], [])
     try:
         yield _local.log
     finally:
         _local.log = outer
 
 
+def recording() -> bool:
+    """Whether this thread is inside of :func:`recorded`."""
+    return _local.log is not None
+
+
+def made(tensor: Tensor) -> Tensor:
+    """Logs memory that kernels fill, and returns it."""
+    if _local.log is not None:
+        _local.log.made.append(tensor)
+    return tensor
+
+
 def allocate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, transposed: bool = False) -> Tensor:
     """Memory of a matrix that kernels fill, logged; ``transposed``: its columns are consecutive, not its rows."""
     stride = (1, shape[0]) if transposed else (shape[1], 1)
-    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return made(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+
+
+def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """fp32 zeros that kernels raise, logged."""
+    filled = torch.zeros(shape, dtype=torch.float32, device=device)
+    if _local.log is not None and filled.numel():
+        _local.log.zeros.append(filled)
+    return filled
+
+
+def library(function: Callable[..., Tensor], tensors: Sequence[Tensor], *rest: Any) -> Tensor:
+    """Calls ``function(tensors, *rest)``, logged: what PyTorch or a library of its does between launches.
+
+    It reads and writes no other tensors.
+    """
+    result = function(tensors, *rest)
     if _local.log is not None:
-        _local.log.made.append(made)
-    return made
+        _local.log.steps.append(Call(function, tensors, rest, result))
+    return result
 
 
 class Launch(NamedTuple):
@@ -145,14 +173,15 @@ class Launch(NamedTuple):
     constants: tuple[Any, ...]
     warps: int
 
-    def prepare(self, slots: Mapping[int, int], identity: Callable[[Tensor], int] = id) -> Prepared | None:
-        """The launch with places in a list in lieu of its tensors; ``slots`` gives them by ``identity``.
+    def prepare(self, slots: Mapping[int, int]) -> Prepared | None:
+        """The launch with places in a list in lieu of its tensors; ``slots`` gives them by address.
 
         None if a tensor has no place, or nothing can be prepared here.
         """
         places: list[Callable[[Sequence[int]], Any]] = []
         for tensor in self.tensors:
-            found = [slots.get(identity(each), -1) for each in (tensor if isinstance(tensor, tuple) else (tensor,))]
+            several = tensor if isinstance(tensor, tuple) else (tensor,)
+            found = [slots.get(each.data_ptr(), -1) for each in several]
             if min(found) < 0:
                 return None
             alone = isinstance(tensor, tuple) and len(found) == 1
@@ -171,11 +200,21 @@ class Launch(NamedTuple):
         return Prepared(name, *compiled, programs, device, tuple(places), rest, sizes, numbers)
 
 
-class Log(NamedTuple):
-    """What was launched, in order, and the memory that :func:`allocate` gave for it."""
+class Call(NamedTuple):
+    """What :func:`library` called, and its result."""
 
-    launches: list[Launch]
+    function: Callable[..., Tensor]
+    tensors: Sequence[Tensor]
+    rest: tuple[Any, ...]
+    result: Tensor
+
+
+class Log(NamedTuple):
+    """What was launched and called, in order; the memory that was made for it, and the zeros."""
+
+    steps: list[Launch | Call]
     made: list[Tensor]
+    zeros: list[Tensor]
 
 
 class Prepared(NamedTuple):
@@ -197,7 +236,7 @@ class Prepared(NamedTuple):
     sizes: tuple[int, ...] | None
     integers: tuple[Any, ...]
 
-    def run(self, pointers: Sequence[int]) -> None:
+    def run(self, pointers: Sequence[int], _tensors: Any = None) -> None:
         """Launches on the current stream of the device, which must be the current one."""
         name, launch, function, head, programs, device, places, rest, sizes, _ = self
         if sizes is not None:
@@ -279,7 +318,7 @@ class Kernel:
         for counter in _counters:
             counter[self.name] += 1
         if _local.log is not None:
-            _local.log.launches.append(Launch(self, programs, tensors, integers, constants, warps))
+            _local.log.steps.append(Launch(self, programs, tensors, integers, constants, warps))
         if self.by_table(tensors):
             tensors, integers = in_table(tensors, integers)
         first = tensors[0]

@@ -42,7 +42,8 @@ from minifloat.ops.matmul.spread import Scales, finish, spread, values
 from minifloat.ops.norm import NORMALIZATIONS
 from minifloat.ops.norm import kernels as norm_kernels
 from minifloat.ops.permute import kernels as permutation
-from minifloat.ops.quantize import amax_shape, decode, empty_cast, gpu, pipeline
+from minifloat.ops.quantize import amax_shape, decode, empty_cast, gpu
+from minifloat.ops.replay import Recording
 from minifloat.quantizer import cast_all
 from minifloat.recipe import QuantizerRole, named
 
@@ -272,8 +273,8 @@ def permutations(device: torch.device) -> None:
 
 def replays(device: torch.device) -> None:
     """Casts of a layer's tensors, recorded, then replayed by address with others; on a CPU by the reference."""
-    replay = pipeline.Recording.replay
-    counted = mock.patch.object(pipeline.Recording, "replay", autospec=True, side_effect=replay)
+    replay = Recording.replay
+    counted = mock.patch.object(Recording, "replay", autospec=True, side_effect=replay)
     with counted as replayed, torch.no_grad():
         for name in RECIPES:
             roles = [QuantizerRole("linear", kind, "") for kind in ("input", "weight", "grad_output")]

@@ -13,7 +13,8 @@ from minifloat.nn import Linear
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import launch, matmul
 from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize.pipeline import Recorded, Recording
+from minifloat.ops.quantize.pipeline import Recorded
+from minifloat.ops.replay import Recording
 from minifloat.quantizer import Quantizer, cast_all, casts, find_amaxes
 from minifloat.recipe import named
 
@@ -114,9 +115,10 @@ def test_a_replay_calls_the_launcher_in_c() -> None:
         prepared([x.cuda() for x in matrices(2)])
     (work,) = prepared._works.values()
     assert type(work) is Recorded
-    recordings = list(work.known.values())
+    recordings = list(work.recorder.known.values())
     assert [type(each) for each in recordings] == [Recording]
-    for each in recordings[0].launches if recordings[0] is not None else ():
+    for each in recordings[0].steps if recordings[0] is not None else ():
+        assert isinstance(each, launch.Prepared)
         assert type(each.launch).__name__ == "builtin_function_or_method", each.launch
 
 

@@ -205,7 +205,7 @@ def test_who_adds(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
 
     native.block128(False, False, (x, one, x, one), torch.float32)
-    native.block128(False, True, (x, one, x, one), torch.float32, out)
+    native.block128(False, True, (x, one, x, one, out), torch.float32)
     assert called == [None, None] and not asked
-    result = native.block128(False, False, (x, one, x, one), torch.float32, out)
+    result = native.block128(False, False, (x, one, x, one, out), torch.float32)
     assert (result is out) == adds and asked == [(x, one, x, one, STRIPS, False, out)]

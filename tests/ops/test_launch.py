@@ -90,7 +90,7 @@ def test_no_programs_are_no_launch(device: torch.device) -> None:
     found = torch.zeros(1, device=device)
     with count_launches() as launches, recorded() as kept:
         per_tensor.amax([torch.ones(0, 16, device=device)], [found])
-    assert not launches and not kept.launches and found.item() == 0
+    assert not launches and not kept.steps and found.item() == 0
 
 
 def test_recordings_nest(device: torch.device) -> None:
@@ -101,9 +101,9 @@ def test_recordings_nest(device: torch.device) -> None:
             launch_once(device)
         launch_once(device)
     launch_once(device)
-    assert (len(outer.launches), len(inner.launches)) == (2, 2)
+    assert (len(outer.steps), len(inner.steps)) == (2, 2)
     assert all(
-        type(launch) is Launch and launch.kernel.name == "amax_kernel" for launch in (*outer.launches, *inner.launches)
+        type(launch) is Launch and launch.kernel.name == "amax_kernel" for launch in (*outer.steps, *inner.steps)
     )
 
 
@@ -116,7 +116,7 @@ def test_a_recording_is_of_its_thread(device: torch.device) -> None:
         with recorded() as log:
             inside.set()
             assert done.wait(60)
-        kept["other"] = log.launches
+        kept["other"] = log.steps
 
     def unrecorded() -> None:
         launch_once(device)
@@ -132,7 +132,7 @@ def test_a_recording_is_of_its_thread(device: torch.device) -> None:
         threads[0].join()
         launch_once(device)
     launch_once(device)
-    assert len(log.launches) == 2 and kept["other"] == []
+    assert len(log.steps) == 2 and kept["other"] == []
 
 
 def test_a_launch_with_a_tensor_that_has_no_place_is_not_prepared(
@@ -142,10 +142,10 @@ def test_a_launch_with_a_tensor_that_has_no_place_is_not_prepared(
     x, found = torch.ones(16, 16, device=device), torch.zeros(1, device=device)
     with recorded() as log:
         per_tensor.amax([x], [found])
-    (launch,) = log.launches
-    assert launch.prepare({id(x): 0}) is None
+    (launch,) = log.steps
+    assert launch.prepare({x.data_ptr(): 0}) is None
     assert launch.prepare({}) is None
-    prepared = launch.prepare({id(x): 0, id(found): 3})
+    prepared = launch.prepare({x.data_ptr(): 0, found.data_ptr(): 3})
     assert prepared is not None and [place((5, 6, 7, 8)) for place in prepared.places] == [(5,), (8,)]
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from minifloat import backends, casts, quantizer
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
-from minifloat.ops import launch, quantize
+from minifloat.ops import launch, quantize, replay
 from minifloat.ops.delayed import gpu as delayed_gpu
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, job, pipeline, reference
@@ -115,7 +115,7 @@ def assert_same(actual: list[Quantized], expected: list[Quantized]) -> None:
 def known(how: list[Quantizer]) -> list[Any]:
     """What was recorded for these quantizers: None for what cannot be replayed."""
     works = quantizer.casts(how, "cuda")._works.values()
-    return [recording for work in works for recording in work.known.values()]  # type: ignore[attr-defined]
+    return [recording for work in works for recording in work.recorder.known.values()]  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def test_replays(case: str, usage: tuple[bool, bool], device: torch.device) -> N
             actual = replayed(xs, how, scales=scales)
         assert_same(actual, expected)
         assert counted is None or sum(counted.values()) >= 1
-        assert [type(recording) for recording in known(how)] == [pipeline.Recording]
+        assert [type(recording) for recording in known(how)] == [replay.Recording]
 
 
 @pytest.mark.parametrize("case", ["current", "delayed", "nvfp4", "MXFP8 | current"])
@@ -170,8 +170,8 @@ def test_launches_are_the_recorded_ones_and_outputs_new(case: str, device: torch
 @pytest.mark.parametrize("case", ["current", "nvfp4", "delayed", "rowwise", "NVFP4 with an amax for each row"])
 def test_zeros_of_many_calls(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fill serves several calls, in inference too, and the last ones of it are left to nobody."""
-    monkeypatch.setattr(pipeline, "MOST_ZEROS", 7 if case in ("current", "nvfp4", "delayed") else 300)
-    monkeypatch.setattr(pipeline, "_zeros", pipeline._Zeros())
+    monkeypatch.setattr(replay, "MOST_ZEROS", 7 if case in ("current", "nvfp4", "delayed") else 300)
+    monkeypatch.setattr(replay, "_zeros", replay._Zeros())
     how = CASES[case][:2]
     scales = [torch.full((1,), 3.0, device=device)] * 2
     kept = []
@@ -180,7 +180,7 @@ def test_zeros_of_many_calls(case: str, device: torch.device, monkeypatch: pytes
         with torch.inference_mode(call == 3):
             actual = replayed(xs, how, scales=scales)
         kept.append((actual, by_reference(xs, how, scales=scales)))
-        (taken,) = [taken for _, taken in pipeline._zeros.filled.values()] if call else [0]
+        (taken,) = [taken for _, taken in replay._zeros.filled.values()] if call else [0]
         assert taken <= 300
     for call, (actual, expected) in enumerate(kept):  # what a call gave is not written to by later ones
         assert_same(actual, expected)
@@ -192,27 +192,27 @@ def test_zeros_in_a_graph_are_its_own(device: torch.device, monkeypatch: pytest.
     xs = values(device, (32, 48), (17, 33))
     for _ in range(2):
         replayed(xs, [E4M3, E5M2])
-    before = dict(pipeline._zeros.filled)
+    before = dict(replay._zeros.filled)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert_same(replayed(xs, [E4M3, E5M2]), by_reference(xs, [E4M3, E5M2]))
-    assert before and pipeline._zeros.filled == before
+    assert before and replay._zeros.filled == before
 
 
 def test_a_graph_fills_zeros_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all casts of one capture, and anew for the next one."""
     fills: list[int] = []
-    filled = pipeline._filled
-    monkeypatch.setattr(pipeline, "_filled", lambda count, on: fills.append(count) or filled(count, on))
+    filled = replay._filled
+    monkeypatch.setattr(replay, "_filled", lambda count, on: fills.append(count) or filled(count, on))
     xs = values(device, (32, 48), (17, 33))
     replayed(xs, [E4M3, E5M2])
-    before = dict(pipeline._zeros.filled)
+    before = dict(replay._zeros.filled)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(2):
         fills.clear()
-        with pipeline.zeros_of_graph():
+        with replay.zeros_of_graph():
             for _ in range(3):
                 assert_same(replayed(xs, [E4M3, E5M2]), by_reference(xs, [E4M3, E5M2]))
-        assert fills == [pipeline.MOST_ZEROS] and pipeline._zeros.filled == before
+        assert fills == [replay.MOST_ZEROS] and replay._zeros.filled == before
 
 
 @pytest.mark.parametrize("stream", [0, 7])
@@ -220,7 +220,7 @@ def test_fills_of_operations(stream: int, device: torch.device, monkeypatch: pyt
     """Inductor warms graphs up on a stream of its own, in the graph's memory, of which nothing may be left."""
     if device.type == "cuda":
         pytest.skip("another stream is only pretended here")
-    monkeypatch.setattr(pipeline, "_zeros", pipeline._Zeros())
+    monkeypatch.setattr(replay, "_zeros", replay._Zeros())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
     how = quantizer.casts(CASES["current"][:2], "cuda")
     run = pipeline.amax_and_cast(*how.request)
@@ -229,7 +229,7 @@ def test_fills_of_operations(stream: int, device: torch.device, monkeypatch: pyt
         got = run(xs, [None] * len(how.request.formats))
         want = quantize.amax_and_cast.reference(xs, [None] * len(how.request.formats), *how.request)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert bool(pipeline._zeros.filled) == (stream == 0)
+    assert bool(replay._zeros.filled) == (stream == 0)
 
 
 def test_a_recording_keeps_no_tensor(device: torch.device) -> None:
@@ -247,10 +247,13 @@ def test_which_tensors_are_the_same_does_not_matter(device: torch.device) -> Non
     how = [E4M3, E4M3, Quantizer(MX, E4M3.row_format)]
     a, b, c = values(device, (32, 48), (32, 48), (32, 48))
     assert_same(replayed([a, a, a], how), by_reference([a, a, a], how))
+    alike = [[a, a, a], [a, b, c], [a, b, b], [a, b, a]]
+    for xs in alike:
+        replayed(xs, how)
     with nothing_else():
-        for xs in ([a, a, a], [a, b, c], [a, b, b], [a, b, a], [c, c, c], [c, b, a]):
+        for xs in (*alike, [c, c, c], [c, b, a], [b, a, a]):
             assert_same(replayed(xs, how), by_reference(xs, how))
-    assert len(known(how)) == 1
+    assert len(known(how)) == len(alike)
 
 
 def test_one_scale_for_several_tensors_or_one_each(device: torch.device) -> None:
@@ -259,7 +262,7 @@ def test_one_scale_for_several_tensors_or_one_each(device: torch.device) -> None
     one, other = torch.tensor([2.0], device=device), torch.tensor([30.0], device=device)
     for scales in ([one, one], [one, other], [other, other], [other, one]):
         assert_same(replayed(xs, how, scales=scales), by_reference(xs, how, scales=scales))
-    assert [type(each) for each in known(how)] == [pipeline.Recording] * 2
+    assert [type(each) for each in known(how)] == [replay.Recording] * 2
 
 
 @pytest.mark.parametrize("case", ["current", "nvfp4", "MXFP8 | current"])
@@ -272,7 +275,7 @@ def test_known_amaxes(case: str, device: torch.device) -> None:
             expected = by_reference(xs, how, amaxes)
             with nothing_else() if call else count_launches():
                 assert_same(replayed(xs, how, amaxes), expected)
-    assert [type(each) for each in known(how)] == [pipeline.Recording] * 4
+    assert [type(each) for each in known(how)] == [replay.Recording] * 4
 
 
 @pytest.mark.parametrize("case", ["current", "nvfp4", "delayed", "stochastic | nearest", "NVFP4 strips | tiles"])
@@ -299,7 +302,7 @@ def test_amaxes_alone(case: str, device: torch.device) -> None:
 
 
 def test_levels_that_a_recording_cannot_take(device: torch.device) -> None:
-    """They are cast step by step, before and after something was recorded."""
+    """They are cast step by step, among others that are replayed."""
     (x,) = values(device, (32, 48))
     scales = torch.tensor([[2.0, 5.0], [9.0, 4.0]], device=device)
     for call in range(2):
@@ -308,7 +311,7 @@ def test_levels_that_a_recording_cannot_take(device: torch.device) -> None:
             assert_same(replayed([x], [GIVEN], scales=[scale]), expected)
         if not call:
             replayed([x], [GIVEN], scales=[scales[1, 1:]])
-    assert [type(each) for each in known([GIVEN]) if each] == [pipeline.Recording]
+    assert any(known([GIVEN])) and None in known([GIVEN])  # a double is read as a copy
     how = [Quantizer(MX, columnwise=False)]
     (blocks,) = quantize.amax.reference([x], [MX.spec], [ROWWISE])  # as a group of ranks finds them, block by block
     for _ in range(2):
@@ -330,7 +333,7 @@ def test_inputs_that_kernels_read_copies_of(device: torch.device) -> None:
             xs = [x, other]
             assert_same(replayed(xs, how), by_reference([x.contiguous(), other], how))
     assert [type(each) for each in known(how) if each] == [
-        pipeline.Recording
+        replay.Recording
     ]  # of the last, which begins where it should
 
 
@@ -340,7 +343,7 @@ def test_shapes_dtypes_and_leading_dims(device: torch.device) -> None:
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
             xs = [values(device, (8, 48))[0].to(dtype).view(2, 4, 48), torch.ones(16, dtype=dtype, device=device)]
             assert_same(replayed(xs, how), by_reference(xs, how))
-    assert [type(each) for each in known(how)] == [pipeline.Recording] * 3
+    assert [type(each) for each in known(how)] == [replay.Recording] * 3
 
 
 @pytest.mark.parametrize("case", ["current", "delayed", "block", "mxfp8", "nvfp4"])
@@ -379,8 +382,8 @@ def test_what_cannot_be_replayed(device: torch.device) -> None:
 
 
 def test_recordings_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pipeline.MOST_SHAPES == 256
-    monkeypatch.setattr(pipeline, "MOST_SHAPES", 3)
+    assert replay.MOST_RECORDINGS == 256
+    monkeypatch.setattr(replay, "MOST_RECORDINGS", 3)
     for rows in (1, 2, 3, 4, 5, 4, 1, 7, 9):
         xs = values(device, (rows, 48))
         assert_same(replayed(xs, [E4M3]), by_reference(xs, [E4M3]))
@@ -474,7 +477,7 @@ def test_any_number_of_matrices_is_one_launch(device: torch.device, monkeypatch:
             actual = replayed(xs, how)
         assert set(launches.values()) == {1 if call < 2 else 2}
         assert_same(actual, by_reference(xs, how))
-    assert [type(each) for each in known(how)] == [pipeline.Recording] * 2
+    assert [type(each) for each in known(how)] == [replay.Recording] * 2
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -485,7 +488,7 @@ def test_casts_that_record(
     """What a compiled layer calls under delayed scaling: recorded at the first call, equal to the reference in all."""
     from minifloat.ops import delayed
 
-    monkeypatch.setattr(delayed_gpu, "_prepared", {})
+    monkeypatch.setattr(delayed_gpu, "_recorder", replay.Recorder())
     cast_of = [0, 0, 1] if transposed else [0, 1]
     formats = ["e4m3/tensor/given"] * len(cast_of)
     dims = [ROWWISE, COLUMNWISE, ROWWISE] if transposed else [ROWWISE, ROWWISE]
@@ -504,5 +507,5 @@ def test_casts_that_record(
         for got, want in zip(made, wanted, strict=True):
             assert_same_bits(got, want)
             assert got.stride() == want.stride()
-    recorded = inspect.getclosurevars(run).nonlocals["work"].known
+    recorded = inspect.getclosurevars(run).nonlocals["work"].recorder.known
     assert recorded and all(recorded.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +13,9 @@ pytest.importorskip("triton")
 from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.operand import Operand
-from minifloat.ops import matmul
+from minifloat.ops import matmul, replay
 from minifloat.ops.launch import count_launches
-from minifloat.ops.matmul import _Matrix, emulated, native, replay
+from minifloat.ops.matmul import _Matrix, emulated, native
 from minifloat.ops.matmul.native import cut
 from minifloat.ops.matmul.replay import RecordedProduct
 from minifloat.quantizer import Quantizer
@@ -109,7 +111,8 @@ def test_where_the_result_goes(device: torch.device, monkeypatch: pytest.MonkeyP
     """What can add its product gets the memory for it, at each call, if that product is the result."""
     seen: list[tuple[object, ...]] = []
 
-    def multiply(a_tile: bool, b_tile: bool, operands: object, dtype: torch.dtype, *into: object) -> Tensor:
+    def multiply(a_tile: bool, b_tile: bool, operands: Any, dtype: torch.dtype) -> Tensor:
+        into = tuple(operands[4:])
         seen.append(into)
         return into[0] if into and isinstance(into[0], Tensor) else torch.zeros(32, 48, device=device)
 
@@ -162,14 +165,14 @@ def test_one_tensor_as_both_operands(device: torch.device) -> None:
 
 
 def test_recordings_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MOST_SHAPES", 3)
+    monkeypatch.setattr(replay, "MOST_RECORDINGS", 3)
     product = matmul.by_kernels("emulated", MX, MX)
     for rows in range(1, 9):
         a, b = matrices("fprop", (MX, MX), (rows, 16, 32), device)
         want = emulated.multiply([x.codes for x in (emulated.spread(*a), emulated.spread(*b))])
         got = product(a, b, torch.float32, None, False, None)
         assert isinstance(product, RecordedProduct)
-        assert got.shape == want.shape and len(product.known) <= 3
+        assert got.shape == want.shape and len(product.recorder.known) <= 3
 
 
 def test_cut_is_contiguous() -> None:

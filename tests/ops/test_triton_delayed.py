@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from minifloat.ops import delayed as definition
 from minifloat.ops.delayed import gpu
 from minifloat.ops.launch import count_launches
+from minifloat.ops.replay import Recorder
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.replay_on_cpu import replay_on_cpu
 
@@ -17,7 +18,7 @@ from tests.helpers.replay_on_cpu import replay_on_cpu
 @pytest.fixture(autouse=True)
 def _replay(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is prepared yet; a CPU replays launches, too."""
-    monkeypatch.setattr(gpu, "_prepared", {})
+    monkeypatch.setattr(gpu, "_recorder", Recorder())
     if device.type == "cpu":
         replay_on_cpu(monkeypatch)
 
@@ -28,8 +29,8 @@ def test_delayed_bookkeeping(shape: tuple[int, int], algorithm: str, device: tor
     """Of one call, and of the next ones, which launch by addresses alone; of the slots of many experts too."""
     for _ in range(3):
         check_bookkeeping(shape, f"e4m3/margin=1/{algorithm}", device)
-    assert len(gpu._prepared) == 2
-    assert all(gpu._prepared.values())
+    assert len(gpu._recorder.known) == 2
+    assert all(gpu._recorder.known.values())
 
 
 @pytest.mark.parametrize("layers", [1, 2, 8, 9, 33])

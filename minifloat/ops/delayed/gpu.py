@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.ops.delayed import Rule, refuse_recomputation
-from minifloat.ops.launch import Kernel, Prepared, recorded
+from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import FLT_MAX
 from minifloat.ops.quantize.pipeline import Recorded
 from minifloat.ops.quantize.reference import Request
+from minifloat.ops.replay import Recorder
 
 _LAYERS = 32
 """Histories that one launch updates."""
@@ -66,37 +67,18 @@ _record = Kernel(record_kernel, wide=False, table=False)
 _update = Kernel(update_kernel, wide=False, table=False)
 
 
-MOST_PREPARED = 1024
-"""Launches that are kept: the number of layers that are updated together may change at each step."""
-_prepared: dict[Any, Prepared | None] = {}
-"""Launches, by what decides them; None where one cannot be made by addresses alone."""
-
-
-def _launch(key: Any, tensors: Sequence[Tensor], launch: Callable[[], None]) -> None:
-    """Does ``launch``, one launch on ``tensors``: from the second time on by addresses, which are all that differs.
-
-    Args:
-        key: what decides everything else.
-    """
-    key = key, tensors[0].get_device(), *[tensor.dtype for tensor in tensors]
-    known = _prepared.get(key)
-    if known is not None and key[1] == torch._C._cuda_getDevice():
-        known.run([tensor.data_ptr() for tensor in tensors])
-        return
-    with recorded() as log:
-        launch()
-    slots = {id(tensor): slot for slot, tensor in enumerate(tensors)}
-    if key not in _prepared and len(slots) == len(tensors):  # that two of them are one must not be recorded
-        if len(_prepared) >= MOST_PREPARED:
-            _prepared.clear()
-        _prepared[key] = log.launches[0].prepare(slots)
+_recorder = Recorder()
 
 
 def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
     """The operation ``record_amax_``."""
     places = tuple(slots)
-    tensors = history, tuple(amaxes)
-    _launch(places, [history, *amaxes], lambda: _record(1, tensors, (places,), (len(places),), 1))
+
+    def launch() -> tuple[()]:
+        _record(1, (history, tuple(amaxes)), (places,), (len(places),), 1)
+        return ()
+
+    _recorder(places, (history, *amaxes), launch)
 
 
 def record_forward(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> None:
@@ -132,12 +114,12 @@ def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequenc
     for (*_, rule), layers in alike.items():
         for first in range(0, len(layers), _LAYERS):
             some = layers[first : first + _LAYERS]
-            key = rule, layers[0][0].shape, len(some)
-            _launch(key, [each for layer in some for each in layer], partial(_update_alike, some, Rule.parse(rule)))
+            tensors = [each for layer in some for each in layer]
+            _recorder(rule, tensors, partial(_update_alike, some, Rule.parse(rule)))
     torch.autograd.graph.increment_version(scales)  # weights that several calls share are cast anew when it rises
 
 
-def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> None:
+def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> tuple[()]:
     length, slots = layers[0][0].shape
     count = next(size for size in (1, 8, _LAYERS) if size >= len(layers))
     padded = [*layers, *[layers[0]] * (count - len(layers))]  # of which only the first are programs
@@ -146,3 +128,4 @@ def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> None:
     columns = min(triton.next_power_of_2(slots), max(_TILE // rows, 1))
     constants = count, rule.largest, rule.most_recent, rows, columns
     _update(len(layers) * triton.cdiv(slots, columns), tensors, (length, slots), constants, 4)
+    return ()

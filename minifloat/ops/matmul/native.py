@@ -118,18 +118,17 @@ def block128_is_direct(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
     return bias is None and out_dtype != torch.float16
 
 
-def block128(
-    a_tile: bool, b_tile: bool, operands: Sequence[Tensor], out_dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
+def block128(a_tile: bool, b_tile: bool, operands: Sequence[Tensor], out_dtype: torch.dtype) -> Tensor:
     """``a`` [m, k] times ``b`` [n, k] transposed; ``operands``: of :func:`block128_operands`.
 
-    It may be added to an ``out`` of fp32, which is returned then: the weight gradient, whose operands have no tiles.
+    It may be added to an fp32 tensor after them, which is returned then: the weight gradient, whose operands have no
+    tiles.
     """
-    a, a_scale, b, b_scale = operands
+    a, a_scale, b, b_scale, *out = operands
     if a_tile:  # the library wants the tiles on the right: a b^T = (b a^T)^T
         return block128(b_tile, a_tile, (b, b_scale, a, a_scale), out_dtype).t()
-    if out is not None and not b_tile and cublaslt.add(a, a_scale, b, b_scale, cublaslt.STRIPS, False, out):
-        return out
+    if out and not b_tile and cublaslt.add(a, a_scale, b, b_scale, cublaslt.STRIPS, False, *out):
+        return out[0]
     # What torch.nn.functional.scaled_mm calls, after it has made lists of integers of its enums.
     result: Tensor = torch._scaled_mm_v2(
         a, b.t(), [a_scale], _STRIPS, _NO_SWIZZLE, [b_scale], _TILES if b_tile else _STRIPS, _NO_SWIZZLE,

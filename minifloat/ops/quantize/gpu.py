@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import quantize
-from minifloat.ops.launch import most_matrices, ready
+from minifloat.ops.launch import made, most_matrices, ready, zeros
 from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
 from minifloat.ops.quantize.job import Job, Target, groups
 
@@ -32,10 +32,7 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
     single = [not fmt.amax_per_row and (fmt.block == 0 or fmt.scale_rule == "two_level") for fmt in parsed]
     rotated = [fmt.transform == "hadamard16" for fmt in parsed]
     # Not parts of one tensor: outputs of an operation must not share memory.
-    results = [
-        torch.zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
-        for x, fmt, dim in zip(xs, parsed, dims, strict=True)
-    ]
+    results = [zeros(amax_shape(fmt, dim, *x.shape), x.device) for x, fmt, dim in zip(xs, parsed, dims, strict=True)]
     plain: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for i, (x, fmt, dim, found) in enumerate(zip(xs, parsed, dims, results, strict=True)):
         check(x, None, fmt, dim)
@@ -67,10 +64,13 @@ def cast(
     k_major: Sequence[bool],
     noop: Tensor | None,
     as_values: Sequence[bool] = (),
+    shared: bool = False,
 ) -> list[Tensor]:
     """Implements the operation; a rowwise cast and the columnwise one of the same tensor after it are one pass.
 
-    ``as_values``: which casts give bf16 values [M, K] in lieu of codes, where those are numbers of bf16.
+    Args:
+        as_values: which casts give bf16 values [M, K] in lieu of codes, where those are numbers of bf16.
+        shared: two orientations have one scale in memory, where it is the same.
     """
     parsed = [parse(spec) for spec in formats]
     if not all(map(casts, parsed)):
@@ -88,7 +88,13 @@ def cast(
         codes, scale_inv = empty_cast(x, fmt, dim, transposed)
         if value:
             codes = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        own_amax = torch.zeros(int(fmt.scale_rule == "given"), dtype=torch.float32, device=x.device)
+        before = jobs[-1].targets[-1] if shared and x is previous else None
+        if before is not None and fmt.symmetric and before.format == fmt and before.level is level:
+            scale_inv = before.scale_inv
+        else:
+            made(scale_inv)
+        made(codes)
+        own_amax = zeros((int(fmt.scale_rule == "given"),), x.device)
         target = Target(fmt, dim, level, codes, scale_inv, own_amax, transposed)
         outputs += codes, scale_inv, own_amax
         add(jobs, x, rng, target, x is previous)
