@@ -162,7 +162,7 @@ class Casts:
         drawn = self._drawn(xs, rngs) if self._stochastic else self._nothing
         outputs: Iterator[Output] = iter(())
         if self._sources:
-            known = None if amaxes is None else tuple([levels is not None for levels in amaxes])
+            known = None if amaxes is None else tuple(map(bool, amaxes))
             key = xs[0].is_cuda, known
             outputs = iter((self._works.get(key) or self._work(key))(xs, given, drawn, noop_flag)[0])
         results = []

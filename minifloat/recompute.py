@@ -229,7 +229,7 @@ def exchange_of(module: Sharded[P_co]) -> P_co:
         RuntimeError: a recomputation without a tape, of a module that ``set_tensor_parallel_group`` has been called of.
     """
     own = module._exchange
-    if torch.compiler.is_compiling() or (not _inside and _graph_task() == -1):
+    if torch.compiler.is_dynamo_compiling() or (not _inside and _graph_task() == -1):
         return own
     replay, tapes = _surroundings()
     if replay is None and own.regrouped and _graph_task() != -1 and torch.is_grad_enabled():

@@ -63,7 +63,7 @@ def guarded(x: Tensor) -> Tensor:
     Autograd then raises in eager code. Compiled code does not: its backward would read the changed values (PyTorch 2.11
     to 2.15), so there a copy is saved. Inductor removes copies that change nothing; other backends keep them.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return x.clone()
     return x.detach() if x._is_view() else x  # a node that saves a view of its own output is never freed
 
@@ -78,7 +78,8 @@ def autocast_enabled(x: Tensor) -> bool:
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype of ``torch.autocast`` where that is on for the device of ``x``; else the dtype of ``x``."""
-    return torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else x.dtype
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x.dtype
 
 
 def autocast_to(x: Tensor) -> Tensor:

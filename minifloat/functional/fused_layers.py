@@ -27,6 +27,7 @@ from minifloat.functional.norm_activation import (
 from minifloat.functional.quantize import delayed_scale, record
 from minifloat.functional.spec import Spec
 from minifloat.operand import Operand, Quantized
+from minifloat.ops import new
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,12 @@ def multiply_output(
         given.x = made.quantized
         if given.delayed is not None:
             record(given.delayed, "input", made.quantized)
-    known = KnownOfX(None, made.amaxes, made.label)
+    known = new(KnownOfX, (None, made.amaxes, made.label))
     x, w, own = exchange.quantize_inputs(spec, source, given, made.value, weight, known)
     if spec.eager:
         given.x = given.w = None  # what is not saved must not take memory during what follows
-    made = made._replace(value=made.value if returned or spec.saves_value else None, quantized=None)
+    value = made.value if returned or spec.saves_value else None
+    made = new(FusedOutput, (value, made.dtype, made.saved, None, None, None, made.stream))
     y = exchange.fprop(spec, x, w, bias)
     saved_w = source.save(spec, weight, w) if spec.options.needs_x else None
     return y, made, (save_x(spec, exchange, made.value, own), saved_w), scale if spec.recompute_x else None
@@ -154,9 +156,15 @@ def norm_outputs(
     """The outputs after Y: N and S, each if it is wanted, and with a gradient if what it is computed from has one."""
     value, stream = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
     moving = x.requires_grad or (residual is not None and residual.requires_grad)
-    fixed = (None if spec.options.needs_x else value), (None if moving else stream)
-    ctx.mark_non_differentiable(*[output for output in fixed if output is not None])
-    return [output for output in (value, stream) if output is not None]
+    outputs, constant = [], []
+    for each, has_gradient in ((value, spec.options.needs_x), (stream, moving)):
+        if each is not None:
+            outputs.append(each)
+            if not has_gradient:
+                constant.append(each)
+    if constant:
+        ctx.mark_non_differentiable(*constant)
+    return outputs
 
 
 def saved_of_norm(spec: Spec, n: FusedOutput, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:

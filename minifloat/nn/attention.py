@@ -209,7 +209,7 @@ class DotProductAttention(nn.Module):
         mask_type = attn_mask_type or self.attn_mask_type
         self._check_mask_type(mask_type)
         self._check_inputs(query, key, value)
-        q, k, v = (self._to_bhsd(autocast_to(t)) for t in (query, key, value))
+        q, k, v = [self._to_bhsd(autocast_to(t)) for t in (query, key, value)]
         band = self._band(mask_type, window_size or self.window_size)
         given = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         top_left = mask_type in ("causal", "padding_causal") if given is None else not given

@@ -233,8 +233,8 @@ class Linear(LinearState, nn.Linear):
         if self.parameters_split is None:
             return self.weight
         own: Any = self._parameters
-        whole = self._gathered_weight()
         parts = [own[name] if name in own else getattr(self, name) for name in self._weight_names]
+        whole = self._gathered_weight() if isinstance(parts[0], QuantizedTensor) else None
         return torch.cat(parts) if whole is None else apply(_Joined, whole, *parts)
 
     def whole_weight(self) -> Tensor:

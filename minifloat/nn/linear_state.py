@@ -213,18 +213,19 @@ class LinearState(SharedRows):
             parts = self._etp.cast(quantizer, spec.options.dtype, first=is_first_microbatch, scales=scales)
             self._record_weight(delayed_call, self._etp.rows.part(parts))
             return None
-        if torch.compiler.is_compiling():  # which cannot look into a tensor that it has computed
+        compiling = torch.compiler.is_compiling()
+        if compiling:  # which cannot look into a tensor that it has computed
             weight = weight if (whole := self._gathered_weight()) is None else whole
         if isinstance(weight, QuantizedTensor):
             check_synchronized(self)
-            if weight.gatherer is not None and not torch.compiler.is_compiling():
+            if weight.gatherer is not None and not compiling:
                 weight.gatherer.fetch_for(quantizer, self._label)
             ready = fitting(weight, spec)
             if ready is not None:
                 self._follow_own_scale(weight, delayed_call, ready)
                 return ready
         unnamed = is_first_microbatch is None
-        if not self._keeps_weight or (unnamed and torch.compiler.is_compiling()):
+        if not self._keeps_weight or (unnamed and compiling):
             return None
         cached = self._weight_cache
         if (unnamed and (cached is None or cached.in_capture is None)) or not quantizer.quantized:

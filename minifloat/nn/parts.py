@@ -99,7 +99,10 @@ class LayerOfParts(LayerOfLinears):
 
 def outputs(y: Any, *others: tuple[bool, Any]) -> Any:
     """What a layer returns: Y, or a tuple of Y and those of the others that are wanted."""
-    extra = [other for wanted, other in others if wanted]
+    extra: tuple[Any, ...] = ()
+    for wanted, other in others:
+        if wanted:
+            extra = (*extra, other)
     return (y, *extra) if extra else y
 
 
